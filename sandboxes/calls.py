@@ -1,0 +1,43 @@
+"""The values that cross between the proxy and a driver: calls, results, and what running one taught us (pure)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sandboxes.effects import Effect, StateDigest
+
+Arguments = Mapping[str, Any]
+"""JSON members: str, int, float, bool, None, list and dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as a driver runs it: `endpoint` and `tool` say what, `arguments` how, `body` carries uploaded bytes."""
+
+    endpoint: str
+    tool: str
+    arguments: Arguments
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the tool answered: an HTTP status, a media type and bytes. A tool's own failure is a result too."""
+
+    status: int
+    media_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One call that was really run.
+
+    seconds: how long the tool itself took, without restoring and without finding out what it changed.
+    state: the sandbox's state after the call; None where it has no digest (live processes, too much changed).
+    """
+
+    result: ToolResult
+    effect: Effect
+    seconds: float
+    state: StateDigest | None = field(default=None)

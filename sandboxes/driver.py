@@ -1,0 +1,116 @@
+"""What every driver promises. `tests/sandboxes/contract.py` holds each of them to it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sandboxes.calls import Execution, ToolCall
+from sandboxes.effects import StateDigest
+from sandboxes.spec import EnvironmentSpec
+
+
+class SandboxError(RuntimeError):
+    """The sandbox or the machine under it failed, not the tool: answered as an error, never recorded."""
+
+
+class SpecError(ValueError):
+    """The environment spec cannot be built: a base that is not there, a set-up command that fails."""
+
+
+class NotFreezable(RuntimeError):  # noqa: N818 - it is an answer about a state, not a fault
+    """This state cannot be frozen now (processes live, descriptors are open): its path is replayed instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenState:
+    """A sandbox state that a driver can bring back, any number of times.
+
+    payload: the driver's own JSON: layers, sessions.
+    size_bytes: bytes on disk that this state added to those it was built on.
+    state: the digest that the sandbox had; None where it has none.
+    """
+
+    driver: str
+    kind: str
+    payload: dict[str, Any]
+    size_bytes: int
+    state: StateDigest | None
+
+
+class Sandbox(Protocol):
+    """One running sandbox. One caller at a time; the pool's leases see to that."""
+
+    @property
+    def id(self) -> str:
+        """The name under which the machine knows it (cgroup, directory, container label)."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """False once it is known to be dead; a dead one only needs `close`."""
+        ...
+
+    async def execute(self, call: ToolCall) -> Execution:
+        """Run call and say what it changed.
+
+        Raises:
+            SandboxError: the sandbox failed. It is of no further use: close it.
+        """
+        ...
+
+    async def freeze(self) -> FrozenState:
+        """Freeze the state after the last call. The sandbox goes on from it, unharmed.
+
+        Raises:
+            NotFreezable: processes live; the sandbox goes on.
+            SandboxError: the sandbox failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Kill every process, unmount, and free what no frozen state holds. Idempotent; never raises SandboxError."""
+        ...
+
+
+class Driver(Protocol):
+    """Knows one kind of sandbox. Its directory is its own; nothing of a dead instance is left after `open`."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def open(self) -> None:
+        """Get ready, and remove the processes, mounts, cgroups and half-written files that a killed instance left."""
+        ...
+
+    async def identity(self, spec: EnvironmentSpec) -> str:
+        """Return a digest of all that spec names outside itself (base, archives) and of this driver's version.
+
+        Raises:
+            SpecError: what spec names is not there or not usable.
+        """
+        ...
+
+    async def start(self, spec: EnvironmentSpec) -> Sandbox:
+        """Start a sandbox at spec's root state: base, archives, files, set-up.
+
+        Raises:
+            SpecError: spec cannot be built.
+            SandboxError: the machine failed.
+        """
+        ...
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> Sandbox:
+        """Start a new sandbox at frozen, a state of a sandbox of the same spec. Never harms the source.
+
+        Raises:
+            SandboxError: the machine failed, or what frozen holds is gone.
+        """
+        ...
+
+    async def collect(self, keep: Iterable[FrozenState]) -> int:
+        """Delete what neither keep nor a live sandbox needs; return the bytes that the kept states occupy."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close every sandbox; frozen states stay."""
+        ...

@@ -1,0 +1,1 @@
+"""Sandbox states that are kept: what they are, which are worth keeping, and where they lie."""
