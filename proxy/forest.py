@@ -1,0 +1,64 @@
+"""Tasks and their rollouts, each rollout standing at one node of its task's tree (pure)."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from proxy.canonical import CallKey, private_key
+from proxy.tree import Node, Record, Tree
+from sandboxes.spec import EnvironmentSpec
+
+
+class Outcome(IntEnum):
+    """How one call of a rollout was answered. The numbers are written to disk: never change one."""
+
+    HIT = 0
+    MISS = 1
+    WAIT = 2
+    BYPASS = 3
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One agent's run of a task: where it stands, and how many calls brought it there.
+
+    turn: held while a call of this rollout is answered, so that its calls are answered in order of arrival.
+    """
+
+    id: int
+    name: str
+    task: str
+    tree: Tree
+    node: Node
+    cached: bool = True
+    calls: int = 0
+    finished: bool = False
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def key_of(self, key: CallKey) -> CallKey:
+        """Return the key under which this rollout looks a call up: its own, unheard of, where nothing may be reused."""
+        return key if self.cached else private_key(key, self.id, self.calls)
+
+    def advance(self, record: Record, outcome: Outcome) -> None:
+        """Take the step that record describes. O(1)."""
+        self.calls += 1
+        if outcome is Outcome.HIT or outcome is Outcome.WAIT:
+            record.hits += 1
+        if record.target is not self.node:
+            self.node = record.target
+            record.target.passes += 1
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A task as it stands now: its spec, the tree of that spec, and the rollouts that run by name.
+
+    origin: the spec as its user wrote it; None for a task that runs on the default.
+    """
+
+    name: str
+    spec: EnvironmentSpec
+    tree: Tree
+    origin: str | None
+    created_at: float
+    rollouts: dict[str, Rollout] = field(default_factory=dict)

@@ -1,0 +1,68 @@
+"""Which way to a sandbox at a node is the cheapest (pure)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from proxy.tree import Node, Record
+
+
+class Way(Enum):
+    """How a sandbox is got before anything is replayed in it."""
+
+    STANDING = "standing"
+    SNAPSHOT = "snapshot"
+    FRESH = "fresh"
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, as measured on this machine. replay_overhead_s is what each replayed call costs beside the tool."""
+
+    standing_s: float = 0.001
+    restore_s: float = 0.015
+    fresh_s: float = 0.025
+    replay_overhead_s: float = 0.006
+
+
+@dataclass(frozen=True, slots=True)
+class RestorePlan:
+    """Get a sandbox at `start` by `way`, then run `suffix` in this order; it then stands where it is wanted."""
+
+    way: Way
+    start: Node
+    suffix: tuple[Record, ...]
+    cost_s: float
+
+
+def plan_restore(target: Node, *, standing: Callable[[Node], bool], costs: Costs) -> RestorePlan | None:
+    """Choose the way with the least acquire + replay seconds; None where no way leads to target.
+
+    standing: says whether a sandbox at a node may be taken. The walk goes from target towards the root and ends where
+    going on cannot be cheaper, or at a record whose replay is known to reach another state. O(length of the suffix).
+    """
+    best: RestorePlan | None = None
+    suffix: list[Record] = []
+    replay_s, node = 0.0, target
+    while best is None or replay_s < best.cost_s:
+        for way, acquire_s in _ways(node, standing, costs):
+            if best is None or replay_s + acquire_s < best.cost_s:
+                best = RestorePlan(way, node, tuple(reversed(suffix)), replay_s + acquire_s)
+        origin = node.origin
+        if origin is None or not origin.reproducible:
+            break
+        suffix.append(origin)
+        replay_s += origin.seconds + costs.replay_overhead_s
+        node = origin.source
+    return best
+
+
+def _ways(node: Node, standing: Callable[[Node], bool], costs: Costs) -> list[tuple[Way, float]]:
+    ways = []
+    if standing(node):
+        ways.append((Way.STANDING, costs.standing_s))
+    if node.snapshot is not None:
+        ways.append((Way.SNAPSHOT, costs.restore_s))
+    if node.origin is None and not node.detached:
+        ways.append((Way.FRESH, costs.fresh_s))
+    return ways

@@ -1,0 +1,358 @@
+"""The durable store: tasks, trees, rollouts and answers in one SQLite file (WAL), written from one thread.
+
+The one door to sqlite-utils. It makes the tables and serves the views; what lies on the way to an answer uses its
+connection directly (a transaction of two rows: 0.1 ms, against 0.2 ms through the library).
+"""
+
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+import sqlite_utils
+
+from proxy.canonical import CallKey, canonical_json
+from proxy.journal import Step
+from proxy.tree import Node, Record, Tree
+from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.effects import Effect, StateDigest
+
+SCHEMA_VERSION = 1
+_COMPRESS_FROM = 1024
+
+_TABLES: dict[str, dict[str, type]] = {
+    "meta": {"name": str, "value": str},
+    "tasks": {"name": str, "spec": str, "created_at": float},
+    "trees": {"id": int, "task": str, "root_key": str, "merge": int, "root": int, "created_at": float},
+    "nodes": {"id": int, "tree": int, "exact": bytes, "content": bytes, "diverged": str, "pinned": int},
+    "records": {
+        "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
+        "effect": int, "seconds": float, "recorded_at": float, "private": int, "reproducible": int,
+    },
+    "rollouts": {
+        "id": int, "task": str, "name": str, "tree": int, "start": int, "node": int, "calls": int, "finished": int,
+        "token": str, "created_at": float,
+    },
+    "blobs": {"id": int, "digest": bytes, "packed": int, "data": bytes},
+}  # fmt: skip
+_KEYS = {"meta": "name", "tasks": "name"}
+
+
+class StoreError(RuntimeError):
+    """The store could not be read or written: the disk is full, or the file is not ours. Nothing was recorded."""
+
+
+class Store:
+    """One SQLite file. All methods are synchronous and short; large folds are the caller's to slice."""
+
+    def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL") -> None:
+        """Open or make the file. With FULL, each commit waits for the disk.
+
+        Raises:
+            StoreError: the file was written by a newer version, or is no database.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        self.database = sqlite_utils.Database(self._connection)
+        try:
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute(f"PRAGMA synchronous={sync}")
+            self._make_tables()
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
+            raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
+        self._next = {name: self._last_id(name) + 1 for name in ("trees", "nodes", "records", "rollouts", "blobs")}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # Tasks and trees
+
+    def put_task(self, name: str, spec: str | None) -> None:
+        """Write a task; spec is its JSON, None for the default."""
+        with self._transaction() as execute:
+            execute(
+                "INSERT INTO tasks (name, spec, created_at) VALUES (?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET spec = excluded.spec",
+                (name, spec, time.time()),
+            )
+
+    def tasks(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Return the tasks, or the one of that name, with how many rollouts and nodes each has."""
+        counts = (
+            "(SELECT COUNT(*) FROM rollouts r WHERE r.task = t.name) AS rollouts, "
+            "(SELECT COUNT(*) FROM nodes n JOIN trees e ON n.tree = e.id WHERE e.task = t.name) AS nodes"
+        )
+        where = "WHERE t.name = :name" if name is not None else ""
+        return list(self.database.query(f"SELECT t.*, {counts} FROM tasks t {where} ORDER BY t.name", {"name": name}))
+
+    def delete_task(self, name: str) -> None:
+        """Delete a task with its trees, rollouts, steps and the answers that nothing else needs."""
+        trees = "SELECT id FROM trees WHERE task = ?"
+        with self._transaction() as execute:
+            execute("DELETE FROM steps WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
+            execute("DELETE FROM rollouts WHERE task = ?", (name,))
+            execute(f"DELETE FROM records WHERE tree IN ({trees})", (name,))
+            execute(f"DELETE FROM nodes WHERE tree IN ({trees})", (name,))
+            execute("DELETE FROM trees WHERE task = ?", (name,))
+            execute("DELETE FROM tasks WHERE name = ?", (name,))
+            self._delete_unused_blobs(execute)
+
+    def tree(self, task: str, root_key: str, *, merge: bool) -> Tree:
+        """Return the tree of task under this root key, with all that is recorded of it; make it where there is none.
+
+        Cost: 2 to 3 ms for 1,000 nodes.
+        """
+        row = self._one("SELECT id, root FROM trees WHERE task = ? AND root_key = ?", (task, root_key))
+        if row is not None:
+            return self._load(Tree(row[0], self._load_node(row[1]), merge=merge))
+        tree_id, root = self._take_id("trees"), Node(self._take_id("nodes"))
+        with self._transaction() as execute:
+            execute(
+                "INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", (tree_id, task, root_key, merge, root.id, time.time())
+            )
+            self._insert_node(execute, tree_id, root)
+        return Tree(tree_id, root, merge=merge)
+
+    def tree_of(self, tree_id: int) -> Tree:
+        """Return a tree by its id."""
+        row = self._one("SELECT root, merge FROM trees WHERE id = ?", (tree_id,))
+        assert row is not None
+        return self._load(Tree(tree_id, self._load_node(row[0]), merge=bool(row[1])))
+
+    def _load(self, tree: Tree) -> Tree:
+        sql = "SELECT id, exact, content, diverged, pinned FROM nodes WHERE tree = ? AND id <> ? ORDER BY id"
+        private = {row[0] for row in self._all("SELECT target FROM records WHERE tree = ? AND private = 1", (tree.id,))}
+        for node_id, exact, content, diverged, pinned in self._all(sql, (tree.id, tree.root.id)):
+            hidden = bool(diverged) or node_id in private
+            node = tree.add_node(node_id, _digest(exact, content), private=hidden)
+            node.diverged, node.pinned = diverged, bool(pinned)
+        counts = dict(
+            self._all(
+                "SELECT s.record, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "
+                "WHERE r.tree = ? GROUP BY s.record",
+                (tree.id,),
+            )
+        )
+        sql = (
+            "SELECT id, key, source, target, effect, seconds, recorded_at, private, reproducible, "
+            "call, upload, answer FROM records WHERE tree = ? ORDER BY id"
+        )
+        for row in self._all(sql, (tree.id,)):
+            record = Record(
+                row[0], CallKey(row[1]), tree.nodes[row[2]], tree.nodes[row[3]], Effect(row[4]), row[5], row[6],
+                private=bool(row[7]), reproducible=bool(row[8]), call=row[9], upload=row[10], answer=row[11],
+            )  # fmt: skip
+            uses = counts.get(record.id, 0)
+            record.hits = max(0, uses - 1)
+            if not record.observation:
+                record.target.passes += uses
+            tree.add_record(record)
+        return tree
+
+    def _load_node(self, node_id: int) -> Node:
+        row = self._one("SELECT exact, content, pinned FROM nodes WHERE id = ?", (node_id,))
+        assert row is not None
+        return Node(node_id, state=_digest(row[0], row[1]), pinned=bool(row[2]))
+
+    # Records
+
+    def new_node_id(self) -> int:
+        return self._take_id("nodes")
+
+    def new_record_id(self) -> int:
+        return self._take_id("records")
+
+    def save_record(self, tree: int, record: Record, node: Node | None, call: ToolCall, result: ToolResult) -> None:
+        """Write a record with its call and answer, and the node that it made if it made one, in one transaction.
+
+        Blobs are content-addressed and compressed; their ids are set on record. Cost: 0.1 ms.
+        """
+        with self._transaction() as execute:
+            value = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
+            record.call = self._insert_blob(execute, canonical_json(value))
+            record.upload = self._insert_blob(execute, call.body) if call.body else 0
+            head = f"{result.status} {result.media_type}\n".encode()
+            record.answer = self._insert_blob(execute, head + result.body)
+            if node is not None:
+                self._insert_node(execute, tree, node)
+            values = (
+                record.id, tree, record.source.id, record.key, record.target.id, record.call, record.upload,
+                record.answer, record.effect.value, record.seconds, record.recorded_at, record.private,
+                record.reproducible,
+            )  # fmt: skip
+            execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
+
+    def save_node(self, node: Node) -> None:
+        """Write what may change about a node: its state's digest, its pin, why it diverged."""
+        exact, content = (node.state.exact, node.state.content) if node.state else (None, None)
+        with self._transaction() as execute:
+            execute(
+                "UPDATE nodes SET exact = ?, content = ?, diverged = ?, pinned = ? WHERE id = ?",
+                (exact, content, node.diverged, node.pinned, node.id),
+            )
+
+    def save_divergence(self, record: Record, lost: Iterable[Node]) -> None:
+        """Write that record does not reproduce its target, and which nodes were set aside for it."""
+        with self._transaction() as execute:
+            execute("UPDATE records SET reproducible = 0 WHERE id = ?", (record.id,))
+            for node in lost:
+                execute("UPDATE nodes SET diverged = ? WHERE id = ?", (node.diverged, node.id))
+
+    def forget(self, nodes: Iterable[Node], records: Iterable[Record]) -> None:
+        """Delete nodes and records, and the answers that nothing else needs."""
+        with self._transaction() as execute:
+            for node in nodes:
+                execute("DELETE FROM nodes WHERE id = ?", (node.id,))
+            for record in records:
+                execute("DELETE FROM records WHERE id = ?", (record.id,))
+            self._delete_unused_blobs(execute)
+
+    def call(self, record: Record) -> ToolCall:
+        """Return the call that was recorded."""
+        value = orjson.loads(self._blob(record.call))
+        body = self._blob(record.upload) if record.upload else b""
+        return ToolCall(value["endpoint"], value["tool"], value["arguments"], body)
+
+    def result(self, record: Record) -> ToolResult:
+        """Return the answer that was recorded. 8 us for 2 kB."""
+        head, _, body = self._blob(record.answer).partition(b"\n")
+        status, _, media_type = head.decode().partition(" ")
+        return ToolResult(int(status), media_type, body)
+
+    # Rollouts
+
+    def create_rollout(self, task: str, name: str, tree: int, node: int, token: str) -> int:
+        """Write a rollout that stands at node and has made no call; return its id."""
+        rollout = self._take_id("rollouts")
+        values = (rollout, task, name, tree, node, node, 0, 0, token, time.time())
+        with self._transaction() as execute:
+            execute(f"INSERT INTO rollouts VALUES ({','.join('?' * 10)})", values)
+        return rollout
+
+    def finish_rollout(self, rollout: int) -> None:
+        with self._transaction() as execute:
+            execute("UPDATE rollouts SET finished = 1 WHERE id = ?", (rollout,))
+
+    def rollouts(self, task: str, *, name: str | None = None, running: bool = False) -> list[dict[str, Any]]:
+        """Return a task's rollouts, oldest first: all, those of one name, or those not finished. Fold before asking."""
+        sql = "SELECT * FROM rollouts WHERE task = :task"
+        sql += " AND name = :name" if name is not None else ""
+        sql += " AND finished = 0" if running else ""
+        return list(self.database.query(sql + " ORDER BY id", {"task": task, "name": name}))
+
+    def rollout_of_token(self, token: str) -> tuple[str, str] | None:
+        """Return the task and the name of the rollout that token stands for."""
+        row = self._one("SELECT task, name FROM rollouts WHERE token = ? AND finished = 0", (token,))
+        return None if row is None else (row[0], row[1])
+
+    def steps(self, rollout: int, *, offset: int = 0, limit: int = -1) -> list[tuple[int, int, int]]:
+        """Return a rollout's (turn, record id, outcome) in order. Fold before asking."""
+        sql = "SELECT turn, record, outcome FROM steps WHERE rollout = ? ORDER BY turn LIMIT ? OFFSET ?"
+        return self._all(sql, (rollout, limit, offset))
+
+    def fold(self, steps: list[Step]) -> None:
+        """Write steps, and where they brought their rollouts, in one transaction. Steps written before do no harm."""
+        last = {step.rollout: step for step in steps}
+        rows = [(s.rollout, s.turn, s.record, s.outcome) for s in steps]
+        with self._transaction():
+            self._connection.executemany("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", rows)
+            self._connection.executemany(
+                "UPDATE rollouts SET calls = ?, node = COALESCE((SELECT target FROM records WHERE id = ?), node) "
+                "WHERE id = ? AND calls < ?",
+                [(s.turn + 1, s.record, s.rollout, s.turn + 1) for s in last.values()],
+            )
+
+    # Inside
+
+    def _make_tables(self) -> None:
+        for name, columns in _TABLES.items():
+            self.database.table(name).create(columns, pk=_KEYS.get(name, "id"), if_not_exists=True)
+        # A step is named by rollout and turn; without a row id it is stored once.
+        self._connection.execute(
+            "CREATE TABLE IF NOT EXISTS steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, "
+            "PRIMARY KEY (rollout, turn)) WITHOUT ROWID"
+        )
+        for table, columns in (
+            ("trees", ["task", "root_key"]),
+            ("nodes", ["tree"]),
+            ("records", ["tree"]),
+            ("rollouts", ["task", "name"]),
+            ("rollouts", ["tree"]),
+            ("rollouts", ["token"]),
+        ):
+            self.database.table(table).create_index(columns, if_not_exists=True)
+        self.database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)
+        self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
+        row = self._one("SELECT value FROM meta WHERE name = 'schema'", ())
+        assert row is not None
+        if int(row[0]) != SCHEMA_VERSION:
+            raise StoreError(
+                f"the store has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}. "
+                "Use the version that wrote it, or another --data directory."
+            )
+
+    def _last_id(self, table: str) -> int:
+        row = self._one(f"SELECT COALESCE(MAX(id), 0) FROM {table}", ())
+        assert row is not None
+        return int(row[0])
+
+    def _take_id(self, table: str) -> int:
+        taken = self._next[table]
+        self._next[table] += 1
+        return taken
+
+    def _insert_node(self, execute: Any, tree: int, node: Node) -> None:
+        exact, content = (node.state.exact, node.state.content) if node.state else (None, None)
+        execute(
+            "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", (node.id, tree, exact, content, node.diverged, node.pinned)
+        )
+
+    def _insert_blob(self, execute: Any, data: bytes) -> int:
+        digest = blake2b(data, digest_size=32).digest()
+        row = self._one("SELECT id FROM blobs WHERE digest = ?", (digest,))
+        if row is not None:
+            return int(row[0])
+        packed = zlib.compress(data, 1) if len(data) >= _COMPRESS_FROM else data
+        smaller = len(packed) < len(data)
+        blob = self._take_id("blobs")
+        execute("INSERT INTO blobs VALUES (?, ?, ?, ?)", (blob, digest, smaller, packed if smaller else data))
+        return blob
+
+    def _blob(self, blob: int) -> bytes:
+        row = self._one("SELECT packed, data FROM blobs WHERE id = ?", (blob,))
+        if row is None:
+            raise StoreError(f"blob {blob} is not in the store: it was damaged or changed from outside")
+        return zlib.decompress(row[1]) if row[0] else bytes(row[1])
+
+    def _delete_unused_blobs(self, execute: Any) -> None:
+        used = "SELECT call FROM records UNION SELECT upload FROM records UNION SELECT answer FROM records"
+        execute(f"DELETE FROM blobs WHERE id NOT IN ({used})")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Any]:
+        execute = self._connection.execute
+        try:
+            execute("BEGIN IMMEDIATE")
+            yield execute
+            execute("COMMIT")
+        except BaseException as error:
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(
+                    f"the store could not be written: {error}. Free disk space or look at the file."
+                ) from error
+            raise
+
+    def _one(self, sql: str, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        row: tuple[Any, ...] | None = self._connection.execute(sql, values).fetchone()
+        return row
+
+    def _all(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        return self._connection.execute(sql, values).fetchall()
