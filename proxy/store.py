@@ -278,7 +278,7 @@ class Store:
             "CREATE TABLE IF NOT EXISTS steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, "
             "PRIMARY KEY (rollout, turn)) WITHOUT ROWID"
         )
-        for table, columns in (
+        for table, indexed in (
             ("trees", ["task", "root_key"]),
             ("nodes", ["tree"]),
             ("records", ["tree"]),
@@ -286,7 +286,7 @@ class Store:
             ("rollouts", ["tree"]),
             ("rollouts", ["token"]),
         ):
-            self.database.table(table).create_index(columns, if_not_exists=True)
+            self.database.table(table).create_index(indexed, if_not_exists=True)
         self.database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)
         self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
         row = self._one("SELECT value FROM meta WHERE name = 'schema'", ())
@@ -356,3 +356,7 @@ class Store:
 
     def _all(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return self._connection.execute(sql, values).fetchall()
+
+
+def _digest(exact: bytes | None, content: bytes | None) -> StateDigest | None:
+    return None if exact is None or content is None else StateDigest(exact, content)

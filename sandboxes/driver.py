@@ -27,6 +27,7 @@ class FrozenState:
 
     payload: the driver's own JSON: layers, sessions.
     size_bytes: bytes on disk that this state added to those it was built on.
+    parts: names of the driver's storage units (layers) that it needs; several states share most of theirs.
     state: the digest that the sandbox had; None where it has none.
     """
 
@@ -35,6 +36,7 @@ class FrozenState:
     payload: dict[str, Any]
     size_bytes: int
     state: StateDigest | None
+    parts: tuple[str, ...] = ()
 
 
 class Sandbox(Protocol):
@@ -107,8 +109,8 @@ class Driver(Protocol):
         """
         ...
 
-    async def collect(self, keep: Iterable[FrozenState]) -> int:
-        """Delete what neither keep nor a live sandbox needs; return the bytes that the kept states occupy."""
+    async def collect(self, keep: Iterable[str]) -> int:
+        """Delete the parts that are neither in keep nor needed by a live sandbox; return the bytes that keep occupies."""
         ...
 
     async def aclose(self) -> None:

@@ -113,8 +113,9 @@ class MemoryDriver:
         await asyncio.sleep(0)
         return self._adopt(spec, _State.from_json(frozen.payload))
 
-    async def collect(self, keep: Iterable[FrozenState]) -> int:
-        return sum(frozen.size_bytes for frozen in keep)
+    async def collect(self, keep: Iterable[str]) -> int:
+        """Frozen states hold all they need; there is nothing else to delete."""
+        return len(list(keep))
 
     async def aclose(self) -> None:
         for sandbox in list(self.live.values()):

@@ -1,0 +1,135 @@
+"""The pool: leases on live sandboxes, within a budget."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from contextlib import asynccontextmanager
+
+from sandboxes.driver import Sandbox
+from sandboxes.lifecycle import Event, State
+from sandboxes.roster import Roster, Slot
+
+
+class Overloaded(RuntimeError):  # noqa: N818 - a refusal, not a fault
+    """Every sandbox that the budget allows is at work, and none became free in time. Try again later."""
+
+
+class Pool:
+    """Owns every live sandbox from its start to its close.
+
+    budget: how many may live at once. patience_s: how long a caller waits for one of them before `Overloaded`.
+    starts: how many may be starting at the same time.
+    """
+
+    def __init__(self, *, budget: int, patience_s: float, starts: int = 4) -> None:
+        self.roster = Roster()
+        self._budget, self._patience_s = budget, patience_s
+        self._changed = asyncio.Condition()
+        self._starts = asyncio.Semaphore(starts)
+
+    async def start(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable, owner: int) -> Slot:
+        """Make a sandbox that stands at place and lease it to owner; give up an idle one where the budget asks for it.
+
+        Raises:
+            Overloaded: no room within the patience.
+        """
+        slot = await self._room(owner)
+        try:
+            async with self._starts:
+                slot.sandbox = await make()
+        except BaseException:
+            await self.close(slot)
+            raise
+        slot.started_at = slot.used_at = time.monotonic()
+        self.roster.stand(slot, place)
+        self.roster.happen(slot, Event.STARTED)
+        return slot
+
+    async def take(self, slot: Slot, place: Hashable, owner: int) -> bool:
+        """Lease a slot that `roster.standing` named; False where it moved on or died while it froze."""
+        while slot.state is State.FREEZING:
+            async with self._changed:
+                await self._changed.wait()
+        if slot.state is not State.IDLE or slot.place is not place or slot.sandbox is None or not slot.sandbox.alive:
+            return False
+        self.roster.happen(slot, Event.LEASE)
+        slot.owner = owner
+        return True
+
+    async def release(self, slot: Slot) -> None:
+        """Give a leased sandbox back; where it stands was noted by `roster.stand`."""
+        slot.used_at = time.monotonic()
+        self.roster.happen(slot, Event.RELEASE)
+        await self._notify()
+
+    @asynccontextmanager
+    async def freezing(self, slot: Slot) -> AsyncIterator[Sandbox]:
+        """Hold a leased sandbox still, then give it back. It is closed where the freeze fails."""
+        assert slot.sandbox is not None
+        self.roster.happen(slot, Event.FREEZE)
+        try:
+            yield slot.sandbox
+        except BaseException:
+            await self.close(slot)
+            raise
+        self.roster.happen(slot, Event.FROZEN)
+        await self._notify()
+
+    async def close(self, slot: Slot) -> None:
+        """Close a sandbox, whatever it is doing. Runs to its end even when the caller is cancelled."""
+        if slot.state is State.CLOSED:
+            return
+        self.roster.happen(slot, Event.CLOSE)
+        closing = asyncio.ensure_future(self._close(slot))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait([closing])
+            raise
+
+    async def disown(self, owner: int) -> None:
+        """Let everyone have what owner leaves behind."""
+        for slot in self.roster.slots:
+            if slot.owner == owner:
+                slot.owner = None
+
+    async def close_where(self, unwanted: Callable[[Slot], bool]) -> int:
+        """Close the idle sandboxes that are unwanted; return how many."""
+        found = [slot for slot in self.roster.slots if slot.state is State.IDLE and unwanted(slot)]
+        for slot in found:
+            if slot.state is State.IDLE:
+                await self.close(slot)
+        return len(found)
+
+    async def close_unused(self, idle_s: float) -> int:
+        """Close what nobody has used for idle_s seconds, and what has died; return how many."""
+        old = set(self.roster.unused_since(time.monotonic() - idle_s))
+        return await self.close_where(old.__contains__)
+
+    async def _close(self, slot: Slot) -> None:
+        if slot.sandbox is not None:
+            await slot.sandbox.close()
+        await self._notify()
+
+    async def _room(self, owner: int) -> Slot:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while len(self.roster) >= self._budget:
+                    victim = self.roster.victim()
+                    if victim is not None:
+                        await self.close(victim)
+                        continue
+                    async with self._changed:
+                        await self._changed.wait()
+        except TimeoutError:
+            raise Overloaded(
+                f"all {self._budget} sandboxes were busy for {self._patience_s:g} s. "
+                "Run fewer rollouts at once, or raise max_sandboxes."
+            ) from None
+        slot = Slot(owner)
+        self.roster.enter(slot)
+        return slot
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
