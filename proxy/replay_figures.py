@@ -1,7 +1,7 @@
 """What a replay found: answers, where they came from, what they cost, and where two runs differ (pure)."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import ceil
@@ -192,11 +192,14 @@ def spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, floa
     }
 
 
-def as_json(runs: Iterable[Run], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:
+def as_json(runs: Mapping[str, Run], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:
     """Return everything as JSON members: figures, errors, and each difference with both answers whole."""
     return {
         "skipped_calls": skipped,
-        "runs": [{**asdict(figures(run)), "error_lines": errors_of(run), "spent": dict(run.spent)} for run in runs],
+        "runs": {
+            name: {**asdict(figures(run)), "error_lines": errors_of(run), "spent": dict(run.spent)}
+            for name, run in runs.items()
+        },
         "comparisons": {
             name: {
                 "compared": comparison.compared,

@@ -246,7 +246,7 @@ def safe_name(name: str, suffix: str = "") -> str:
     Different names stay different: one that had to be changed carries a digest of what it was.
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
-    if safe != name or len(safe) > SAFE_NAME_LENGTH:
+    if not safe or safe != name or len(safe) > SAFE_NAME_LENGTH:
         digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
         safe = f"{safe[: SAFE_NAME_LENGTH - 9]}-{digest}".lstrip("-")
     return safe + suffix

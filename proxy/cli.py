@@ -1,0 +1,198 @@
+"""The command line: `serve`, `doctor`, `tree`, `replay`."""
+
+import asyncio
+from collections.abc import Sequence
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from urllib.parse import quote
+
+import httpx
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from proxy.cli_text import printable
+
+if TYPE_CHECKING:
+    from sandboxes.requirements import Requirement
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+QUESTION_S = 30.0
+
+app = typer.Typer(
+    name="forkpoint",
+    help="A transparent proxy between LLM agents and their tools.",
+    no_args_is_help=True,
+    add_completion=False,
+    # A traceback with local variables would print what agents sent.
+    pretty_exceptions_show_locals=False,
+)
+
+UrlOption = Annotated[str, typer.Option(envvar="FORKPOINT_URL", help="Base URL of a running proxy.")]
+DataOption = Annotated[Path | None, typer.Option("--data", help="Directory of the store and the snapshots.")]
+
+
+def main() -> None:
+    """Run the command line; the entry point of `forkpoint`."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forkpoint {distribution_version('forkpoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="TCP port to listen on.", show_default="8700", min=1, max=65535)
+    ] = None,
+    data: DataOption = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False)] = None,
+    log: Annotated[str | None, typer.Option(help="Form of the log: 'pretty' or 'json'.", show_default="pretty")] = None,
+) -> None:
+    """Run the proxy. Each setting can also come from FORKPOINT_… in the environment or from the config file."""
+    from proxy import app as server  # noqa: PLC0415 - the other commands start in a fraction of the time without it
+    from sandboxes.requirements import check  # noqa: PLC0415
+
+    settings = _settings(config, host=host, port=port, data=data, log=log)
+    requirements = check(settings.data)
+    if not _met(requirements):
+        _show(requirements, Console(stderr=True))
+        _fail("This machine lacks what sandboxes need, so agents' commands would run unprotected. See above.")
+    server.run(settings)
+
+
+@app.command()
+def doctor(data: DataOption = None) -> None:
+    """Check what sandboxes need from this machine, and say what to do where something is missing."""
+    from sandboxes.requirements import check  # noqa: PLC0415
+
+    requirements = check(_settings(None, data=data).data)
+    _show(requirements, Console())
+    if not _met(requirements):
+        raise typer.Exit(1)
+
+
+@app.command()
+def tree(
+    task: Annotated[str, typer.Argument(help="The task's name.")],
+    url: UrlOption = DEFAULT_URL,
+    node: Annotated[str | None, typer.Option(help="Show the tree below this node.")] = None,
+    depth: Annotated[int | None, typer.Option(help="How many nodes down to go.", min=1)] = None,
+) -> None:
+    """Show a task's tree: its calls, what they changed and cost, how often they were hit, and where rollouts stand."""
+    from proxy.cli_tree import render_tree  # noqa: PLC0415
+    from proxy.replay import problem  # noqa: PLC0415
+
+    wanted = {name: str(value) for name, value in (("node", node), ("depth", depth)) if value is not None}
+    try:
+        path = f"{url.rstrip('/')}/api/v1/tasks/{quote(task, safe='')}/tree"
+        response = httpx.get(path, params=wanted, timeout=QUESTION_S)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        _fail(f"No proxy answers at {url} ({error}). Start one with `forkpoint serve`, or name another with --url.")
+    if not response.is_success:
+        _fail(problem(response))
+    Console().print(render_tree(response.json()))
+
+
+@app.command()
+def replay(
+    files: Annotated[list[Path], typer.Argument(help="Workloads: JSONL, one rollout a line.", metavar="FILE…")],
+    *,
+    rollouts: Annotated[int, typer.Option(help="Rollouts at once.", min=1, max=4096)] = 8,
+    url: Annotated[str | None, typer.Option(help="Base URL of a running proxy.", show_default="a private one")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Run without cache only.")] = False,
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="Skip the uncached run.")] = False,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Run once more without cache: how do two such runs differ?")
+    ] = False,
+    task: Annotated[str | None, typer.Option(help="Only tasks whose name matches this pattern (*, ?).")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many rollouts.", min=1)] = None,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Use the tasks' own names, so that replays share their trees.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write all figures, errors and differences here.")] = None,
+) -> None:
+    """Run recorded workloads through a proxy, and compare every answer with an uncached run.
+
+    Exits with 1 if any call ended in an error.
+    """
+    from proxy import cli_replay  # noqa: PLC0415
+    from proxy.private import PrivateProxyError  # noqa: PLC0415
+    from proxy.replay import ReplayError  # noqa: PLC0415
+    from proxy.replay_figures import as_json  # noqa: PLC0415
+    from proxy.workload import WorkloadError, read_workload  # noqa: PLC0415
+
+    if no_compare and (baseline or noise):
+        raise typer.BadParameter(
+            "leaves nothing to run: --baseline and --noise are uncached runs.", param_hint="--no-compare"
+        )
+    try:
+        workload = read_workload(files).select(task=task, limit=limit)
+        if not workload.calls:
+            _fail("Nothing to replay: no rollout of these files matches.")
+        passes = cli_replay.Passes(cached=not baseline, uncached=(not no_compare) + noise)
+        with cli_replay.proxy_at(url) as proxy:
+            report = asyncio.run(
+                cli_replay.make_runs(
+                    workload, proxy, passes, at_once=rollouts, keep_names=keep_names, console=Console(stderr=True)
+                )
+            )
+            # Before the private proxy is stopped: if that goes wrong, the figures are not lost with it.
+            cli_replay.show(report, workload, Console())
+            if json is not None:
+                found = as_json(report.runs, report.comparisons, skipped=workload.skipped)
+                json.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    except (WorkloadError, ReplayError, PrivateProxyError, httpx.InvalidURL, OSError) as error:
+        _fail(str(error))
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _settings(config: Path | None, **options: Any) -> Any:
+    """Return the settings: options that were given, then the environment, then the config file, then defaults."""
+    from proxy.settings import Settings  # noqa: PLC0415
+
+    try:
+        return Settings.load(config, **{name: value for name, value in options.items() if value is not None})
+    except ValueError as error:  # Also what pydantic and the TOML parser raise.
+        _fail(f"The settings cannot be used: {error}")
+
+
+def _met(requirements: Sequence["Requirement"]) -> bool:
+    return all(requirement.ok for requirement in requirements if requirement.required)
+
+
+def _show(requirements: Sequence["Requirement"], console: Console) -> None:
+    """Print one line for each requirement, and below one that is not met what to do."""
+    for requirement in requirements:
+        mark, style = ("ok", "green") if requirement.ok else ("missing", "red" if requirement.required else "yellow")
+        line = Text(f"{mark:8}", style=style).append(f"{requirement.name}: ", style="bold").append(requirement.detail)
+        console.print(line)
+        if not requirement.ok:
+            console.print(Text(f"{'':8}{requirement.remedy}"))
+
+
+def _fail(message: str) -> NoReturn:
+    # Text of servers and files: line by line, so that its line ends stay and nothing else does.
+    for line in message.splitlines():
+        typer.echo(printable(line), err=True)
+    raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()
