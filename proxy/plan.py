@@ -1,6 +1,6 @@
 """Which way to a sandbox at a node is the cheapest (pure)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,17 +35,21 @@ class RestorePlan:
     cost_s: float
 
 
-def plan_restore(target: Node, *, standing: Callable[[Node], bool], costs: Costs) -> RestorePlan | None:
+def plan_restore(
+    target: Node, *, standing: Callable[[Node], bool], costs: Costs, avoid: Collection[Node] = ()
+) -> RestorePlan | None:
     """Choose the way with the least acquire + replay seconds; None where no way leads to target.
 
-    standing: says whether a sandbox at a node may be taken. The walk goes from target towards the root and ends where
-    going on cannot be cheaper, or at a record whose replay is known to reach another state. O(length of the suffix).
+    standing: says whether a sandbox at a node may be taken. avoid: nodes whose snapshots are not to be used.
+
+    The walk goes from target towards the root. It ends where going on cannot be cheaper, or at a record whose replay is
+    known to reach another state. O(length of the suffix).
     """
     best: RestorePlan | None = None
     suffix: list[Record] = []
     replay_s, node = 0.0, target
     while best is None or replay_s < best.cost_s:
-        for way, acquire_s in _ways(node, standing, costs):
+        for way, acquire_s in _ways(node, standing, costs, avoid):
             if best is None or replay_s + acquire_s < best.cost_s:
                 best = RestorePlan(way, node, tuple(reversed(suffix)), replay_s + acquire_s)
         origin = node.origin
@@ -57,11 +61,13 @@ def plan_restore(target: Node, *, standing: Callable[[Node], bool], costs: Costs
     return best
 
 
-def _ways(node: Node, standing: Callable[[Node], bool], costs: Costs) -> list[tuple[Way, float]]:
+def _ways(
+    node: Node, standing: Callable[[Node], bool], costs: Costs, avoid: Collection[Node]
+) -> list[tuple[Way, float]]:
     ways = []
     if standing(node):
         ways.append((Way.STANDING, costs.standing_s))
-    if node.snapshot is not None:
+    if node.snapshot is not None and node not in avoid:
         ways.append((Way.SNAPSHOT, costs.restore_s))
     if node.origin is None and not node.detached:
         ways.append((Way.FRESH, costs.fresh_s))

@@ -21,6 +21,7 @@ from proxy.journal import Step
 from proxy.tree import Node, Record, Tree
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
+from sandboxes.spec import EnvironmentSpec
 
 SCHEMA_VERSION = 1
 _COMPRESS_FROM = 1024
@@ -28,7 +29,7 @@ _COMPRESS_FROM = 1024
 _TABLES: dict[str, dict[str, type]] = {
     "meta": {"name": str, "value": str},
     "tasks": {"name": str, "spec": str, "created_at": float},
-    "trees": {"id": int, "task": str, "root_key": str, "merge": int, "root": int, "created_at": float},
+    "trees": {"id": int, "task": str, "root_key": str, "spec": str, "root": int, "created_at": float},
     "nodes": {"id": int, "tree": int, "exact": bytes, "content": bytes, "diverged": str, "pinned": int},
     "records": {
         "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
@@ -103,35 +104,45 @@ class Store:
             execute("DELETE FROM tasks WHERE name = ?", (name,))
             self._delete_unused_blobs(execute)
 
-    def tree(self, task: str, root_key: str, *, merge: bool) -> Tree:
+    def tree(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of task under this root key, with all that is recorded of it; make it where there is none.
 
         Cost: 2 to 3 ms for 1,000 nodes.
         """
-        row = self._one("SELECT id, root FROM trees WHERE task = ? AND root_key = ?", (task, root_key))
-        if row is not None:
-            return self._load(Tree(row[0], self._load_node(row[1]), merge=merge))
+        known = self.tree_id(task, root_key)
+        if known is not None:
+            return self.tree_of(known)
         tree_id, root = self._take_id("trees"), Node(self._take_id("nodes"))
+        values = (tree_id, task, root_key, spec.model_dump_json(), root.id, time.time())
         with self._transaction() as execute:
-            execute(
-                "INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", (tree_id, task, root_key, merge, root.id, time.time())
-            )
+            execute("INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", values)
             self._insert_node(execute, tree_id, root)
-        return Tree(tree_id, root, merge=merge)
+        return Tree(tree_id, root, spec)
 
     def tree_of(self, tree_id: int) -> Tree:
         """Return a tree by its id."""
-        row = self._one("SELECT root, merge FROM trees WHERE id = ?", (tree_id,))
+        row = self._one("SELECT root, spec FROM trees WHERE id = ?", (tree_id,))
         assert row is not None
-        return self._load(Tree(tree_id, self._load_node(row[0]), merge=bool(row[1])))
+        spec = EnvironmentSpec.model_validate_json(row[1])
+        return self._load(Tree(tree_id, self._load_node(row[0]), spec))
+
+    def tree_id(self, task: str, root_key: str) -> int | None:
+        row = self._one("SELECT id FROM trees WHERE task = ? AND root_key = ?", (task, root_key))
+        return None if row is None else int(row[0])
+
+    def has_tree(self, tree_id: int) -> bool:
+        return self._one("SELECT 1 FROM trees WHERE id = ?", (tree_id,)) is not None
+
+    def tree_ids(self, task: str) -> list[int]:
+        """Return the ids of all trees that a task ever had, one for each root state."""
+        return [row[0] for row in self._all("SELECT id FROM trees WHERE task = ?", (task,))]
 
     def _load(self, tree: Tree) -> Tree:
         sql = "SELECT id, exact, content, diverged, pinned FROM nodes WHERE tree = ? AND id <> ? ORDER BY id"
         private = {row[0] for row in self._all("SELECT target FROM records WHERE tree = ? AND private = 1", (tree.id,))}
         for node_id, exact, content, diverged, pinned in self._all(sql, (tree.id, tree.root.id)):
-            hidden = bool(diverged) or node_id in private
-            node = tree.add_node(node_id, _digest(exact, content), private=hidden)
-            node.diverged, node.pinned = diverged, bool(pinned)
+            node = Node(node_id, state=_digest(exact, content), diverged=diverged, pinned=bool(pinned))
+            tree.add_node(node, private=node_id in private)
         counts = dict(
             self._all(
                 "SELECT s.record, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "

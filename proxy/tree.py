@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from proxy.canonical import CallKey
 from sandboxes.effects import Effect, StateDigest
+from sandboxes.spec import EnvironmentSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -70,10 +71,10 @@ class Place:
 
 
 class Tree:
-    """All that is known of one root state. `merge` says whether equal states are one node."""
+    """All that is known of one root state, the one that `spec` builds."""
 
-    def __init__(self, tree_id: int, root: Node, *, merge: bool) -> None:
-        self.id, self.root, self.merge = tree_id, root, merge
+    def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec) -> None:
+        self.id, self.root, self.spec = tree_id, root, spec
         self.nodes: dict[int, Node] = {root.id: root}
         self.aside: list[Record] = []
         self._by_state: dict[bytes, Node] = {}
@@ -83,17 +84,15 @@ class Tree:
         """Say where a call at source with this effect leads; nothing changes. O(1)."""
         if not effect:
             return Place(source, source.state)
-        if private or not self.merge or state is None:
+        if private or source.diverged or state is None or self.spec.merge == "off":
             return Place(None, state)
         return Place(self._by_state.get(state.exact), state)
 
-    def add_node(self, node_id: int, state: StateDigest | None, *, private: bool = False) -> Node:
-        """Add a node; the record that leads to it must follow before the next `await`."""
-        node = Node(node_id, state=state)
-        self.nodes[node_id] = node
-        if not private:
+    def add_node(self, node: Node, *, private: bool = False) -> None:
+        """Add a node; the record that leads to it must follow before the next `await`. A private one never merges."""
+        self.nodes[node.id] = node
+        if not private and not node.diverged:
             self._index(node)
-        return node
 
     def add_record(self, record: Record) -> None:
         """Hang record on its source. The first record to reach a node becomes its origin."""
@@ -182,7 +181,7 @@ class Tree:
         return {node for node, _ in self.walk(top)}
 
     def _index(self, node: Node) -> None:
-        if node.state is not None:
+        if node.state is not None and self.spec.merge == "on":
             self._by_state.setdefault(node.state.exact, node)
 
     def _unindex(self, node: Node) -> None:

@@ -110,7 +110,7 @@ class Driver(Protocol):
         ...
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Delete the parts that are neither in keep nor needed by a live sandbox; return the bytes that keep occupies."""
+        """Delete the parts that are not in keep and that no live sandbox needs; return the bytes that keep occupies."""
         ...
 
     async def aclose(self) -> None:

@@ -62,11 +62,15 @@ class Pool:
         self.roster.happen(slot, Event.RELEASE)
         await self._notify()
 
+    def hold_still(self, slot: Slot) -> None:
+        """Turn a lease into a freeze without a moment between; `freezing` must follow."""
+        slot.used_at = time.monotonic()
+        self.roster.happen(slot, Event.FREEZE)
+
     @asynccontextmanager
     async def freezing(self, slot: Slot) -> AsyncIterator[Sandbox]:
-        """Hold a leased sandbox still, then give it back. It is closed where the freeze fails."""
+        """Give the sandbox that is held still, then give it back. It is closed where the freeze fails."""
         assert slot.sandbox is not None
-        self.roster.happen(slot, Event.FREEZE)
         try:
             yield slot.sandbox
         except BaseException:

@@ -1,0 +1,182 @@
+"""From a node to a sandbox that stands there: carry out the plan, replay the suffix, believe nothing unseen."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import structlog
+
+from proxy.counts import Counts
+from proxy.forest import Rollout
+from proxy.keeper import Keeper
+from proxy.plan import RestorePlan, Way, plan_restore
+from proxy.store import Store
+from proxy.timing import Timing
+from proxy.tree import Node, Record, Tree
+from sandboxes.calls import Execution, ToolResult
+from sandboxes.driver import Driver, NotFreezable, SandboxError
+from sandboxes.pool import Pool
+from sandboxes.roster import Slot
+
+log = structlog.get_logger()
+
+_LEARN = 0.1
+"""Weight of the newest measurement in the running mean of a cost."""
+
+
+class StateLost(RuntimeError):  # noqa: N818 - it says what happened to the state
+    """A node's state cannot be rebuilt: its replay reaches another one, and no snapshot is left."""
+
+
+class Attach:
+    """Brings sandboxes to nodes."""
+
+    def __init__(self, drivers: Mapping[str, Driver], pool: Pool, keeper: Keeper, store: Store, counts: Counts) -> None:
+        self._drivers, self._pool, self._keeper, self._store, self._counts = drivers, pool, keeper, store, counts
+
+    @asynccontextmanager
+    async def standing_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
+        """Lease a sandbox that stands at node. After the block it stands where `roster.stand` put it, or is closed.
+
+        Raises:
+            StateLost: no way leads to node.
+            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+        """
+        slot = await self._bring(rollout, node, timing)
+        try:
+            yield slot
+        except BaseException:
+            # Nobody knows what it did before it failed.
+            await self._pool.close(slot)
+            raise
+        await self._keeper.give_back(slot, rollout.tree)
+
+    def moved(self, slot: Slot, node: Node) -> None:
+        """Note that a leased sandbox stands at node now."""
+        self._pool.roster.stand(slot, node)
+
+    async def _bring(self, rollout: Rollout, node: Node, timing: Timing) -> Slot:
+        avoid: set[Node] = set()
+        while True:
+            plan = plan_restore(
+                node, standing=lambda at: self._standing(at, rollout) is not None, costs=self._keeper.costs, avoid=avoid
+            )
+            if plan is None:
+                raise self._lost(rollout.tree, node)
+            with timing.measure("restore_s"):
+                slot = await self._acquire(plan, rollout, avoid)
+            if slot is None:
+                continue
+            with timing.measure("replay_s"):
+                if await self._replay(slot, plan, timing):
+                    return slot
+
+    def _standing(self, node: Node, rollout: Rollout) -> Slot | None:
+        # A state that lives in one sandbox only is left to its rollout: taking it could make it unreachable.
+        return self._pool.roster.standing(node, rollout.id, shared=node.snapshot is not None or node.origin is None)
+
+    async def _acquire(self, plan: RestorePlan, rollout: Rollout, avoid: set[Node]) -> Slot | None:
+        """Return a sandbox at the plan's start; None where the plan no longer holds and another must be made."""
+        if plan.way is Way.STANDING:
+            slot = self._standing(plan.start, rollout)
+            assert slot is not None
+            return slot if await self._pool.take(slot, plan.start, rollout.id) else None
+        if plan.way is Way.SNAPSHOT:
+            return await self._restore(plan.start, rollout, avoid)
+        return await self._start(rollout)
+
+    async def _restore(self, node: Node, rollout: Rollout, avoid: set[Node]) -> Slot | None:
+        spec = rollout.tree.spec
+        driver = self._drivers[spec.driver]
+        start = time.perf_counter()
+        try:
+            with self._keeper.leased(node) as frozen:
+                slot = await self._pool.start(lambda: driver.restore(spec, frozen), node, rollout.id)
+        except SandboxError as error:
+            avoid.add(node)
+            self._counts.failure("restore")
+            log.warning("restore failed", node=node.id, error=str(error))
+            if self._keeper.failed(node) or len(avoid) > 1:
+                raise
+            return None
+        self._counts.restores += 1
+        self._learn("restore_s", time.perf_counter() - start)
+        return slot
+
+    async def _start(self, rollout: Rollout) -> Slot:
+        tree = rollout.tree
+        driver = self._drivers[tree.spec.driver]
+        start = time.perf_counter()
+        slot = await self._pool.start(lambda: driver.start(tree.spec), tree.root, rollout.id)
+        self._counts.starts += 1
+        self._learn("fresh_s", time.perf_counter() - start)
+        if tree.root.snapshot is None and slot.sandbox is not None:
+            # The root's digest must be known before the first record, or a call that leads back would not meet it.
+            try:
+                await self._keeper.keep(slot.sandbox, tree, tree.root)
+            except NotFreezable:
+                log.info("set-up left processes; every sandbox of this task starts from nothing", tree=tree.id)
+            except BaseException:
+                await self._pool.close(slot)
+                raise
+        return slot
+
+    async def _replay(self, slot: Slot, plan: RestorePlan, timing: Timing) -> bool:
+        """Run the plan's suffix; False where a record turned out not to reproduce its state."""
+        assert slot.sandbox is not None
+        try:
+            for record in plan.suffix:
+                execution = await slot.sandbox.execute(self._store.call(record))
+                timing.replayed_calls += 1
+                self._counts.replayed_calls += 1
+                self._counts.replayed_s += execution.seconds
+                difference = differs(record, execution, self._store.result(record))
+                if difference:
+                    self._doubt(record, difference)
+                    await self._pool.close(slot)
+                    return False
+                self._pool.roster.stand(slot, record.target)
+        except BaseException:
+            await self._pool.close(slot)
+            raise
+        return True
+
+    def _doubt(self, record: Record, difference: str) -> None:
+        record.reproducible = False
+        self._counts.divergences += 1
+        self._store.save_divergence(record, [])
+        log.warning("replay diverged", record=record.id, source=record.source.id, difference=difference)
+
+    def _lost(self, tree: Tree, node: Node) -> StateLost:
+        """Set aside what cannot be rebuilt, so that no other rollout is led there."""
+        why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
+        barrier = node.origin
+        while barrier is not None and barrier.reproducible:
+            barrier = barrier.source.origin
+        if barrier is not None and not barrier.target.diverged and not node.detached:
+            lost = tree.set_aside(barrier, why)
+            self._store.save_divergence(barrier, lost)
+        return StateLost(why)
+
+    def _learn(self, name: str, seconds: float) -> None:
+        costs = self._keeper.costs
+        old = getattr(costs, name)
+        self._keeper.costs = replace(costs, **{name: old + _LEARN * (seconds - old)})
+
+
+def differs(record: Record, execution: Execution, recorded: ToolResult) -> str:
+    """Say how a replayed call differs from its record; empty where it does not (pure).
+
+    The state decides where both have a digest: an answer may show the time of day and leave the same state. Without
+    digests (live processes) the answer is the only witness.
+    """
+    then, now = record.target.state, execution.state
+    if then is not None and now is not None:
+        return "" if then.content == now.content else "it left another state"
+    if (then is None) != (now is None):
+        return "it left processes only once"
+    if execution.effect != record.effect:
+        return f"its effect was {execution.effect.names}, recorded {record.effect.names}"
+    same = (execution.result.status, execution.result.body) == (recorded.status, recorded.body)
+    return "" if same else "it answered differently"

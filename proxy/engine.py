@@ -1,0 +1,93 @@
+"""All parts of a running Forkpoint, built and handed to one another."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from proxy.attach import Attach
+from proxy.counts import Counts
+from proxy.journal import Journal
+from proxy.keeper import Keeper
+from proxy.settings import Settings
+from proxy.step import Step
+from proxy.store import Store
+from proxy.tasks import Tasks
+from sandboxes.driver import Driver
+from sandboxes.pool import Pool
+from snapshots.store import SnapshotStore
+
+log = structlog.get_logger()
+
+_FOLD_EVERY_S = 2.0
+_SWEEP_EVERY_S = 10.0
+
+
+class Engine:
+    """Owns the store, the drivers and the background work, from `open` to `aclose`."""
+
+    def __init__(self, settings: Settings, drivers: Mapping[str, Driver]) -> None:
+        self.settings, self.drivers = settings, drivers
+        self.counts = Counts()
+        power = settings.durability == "power"
+        self.store = Store(settings.data / "forkpoint.sqlite", sync="FULL" if power else "NORMAL")
+        self.journal = Journal(settings.data / "journal", self.store.fold, sync=power)
+        self.snapshots = SnapshotStore(settings.data / "snapshots")
+        self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
+        self.keeper = Keeper(
+            self.snapshots, drivers, self.pool, self.store, self.counts, budget_bytes=settings.snapshot_bytes
+        )
+        self.attach = Attach(drivers, self.pool, self.keeper, self.store, self.counts)
+        self.step = Step(self.attach, self.store, self.journal, self.counts)
+        self.tasks = Tasks(self.store, self.journal, self.keeper, self.pool, drivers, settings.default_spec)
+        self.ready = False
+        self._chores: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Read back what was there, sweep what a killed process left, and begin the background work.
+
+        Raises:
+            StoreError, SandboxError, OSError: this data directory or machine cannot be used.
+        """
+        for driver in self.drivers.values():
+            await driver.open()
+        steps, kept = self.journal.open(), self.snapshots.open()
+        await self.keeper.fit(self.tasks.node)
+        loop = asyncio.get_running_loop()
+        self._chores = [
+            loop.create_task(self._every(_FOLD_EVERY_S, "fold", self._fold)),
+            loop.create_task(self._every(_SWEEP_EVERY_S, "sweep", self._sweep)),
+        ]
+        self.ready = True
+        log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
+
+    async def aclose(self) -> None:
+        """Let the calls under way end, keep what is known, and leave no sandbox behind."""
+        self.ready = False
+        for chore in self._chores:
+            chore.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        await self.step.drain()
+        await self.keeper.drain()
+        await self.pool.close_where(lambda _: True)
+        for driver in self.drivers.values():
+            await driver.aclose()
+        self.journal.close()
+        self.store.close()
+
+    async def _fold(self) -> None:
+        self.journal.fold()
+
+    async def _sweep(self) -> None:
+        await self.pool.close_unused(self.settings.sandbox_idle_s)
+        if self.keeper.used_bytes > self.settings.snapshot_bytes:
+            await self.keeper.fit(self.tasks.node)
+
+    async def _every(self, seconds: float, name: str, chore: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await chore()
+            except Exception as error:  # noqa: BLE001 - a background task ends here; the next round may do better
+                self.counts.failure("background")
+                log.warning("background work failed", chore=name, error=repr(error))

@@ -1,0 +1,90 @@
+"""What goes wrong, as HTTP answers: RFC 9457 problem details that say what to do. The one place that maps errors."""
+
+import sqlite3
+from dataclasses import dataclass
+
+import orjson
+
+from proxy.attach import StateLost
+from proxy.canonical import UncanonicalArguments
+from proxy.step import RolloutGone
+from proxy.store import StoreError
+from sandboxes.driver import SandboxError, SpecError
+from sandboxes.pool import Overloaded
+
+MEDIA_TYPE = "application/problem+json"
+
+
+class Refused(Exception):  # noqa: N818 - named for what the caller sees
+    """A request that cannot be served as it is: status, a slug that names the problem, and what to do."""
+
+    def __init__(self, status: int, slug: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.slug = status, slug
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One problem-details answer. infrastructure: counted as a failure of ours, under this kind."""
+
+    status: int
+    slug: str
+    title: str
+    detail: str
+    retry_after_s: int | None = None
+    infrastructure: bool = False
+
+    def body(self) -> bytes:
+        """Return the JSON of the answer."""
+        value = {
+            "type": f"urn:forkpoint:{self.slug}",
+            "title": self.title,
+            "status": self.status,
+            "detail": self.detail,
+        }
+        return orjson.dumps(value)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers of the answer, without its length."""
+        headers = [(b"content-type", MEDIA_TYPE.encode()), (b"cache-status", b"forkpoint; fwd=miss; detail=error")]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        return headers
+
+
+_TITLES = {
+    400: "The request cannot be read",
+    404: "There is nothing under this name",
+    405: "This tool has no such method",
+    409: "That is not possible in the present state",
+    410: "The rollout has ended",
+    413: "The request is too large",
+    422: "The request cannot be carried out as written",
+}
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Return the answer for an error, a 500 for one that nobody foresaw."""
+    text = str(error) or type(error).__name__
+    match error:
+        case Refused():
+            return Problem(error.status, error.slug, _TITLES.get(error.status, "Refused"), text)
+        case UncanonicalArguments():
+            return Problem(422, "uncanonical-arguments", _TITLES[422], text)
+        case SpecError():
+            return Problem(422, "spec", "The task's environment cannot be built", text)
+        case RolloutGone():
+            return Problem(410, "rollout-gone", _TITLES[410], text)
+        case StateLost():
+            return Problem(409, "state-lost", "The state of this rollout cannot be rebuilt", text)
+        case Overloaded():
+            return Problem(503, "overloaded", "All sandboxes are busy", text, retry_after_s=5)
+        case SandboxError():
+            return Problem(503, "sandbox", "The sandbox failed", text, retry_after_s=1, infrastructure=True)
+        case StoreError() | sqlite3.Error():
+            return Problem(507, "store", "The store cannot be written", text, infrastructure=True)
+        case OSError():
+            detail = f"{text}. Look at free disk space, memory and file descriptors (ulimit -n) on the proxy's machine."
+            return Problem(503, "machine", "The proxy's machine refused", detail, retry_after_s=1, infrastructure=True)
+        case _:
+            return Problem(500, "defect", "Forkpoint has a defect", "See the proxy's log.", infrastructure=True)

@@ -1,0 +1,69 @@
+"""Every setting, in one place: by option, environment (`FORKPOINT_…`) or TOML file, in this order."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from sandboxes.spec import EnvironmentSpec
+
+
+class Settings(BaseSettings):
+    """What the proxy is told when it starts. Nothing else is read behind anyone's back."""
+
+    model_config = SettingsConfigDict(env_prefix="FORKPOINT_", env_nested_delimiter="__", extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8700, ge=0, le=65535)
+    data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
+    log: Literal["pretty", "json"] = "pretty"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    drivers: tuple[Literal["local", "memory"], ...] = ("local",)
+    default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")
+    max_sandboxes: int = Field(default=64, ge=1, description="live at once")
+    sandbox_patience_s: float = Field(default=60.0, gt=0, description="wait for a free sandbox, then 503")
+    sandbox_idle_s: float = Field(default=120.0, gt=0, description="an idle sandbox is closed after this")
+    snapshot_bytes: int = Field(default=20 << 30, ge=0, description="kept layers; the least valuable go first")
+    answer_memory_bytes: int = Field(default=256 << 20, ge=0, description="answers held ready in memory")
+    max_body_bytes: int = Field(default=64 << 20, ge=1024, description="of one request")
+    max_requests: int = Field(default=4096, ge=1, description="calls being answered at once, then 429")
+    durability: Literal["process", "power"] = Field(
+        default="process", description="what an answered call survives: a kill of the proxy, or loss of power too"
+    )
+
+    @classmethod
+    def load(cls, config: Path | None = None, **options: object) -> "Settings":
+        """Return the settings; options that are None were not given.
+
+        Raises:
+            ValueError: a value is not allowed, a name is unknown, or config is not TOML.
+            OSError: config cannot be read.
+        """
+        source = None if config is None else config.resolve(strict=True)
+        given = {name: value for name, value in options.items() if value is not None}
+        return _with_file(source)(**given)  # type: ignore[arg-type]
+
+
+def _with_file(config: Path | None) -> type[Settings]:
+    class FromFile(Settings):
+        model_config = SettingsConfigDict(toml_file=config)
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            """Read options first, then the environment, then the file."""
+            return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    return FromFile

@@ -1,0 +1,128 @@
+"""The whole product on one screen: how a call is answered.
+
+Known at the rollout's node: answered at once (`known`, no await, no sandbox). Unknown: one execution for all who ask
+(`flights`), in a sandbox that stands at that node (`attach`), recorded before it is answered, and the rollout takes the
+step (`journal`).
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from proxy.attach import Attach
+from proxy.canonical import CallKey
+from proxy.counts import Counts
+from proxy.flights import Flights
+from proxy.forest import Outcome, Rollout
+from proxy.journal import Journal
+from proxy.store import Store
+from proxy.timing import Timing
+from proxy.tree import Node, Record
+from sandboxes.calls import Execution, ToolCall
+
+
+class RolloutGone(RuntimeError):  # noqa: N818 - it says what happened
+    """The rollout was finished, or the state it stood at was forgotten, while its call waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The record that answers a call, how it was come by, and where the time went."""
+
+    record: Record
+    outcome: Outcome
+    timing: Timing
+
+
+class Step:
+    """Takes rollouts through their trees, one call at a time."""
+
+    def __init__(self, attach: Attach, store: Store, journal: Journal, counts: Counts) -> None:
+        self._attach, self._store, self._journal, self._counts = attach, store, journal, counts
+        self._flights = Flights()
+        self._turns: set[asyncio.Task[Answer]] = set()
+
+    def known(self, rollout: Rollout, key: CallKey) -> Record | None:
+        """Answer from the tree and take the step, or return None. O(1) in the depth; a microsecond and a `write(2)`.
+
+        None too where an earlier call of this rollout is still being answered: calls are answered in order.
+        """
+        if rollout.turn.locked() or not rollout.cached:
+            return None
+        record = rollout.node.records.get(key)
+        if record is not None:
+            self._take(rollout, record, Outcome.HIT)
+        return record
+
+    async def run(self, rollout: Rollout, call: ToolCall, key: CallKey) -> Answer:
+        """Answer call, by running it if nobody has. The run goes on where the caller goes away; its result is kept."""
+        turn = asyncio.get_running_loop().create_task(self._turn(rollout, call, key))
+        self._turns.add(turn)
+        turn.add_done_callback(self._turn_ended)
+        return await asyncio.shield(turn)
+
+    async def drain(self) -> None:
+        """Wait for the calls under way."""
+        while self._turns:
+            await asyncio.wait(self._turns)
+
+    async def _turn(self, rollout: Rollout, call: ToolCall, key: CallKey) -> Answer:
+        timing = Timing()
+        waited = time.perf_counter()
+        async with rollout.turn:
+            here, outcome = rollout.node, Outcome.HIT
+            if rollout.finished or here.detached:
+                raise RolloutGone(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
+            key = rollout.key_of(key)
+            record = here.records.get(key)
+            if record is None:
+                async with self._flights.hold(here, key):
+                    timing.wait_s = time.perf_counter() - waited
+                    # Look again: while this rollout waited, another may have recorded it.
+                    record, outcome = here.records.get(key), Outcome.WAIT
+                    if record is None:
+                        record = await self._run(rollout, here, call, key, timing)
+                        outcome = Outcome.MISS if rollout.cached else Outcome.BYPASS
+            self._take(rollout, record, outcome)
+            return Answer(record, outcome, timing)
+
+    async def _run(self, rollout: Rollout, here: Node, call: ToolCall, key: CallKey, timing: Timing) -> Record:
+        async with self._attach.standing_at(rollout, here, timing) as slot:
+            assert slot.sandbox is not None
+            execution = await slot.sandbox.execute(call)
+            timing.tool_s = execution.seconds
+            record = self._record(rollout, here, call, key, execution)
+            slot.calls += 1
+            self._attach.moved(slot, record.target)
+        return record
+
+    def _record(self, rollout: Rollout, here: Node, call: ToolCall, key: CallKey, execution: Execution) -> Record:
+        """Put an executed call into the tree, on disk first: what could not be written is not known."""
+        if here.detached:
+            raise RolloutGone(f"the state n{here.id} was forgotten while its call ran. Start another rollout.")
+        tree, private = rollout.tree, not rollout.cached
+        place = tree.place(here, execution.effect, execution.state, private=private)
+        node = None
+        if place.known is None:
+            node = Node(self._store.new_node_id(), state=place.state, diverged=here.diverged)
+        record = Record(
+            self._store.new_record_id(), key, here, place.known or node or here, execution.effect, execution.seconds,
+            time.time(), private=private,
+        )  # fmt: skip
+        self._store.save_record(tree.id, record, node, call, execution.result)
+        if node is not None:
+            tree.add_node(node, private=private)
+        tree.add_record(record)
+        return record
+
+    def _take(self, rollout: Rollout, record: Record, outcome: Outcome) -> None:
+        # The place is written before the answer is given: after a kill the rollout goes on where its agent saw it.
+        self._journal.append(rollout.id, record.id, rollout.calls, outcome)
+        rollout.advance(record, outcome)
+        self._counts.answered(outcome, record.seconds)
+
+    def _turn_ended(self, turn: asyncio.Task[Answer]) -> None:
+        self._turns.discard(turn)
+        if not turn.cancelled():
+            # Whoever still waits gets the error; where nobody does, it has been counted, and is no surprise.
+            turn.exception()

@@ -1,0 +1,209 @@
+"""Tasks and rollouts by name: read back from the store when they are first asked for, made when they are new."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+
+from proxy.canonical import canonical_json, root_key
+from proxy.errors import Refused
+from proxy.forest import Rollout, Task
+from proxy.journal import Journal
+from proxy.keeper import Keeper
+from proxy.store import Store
+from proxy.tree import Node, Tree
+from sandboxes.driver import Driver, SpecError
+from sandboxes.pool import Pool
+from sandboxes.spec import EnvironmentSpec
+
+
+class Tasks:
+    """What is open in this process. A task that nobody asks for costs no memory until somebody does."""
+
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        keeper: Keeper,
+        pool: Pool,
+        drivers: Mapping[str, Driver],
+        default_spec: EnvironmentSpec,
+    ) -> None:
+        self._store, self._journal, self._keeper, self._pool, self._drivers = store, journal, keeper, pool, drivers
+        self._default_spec = default_spec
+        self._tasks: dict[str, Task] = {}
+        self._trees: dict[int, Tree] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
+        self.rollouts: dict[tuple[str, str], Rollout] = {}
+
+    async def open(self, name: str) -> Task:
+        """Return a task; an unknown one is made, with the default spec.
+
+        Raises:
+            SpecError: what its spec names cannot be used.
+        """
+        task = self._tasks.get(name)
+        if task is not None:
+            return task
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            task = self._tasks.get(name)
+            if task is None:
+                rows = self._store.tasks(name)
+                spec = EnvironmentSpec.model_validate_json(rows[0]["spec"]) if rows and rows[0]["spec"] else None
+                key = await self._root_key(spec or self._default_spec)
+                if not rows:
+                    self._store.put_task(name, None)
+                task = self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
+            return task
+
+    async def put(self, name: str, spec: EnvironmentSpec) -> tuple[Task, bool]:
+        """Give a task this spec, and say whether it is new. Rollouts that run keep the tree they began in.
+
+        Raises:
+            SpecError: what spec names cannot be used; the task stays as it was.
+        """
+        async with self._opening.setdefault(name, asyncio.Lock()):
+            key = await self._root_key(spec)
+            rows = self._store.tasks(name)
+            self._store.put_task(name, spec.model_dump_json())
+            task = self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
+            return task, not rows
+
+    async def find(self, name: str) -> Task:
+        """Return a task that exists.
+
+        Raises:
+            Refused: 404, there is none of this name.
+        """
+        if name not in self._tasks and not self._store.tasks(name):
+            raise Refused(404, "no-such-task", f"there is no task {name!r}. PUT it, or send it a first call.")
+        return await self.open(name)
+
+    async def rollout(self, task_name: str, name: str) -> Rollout:
+        """Return the running rollout of this name; a new one stands at the root of its task."""
+        rollout = self.rollouts.get((task_name, name))
+        if rollout is None:
+            task = await self.open(task_name)
+            # Look again: another first call may have come in while the task was opened.
+            rollout = task.rollouts.get(name) or self.begin(task, name, task.tree, task.tree.root)
+        return rollout
+
+    def begin(self, task: Task, name: str, tree: Tree, node: Node) -> Rollout:
+        """Start a rollout at node.
+
+        Raises:
+            Refused: 409, one of this name is running.
+        """
+        if name in task.rollouts:
+            raise Refused(
+                409,
+                "rollout-exists",
+                f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
+            )
+        token = "fp_" + secrets.token_urlsafe(24)
+        number = self._store.create_rollout(task.name, name, tree.id, node.id, token)
+        rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
+        self._enter(task, rollout)
+        return rollout
+
+    async def finish(self, rollout: Rollout) -> None:
+        """End a rollout; its sandbox is left to others, its record stays. Its name is free again."""
+        rollout.finished = True
+        self._store.finish_rollout(rollout.id)
+        self.rollouts.pop((rollout.task, rollout.name), None)
+        task = self._tasks.get(rollout.task)
+        if task is not None:
+            task.rollouts.pop(rollout.name, None)
+        await self._pool.disown(rollout.id)
+
+    async def delete(self, name: str) -> None:
+        """Delete a task with all that is known of it; its running rollouts end."""
+        task = await self.find(name)
+        for rollout in list(task.rollouts.values()):
+            await self.finish(rollout)
+        # Steps that are still in the journal must not come back for rollouts that are gone.
+        self._journal.fold()
+        trees = [tree for tree in self._trees.values() if tree.id in self._store.tree_ids(name)]
+        for tree in trees:
+            for node in tree.nodes.values():
+                node.detached = True
+            del self._trees[tree.id]
+        for tree_id in self._store.tree_ids(name):
+            self._keeper.drop_tree(tree_id)
+        self._store.delete_task(name)
+        del self._tasks[name]
+        await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
+
+    async def forget(self, task: Task, node: Node, *, end_rollouts: bool) -> tuple[int, list[str]]:
+        """Forget node and what came from it; return how many nodes went and which rollouts ended with them.
+
+        Raises:
+            Refused: 409, rollouts stand there and end_rollouts is not set; or node is the root.
+        """
+        tree = task.tree
+        if node is tree.root:
+            raise Refused(409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec.")
+        gone = {below for below, _ in tree.walk(node)}
+        ended = [rollout for rollout in task.rollouts.values() if rollout.node in gone]
+        if ended and not end_rollouts:
+            names = ", ".join(sorted(rollout.name for rollout in ended))
+            raise Refused(
+                409, "rollouts-there", f"rollouts stand there: {names}. Finish them, or add ?end_rollouts=true."
+            )
+        for rollout in ended:
+            await self.finish(rollout)
+        nodes, records = tree.forget(node)
+        self._journal.fold()
+        self._store.forget(nodes, records)
+        for lost in nodes:
+            self._keeper.drop(lost)
+        await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
+        return len(nodes), sorted(rollout.name for rollout in ended)
+
+    def node(self, tree_id: int, node_id: int) -> Node | None:
+        """Return a node of any tree, reading the tree back where it is not open; None where it is gone."""
+        tree = self._trees.get(tree_id)
+        if tree is None and self._store.has_tree(tree_id):
+            tree = self._tree(tree_id)
+        return None if tree is None else tree.nodes.get(node_id)
+
+    async def _root_key(self, spec: EnvironmentSpec) -> str:
+        driver = self._drivers.get(spec.driver)
+        if driver is None:
+            raise SpecError(f"there is no driver {spec.driver!r} here; there are: {', '.join(sorted(self._drivers))}.")
+        return root_key(canonical_json(spec.model_dump(mode="json")), await driver.identity(spec))
+
+    def _admit(self, name: str, spec: EnvironmentSpec | None, key: str, created_at: float) -> Task:
+        tree = self._trees.get(self._store.tree_id(name, key) or 0)
+        if tree is None:
+            tree = self._own(self._store.tree(name, key, spec or self._default_spec))
+        known = self._tasks.get(name)
+        origin = None if spec is None else spec.model_dump_json()
+        task = Task(name, spec or self._default_spec, tree, origin, created_at, known.rollouts if known else {})
+        self._tasks[name] = task
+        if known is None:
+            self._read_rollouts(task)
+        return task
+
+    def _read_rollouts(self, task: Task) -> None:
+        self._journal.fold()
+        for row in self._store.rollouts(task.name, running=True):
+            tree = self._trees.get(row["tree"]) or self._tree(row["tree"])
+            node = tree.nodes.get(row["node"])
+            if node is None:
+                self._store.finish_rollout(row["id"])
+                continue
+            cached = tree.spec.cache == "always"
+            self._enter(task, Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"]))
+
+    def _enter(self, task: Task, rollout: Rollout) -> None:
+        task.rollouts[rollout.name] = rollout
+        self.rollouts[task.name, rollout.name] = rollout
+
+    def _tree(self, tree_id: int) -> Tree:
+        return self._own(self._store.tree_of(tree_id))
+
+    def _own(self, tree: Tree) -> Tree:
+        self._trees[tree.id] = tree
+        self._keeper.reattach(tree)
+        return tree

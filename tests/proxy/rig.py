@@ -1,0 +1,55 @@
+"""A whole engine over the in-memory driver, and what a rollout would be answered alone."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from proxy.canonical import call_key
+from proxy.engine import Engine
+from proxy.forest import Outcome, Rollout
+from proxy.settings import Settings
+from sandboxes.calls import ToolCall
+from sandboxes.memory import Gate, MemoryDriver
+from sandboxes.spec import EnvironmentSpec
+
+SPEC = EnvironmentSpec(driver="memory", files={"/root/seed": "seed\n"})
+
+
+def shell(command: str) -> ToolCall:
+    return ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 10.0})
+
+
+@asynccontextmanager
+async def engine(
+    data: Path, driver: MemoryDriver | None = None, *, gate: Gate | None = None, **settings: Any
+) -> AsyncIterator[Engine]:
+    """Run an engine on a data directory; its default spec is `SPEC`."""
+    driver = driver or MemoryDriver(gate)
+    running = Engine(
+        Settings(data=data, default_spec=settings.pop("default_spec", SPEC), **settings), {"memory": driver}
+    )
+    await running.open()
+    try:
+        yield running
+    finally:
+        await running.aclose()
+
+
+async def ask(running: Engine, rollout: Rollout, command: str) -> tuple[dict[str, Any], Outcome]:
+    """Take one step as the data plane does; return the answer and how it was come by."""
+    call = shell(command)
+    key = call_key(call)
+    record, outcome = running.step.known(rollout, key), Outcome.HIT
+    if record is None:
+        answer = await running.step.run(rollout, call, key)
+        record, outcome = answer.record, answer.outcome
+    return orjson.loads(running.store.result(record).body), outcome
+
+
+async def alone(trajectory: list[str], spec: EnvironmentSpec = SPEC) -> list[dict[str, Any]]:
+    """Return what each call would be answered in a fresh sandbox of its own."""
+    sandbox = await MemoryDriver().start(spec)
+    return [orjson.loads((await sandbox.execute(shell(command))).result.body) for command in trajectory]
