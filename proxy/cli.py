@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 from urllib.parse import quote
 
 import httpx
@@ -16,6 +16,7 @@ from rich.text import Text
 from proxy.cli_text import printable
 
 if TYPE_CHECKING:
+    from proxy.settings import Settings
     from sandboxes.requirements import Requirement
 
 DEFAULT_URL = "http://127.0.0.1:8700"
@@ -31,7 +32,9 @@ app = typer.Typer(
 )
 
 UrlOption = Annotated[str, typer.Option(envvar="FORKPOINT_URL", help="Base URL of a running proxy.")]
-DataOption = Annotated[Path | None, typer.Option("--data", help="Directory of the store and the snapshots.")]
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data")
+]
 
 
 def main() -> None:
@@ -58,17 +61,17 @@ def _options(
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[
-        int | None, typer.Option(help="TCP port to listen on.", show_default="8700", min=1, max=65535)
+        int | None, typer.Option(help="TCP port to listen on.", show_default="8700", min=0, max=65535)
     ] = None,
     data: DataOption = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False)] = None,
     log: Annotated[str | None, typer.Option(help="Form of the log: 'pretty' or 'json'.", show_default="pretty")] = None,
 ) -> None:
     """Run the proxy. Each setting can also come from FORKPOINT_… in the environment or from the config file."""
+    settings = _settings(config, host=host, port=port, data=data, log=log)
     from proxy import app as server  # noqa: PLC0415 - the other commands start in a fraction of the time without it
     from sandboxes.requirements import check  # noqa: PLC0415
 
-    settings = _settings(config, host=host, port=port, data=data, log=log)
     requirements = check(settings.data)
     if not _met(requirements):
         _show(requirements, Console(stderr=True))
@@ -163,13 +166,13 @@ def replay(
         raise typer.Exit(1)
 
 
-def _settings(config: Path | None, **options: Any) -> Any:
+def _settings(config: Path | None, **options: object) -> "Settings":
     """Return the settings: options that were given, then the environment, then the config file, then defaults."""
     from proxy.settings import Settings  # noqa: PLC0415
 
     try:
-        return Settings.load(config, **{name: value for name, value in options.items() if value is not None})
-    except ValueError as error:  # Also what pydantic and the TOML parser raise.
+        return Settings.load(config, **options)
+    except (ValueError, OSError) as error:
         _fail(f"The settings cannot be used: {error}")
 
 

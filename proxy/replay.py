@@ -18,7 +18,7 @@ OVERHEAD_S = 300.0
 # How long a refused call comes again before the refusal counts as its error.
 PATIENCE_S = 120.0
 LONGEST_PAUSE_S = 10.0
-OVERLOADED = frozenset({httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE})
+OVERLOADED = "urn:forkpoint:overloaded"
 
 OnCall = Callable[[Outcome], None]
 
@@ -152,7 +152,7 @@ async def call(client: httpx.AsyncClient, base: str, request: Request, *, patien
             base + request.path, content=body, headers={"Content-Type": "application/json"}, timeout=timeout_s
         )
         seconds = time.perf_counter() - started
-        if response.status_code not in OVERLOADED or seconds > PATIENCE_S:
+        if not _comes_later(response) or seconds > PATIENCE_S:
             return replace(read_outcome(response, request.shown), seconds=seconds, refusals=refusals)
         refusals += 1
         await asyncio.sleep(_pause_s(response))
@@ -178,12 +178,24 @@ def read_outcome(response: httpx.Response, shown: str) -> Outcome:
 
 def problem(response: httpx.Response) -> str:
     """Return an error answer in one line: its status, and of RFC 9457 problem details the title and detail."""
+    details = _details(response)
+    said = ": ".join(str(details[name]) for name in ("title", "detail") if details.get(name)) or response.text[:200]
+    return f"{response.status_code} {said or response.reason_phrase}"
+
+
+def _comes_later(response: httpx.Response) -> bool:
+    # Not every 503: a sandbox that this very call brings down would be brought down again and again.
+    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return _details(response).get("type") == OVERLOADED
+    return response.status_code == httpx.codes.TOO_MANY_REQUESTS
+
+
+def _details(response: httpx.Response) -> dict[str, Any]:
     try:
         details = orjson.loads(response.content)
-        said = ": ".join(str(details[name]) for name in ("title", "detail") if details.get(name))
-    except (orjson.JSONDecodeError, AttributeError, TypeError):
-        said = response.text[:200]
-    return f"{response.status_code} {said or response.reason_phrase}"
+    except orjson.JSONDecodeError:
+        return {}
+    return details if isinstance(details, dict) else {}
 
 
 def _pause_s(response: httpx.Response) -> float:
@@ -199,9 +211,7 @@ async def totals(client: httpx.AsyncClient) -> dict[str, Any]:
     Raises:
         ReplayError: as `control` does.
     """
-    stats = await control(client, "GET", "/api/v1/stats")
-    totals = stats.get("totals", stats)
-    return totals if isinstance(totals, dict) else {}
+    return await control(client, "GET", "/api/v1/stats")
 
 
 async def control(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> dict[str, Any]:

@@ -7,6 +7,23 @@ from enum import StrEnum
 from math import ceil
 from typing import Any
 
+TOTALS = (
+    "calls",
+    "hits",
+    "waits",
+    "misses",
+    "bypasses",
+    "executed_s",
+    "saved_s",
+    "replayed_calls",
+    "replayed_s",
+    "starts",
+    "restores",
+    "divergences",
+    "errors",
+)
+"""What a replay reads of `GET /api/v1/stats`: counts and seconds since the proxy started."""
+
 
 class Source(StrEnum):
     """Where an answer came from, as its `Cache-Status` says."""
@@ -57,7 +74,7 @@ class Outcome:
 class Run:
     """One pass over a workload.
 
-    spent: by how much each total of `GET /api/v1/stats` grew.
+    spent: by how much each of TOTALS grew.
     unsent: calls of rollouts that ended early, because the proxy could not be reached.
     troubles: what went wrong outside the calls.
     """
@@ -127,12 +144,12 @@ def figures(run: Run) -> Figures:
         waits=count[Source.WAIT],
         misses=count[Source.MISS],
         bypasses=count[Source.BYPASS],
-        replays=round(run.spent.get("replayed_calls", 0)),
+        replays=round(run.spent["replayed_calls"]),
         errors=errors + run.unsent + len(run.troubles),
         refusals=sum(outcome.refusals for outcome in outcomes),
         hit_rate=(count[Source.HIT] + count[Source.WAIT]) / len(outcomes) if outcomes else 0.0,
-        executed_s=run.spent.get("executed_s", 0.0),
-        saved_s=run.spent.get("saved_s", 0.0),
+        executed_s=run.spent["executed_s"],
+        saved_s=run.spent["saved_s"],
         median_ms=percentile(seconds, 0.5) * 1e3,
         p95_ms=percentile(seconds, 0.95) * 1e3,
         wall_s=run.wall_s,
@@ -184,12 +201,8 @@ def read_timing(server_timing: str) -> dict[str, float]:
 
 
 def spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much each number of the proxy's totals grew between two looks at them."""
-    return {
-        name: value - before.get(name, 0)
-        for name, value in after.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    """Return by how much the proxy's totals grew between two looks at them. Those that it does not count are 0."""
+    return {name: after.get(name, 0) - before.get(name, 0) for name in TOTALS}
 
 
 def as_json(runs: Mapping[str, Run], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:

@@ -26,7 +26,9 @@ class Stub:
     known: set[tuple[str, ...]] = field(default_factory=set)
     deleted: list[str] = field(default_factory=list)
     asked: list[dict[str, str]] = field(default_factory=list)
-    totals: dict[str, float] = field(default_factory=lambda: {"replayed_calls": 3, "executed_s": 0.0, "saved_s": 0.0})
+    totals: dict[str, float] = field(
+        default_factory=lambda: {"replayed_calls": 3, "replayed_s": 0.1, "executed_s": 0.0, "saved_s": 0.0}
+    )
     view: dict[str, Any] = field(default_factory=dict)
     refused: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -34,12 +36,12 @@ class Stub:
 
     def answer(self, task: str, rollout: str, command: str) -> tuple[int, dict[str, str], Any]:
         if command == "fail":
-            return 502, {}, {"title": "Sandbox failed", "detail": "It died. Send the call again."}
+            return 503, {"Retry-After": "1"}, {"title": "The sandbox failed", "detail": "It died. Send the call again."}
         if command == "garbage":
             return 200, {}, ["?"]
         if command == "busy" and not self.refused:
             self.refused = True
-            return 503, {"Retry-After": "0"}, {"title": "Overloaded"}
+            return 503, {"Retry-After": "0"}, {"type": "urn:forkpoint:overloaded", "title": "All sandboxes are busy"}
         before = self.trajectories.setdefault((task, rollout), [])
         before.append(command)
         key = (task, *before)

@@ -141,7 +141,7 @@ def test_a_replay_with_errors_shows_them_and_fails(tmp_path: Path) -> None:
         code, output = typed("replay", a_workload(tmp_path, "ls", "fail"), "--url", stub.url, "--no-compare")
     assert code == 1
     assert "2 errors, cached:" in output
-    assert "502 Sandbox failed: It died." in output
+    assert "503 The sandbox failed: It died." in output
 
 
 def test_a_baseline_runs_without_cache_only(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from proxy.replay_figures import (
     percentile,
     read_source,
     read_timing,
+    spent,
 )
 from proxy.workload import RecordedRollout, RecordedTask, Request, Workload
 from sandboxes.spec import EnvironmentSpec
@@ -98,7 +99,7 @@ def test_an_error_is_kept_and_shown_and_the_rollout_goes_on() -> None:
         found = run(stub, workload(["ls", "fail", "garbage", "pwd"]))
     assert [outcome.answer is not None for outcome in found.outcomes.values()] == [True, False, False, True]
     assert errors_of(found) == [
-        "t/1 r0 call 1 (fail): 502 Sandbox failed: It died. Send the call again.",
+        "t/1 r0 call 1 (fail): 503 The sandbox failed: It died. Send the call again.",
         "t/1 r0 call 2 (garbage): not a shell result: '[\"?\"]'",
     ]
     assert figures(found).errors == 2
@@ -129,7 +130,7 @@ def test_a_proxy_that_is_not_there_says_what_to_do() -> None:
 
 def test_a_rollout_that_loses_the_proxy_ends_there_and_its_other_calls_are_counted() -> None:
     lost = {CallId("t", "r", 0): Outcome("ls", 0.0, error="no answer from the proxy")}
-    found = Run(cached=True, wall_s=1.0, outcomes=lost, spent={}, unsent=2)
+    found = Run(cached=True, wall_s=1.0, outcomes=lost, spent=spent({}, {}), unsent=2)
     assert errors_of(found)[-1] == "2 calls were not sent, because their rollouts lost the proxy"
     assert (figures(found).errors, figures(found).calls, figures(found).median_ms) == (3, 1, 0.0)
 
@@ -161,7 +162,9 @@ def test_percentiles_are_values_that_were_measured() -> None:
 def test_the_json_report_keeps_both_answers_whole() -> None:
     call = CallId("t", "r", 0)
     runs = {
-        name: Run(name == "cached", 1.0, {call: Outcome("ls", 0.1, Answer(name, "", 0))}, {"executed_s": 1.0})
+        name: Run(
+            name == "cached", 1.0, {call: Outcome("ls", 0.1, Answer(name, "", 0))}, spent({}, {"executed_s": 1.0})
+        )
         for name in ("cached", "uncached")
     }
     report = as_json(runs, {"cached / uncached": compare(*runs.values())}, skipped=4)

@@ -1,0 +1,101 @@
+"""Load on a server, by wrk where it is installed (Debian: `apt install wrk`), else by a client of our own."""
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bench.machine import cpu_seconds
+
+WRK = shutil.which("wrk")
+SCRIPT = """
+local requests = { %s }
+local at = 0
+request = function() at = at %% #requests + 1; return requests[at] end
+done = function(summary, latency, _)
+  local failed = summary.errors.status + summary.errors.connect + summary.errors.read + summary.errors.timeout
+  io.write(string.format('\\n{"sent": %%d, "failed": %%d, "seconds": %%f, "p50_us": %%d}',
+    summary.requests, failed, summary.duration / 1e6, latency:percentile(50)))
+end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server under load: where it listens, and its process."""
+
+    url: str
+    pid: int
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return str(parts.hostname), int(parts.port or 80)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one measurement found. cpu_us: the server's own time for a request, which the client cannot distort."""
+
+    per_s: float
+    p50_us: float
+    cpu_us: float
+
+
+def post(server: Server, path: str, body: bytes) -> bytes:
+    """Return one POST request as bytes."""
+    host, port = server.address
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    )
+    return f"{head}\r\n\r\n".encode() + body
+
+
+def measure(server: Server, requests: Sequence[bytes], *, connections: int, seconds: float) -> Measured:
+    """Send requests for seconds over so many connections, at least as many as requests are needed.
+
+    Raises:
+        RuntimeError: an answer was not 200.
+    """
+    before = cpu_seconds(server.pid)
+    used = [requests[number % len(requests)] for number in range(connections)]
+    found = _by_wrk(server, used, seconds) if WRK else _by_own(server, used, seconds)
+    cpu_s = cpu_seconds(server.pid) - before
+    if found["failed"]:
+        raise RuntimeError(f"{found['failed']} of {found['sent']} answers of {server.url} were not 200")
+    return Measured(found["sent"] / found["seconds"], found["p50_us"], cpu_s / found["sent"] * 1e6)
+
+
+def walk(server: Server, requests: Sequence[bytes]) -> list[float]:
+    """Send each request once, in order, on one connection, always by our own client; return what each took, in µs.
+
+    Raises:
+        RuntimeError: an answer was not 200.
+    """
+    found = _by_own(server, requests, 0)
+    if found["failed"] or found["sent"] != len(requests):
+        raise RuntimeError(f"{found['failed']} of {found['sent']} answers of {server.url} were not 200")
+    return list(found["walk_us"])
+
+
+def _by_own(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, float]:
+    host, port = server.address
+    given = json.dumps([base64.b64encode(request).decode() for request in requests])
+    command = [sys.executable, "-m", "bench.load", host, str(port), str(seconds)]
+    return dict(json.loads(subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout))
+
+
+def _by_wrk(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, float]:
+    literals = ", ".join('"' + "".join(f"\\{byte:03d}" for byte in request) + '"' for request in requests)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "requests.lua"
+        script.write_text(SCRIPT % literals)
+        command = [str(WRK), "-t1", f"-c{len(requests)}", f"-d{max(1, round(seconds))}s", "-s", str(script), server.url]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return dict(json.loads(run.stdout.rsplit("\n", 1)[1]))

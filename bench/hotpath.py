@@ -1,0 +1,135 @@
+"""A hit, beside a bare-ASGI uvicorn echo with the same client in the same run: `python -m bench.hotpath`.
+
+Both take a POST of 300 bytes and answer about 2 kB. They are measured alternately, and ratios are medians over the
+rounds' pairs, so that what else the machine does meets both. A hit is measured where a rollout stands 10 and 1,000
+calls deep: a read-only call that was recorded there. A walk follows recorded calls that change the state, one node
+further with each.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from bench.client import WRK, Measured, Server, measure, post, walk
+from bench.machine import console, median, table
+from proxy.private import free_port, private_proxy
+
+CONNECTIONS = (1, 64)
+REQUEST_BYTES = 300
+READ_ONLY = "printf '%01950d' 7"
+TASK = "hotpath"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One thing to measure: a server, and a request for each connection."""
+
+    name: str
+    server: Server
+    requests: Sequence[bytes]
+
+
+@contextmanager
+def echo() -> Iterator[Server]:
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "bench.echo:app", "--port", str(port), "--loop", "uvloop"]
+    process = subprocess.Popen([*command, "--http", "httptools", "--no-access-log", "--log-level", "warning"])
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(200):
+            try:
+                httpx.get(url, trust_env=False)
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        yield Server(url, process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def shell(server: Server, rollout: str, command: str) -> bytes:
+    """Return a shell call as a request whose body has 300 bytes: a comment fills it."""
+    body = json.dumps({"command": command})
+    filled = json.dumps({"command": command + " #" + "." * max(0, REQUEST_BYTES - len(body) - 2)})
+    return post(server, f"/t/{TASK}/r/{rollout}/shell/exec", filled.encode())
+
+
+def steps(server: Server, rollout: str, depth: int) -> list[bytes]:
+    """Return depth calls that each change the session, so that each makes a node."""
+    return [shell(server, rollout, f"x={number}") for number in range(depth)]
+
+
+def standing_at(server: Server, depth: int, rollouts: int) -> Contender:
+    """Walk so many rollouts to depth and record the read-only call there; the first one pays for what is not known."""
+    names = [f"d{depth}-{number}" for number in range(rollouts)]
+    for name in names:
+        walk(server, [*steps(server, name, depth), shell(server, name, READ_ONLY)])
+    return Contender(f"hit at depth {depth:,}", server, [shell(server, name, READ_ONLY) for name in names])
+
+
+def rounds(contenders: Sequence[Contender], count: int, seconds: float) -> dict[tuple[str, int], list[Measured]]:
+    """Measure all contenders in turn, count times, at each number of connections."""
+    found: dict[tuple[str, int], list[Measured]] = {}
+    for _ in range(count):
+        for connections in CONNECTIONS:
+            for contender in contenders:
+                result = measure(contender.server, contender.requests, connections=connections, seconds=seconds)
+                found.setdefault((contender.name, connections), []).append(result)
+    return found
+
+
+def show(contenders: Sequence[Contender], found: dict[tuple[str, int], list[Measured]]) -> None:
+    client = "wrk" if WRK else "a client of our own (bench/load.py); apt install wrk for a lighter one"
+    columns = [f"{n} conn.: {what}" for n in CONNECTIONS for what in ("req/s", "p50 µs", "CPU µs", "req/s to echo")]
+    shown = table(f"A hit beside a bare-ASGI echo. Client: {client}", "", *columns)
+    floor = contenders[0].name
+    for contender in contenders:
+        cells: list[str] = []
+        for connections in CONNECTIONS:
+            results = found[contender.name, connections]
+            pairs = zip(results, found[floor, connections], strict=True)
+            cells += [
+                f"{median([result.per_s for result in results]):,.0f}",
+                f"{median([result.p50_us for result in results]):,.0f}",
+                f"{median([result.cpu_us for result in results]):,.0f}",
+                f"{median([one.per_s / echoed.per_s for one, echoed in pairs]):.2f}",
+            ]
+        shown.add_row(contender.name, *cells)
+    console.print(shown)
+
+
+def show_walk(server: Server, depth: int) -> None:
+    """Walk a new rollout along the recorded calls: hits that move, each written down before it is answered."""
+    walks = [walk(server, steps(server, f"walk-{number}", depth)) for number in range(5)]
+    shown = table("A walk along recorded calls, one connection", "calls", "p50 µs")
+    span = max(1, min(100, depth // 2))
+    for name, part in ((f"the first {span}", slice(0, span)), (f"the last {span} of {depth:,}", slice(-span, None))):
+        shown.add_row(name, f"{median([us for one in walks for us in one[part]]):,.0f}")
+    console.print(shown)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--depth", type=int, default=1000, help="of the deep rollouts")
+    options = parser.parse_args()
+    with echo() as floor, private_proxy() as proxy:
+        server = Server(proxy.url, proxy.pid)
+        console.print(f"Recording {options.depth:,} calls, and walking {CONNECTIONS[-1]} rollouts along them …")
+        deep, shallow = (standing_at(server, depth, CONNECTIONS[-1]) for depth in (options.depth, 10))
+        contenders = [Contender("bare-ASGI echo", floor, [post(floor, "/", b"x" * REQUEST_BYTES)]), shallow, deep]
+        show(contenders, rounds(contenders, options.rounds, options.seconds))
+        show_walk(server, options.depth)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""200 rollouts of one task at once with the same 20 calls: `python -m bench.one_flight`.
+
+Every other call prints a random number and changes nothing; the calls between write files. If each distinct call ran
+once, all rollouts saw the same random numbers, and the proxy counted 20 misses. Ends with 1 if not.
+"""
+
+import asyncio
+import sys
+from argparse import ArgumentParser
+from collections import Counter
+from contextlib import nullcontext
+
+from bench.machine import console, table
+from proxy.cli_replay import proxy_at
+from proxy.replay import Names, replay
+from proxy.replay_figures import Run, Source, errors_of, figures
+from proxy.workload import RecordedRollout, RecordedTask, Request, Workload
+from sandboxes.spec import EnvironmentSpec
+
+RANDOM = "cat /proc/sys/kernel/random/uuid"
+
+
+def commands(count: int) -> list[str]:
+    """Return count different calls, in turn one that changes files and one whose answer never comes twice."""
+    return [
+        f"echo {number} > /tmp/step-{number}" if number % 2 == 0 else f"{RANDOM} # {number}" for number in range(count)
+    ]
+
+
+def workload(rollouts: int, calls: int) -> Workload:
+    requests = tuple(
+        Request(index, "shell/exec", {"command": command}, command) for index, command in enumerate(commands(calls))
+    )
+    together = tuple(RecordedRollout(f"r{number}", requests) for number in range(rollouts))
+    return Workload((RecordedTask("one-flight", EnvironmentSpec(), together),))
+
+
+def executions(run: Run) -> Counter[int]:
+    """Count for each call how many rollouts were told that it ran for them."""
+    return Counter(call.index for call, outcome in run.outcomes.items() if outcome.source is Source.MISS)
+
+
+def answers(run: Run) -> dict[int, int]:
+    """Count for each call how many different answers were given."""
+    seen: dict[int, set[str]] = {}
+    for call, outcome in run.outcomes.items():
+        if outcome.answer is not None:
+            seen.setdefault(call.index, set()).add(outcome.answer.stdout)
+    return {index: len(different) for index, different in seen.items()}
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=200)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--url", help="a running proxy; default: a private one")
+    options = parser.parse_args()
+    work = workload(options.rollouts, options.calls)
+    names = Names("", "") if options.url is None else Names(f"-{id(work):x}", "")
+    with proxy_at(options.url) if options.url is None else nullcontext(options.url) as proxy:
+        url = proxy if isinstance(proxy, str) else proxy.url
+        run = asyncio.run(
+            replay(
+                url, work, cached=True, names=names, at_once=options.rollouts, on_call=lambda _: None, trust_env=False
+            )
+        )
+    found, ran, different = figures(run), executions(run), answers(run)
+    shown = table("One execution of each distinct call", "", "")
+    for name, value in {
+        "rollouts x calls": f"{options.rollouts} x {options.calls}",
+        "executed, as clients were told": f"{sum(ran.values())}",
+        "executed, as the proxy counts": f"{run.spent['misses']:.0f}",
+        "most executions of one call": f"{max(ran.values(), default=0)}",
+        "most different answers to one call": f"{max(different.values(), default=0)}",
+        "waited for another's run / hits": f"{found.waits} / {found.hits}",
+        "whole run, s": f"{found.wall_s:.2f}",
+        "errors": f"{found.errors}",
+    }.items():
+        shown.add_row(name, value)
+    console.print(shown)
+    for line in errors_of(run)[:10]:
+        console.print(line, markup=False)
+    once = set(ran.values()) == {1} and len(ran) == options.calls and run.spent["misses"] == options.calls
+    same = set(different.values()) == {1} and len(different) == options.calls
+    if not (once and same and not found.errors):
+        sys.exit("Some call did not run exactly once, or not every rollout was answered.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Recorded agents' shell commands through a private proxy: `python -m bench.shell_workload WORKLOAD.jsonl`.
+
+Prints the hit rate without any annotation, how many answers differ from an uncached run, beside how many differ
+between two uncached runs, and whether the host is as it was: the commands are destructive, and must stay inside.
+"""
+
+import asyncio
+from argparse import ArgumentParser
+from pathlib import Path
+
+import orjson
+from rich.text import Text
+
+from bench.host import changed, fingerprint
+from bench.machine import console, machine
+from proxy.cli_replay import Passes, make_runs, proxy_at, show
+from proxy.cli_text import printable
+from proxy.replay_figures import as_json
+from proxy.workload import Workload, read_workload
+
+PATHS_SHOWN = 20
+
+
+def show_host(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]], fixtures: set[str]) -> None:
+    """Say which watched paths changed, and whether anything has a name that only a sandbox should have."""
+    paths = changed(before, after)
+    escaped = sorted(fixtures & after.keys() - before.keys())
+    console.print(
+        f"host: {len(paths)} of {len(after):,} watched paths changed (other programs of this machine included)"
+    )
+    for path in paths[:PATHS_SHOWN]:
+        console.print(Text(f"  {printable(path)}"))
+    if len(paths) > PATHS_SHOWN:
+        console.print(f"  and {len(paths) - PATHS_SHOWN} more")
+    if escaped:
+        console.print(Text(f"out of the sandboxes: {', '.join(escaped)}", style="bold red"))
+
+
+def run(workload: Workload, *, at_once: int, json: Path | None) -> None:
+    watched, mounts = fingerprint(), _mounts()
+    with proxy_at(None) as proxy:
+        report = asyncio.run(
+            make_runs(workload, proxy, Passes(uncached=2), at_once=at_once, keep_names=False, console=console)
+        )
+    console.print(machine())
+    show(report, workload, console)
+    show_host(watched, fingerprint(), {"/testbed", "/system", "/workspace", "/backup"})
+    console.print(f"mounts: {mounts} before, {_mounts()} after")
+    if json is not None:
+        json.write_bytes(orjson.dumps(as_json(report.runs, report.comparisons, skipped=workload.skipped)))
+
+
+def _mounts() -> int:
+    return len(Path("/proc/self/mountinfo").read_text().splitlines())
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workload", type=Path, help="JSONL with its fixtures beside it")
+    parser.add_argument("--rollouts", type=int, default=4, help="at once")
+    parser.add_argument("--limit", type=int, help="only the first so many rollouts")
+    parser.add_argument("--json", type=Path, help="write figures, errors and differences here")
+    options = parser.parse_args()
+    run(read_workload([options.workload]).select(limit=options.limit), at_once=options.rollouts, json=options.json)
+
+
+if __name__ == "__main__":
+    main()
