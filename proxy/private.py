@@ -58,7 +58,13 @@ def _served(folder: Path) -> Iterator[PrivateProxy]:
     with log.open("wb") as output:
         # A session of its own: Ctrl-C at the terminal reaches the replay alone, which then stops the proxy in order.
         process = subprocess.Popen(  # noqa: S603 - our own module
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            # So that `-m` finds this very package, whatever directories the caller's own has.
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         proxy = PrivateProxy(f"http://127.0.0.1:{port}", process.pid)
