@@ -12,6 +12,7 @@ class Counts:
     """Totals since this process started. Seconds are those of tools, without restoring.
 
     saved_s: what the hits and waits would have run. failures: infrastructure failures by kind, none of them recorded.
+    refusals: requests that could not be served as they were.
     """
 
     outcomes: list[int] = field(default_factory=lambda: [0] * len(Outcome))
@@ -25,6 +26,7 @@ class Counts:
     evictions: int = 0
     divergences: int = 0
     failures: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
 
     def answered(self, outcome: Outcome, tool_s: float) -> None:
         """Count a call of a rollout; tool_s is what the tool took when it ran."""
@@ -59,4 +61,5 @@ class Counts:
             "divergences": self.divergences,
             "errors": sum(self.failures.values()),
             "failures": dict(self.failures),
+            "refusals": dict(self.refusals),
         }

@@ -54,12 +54,14 @@ class Problem:
 
 _TITLES = {
     400: "The request cannot be read",
+    401: "Nothing says who asks",
     404: "There is nothing under this name",
     405: "This tool has no such method",
     409: "That is not possible in the present state",
     410: "The rollout has ended",
     413: "The request is too large",
     422: "The request cannot be carried out as written",
+    429: "Too many requests",
 }
 
 
@@ -68,7 +70,8 @@ def problem_of(error: BaseException) -> Problem:
     text = str(error) or type(error).__name__
     match error:
         case Refused():
-            return Problem(error.status, error.slug, _TITLES.get(error.status, "Refused"), text)
+            retry = 1 if error.status == 429 else None
+            return Problem(error.status, error.slug, _TITLES.get(error.status, "Refused"), text, retry_after_s=retry)
         case UncanonicalArguments():
             return Problem(422, "uncanonical-arguments", _TITLES[422], text)
         case SpecError():

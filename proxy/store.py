@@ -72,6 +72,15 @@ class Store:
     def close(self) -> None:
         self._connection.close()
 
+    def check_writable(self) -> None:
+        """Write something small.
+
+        Raises:
+            StoreError: nothing can be written.
+        """
+        with self._transaction() as execute:
+            execute("INSERT OR REPLACE INTO meta VALUES ('checked', ?)", (str(time.time()),))
+
     # Tasks and trees
 
     def put_task(self, name: str, spec: str | None) -> None:

@@ -162,10 +162,14 @@ class Tasks:
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree, reading the tree back where it is not open; None where it is gone."""
-        tree = self._trees.get(tree_id)
-        if tree is None and self._store.has_tree(tree_id):
-            tree = self._tree(tree_id)
-        return None if tree is None else tree.nodes.get(node_id)
+        if tree_id not in self._trees and not self._store.has_tree(tree_id):
+            return None
+        return self.tree(tree_id).nodes.get(node_id)
+
+    def tree(self, tree_id: int) -> Tree:
+        """Return a tree that the store has, reading it back where it is not open."""
+        known = self._trees.get(tree_id)
+        return self._own(self._store.tree_of(tree_id)) if known is None else known
 
     async def _root_key(self, spec: EnvironmentSpec) -> str:
         driver = self._drivers.get(spec.driver)
@@ -188,7 +192,7 @@ class Tasks:
     def _read_rollouts(self, task: Task) -> None:
         self._journal.fold()
         for row in self._store.rollouts(task.name, running=True):
-            tree = self._trees.get(row["tree"]) or self._tree(row["tree"])
+            tree = self.tree(row["tree"])
             node = tree.nodes.get(row["node"])
             if node is None:
                 self._store.finish_rollout(row["id"])
@@ -199,9 +203,6 @@ class Tasks:
     def _enter(self, task: Task, rollout: Rollout) -> None:
         task.rollouts[rollout.name] = rollout
         self.rollouts[task.name, rollout.name] = rollout
-
-    def _tree(self, tree_id: int) -> Tree:
-        return self._own(self._store.tree_of(tree_id))
 
     def _own(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree

@@ -1,0 +1,267 @@
+"""The control plane under `/api/v1`: tasks, rollouts, trees, nodes, and what the proxy is doing."""
+
+import time
+from collections import Counter
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Path, Query, Request, Response
+
+from proxy.engine import Engine
+from proxy.errors import Refused
+from proxy.forest import Rollout, Task
+from proxy.tree import Node
+from proxy.views import (
+    Forgotten,
+    NodeDetail,
+    NodeName,
+    Pin,
+    Reader,
+    RolloutDetail,
+    RolloutView,
+    SandboxView,
+    SnapshotView,
+    StatsView,
+    TaskSummary,
+    TaskView,
+    TreeView,
+    node_name,
+    rollout_view,
+    snapshot_view,
+    task_view,
+)
+from proxy.wire import NAME_PATTERN
+from sandboxes.spec import EnvironmentSpec
+
+TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]
+RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="a rollout's name")]
+NodePath = Annotated[NodeName, Path(description="a node as X-Forkpoint-Node names it, n12")]
+NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
+
+PROBLEM: dict[str, Any] = {
+    "description": "problem details (RFC 9457): type, title, status, detail",
+    "content": {
+        "application/problem+json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "type": {"type": "string"},
+                    "title": {"type": "string"},
+                    "status": {"type": "integer"},
+                    "detail": {"type": "string"},
+                },
+                "required": ["type", "title", "status", "detail"],
+            }
+        }
+    },
+}
+_PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
+
+
+def control_plane(engine: Engine) -> APIRouter:
+    """Return the routes under `/api/v1` of a running engine."""
+    router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
+    _task_routes(router, engine)
+    _tree_routes(router, engine)
+    _rollout_routes(router, engine)
+    _state_routes(router, engine)
+    return router
+
+
+def _task_routes(router: APIRouter, engine: Engine) -> None:
+    @router.get("/tasks")
+    async def list_tasks() -> list[TaskSummary]:
+        """List every task."""
+        return [TaskSummary(task=row["name"], **_only(row, TaskSummary)) for row in engine.store.tasks()]
+
+    @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
+    async def put_task(task: TaskName, response: Response, spec: EnvironmentSpec | None = None) -> TaskView:
+        """Give a task its environment. Another spec starts another tree; rollouts that run stay in theirs."""
+        put, new = await engine.tasks.put(task, spec or EnvironmentSpec())
+        response.status_code = 201 if new else 200
+        return _task_view(engine, put)
+
+    @router.get("/tasks/{task}")
+    async def get_task(task: TaskName) -> TaskView:
+        """Show a task."""
+        return _task_view(engine, await engine.tasks.find(task))
+
+    @router.delete("/tasks/{task}", status_code=204)
+    async def delete_task(task: TaskName) -> None:
+        """Delete a task with its trees and rollouts."""
+        await engine.tasks.delete(task)
+
+
+def _tree_routes(router: APIRouter, engine: Engine) -> None:
+    reader = Reader(engine.store)
+
+    @router.get("/tasks/{task}/tree")
+    async def get_tree(
+        task: TaskName,
+        node: Annotated[NodeName | None, Query(description="start here; the root where it is left out")] = None,
+        depth: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> TreeView:
+        """Show the tree, or what lies below a node, parents first."""
+        found = await engine.tasks.find(task)
+        top = found.tree.root if node is None else _node(found, node)
+        return reader.tree(found, top, depth=depth, limit=limit)
+
+    @router.get("/tasks/{task}/nodes/{node}")
+    async def get_node(task: TaskName, node: NodePath) -> NodeDetail:
+        """Show a node: its call, answer, effect, seconds, hits, snapshot and observations."""
+        found = await engine.tasks.find(task)
+        shown = _node(found, node)
+        return reader.detail(found, shown, engine.snapshots.get(shown.snapshot))
+
+    @router.delete("/tasks/{task}/nodes/{node}")
+    async def forget_node(
+        task: TaskName,
+        node: NodePath,
+        end_rollouts: Annotated[bool, Query(description="end the rollouts that stand there")] = False,
+    ) -> Forgotten:
+        """Forget a node and all that came from it: their calls run again."""
+        found = await engine.tasks.find(task)
+        count, ended = await engine.tasks.forget(found, _node(found, node), end_rollouts=end_rollouts)
+        return Forgotten(nodes=count, rollouts=ended)
+
+    @router.post("/tasks/{task}/nodes/{node}/pin")
+    async def pin_node(task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
+        """Keep a node's snapshot whatever the budget says, or stop doing so."""
+        found = await engine.tasks.find(task)
+        pinned = _node(found, node)
+        pinned.pinned = pin is None or pin.pinned
+        engine.store.save_node(pinned)
+        return reader.detail(found, pinned, engine.snapshots.get(pinned.snapshot))
+
+
+def _rollout_routes(router: APIRouter, engine: Engine) -> None:
+    reader = Reader(engine.store)
+
+    @router.post("/tasks/{task}/rollouts", status_code=201)
+    async def begin_rollout(task: TaskName, request: Request, rollout: NewName) -> RolloutView:
+        """Begin a rollout at the root. A first call under a new name does the same."""
+        opened = await engine.tasks.open(task)
+        begun = engine.tasks.begin(opened, rollout, opened.tree, opened.tree.root)
+        return RolloutView(**_shown(engine, begun, request))
+
+    @router.get("/tasks/{task}/rollouts")
+    async def list_rollouts(task: TaskName, request: Request) -> list[RolloutView]:
+        """List the rollouts of a task, oldest first, finished ones too."""
+        found = await engine.tasks.find(task)
+        engine.journal.fold()
+        live = {rollout.id: rollout for rollout in found.rollouts.values()}
+        rows = engine.store.rollouts(task)
+        return [RolloutView(**rollout_view(row, str(request.base_url), live.get(row["id"]))) for row in rows]
+
+    @router.get("/tasks/{task}/rollouts/{rollout}")
+    async def get_rollout(
+        task: TaskName,
+        rollout: RolloutName,
+        request: Request,
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> RolloutDetail:
+        """Show a rollout, the latest of this name, with its calls in order and how each was answered."""
+        found = await engine.tasks.find(task)
+        engine.journal.fold()
+        rows = engine.store.rollouts(task, name=rollout)
+        if not rows:
+            raise _no_rollout(task, rollout)
+        row = rows[-1]
+        live = found.rollouts.get(rollout)
+        tree = engine.tasks.tree(row["tree"])
+        steps = reader.steps(row["id"], tree, offset=offset, limit=limit)
+        return RolloutDetail(**rollout_view(row, str(request.base_url), live), steps=steps)
+
+    @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
+    async def finish_rollout(task: TaskName, rollout: RolloutName) -> None:
+        """Finish a rollout: its sandbox is free for others, its name for a new one."""
+        await engine.tasks.finish(await _running(engine, task, rollout))
+
+    @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
+    async def fork_rollout(
+        task: TaskName,
+        rollout: RolloutName,
+        request: Request,
+        name: NewName,
+        node: Annotated[NodeName | None, Body()] = None,
+    ) -> RolloutView:
+        """Begin a rollout where another stands, or at a node: for tree search."""
+        source = await _running(engine, task, rollout)
+        found = await engine.tasks.find(task)
+        start = source.node if node is None else source.tree.nodes.get(int(node[1:]))
+        if start is None:
+            raise Refused(404, "no-such-node", f"the tree of rollout {rollout!r} has no node {node}.")
+        if start.detached:
+            raise Refused(409, "forgotten", f"the state that rollout {rollout!r} stands at was forgotten.")
+        return RolloutView(**_shown(engine, engine.tasks.begin(found, name, source.tree, start), request))
+
+
+def _state_routes(router: APIRouter, engine: Engine) -> None:
+    began = time.time()
+
+    @router.get("/snapshots")
+    async def list_snapshots(limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[SnapshotView]:
+        """List the kept sandbox states."""
+        return [snapshot_view(snapshot) for snapshot in engine.snapshots][:limit]
+
+    @router.get("/sandboxes")
+    async def list_sandboxes() -> list[SandboxView]:
+        """List the live sandboxes."""
+        now = time.monotonic()
+        return [
+            SandboxView(
+                id=slot.sandbox.id if slot.sandbox is not None else None,
+                state=slot.state.value,
+                place=node_name(slot.place) if isinstance(slot.place, Node) else None,
+                rollout=slot.owner,
+                calls=slot.calls,
+                age_s=max(0.0, now - slot.started_at) if slot.started_at else 0.0,
+                idle_s=max(0.0, now - slot.used_at) if slot.used_at else 0.0,
+            )
+            for slot in engine.pool.roster.slots
+        ]
+
+    @router.get("/stats")
+    async def stats() -> StatsView:
+        """Show totals since this proxy started."""
+        return StatsView(
+            since=began,
+            uptime_s=time.time() - began,
+            sandboxes=dict(Counter(slot.state.value for slot in engine.pool.roster.slots)),
+            snapshots=len(engine.snapshots),
+            snapshot_bytes=engine.keeper.used_bytes,
+            snapshot_budget_bytes=engine.settings.snapshot_bytes,
+            **engine.counts.as_dict(),
+        )
+
+
+def _task_view(engine: Engine, task: Task) -> TaskView:
+    return task_view(task, engine.store.tasks(task.name)[0])
+
+
+def _node(task: Task, name: str) -> Node:
+    node = task.tree.nodes.get(int(name[1:]))
+    if node is None:
+        raise Refused(404, "no-such-node", f"the tree of {task.name!r} has no node {name}. GET …/tree lists them.")
+    return node
+
+
+async def _running(engine: Engine, task: str, name: str) -> Rollout:
+    rollout = (await engine.tasks.find(task)).rollouts.get(name)
+    if rollout is None:
+        raise _no_rollout(task, name)
+    return rollout
+
+
+def _no_rollout(task: str, name: str) -> Refused:
+    return Refused(404, "no-such-rollout", f"no rollout {name!r} runs in task {task!r}. GET …/rollouts lists them.")
+
+
+def _shown(engine: Engine, rollout: Rollout, request: Request) -> dict[str, Any]:
+    row = engine.store.rollouts(rollout.task, name=rollout.name)[-1]
+    return rollout_view(row, str(request.base_url), rollout)
+
+
+def _only(row: dict[str, Any], model: type[TaskSummary]) -> dict[str, Any]:
+    return {name: row[name] for name in model.model_fields if name in row}

@@ -1,0 +1,52 @@
+"""Recorded answers, ready to be sent: read from the store once, then held in memory while they are used."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from proxy.store import Store
+from proxy.tree import Record
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+_OVERHEAD_BYTES = 600
+"""What one answer costs in memory beside its body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An answer's status, the headers that every use of it shares, and its body."""
+
+    status: int
+    headers: RawHeaders
+    body: bytes
+
+
+class Answers:
+    """The answers used last, within a budget of bytes."""
+
+    def __init__(self, store: Store, *, budget_bytes: int) -> None:
+        self._store, self._budget_bytes = store, budget_bytes
+        self._ready: OrderedDict[int, Ready] = OrderedDict()
+        self._bytes = 0
+
+    def of(self, record: Record) -> Ready:
+        """Return the answer of record. 0.2 us when it is ready, 10 us for 2 kB from the store.
+
+        Raises:
+            StoreError: the store does not hold it.
+        """
+        ready = self._ready.get(record.id)
+        if ready is not None:
+            self._ready.move_to_end(record.id)
+            return ready
+        result = self._store.result(record)
+        headers = [(b"x-forkpoint-node", b"n%d" % record.target.id)]
+        if result.status not in (204, 304):
+            headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
+        ready = Ready(result.status, headers, result.body)
+        self._ready[record.id] = ready
+        self._bytes += len(ready.body) + _OVERHEAD_BYTES
+        while self._bytes > self._budget_bytes and len(self._ready) > 1:
+            _, oldest = self._ready.popitem(last=False)
+            self._bytes -= len(oldest.body) + _OVERHEAD_BYTES
+        return ready

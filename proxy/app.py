@@ -1,0 +1,142 @@
+"""The application: the data plane in front, the control plane behind it, and the engine that both speak to."""
+
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+import structlog
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from proxy.admin import PROBLEM, control_plane
+from proxy.dataplane import DataPlane
+from proxy.engine import Engine
+from proxy.errors import MEDIA_TYPE, Refused, problem_of
+from proxy.logs import configure
+from proxy.metrics import MEDIA_TYPE as METRICS_TYPE
+from proxy.metrics import Metrics
+from proxy.openapi import data_plane_paths
+from proxy.settings import Settings
+from sandboxes.driver import Driver
+from sandboxes.local import LocalDriver
+from sandboxes.memory import MemoryDriver
+
+log = structlog.get_logger()
+
+
+def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
+    """Return the whole application. The engine opens and closes with its lifespan."""
+    engine = Engine(settings, drivers if drivers is not None else _drivers(settings))
+    return DataPlane(engine, _behind(engine))
+
+
+def run(settings: Settings) -> None:
+    """Serve until told to stop (SIGTERM, SIGINT); calls under way are answered first."""
+    configure(settings)
+    listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
+    host, port = listener.getsockname()[:2]
+    log.info("listening", url=f"http://{host}:{port}")
+    config = uvicorn.Config(
+        build(settings),
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=30,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _drivers(settings: Settings) -> dict[str, Driver]:
+    makers: dict[str, Any] = {"local": lambda: LocalDriver(settings.data / "local"), "memory": MemoryDriver}
+    return {name: makers[name]() for name in settings.drivers}
+
+
+def _behind(engine: Engine) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await engine.open()
+        try:
+            yield
+        finally:
+            await engine.aclose()
+
+    app = FastAPI(
+        title="Forkpoint",
+        version=version("forkpoint"),
+        summary="A transparent proxy between LLM agents and their tools.",
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    app.include_router(control_plane(engine))
+    _health(app, engine)
+    _problems(app, engine)
+    _describe(app)
+    return app
+
+
+def _health(app: FastAPI, engine: Engine) -> None:
+    metrics = Metrics(engine)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", responses={503: PROBLEM})
+    async def readyz() -> dict[str, str]:
+        """Say that calls can be answered: the store is open and can be written."""
+        if not engine.ready:
+            raise Refused(503, "not-ready", "the store and the drivers are being opened. Try again soon.")
+        engine.store.check_writable()
+        return {"status": "ready"}
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
+    async def show_metrics() -> Response:
+        """Show the totals for Prometheus."""
+        return Response(metrics.render(), media_type=METRICS_TYPE)
+
+
+def _problems(app: FastAPI, engine: Engine) -> None:
+    async def answer(_request: Request, error: Exception) -> Response:
+        problem = problem_of(_refused(error))
+        if problem.infrastructure:
+            engine.counts.failure(problem.slug)
+            log.error("request failed", problem=problem.slug, error=repr(error), exc_info=error)
+        headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
+        return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
+
+    for kind in (Exception, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
+
+
+def _refused(error: Exception) -> Exception:
+    """Return what the web framework raised as one of ours."""
+    if isinstance(error, HTTPException):
+        return Refused(error.status_code, "http", str(error.detail))
+    if isinstance(error, RequestValidationError):
+        faults = (f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors())
+        return Refused(422, "validation", "; ".join(faults))
+    return error
+
+
+def _describe(app: FastAPI) -> None:
+    framework = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = framework()
+        schema["paths"] |= data_plane_paths()
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,100 @@
+"""The shell endpoint: `POST exec`, and `PUT|GET|DELETE files/{path}` (pure)."""
+
+import re
+from hashlib import sha256
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+
+from proxy.errors import Refused
+from sandboxes.calls import ToolCall
+from sandboxes.spec import EnvironmentSpec
+
+MAX_COMMAND_BYTES = 1 << 20
+MAX_TIMEOUT_S = 86_400.0
+SESSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+_SESSION = re.compile(SESSION_PATTERN)
+_FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
+
+
+def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
+    """Return the call that a request to the shell endpoint makes.
+
+    What is not said is filled in, so that saying the default and leaving it out are one call.
+
+    Raises:
+        Refused: 400, 404, 405, 413 or 422, with what to send instead.
+    """
+    if path == "exec":
+        if method != "POST":
+            raise Refused(405, "method", "exec takes POST with a JSON body.")
+        return _exec(body, spec)
+    if path.startswith("files/"):
+        return _file(method, path.removeprefix("files/"), query, body)
+    raise Refused(404, "no-such-tool", "the shell endpoint has POST exec and PUT|GET|DELETE files/{path}.")
+
+
+def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, "json", f'the body is not JSON: {error}. Send {{"command": "ls"}} as UTF-8.') from None
+    if not isinstance(value, dict) or not value.keys() <= {"command", "timeout_s", "session"}:
+        raise Refused(422, "exec", 'exec takes an object with "command", and if you like "timeout_s" and "session".')
+    arguments = {
+        "command": _command(value.get("command")),
+        "session": _session(value.get("session", "main")),
+        "timeout_s": _timeout(value.get("timeout_s"), spec),
+    }
+    return ToolCall("shell", "exec", arguments)
+
+
+def _command(command: Any) -> str:
+    if not isinstance(command, str):
+        raise Refused(422, "command", '"command" must be a string.')
+    if len(command.encode()) > MAX_COMMAND_BYTES:
+        raise Refused(
+            413, "command", f"the command is longer than {MAX_COMMAND_BYTES} bytes. Upload a script and run it."
+        )
+    if "\0" in command:
+        raise Refused(422, "command", "the command holds a NUL, which no shell can run. Upload binary data as a file.")
+    return command
+
+
+def _session(session: Any) -> str:
+    if not isinstance(session, str) or _SESSION.match(session) is None or session.endswith("\n"):
+        raise Refused(422, "session", f'"session" must match {SESSION_PATTERN}.')
+    return session
+
+
+def _timeout(timeout: Any, spec: EnvironmentSpec) -> float:
+    if timeout is None:
+        return spec.limits.timeout_s
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise Refused(422, "timeout", f'"timeout_s" must be a number of seconds, above 0 and up to {MAX_TIMEOUT_S:g}.')
+    return float(timeout)
+
+
+def _file(method: str, path: str, query: str, body: bytes) -> ToolCall:
+    tool = _FILE_TOOLS.get(method)
+    if tool is None:
+        raise Refused(405, "method", "files take PUT, GET and DELETE.")
+    if "\0" in path or len(path.encode()) > 4095 or ".." in path.split("/"):
+        raise Refused(422, "file-path", "a file's path has no NUL, no '..' and at most 4095 bytes.")
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    arguments: dict[str, Any] = {"path": "/" + "/".join(parts)}
+    if tool == "put":
+        arguments["sha256"] = sha256(body).hexdigest()
+        arguments |= _mode(query)
+    return ToolCall("shell", tool, arguments, body if tool == "put" else b"")
+
+
+def _mode(query: str) -> dict[str, int]:
+    text = parse_qs(query).get("mode", [""])[-1]
+    if not text:
+        return {}
+    if re.fullmatch(r"[0-7]{3,4}", text) is None:
+        raise Refused(422, "mode", "?mode= takes an octal mode such as 755.")
+    return {"mode": int(text, 8)}

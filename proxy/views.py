@@ -1,0 +1,364 @@
+"""What the control plane shows: the shapes of its answers, and how they are read off the tree."""
+
+import contextlib
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, Field
+
+from proxy.forest import Outcome, Rollout, Task
+from proxy.store import Store
+from proxy.tree import Node, Record, Tree, children
+from sandboxes.calls import ToolResult
+from sandboxes.spec import EnvironmentSpec
+from snapshots.snapshot import Snapshot
+
+EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
+Flag = Literal["pinned", "diverged", "unreproducible", "private"]
+
+
+class CallView(BaseModel):
+    """A tool call as the agent made it. upload_bytes: of the body that came with it."""
+
+    endpoint: str
+    tool: str
+    arguments: dict[str, Any]
+
+
+class AnswerView(BaseModel):
+    """A recorded answer. Text and JSON are shown, other bytes only by their size."""
+
+    status: int
+    media_type: str
+    size_bytes: int
+    json_: Any = Field(default=None, serialization_alias="json")
+    text: str | None = None
+
+
+class SnapshotView(BaseModel):
+    id: str
+    node: str
+    kind: str
+    size_bytes: int
+    cost_s: float
+    created_at: float
+    uses: int
+    leased: bool
+
+
+class ObservationView(BaseModel):
+    """A call that changed nothing. seconds: of the tool when it ran. hits: answers given from it since."""
+
+    record: int
+    call: CallView
+    seconds: float
+    hits: int
+    exit_code: int | None = None
+
+
+class NodeView(BaseModel):
+    """A sandbox state in the tree. call, effect, seconds: of the first call that led there; empty for the root."""
+
+    id: str
+    parent: str | None
+    call: CallView | None
+    effect: list[EffectName]
+    seconds: float
+    hits: int
+    exit_code: int | None
+    snapshot: bool
+    rollouts: list[str]
+    observations: list[ObservationView]
+    flags: list[Flag]
+    children: int
+
+
+class NodeDetail(NodeView):
+    """A node with its answer, its snapshot, and the calls recorded at it that lead elsewhere."""
+
+    answer: AnswerView | None
+    recorded_at: float | None
+    passes: int
+    diverged: str
+    snapshot_detail: SnapshotView | None
+    leads_to: list[str]
+
+
+class TreeView(BaseModel):
+    """Nodes below `node`, parents first. truncated: there are more than `limit`."""
+
+    task: str
+    root: str
+    nodes: list[NodeView]
+    truncated: bool
+
+
+class TaskView(BaseModel):
+    """A task. default: it runs on the default spec, for nobody gave it one."""
+
+    task: str
+    spec: EnvironmentSpec
+    default: bool
+    root: str
+    created_at: float
+    nodes: int
+    rollouts: int
+    running: int
+
+
+class TaskSummary(BaseModel):
+    task: str
+    created_at: float
+    nodes: int
+    rollouts: int
+
+
+class RolloutView(BaseModel):
+    """A rollout. base_url is where its agent's tools are; token stands for it where a base URL has no path."""
+
+    id: int
+    task: str
+    rollout: str
+    node: str
+    start: str
+    calls: int
+    finished: bool
+    created_at: float
+    base_url: str
+    token: str
+
+
+class StepView(BaseModel):
+    """One call of a rollout, in order."""
+
+    turn: int
+    outcome: Literal["hit", "miss", "wait", "bypass"]
+    record: int
+    call: CallView | None
+    effect: list[EffectName]
+    seconds: float
+    node: str | None
+
+
+class RolloutDetail(RolloutView):
+    steps: list[StepView]
+
+
+class SandboxView(BaseModel):
+    """A live sandbox. place: the node that it stands at. idle_s: since it was used last."""
+
+    id: str | None
+    state: str
+    place: str | None
+    rollout: int | None
+    calls: int
+    age_s: float
+    idle_s: float
+
+
+class StatsView(BaseModel):
+    """Totals since this proxy started; seconds are those of tools."""
+
+    since: float
+    uptime_s: float
+    calls: int
+    hits: int
+    waits: int
+    misses: int
+    bypasses: int
+    hit_rate: float
+    executed_s: float
+    saved_s: float
+    replayed_calls: int
+    replayed_s: float
+    restores: int
+    starts: int
+    snapshots_taken: int
+    evictions: int
+    divergences: int
+    errors: int
+    failures: dict[str, int]
+    refusals: dict[str, int]
+    sandboxes: dict[str, int]
+    snapshots: int
+    snapshot_bytes: int
+    snapshot_budget_bytes: int
+
+
+class Forgotten(BaseModel):
+    nodes: int
+    rollouts: list[str]
+
+
+class Pin(BaseModel):
+    pinned: bool = True
+
+
+NodeName = Annotated[str, Field(pattern=r"^n[0-9]{1,18}$")]
+
+
+def node_name(node: Node) -> str:
+    """Return the name of a node on the wire."""
+    return f"n{node.id}"
+
+
+class Reader:
+    """Reads views off trees; calls and answers come from the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def tree(self, task: Task, top: Node, *, depth: int | None, limit: int) -> TreeView:
+        """Return up to limit nodes below top."""
+        nodes: list[NodeView] = []
+        truncated = False
+        standing = self._standing(task)
+        for node, _ in task.tree.walk(top, depth):
+            if len(nodes) == limit:
+                truncated = True
+                break
+            nodes.append(self.node(node, standing.get(node, [])))
+        return TreeView(task=task.name, root=node_name(task.tree.root), nodes=nodes, truncated=truncated)
+
+    def node(self, node: Node, rollouts: list[str]) -> NodeView:
+        return NodeView(**self._node(node, rollouts))
+
+    def detail(self, task: Task, node: Node, snapshot: Snapshot | None) -> NodeDetail:
+        origin = node.origin
+        return NodeDetail(
+            **self._node(node, self._standing(task).get(node, [])),
+            answer=None if origin is None else answer_view(self._store.result(origin)),
+            recorded_at=None if origin is None else origin.recorded_at,
+            passes=node.passes,
+            diverged=node.diverged,
+            snapshot_detail=None if snapshot is None else snapshot_view(snapshot),
+            leads_to=sorted({node_name(r.target) for r in node.records.values() if not r.observation}),
+        )
+
+    def call(self, record: Record) -> CallView:
+        call = self._store.call(record)
+        return CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments))
+
+    def steps(self, rollout: int, tree: Tree, *, offset: int, limit: int) -> list[StepView]:
+        """Return a rollout's calls; of those that were forgotten since, only that they were made."""
+        records = {r.id: r for node in tree.nodes.values() for r in node.records.values()}
+        records |= {record.id: record for record in tree.aside}
+        views = []
+        for turn, record_id, outcome in self._store.steps(rollout, offset=offset, limit=limit):
+            record = records.get(record_id)
+            views.append(
+                StepView(
+                    turn=turn,
+                    outcome=Outcome(outcome).name.lower(),  # type: ignore[arg-type]
+                    record=record_id,
+                    call=None if record is None else self.call(record),
+                    effect=[] if record is None else record.effect.names,  # type: ignore[arg-type]
+                    seconds=0.0 if record is None else record.seconds,
+                    node=None if record is None else node_name(record.target),
+                )
+            )
+        return views
+
+    def _node(self, node: Node, rollouts: list[str]) -> dict[str, Any]:
+        origin = node.origin
+        return {
+            "id": node_name(node),
+            "parent": None if origin is None else node_name(origin.source),
+            "call": None if origin is None else self.call(origin),
+            "effect": [] if origin is None else origin.effect.names,
+            "seconds": 0.0 if origin is None else origin.seconds,
+            "hits": 0 if origin is None else origin.hits,
+            "exit_code": None if origin is None else exit_code(self._store.result(origin)),
+            "snapshot": node.snapshot is not None,
+            "rollouts": sorted(rollouts),
+            "observations": [self._observation(r) for r in node.records.values() if r.observation],
+            "flags": _flags(node),
+            "children": len(children(node)),
+        }
+
+    def _observation(self, record: Record) -> ObservationView:
+        return ObservationView(
+            record=record.id,
+            call=self.call(record),
+            seconds=record.seconds,
+            hits=record.hits,
+            exit_code=exit_code(self._store.result(record)),
+        )
+
+    def _standing(self, task: Task) -> dict[Node, list[str]]:
+        standing: dict[Node, list[str]] = {}
+        for rollout in task.rollouts.values():
+            standing.setdefault(rollout.node, []).append(rollout.name)
+        return standing
+
+
+def answer_view(result: ToolResult) -> AnswerView:
+    """Return what of an answer can be shown."""
+    view = AnswerView(status=result.status, media_type=result.media_type, size_bytes=len(result.body))
+    if result.media_type.endswith("json"):
+        return view.model_copy(update={"json_": orjson.loads(result.body)})
+    with contextlib.suppress(UnicodeDecodeError):
+        return view.model_copy(update={"text": result.body.decode()})
+    return view
+
+
+def exit_code(result: ToolResult) -> int | None:
+    """Return the exit code that an answer tells, None where it tells none."""
+    if result.media_type != "application/json":
+        return None
+    value = orjson.loads(result.body)
+    code = value.get("exit_code") if isinstance(value, dict) else None
+    return code if isinstance(code, int) else None
+
+
+def snapshot_view(snapshot: Snapshot) -> SnapshotView:
+    return SnapshotView(
+        id=snapshot.id,
+        node=f"n{snapshot.node}",
+        kind=snapshot.kind,
+        size_bytes=snapshot.size_bytes,
+        cost_s=snapshot.cost_s,
+        created_at=snapshot.created_at,
+        uses=snapshot.uses,
+        leased=snapshot.leases > 0,
+    )
+
+
+def task_view(task: Task, row: dict[str, Any]) -> TaskView:
+    return TaskView(
+        task=task.name,
+        spec=task.spec,
+        default=task.origin is None,
+        root=node_name(task.tree.root),
+        created_at=task.created_at,
+        nodes=len(task.tree.nodes),
+        rollouts=row["rollouts"],
+        running=len(task.rollouts),
+    )
+
+
+def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> dict[str, Any]:
+    """Return the members of a `RolloutView`; where the rollout runs, as it stands this moment."""
+    return {
+        "id": row["id"],
+        "task": row["task"],
+        "rollout": row["name"],
+        "node": f"n{row['node']}" if live is None else node_name(live.node),
+        "start": f"n{row['start']}",
+        "calls": row["calls"] if live is None else live.calls,
+        "finished": bool(row["finished"]),
+        "created_at": row["created_at"],
+        "base_url": f"{base_url.rstrip('/')}/t/{row['task']}/r/{row['name']}",
+        "token": row["token"],
+    }
+
+
+def _flags(node: Node) -> list[Flag]:
+    origin = node.origin
+    flags: list[tuple[Flag, bool]] = [
+        ("pinned", node.pinned),
+        ("diverged", bool(node.diverged)),
+        ("unreproducible", origin is not None and not origin.reproducible),
+        ("private", origin is not None and origin.private),
+    ]
+    return [flag for flag, on in flags if on]

@@ -1,0 +1,80 @@
+"""Who asks, and for what: identity and tool from a request's path and headers (pure)."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from proxy.errors import Refused
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~@:=+,-]{0,199}$"
+"""Of tasks and rollouts: one path segment that needs no escaping and cannot be taken for a relative path."""
+
+Headers = Iterable[tuple[bytes, bytes]]
+_NAME = re.compile(NAME_PATTERN)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a data-plane URL says. token: the bearer token that stands for task and rollout where the URL names none."""
+
+    task: str
+    rollout: str
+    endpoint: str
+    path: str
+    token: str = ""
+
+
+def address_of(raw_path: bytes, headers: Headers) -> Address:
+    """Read `/t/{task}/r/{rollout}/{endpoint}/{path…}` or `/e/{endpoint}/{path…}` with headers or a token.
+
+    Segments are split before they are decoded, so an escaped slash in a name is seen as what it is.
+
+    Raises:
+        Refused: 400 for a name that is not allowed or bytes that are no UTF-8, 404 for a path of another shape, 401
+            where nothing says who asks.
+    """
+    segments = raw_path.split(b"/")[1:]
+    if b"%" in raw_path:
+        segments = [unquote_to_bytes(segment) for segment in segments]
+    try:
+        words = [segment.decode() for segment in segments]
+    except UnicodeDecodeError:
+        raise Refused(400, "path-encoding", "the path is not UTF-8. Percent-encode it as UTF-8.") from None
+    if words[0] == "t" and len(words) >= 5 and words[2] == "r":
+        return Address(_name("task", words[1]), _name("rollout", words[3]), words[4], "/".join(words[5:]))
+    if words[0] == "e" and len(words) >= 2:
+        return _by_headers(words[1], "/".join(words[2:]), headers)
+    raise Refused(
+        404, "no-such-path", "the data plane is /t/{task}/r/{rollout}/{endpoint}/… or /e/{endpoint}/… with headers."
+    )
+
+
+def _by_headers(endpoint: str, path: str, headers: Headers) -> Address:
+    found = {name: value.decode("latin-1") for name, value in headers if name in _IDENTITY}
+    if b"x-forkpoint-task" in found and b"x-forkpoint-rollout" in found:
+        task = _name("task", found[b"x-forkpoint-task"])
+        return Address(task, _name("rollout", found[b"x-forkpoint-rollout"]), endpoint, path)
+    token = found.get(b"x-api-key", "") or found.get(b"authorization", "").removeprefix("Bearer ").strip()
+    if token:
+        return Address("", "", endpoint, path, token)
+    raise Refused(
+        401,
+        "no-identity",
+        "nothing says which rollout asks. Send X-Forkpoint-Task and X-Forkpoint-Rollout, or the token of "
+        "POST /api/v1/tasks/{task}/rollouts as X-API-Key or bearer token.",
+    )
+
+
+_IDENTITY = {b"x-forkpoint-task", b"x-forkpoint-rollout", b"authorization", b"x-api-key"}
+
+
+def _name(kind: str, text: str) -> str:
+    if _NAME.match(text) is None or text.endswith("\n"):
+        raise Refused(
+            400,
+            "name",
+            f"{text[:80]!r} cannot name a {kind}. Use 1 to 200 of A-Z a-z 0-9 . _ ~ @ : = + , - and begin with a "
+            "letter or digit.",
+        )
+    return text
