@@ -87,23 +87,23 @@ def rounds(contenders: Sequence[Contender], count: int, seconds: float) -> dict[
 
 
 def show(contenders: Sequence[Contender], found: dict[tuple[str, int], list[Measured]]) -> None:
-    client = "wrk" if WRK else "a client of our own (bench/load.py); apt install wrk for a lighter one"
-    columns = [f"{n} conn.: {what}" for n in CONNECTIONS for what in ("req/s", "p50 µs", "CPU µs", "req/s to echo")]
-    shown = table(f"A hit beside a bare-ASGI echo. Client: {client}", "", *columns)
     floor = contenders[0].name
-    for contender in contenders:
-        cells: list[str] = []
-        for connections in CONNECTIONS:
-            results = found[contender.name, connections]
-            pairs = zip(results, found[floor, connections], strict=True)
-            cells += [
+    for connections in CONNECTIONS:
+        title = f"A hit beside a bare-ASGI echo, connections: {connections}"
+        shown = table(title, "", "req/s", "p50 µs", "server CPU µs", "req/s, echo = 1", "CPU, echo = 1")
+        for contender in contenders:
+            results, echoed = found[contender.name, connections], found[floor, connections]
+            pairs = list(zip(results, echoed, strict=True))
+            shown.add_row(
+                contender.name,
                 f"{median([result.per_s for result in results]):,.0f}",
                 f"{median([result.p50_us for result in results]):,.0f}",
                 f"{median([result.cpu_us for result in results]):,.0f}",
-                f"{median([one.per_s / echoed.per_s for one, echoed in pairs]):.2f}",
-            ]
-        shown.add_row(contender.name, *cells)
-    console.print(shown)
+                f"{median([one.per_s / other.per_s for one, other in pairs]):.2f}",
+                f"{median([one.cpu_us / other.cpu_us for one, other in pairs]):.2f}",
+            )
+        console.print(shown)
+    console.print(f"Client: {'wrk' if WRK else 'bench/load.py; apt install wrk for a lighter one'}")
 
 
 def show_walk(server: Server, depth: int) -> None:

@@ -18,10 +18,11 @@ def machine() -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Return an empty table under title and the machine: the first column names, the others are numbers."""
-    made = Table(title=f"{title}\n{machine()}", title_justify="left")
+    """Print title and the machine, and return an empty table: the first column names, the others are numbers."""
+    console.print(f"\n[bold]{title}[/bold]\n{machine()}")
+    made = Table()
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left")
+        made.add_column(column, justify="right" if number else "left", no_wrap=True)
     return made
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -54,10 +55,11 @@ async def replay(
     Raises:
         ReplayError: the proxy cannot be reached at the start, or refuses a task's environment spec.
     """
-    limits = httpx.Limits(max_connections=at_once + 1, max_keepalive_connections=at_once + 1)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=OVERHEAD_S, trust_env=trust_env) as client:
-        under_way = _Replay(client, names, on_call)
-        async with under_way.tasks(workload, cached=cached):
+    certificates = httpx.create_ssl_context(trust_env=trust_env)
+    connect = partial(httpx.AsyncClient, base_url=url, timeout=OVERHEAD_S, trust_env=trust_env, verify=certificates)
+    async with connect() as client:
+        under_way = _Replay(connect, names, on_call)
+        async with under_way.tasks(client, workload, cached=cached):
             before, started = await totals(client), time.perf_counter()
             waiting = _pairs(workload)
             async with asyncio.TaskGroup() as group:
@@ -85,50 +87,59 @@ def _pairs(workload: Workload) -> Iterator[tuple[RecordedTask, RecordedRollout]]
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """One pass under way: what was answered so far, and what went wrong outside the calls."""
+    """One pass under way: what was answered so far, and what went wrong outside the calls.
 
-    client: httpx.AsyncClient
+    connect: makes a client. Each rollout at once has its own, with one connection: a client that many share spends
+    milliseconds a call on finding a free one, and the call times would be its own.
+    """
+
+    connect: Callable[[], httpx.AsyncClient]
     names: Names
     on_call: OnCall
     outcomes: dict[CallId, Outcome] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
 
     @asynccontextmanager
-    async def tasks(self, workload: Workload, *, cached: bool) -> AsyncIterator[None]:
+    async def tasks(self, client: httpx.AsyncClient, workload: Workload, *, cached: bool) -> AsyncIterator[None]:
         """Tell the proxy every task's environment; delete the uncached ones at the end: nobody else uses them."""
         try:
             for task in workload.tasks:
                 spec = task.spec if cached else task.spec.model_copy(update={"cache": "never"})
                 path = f"/api/v1/tasks/{self.names.task(task)}"
-                await control(self.client, "PUT", path, spec.model_dump(mode="json"))
+                await control(client, "PUT", path, spec.model_dump(mode="json"))
             yield
         finally:
             if not cached:
                 for task in workload.tasks:
-                    await self.finish(f"/api/v1/tasks/{self.names.task(task)}")
+                    await self.finish(client, f"/api/v1/tasks/{self.names.task(task)}")
 
     async def walk(self, waiting: Iterator[tuple[RecordedTask, RecordedRollout]]) -> None:
         """Take rollouts from waiting, one after another, and run each to its end."""
-        for task, rollout in waiting:
-            names = self.names.task(task), self.names.rollout(rollout)
-            patience_s = OVERHEAD_S + task.spec.limits.timeout_s
-            for request in rollout.requests:
-                place = CallId(task.name, rollout.name, request.index)
-                try:
-                    outcome = await call(self.client, "/t/{}/r/{}/".format(*names), request, patience_s=patience_s)
-                except httpx.TransportError as error:
-                    lost = f"no answer from the proxy: {type(error).__name__} {error}"
-                    self.outcomes[place] = Outcome(request.shown, 0.0, error=lost)
-                    break
-                self.outcomes[place] = outcome
-                self.on_call(outcome)
-            # A finished rollout holds no sandbox, so the ones that follow find room.
-            await self.finish("/api/v1/tasks/{}/rollouts/{}".format(*names))
+        async with self.connect() as client:
+            for task, rollout in waiting:
+                await self.follow(client, task, rollout)
 
-    async def finish(self, path: str) -> None:
+    async def follow(self, client: httpx.AsyncClient, task: RecordedTask, rollout: RecordedRollout) -> None:
+        """Make the calls of rollout in their order, and finish it."""
+        names = self.names.task(task), self.names.rollout(rollout)
+        patience_s = OVERHEAD_S + task.spec.limits.timeout_s
+        for request in rollout.requests:
+            place = CallId(task.name, rollout.name, request.index)
+            try:
+                outcome = await call(client, "/t/{}/r/{}/".format(*names), request, patience_s=patience_s)
+            except httpx.TransportError as error:
+                lost = f"no answer from the proxy: {type(error).__name__} {error}"
+                self.outcomes[place] = Outcome(request.shown, 0.0, error=lost)
+                break
+            self.outcomes[place] = outcome
+            self.on_call(outcome)
+        # A finished rollout holds no sandbox, so the ones that follow find room.
+        await self.finish(client, "/api/v1/tasks/{}/rollouts/{}".format(*names))
+
+    async def finish(self, client: httpx.AsyncClient, path: str) -> None:
         """Delete what the replay made. A failure is a trouble to report: the figures are there already."""
         try:
-            response = await self.client.delete(path)
+            response = await client.delete(path)
         except httpx.TransportError as error:
             self.troubles.append(f"DELETE {path}: {type(error).__name__} {error}")
             return

@@ -183,7 +183,7 @@ def _shell_request(call: Mapping[str, Any], args: Mapping[str, Any], index: int)
     argv = _member(call, "argv", list)
     if not argv or not all(isinstance(word, str) for word in argv):
         raise WorkloadError(f"call {index}: `argv` must be a list of words, or null for a call that was not parsed.")
-    moves = command.startswith("cd") and argv[1:2] == ["-c"] and len(argv) > 2  # noqa: PLR2004 - shell, -c, script
+    moves = command.startswith("cd") and argv[1:2] == ["-c"] and len(argv) > 2
     as_run = _moving(argv) if moves else shlex.join(argv)
     return Request(index, "shell/exec", {"command": as_run}, command)
 
