@@ -69,14 +69,14 @@ def serve(
 ) -> None:
     """Run the proxy. Each setting can also come from FORKPOINT_… in the environment or from the config file."""
     settings = _settings(config, host=host, port=port, data=data, log=log)
-    from proxy import app as server  # noqa: PLC0415 - the other commands start in a fraction of the time without it
+    from proxy.app import run  # noqa: PLC0415 - the other commands start in a fraction of the time without it
     from sandboxes.requirements import check  # noqa: PLC0415
 
     requirements = check(settings.data)
     if not _met(requirements):
         _show(requirements, Console(stderr=True))
         _fail("This machine lacks what sandboxes need, so agents' commands would run unprotected. See above.")
-    server.run(settings)
+    run(settings)
 
 
 @app.command()

@@ -18,7 +18,7 @@ OBSERVATIONS_SHOWN = 3
 ROLLOUTS_SHOWN = 3
 SNAPSHOT = "◆"
 ROLLOUT = "▸"
-LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollout standing here   · read-only calls   seconds: the tool's own"
+LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts that stand there   · calls that changed nothing"
 
 Node = Mapping[str, Any]
 
@@ -39,7 +39,10 @@ def render_tree(view: Mapping[str, Any]) -> RenderableType:
         hidden = int(steps[-1].get("children", 0)) - len(forks)
         below = branch.add(_steps(steps, hidden))
         pending.extend((below, fork) for fork in reversed(forks))
-    return Group(rendered, Text(LEGEND, style="dim"))
+    notes = [Text(LEGEND, style="dim")]
+    if view.get("truncated"):
+        notes.append(Text("The tree is too large to show at once: name a part with --node, or go less --depth."))
+    return Group(rendered, *notes)
 
 
 def _follow(node: Node, children: Mapping[Any, Sequence[Node]]) -> tuple[list[Node], Sequence[Node]]:

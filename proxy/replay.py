@@ -65,7 +65,13 @@ async def replay(
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
                     group.create_task(under_way.walk(waiting))
-            wall_s, after = time.perf_counter() - started, await totals(client)
+            wall_s = time.perf_counter() - started
+            try:
+                after = await totals(client)
+            except ReplayError as error:
+                # The proxy went away meanwhile: what was answered before is still worth showing.
+                after = before
+                under_way.troubles.append(f"the proxy's totals are unknown: {error}")
     # In the order of the workload, whichever rollout was quicker: two runs then list alike.
     order = {(task.name, rollout.name): place for place, (task, rollout) in enumerate(_pairs(workload))}
     ordered = dict(

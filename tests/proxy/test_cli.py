@@ -92,6 +92,13 @@ def test_a_tree_that_goes_on_says_how_to_see_the_rest() -> None:
     assert any("3 more below: --node n1" in line for line in drawn(node("n1", None, None, 3)))
 
 
+def test_a_tree_that_was_cut_says_so() -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(render_tree({"task": "t", "root": "n1", "nodes": [node("n1", None, None)], "truncated": True}))
+    assert "too large to show at once" in capture.get()
+
+
 def test_a_trajectory_of_thousands_of_calls_is_drawn_as_a_list() -> None:
     nodes = [node(f"n{at}", f"n{at - 1}" if at else None, f"step {at}", 1) for at in range(2000)]
     assert len(drawn(*nodes)) == 2003
