@@ -1,0 +1,165 @@
+"""put, get, delete and unpack: file operations inside the sandbox's root, each in a short-lived child of pid 1.
+
+A child, because paths are the agent's: it holds none of pid 1's descriptors, so no link of /proc leads out; it may
+block or run out of memory, and is then killed like any command.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tarfile
+from typing import Any
+
+_CHUNK = 1 << 20
+
+
+class Refused(Exception):  # noqa: N818 - becomes an answer
+    def __init__(self, status: int, title: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.title = status, title
+
+
+def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
+    """Return an HTTP status, a media type and a body; failures of the operation are problem details (RFC 9457)."""
+    try:
+        match tool:
+            case "put":
+                return _put(fields["path"], fields.get("mode"), body)
+            case "get":
+                return _get(fields["path"], fields["limit_bytes"])
+            case "delete":
+                return _delete(fields["path"])
+            case "unpack":
+                return _unpack(fields["target"])
+            case _:
+                return problem(404, "No such tool", f"the shell endpoint has no tool {tool!r}: use exec, put, get, delete")
+    except Refused as refusal:
+        return problem(refusal.status, refusal.title, str(refusal))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        return problem(404, "No such file", f"{fields.get('path')}: {error.strerror}")
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+        status = 507 if full else 409
+        return problem(status, "File operation failed", f"{fields.get('path')}: {error.strerror}")
+
+
+def problem(status: int, title: str, detail: str) -> tuple[int, str, bytes]:
+    """Return problem details as an answer."""
+    body = {"type": "about:blank", "title": title, "status": status, "detail": detail}
+    return status, "application/problem+json", json.dumps(body).encode()
+
+
+def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
+    # O_NONBLOCK: opening a FIFO would wait for its other end.
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Refused(409, "Not a regular file", f"{path} is not a regular file: only regular files can be transferred")
+    return fd
+
+
+def _check_regular(path: str) -> os.stat_result | None:
+    try:
+        status = os.stat(path)  # noqa: PTH116 - pathlib is not loaded in pid 1
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise Refused(409, "Not a regular file", f"{path} is a device, pipe or socket: only regular files can be transferred")
+    return status
+
+
+def _put(path: str, mode: int | None, body: bytes) -> tuple[int, str, bytes]:
+    before = _check_regular(path)
+    if before is not None and stat.S_ISDIR(before.st_mode):
+        raise Refused(409, "Is a directory", f"{path} is a directory: give the path of a file in it")
+    os.makedirs(os.path.dirname(path) or "/", exist_ok=True)  # noqa: PTH103, PTH120
+    fd = _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    with open(fd, "wb", buffering=0) as file:  # noqa: PTH123
+        view = memoryview(body)
+        while view:
+            view = view[file.write(view[:_CHUNK]) :]
+        if mode is not None:
+            os.fchmod(fd, mode & 0o7777)
+    return (201 if before is None else 204), "application/octet-stream", b""
+
+
+def _get(path: str, limit_bytes: int) -> tuple[int, str, bytes]:
+    status = _check_regular(path)
+    if status is None:
+        return problem(404, "No such file", f"{path} does not exist in the sandbox")
+    if stat.S_ISDIR(status.st_mode):
+        return 200, "application/json", json.dumps({"entries": _listing(path)}).encode()
+    fd = _open_regular(path, os.O_RDONLY)
+    with open(fd, "rb") as file:  # noqa: PTH123
+        content = file.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise Refused(413, "File too large", f"{path} has more than {limit_bytes} bytes: read it in parts with exec")
+    return 200, "application/octet-stream", content
+
+
+def _listing(path: str) -> list[dict[str, Any]]:
+    entries = []
+    with os.scandir(path) as found:
+        for entry in found:
+            status = entry.stat(follow_symlinks=False)
+            name = os.fsencode(entry.name).decode(errors="replace")
+            entries.append({"name": name, "type": _type(status.st_mode), "size": status.st_size})
+    return sorted(entries, key=lambda entry: str(entry["name"]))
+
+
+def _type(mode: int) -> str:
+    for is_type, name in ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink")):
+        if is_type(mode):
+            return name
+    return "other"
+
+
+def _delete(path: str) -> tuple[int, str, bytes]:
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return problem(404, "No such file", f"{path} does not exist in the sandbox")
+    if stat.S_ISDIR(status.st_mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)  # noqa: PTH108
+    return 204, "application/octet-stream", b""
+
+
+def _unpack(target: str) -> tuple[int, str, bytes]:
+    """Unpack the tar stream on descriptor 3 below target, as tar would inside the sandbox."""
+    os.makedirs(target, exist_ok=True)  # noqa: PTH103
+    try:
+        with os.fdopen(3, "rb") as source, tarfile.open(fileobj=source, mode="r|*") as archive:
+            # Inside the sandbox's own root: whatever path the archive names stays in it.
+            archive.extractall(target, filter="fully_trusted", numeric_owner=True)  # noqa: S202
+    except (tarfile.TarError, EOFError) as error:
+        return problem(422, "Not an archive", str(error))
+    return 204, "application/octet-stream", b""
+
+
+def checksum_differs(sha256: object, body: bytes) -> bool:
+    """Whether the announced checksum, if any, is not that of body."""
+    return isinstance(sha256, str) and hashlib.sha256(body).hexdigest() != sha256.lower()
+
+
+def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, source: int | None) -> None:
+    """In the child: keep result (and source as 3), close all else, perform, answer, end. Never returns."""
+    code = 1
+    with contextlib.suppress(BaseException):
+        os.dup2(result, 4)
+        if source is not None:
+            os.dup2(source, 3)
+        os.closerange(5, 1 << 16)
+        with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+            file.write("0")
+        status, media_type, answer = perform(tool, fields, body)
+        head = json.dumps([status, media_type]).encode() + b"\n"
+        with os.fdopen(4, "wb") as pipe:
+            pipe.write(head + answer)
+        code = 0
+    os._exit(code)

@@ -1,0 +1,450 @@
+"""pid 1 of a sandbox: sets its namespaces up, confines itself, then runs what the driver asks for, one at a time.
+
+After setting up it has no right that the agent's processes lack: what needs more (mounting layers) the launcher does.
+It dies with the launcher and when the driver's end of its socket closes; everything in the sandbox dies with it.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs
+from sandboxes.localbox import session as sessions
+from sandboxes.localbox.session import MalformedDump, Session
+from sandboxes.localbox.shell import CannotStart, Output, Shell, reserve_descriptors
+from sandboxes.localbox.wire import Inbox, Message, pack
+
+READY_S = 10.0
+WATCH_S = 0.1
+TIMED_OUT, OVER_DISK = 124, 137
+_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+
+
+def run(channel: int, mounts: dict[str, int], fields: dict[str, Any], *, privileged: bool) -> None:
+    """Be a sandbox until the driver lets go. mounts: overlay, lower, rootstate, upper (descriptors)."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    kernel.call_itself("init")
+    reserve_descriptors()
+    for path in fields["cgroups"]:
+        with open(path, "w") as file:  # noqa: PTH123
+            file.write("0")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+        # Memory is short when a command takes too much: it should go, not the one that tells of it.
+        file.write("-900")
+    kernel.unshare(_NAMESPACES)
+    kernel.unshare(kernel.CLONE_NEWCGROUP)
+    socket.sethostname("sandbox")
+    kernel.bring_up_loopback()
+    os.umask(0o022)
+    rootfs.enter(mounts["overlay"], devices_from_host=not privileged, binds=fields["binds"])
+    os.close(mounts["overlay"])
+    namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    confine.limit_resources(fields["disk_bytes"], fields["memory_bytes"], fields["pids"])
+    confine.confine()
+    driver = socket.socket(fileno=channel)
+    socket.send_fds(driver, [pack({"ready": True}, fds=1)], [namespace])
+    os.close(namespace)
+    Init(driver, delta.Roots(mounts["upper"], mounts["lower"], mounts["rootstate"]), fields).serve()
+
+
+def say_last_words(channel: int, error: BaseException) -> None:
+    """Tell the driver why this pid 1 ends; the driver may be gone already."""
+    with contextlib.suppress(OSError):
+        os.write(channel, pack({"error": f"{type(error).__name__}: {error}"}))
+
+
+class Init:
+    def __init__(self, driver: socket.socket, roots: delta.Roots, fields: dict[str, Any]) -> None:
+        self.driver = driver
+        self.roots = roots
+        self.inbox = Inbox()
+        self.environment: dict[str, str] = fields["environment"]
+        self.workdir: str = fields["workdir"]
+        self.output_bytes: int = fields["output_bytes"]
+        self.disk_bytes: int = fields["disk_bytes"]
+        self.below_bytes: int = fields["below_bytes"]
+        self.born_ns: int = fields["born_ns"]
+        self.reserve_bytes: int = fields["reserve_bytes"]
+        self.shells: dict[str, Shell] = {}
+        self.sessions: dict[str, Session] = {}
+        self.base: delta.Delta | None = {}
+        self.delta: delta.Delta | None = {}
+        self.signatures: dict[str, delta.Signature] = {}
+        self.alive: frozenset[Any] = frozenset()
+        self.ended: dict[int, int] = {}
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        while True:
+            message = self._next()
+            if message is None:
+                return
+            match message.fields["op"]:
+                case "hello":
+                    self._hello(message)
+                case "exec" | "file":
+                    self._call(message)
+                case "pause":
+                    self._pause(message)
+                case "switched":
+                    self._switched(message)
+
+    def _next(self) -> Message | None:
+        """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
+        while (message := self.inbox.take()) is None:
+            poll = select.poll()
+            poll.register(self.driver, select.POLLIN)
+            outputs = self._outputs() if self.alive else {}
+            for fd in outputs:
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(None if not self.alive else 1000):
+                if fd in outputs:
+                    outputs[fd].drain(self.output_bytes)
+                elif not self._receive():
+                    return None
+            self.ended |= processes.reap()
+        return message
+
+    def _receive(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self.driver, 1 << 18, 8, socket.MSG_CMSG_CLOEXEC)
+        self.inbox.feed(data, list(fds))
+        return bool(data)
+
+    def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
+        self.driver.sendall(pack(fields, body))
+
+    def _hello(self, message: Message) -> None:
+        """Take over a frozen state: its sessions, and what its files differ in from the root state."""
+        self.sessions = message.fields["sessions"]
+        self.base = message.fields["delta"]
+        if self.base is not None:
+            self.base = {path: (what, mtime) for path, (what, mtime) in self.base.items()}
+        self.delta = self.base
+        reply: dict[str, Any] = {}
+        try:
+            self._ready_shell("main")
+        except CannotStart as error:
+            reply = {"cannot_start": str(error)}
+        self._reply({**reply, **self._state()})
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def _call(self, message: Message) -> None:
+        fields = message.fields
+        self.ended |= processes.reap()
+        alive_before, free = self.alive, self._free_bytes()
+        started = time.perf_counter()
+        if fields["op"] == "exec":
+            answer, body, touched = self._exec(fields, message.body)
+        else:
+            answer, body, touched = self._file(fields, message)
+        answer["seconds"] = time.perf_counter() - started
+        changed = answer.pop("session_changed", False)
+        self._settle()
+        effects = {"session": changed, "processes": self.alive != alive_before, "files": self._look_at_files()}
+        discard = bool(self.signatures) and not self.alive and self.delta is not None and self.delta == self.base
+        if self._free_bytes() < min(free, self.reserve_bytes):
+            answer["host_full"] = True
+        self._reply({**answer, **effects, **self._state(), "discard": discard}, body)
+        if not self.alive and not discard:
+            self._renew([touched] if touched else [])
+
+    def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes, str]:
+        name = fields["session"]
+        spared = processes.living() if self.alive else set()
+        try:
+            shell = self._ready_shell(name)
+        except CannotStart as error:
+            return self._answer(127, b"", f"{error}\n".encode()), f"{error}\n".encode(), name
+        spared |= {p for p in processes.living() if p[0] in {s.pid for s in self.shells.values() if s is not shell}}
+        shell.run(command)
+        ending = self._wait(shell, fields["timeout_s"])
+        return (*self._conclude(shell, ending, spared), name)
+
+    def _wait(self, shell: Shell, timeout_s: float) -> str:
+        """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
+        deadline = time.monotonic() + timeout_s
+        watch = _DiskWatch(self)
+        death = os.pidfd_open(shell.pid)
+        poll = select.poll()
+        outputs = {output.fd: output for output in (shell.out, shell.err)}
+        for fd in (*outputs, shell.dump_fd, death):
+            poll.register(fd, select.POLLIN)
+        poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return "timeout"
+                events = {fd for fd, _ in poll.poll(max(1, min(left, WATCH_S) * 1000))}
+                for fd in events & outputs.keys():
+                    outputs[fd].drain(self.output_bytes)
+                if self.driver.fileno() in events:
+                    # Nobody waits for an answer any more.
+                    sys.exit(0)
+                if shell.dump_fd in events and shell.read_dump():
+                    return "dump"
+                if death in events:
+                    return "died"
+                if (over := watch.over()) is not None:
+                    return over
+        finally:
+            os.close(death)
+
+    def _conclude(self, shell: Shell, ending: str, spared: set[processes.Process]) -> tuple[dict[str, Any], bytes]:
+        code, changed, notes = 0, False, b""
+        if ending == "dump":
+            code, changed, notes = self._take_dump(shell)
+        elif ending == "died":
+            code = self._reap_shell(shell)
+        else:
+            self.ended |= processes.kill_except(spared, first=shell.pid)
+            code = TIMED_OUT if ending == "timeout" else OVER_DISK
+            if ending == "disk":
+                notes = f"\n[forkpoint: killed: the sandbox may hold {self.disk_bytes >> 20} MB of new files]\n".encode()
+        for output in (shell.out, shell.err):
+            output.drain(self.output_bytes)
+        (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
+        err += notes
+        if ending != "dump":
+            self._forget(shell)
+        answer = self._answer(code, out, err, timed_out=ending == "timeout", truncated=out_cut or err_cut)
+        return {**answer, "session_changed": changed, "host_full": ending == "host"}, out + err
+
+    def _answer(
+        self, code: int, out: bytes, err: bytes, *, timed_out: bool = False, truncated: bool = False
+    ) -> dict[str, Any]:
+        lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
+        return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
+
+    def _take_dump(self, shell: Shell) -> tuple[int, bool, bytes]:
+        try:
+            code, now = shell.finish_dump()
+        except MalformedDump as error:
+            self._forget(shell)
+            return 1, False, f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
+        # Compared with what the restored shell said of itself, not with what it was restored from: where bash
+        # prints a thing differently the second time, nothing has changed.
+        changed = now != shell.baseline
+        if changed:
+            self.sessions[shell.name] = now
+            shell.session = now
+            shell.baseline = now
+        return code, changed, b""
+
+    def _reap_shell(self, shell: Shell) -> int:
+        while shell.pid not in self.ended:
+            self.ended |= processes.reap()
+            time.sleep(0.0002)
+        return self.ended[shell.pid]
+
+    def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes, str | None]:
+        """Run a file operation in a child; like a command's, its time and its memory are bounded."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        spared = processes.living()
+        pid = os.fork()
+        if pid == 0:
+            source = message.fds[0] if message.fds else None
+            files.run_apart(fields["tool"], fields["arguments"], message.body, writing, source)
+        for fd in (writing, *message.fds):
+            os.close(fd)
+        data, whole = self._read_all(reading, fields["timeout_s"])
+        os.close(reading)
+        self.ended |= processes.kill_except(spared)
+        head, _, body = data.partition(b"\n")
+        if not whole or not head:
+            status, media_type, body = files.problem(507, "File operation failed", "it ran out of time, memory or disk")
+        else:
+            status, media_type = files.json.loads(head)
+        return {"status": status, "media_type": media_type}, body, None
+
+    def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
+        output = Output(fd)
+        deadline, watch = time.monotonic() + timeout_s, _DiskWatch(self)
+        poll = select.poll()
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+        while time.monotonic() < deadline and watch.over() is None:
+            events = poll.poll(WATCH_S * 1000)
+            output.drain(sys.maxsize)
+            if events and events[0][1] & select.POLLHUP and not events[0][1] & select.POLLIN:
+                return bytes(output.kept), True
+        return bytes(output.kept), False
+
+    # -- what lives --------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Find out what outlives the call, with some grace for what is just about to end."""
+        for pause in (*processes.GRACE_S, None):
+            self.ended |= processes.reap()
+            idle = {shell.pid for shell in self.shells.values()}
+            left = {process for process in processes.living() if process[0] not in idle}
+            if left <= self.alive or pause is None:
+                break
+            time.sleep(pause)
+        held = {("descriptors", name) for name, shell in self.shells.items() if shell.holds_more()}
+        objects = processes.ipc_objects()
+        self.alive = frozenset(left | held | ({("ipc", objects)} if objects else set()))
+
+    def _ready_shell(self, name: str) -> Shell:
+        """Return session name's shell when it has said what it is; start it where there is none.
+
+        Raises:
+            CannotStart: bash is gone, or broken.
+        """
+        shell = self.shells.get(name)
+        if shell is None:
+            shell = self._start_shell(name)
+        if shell.baseline is None:
+            ending = self._await_first_dump(shell)
+            if ending:
+                raise CannotStart(ending)
+        return shell
+
+    def _start_shell(self, name: str) -> Shell:
+        shell = Shell(name, self.sessions.get(name), environment=self.environment, workdir=self.workdir)
+        self.shells[name] = shell
+        return shell
+
+    def _await_first_dump(self, shell: Shell) -> str | None:
+        poll = select.poll()
+        death = os.pidfd_open(shell.pid)
+        poll.register(shell.dump_fd, select.POLLIN)
+        poll.register(death, select.POLLIN)
+        deadline = time.monotonic() + READY_S
+        try:
+            while time.monotonic() < deadline:
+                events = {fd for fd, _ in poll.poll(READY_S * 1000)}
+                if shell.dump_fd in events and shell.read_dump():
+                    shell.status, shell.baseline = shell.finish_dump()
+                    return None
+                if death in events:
+                    break
+        except MalformedDump:
+            pass
+        finally:
+            os.close(death)
+        shell.err.drain(4096)
+        reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
+        self._kill(shell)
+        return f"/bin/bash does not start in this sandbox: {reason}"
+
+    def _kill(self, shell: Shell) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(shell.pid, signal.SIGKILL)
+        self._reap_shell(shell)
+        self._forget(shell)
+
+    def _forget(self, shell: Shell) -> None:
+        shell.close()
+        if self.shells.get(shell.name) is shell:
+            del self.shells[shell.name]
+
+    def _renew(self, names: list[str]) -> None:
+        """Replace the shells of names by fresh ones restored from their dumps: a session is what its dump says."""
+        for name in names:
+            if name in self.shells:
+                self._kill(self.shells[name])
+            with contextlib.suppress(CannotStart):
+                self._start_shell(name)
+
+    def _outputs(self) -> dict[int, Output]:
+        return {output.fd: output for shell in self.shells.values() for output in (shell.out, shell.err)}
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def _look_at_files(self) -> bool:
+        """Update the delta; return whether anything differs from before."""
+        now = delta.signatures(self.roots.upper)
+        if now == self.signatures:
+            return False
+        self.signatures = now
+        if self.base is None or self.delta is None:
+            return True
+        before = self.delta
+        try:
+            self.delta = delta.merge(self.base, self.roots)
+        except delta.TooLarge:
+            self.delta = None
+            return True
+        return self.delta != before
+
+    def _state(self) -> dict[str, Any]:
+        if self.delta is None or self.alive:
+            return {"state": None}
+        told = sessions.digest(self.sessions)
+        exact, content = delta.digests(self.delta, told, born_ns=self.born_ns, now_ns=time.time_ns())
+        return {"state": [exact.hex(), content.hex()]}
+
+    def _free_bytes(self) -> int:
+        found = os.fstatvfs(self.roots.upper)
+        return found.f_bavail * found.f_frsize
+
+    def _pause(self, message: Message) -> None:
+        """Get ready for other layers below: no shell may stand in the old ones."""
+        if self.alive and not message.fields.get("discard"):
+            self._reply({"not_freezable": self._who_lives()})
+            return
+        self._look_at_files()
+        if self.signatures:
+            for shell in list(self.shells.values()):
+                self._kill(shell)
+        size = delta.size_bytes(self.roots.upper) if self.signatures else 0
+        self._reply(
+            {
+                "sessions": self.sessions,
+                "delta": self.delta,
+                "size_bytes": size,
+                "empty": not self.signatures,
+                **self._state(),
+            }
+        )
+
+    def _who_lives(self) -> str:
+        kinds = {"descriptors": "the shell holds open descriptors", "ipc": "System V IPC objects exist"}
+        told = {kinds.get(str(kind), f"process {kind} lives") for kind, _ in self.alive}
+        return "; ".join(sorted(told)[:5])
+
+    def _switched(self, message: Message) -> None:
+        """Go on over other layers; message carries the new upper and lower directories, if they did change."""
+        if message.fds:
+            os.close(self.roots.upper)
+            os.close(self.roots.lower)
+            self.roots = delta.Roots(message.fds[0], message.fds[1], self.roots.root)
+            self.base = self.delta
+            self.signatures = {}
+            self.below_bytes += message.fields["added_bytes"]
+        self._reply({})
+        self._renew(list(self.sessions) or ["main"])
+
+
+class _DiskWatch:
+    """Tells when the sandbox's new files exceed their limit; looks closely only when the disk's free space fell."""
+
+    def __init__(self, init: Init) -> None:
+        self.init = init
+        self.free = init._free_bytes()  # noqa: SLF001 - one concept in two classes
+        self.looked = time.monotonic()
+        self.limit = init.disk_bytes
+        self.step = min(self.limit // 8, 16 << 20)
+
+    def over(self) -> str | None:
+        now = time.monotonic()
+        if now - self.looked < WATCH_S / 2:
+            return None
+        self.looked = now
+        free = self.init._free_bytes()  # noqa: SLF001
+        if free < self.init.reserve_bytes:
+            return "host"
+        if self.free - free < self.step:
+            return None
+        self.free = free
+        used = self.init.below_bytes + delta.size_bytes(self.init.roots.upper)
+        return "disk" if used > self.limit else None

@@ -1,0 +1,184 @@
+"""The one door to the kernel: system calls that Python has no name for.
+
+Each function raises OSError with the call's name where the kernel refuses.
+"""
+
+import ctypes
+import fcntl
+import os
+import platform
+import socket
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NAME = 15
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+SECCOMP_MODE_FILTER = 2
+
+AT_FDCWD = -100
+MOVE_MOUNT_F_EMPTY_PATH = 0x04
+FSOPEN_CLOEXEC = 1
+FSMOUNT_CLOEXEC = 1
+FSCONFIG_SET_FLAG = 0
+FSCONFIG_SET_STRING = 1
+FSCONFIG_CMD_CREATE = 6
+
+MACHINE = platform.machine()
+# Numbers that differ between the two machines; those added since Linux 5.1 are the same everywhere.
+_OLD = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}.get(MACHINE, {})
+_NEW = {"move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}
+SYSCALLS = {**_OLD, **_NEW}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def _check(returned: int, what: str) -> int:
+    if returned < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return returned
+
+
+def _syscall(name: str, *arguments: object, about: str = "") -> int:
+    if name not in SYSCALLS:
+        raise OSError(38, f"{name}: not known on {MACHINE}")
+    return _check(int(_libc.syscall(ctypes.c_long(SYSCALLS[name]), *arguments)), f"{name} {about}".strip())
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
+
+
+def setns(fd: int, kind: int) -> None:
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+
+
+def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    _check(
+        _libc.mount(
+            source.encode(), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None
+        ),
+        f"mount {kind or source} on {target}",
+    )
+
+
+def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), f"umount {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    _syscall("pivot_root", ctypes.c_char_p(os.fsencode(new)), ctypes.c_char_p(os.fsencode(old)))
+
+
+def prctl(option: int, value: int = 0, third: object = 0) -> None:
+    argument = ctypes.c_ulong(third) if isinstance(third, int) else third
+    _check(
+        _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)),
+        f"prctl {option}",
+    )
+
+
+def capset(mask: int) -> None:
+    """Make mask the effective and permitted capabilities of this thread; nothing is inheritable."""
+    header = struct.pack("=Ii", 0x20080522, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    _syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", low, low, 0, high, high, 0)))
+
+
+def seccomp(program: bytes) -> None:
+    """Install a BPF program; every later exec and fork keeps it. Needs no_new_privs."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012 - ctypes reads it
+
+    description = Program(len(program) // 8, ctypes.addressof(buffer))
+    prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(description))
+
+
+def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
+    """Return a detached overlay mount; lowers is topmost first. About 0.3 ms and 15 microseconds a layer.
+
+    `userxattr` always: whiteouts and opaque marks can then be read without CAP_SYS_ADMIN, as root and as anybody.
+    `volatile`: a layer that a power cut harms is rebuilt by replay, so nothing here waits for a disk.
+    """
+    context = _syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
+    try:
+        _fsconfig(context, FSCONFIG_SET_FLAG, "userxattr", None)
+        for lower in lowers:
+            _fsconfig(context, FSCONFIG_SET_STRING, "lowerdir+", lower)
+        if upper is not None and work is not None:
+            _fsconfig(context, FSCONFIG_SET_FLAG, "volatile", None)
+            _fsconfig(context, FSCONFIG_SET_STRING, "upperdir", upper)
+            _fsconfig(context, FSCONFIG_SET_STRING, "workdir", work)
+        _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
+        return _syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+    finally:
+        os.close(context)
+
+
+def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:
+    _syscall(
+        "fsconfig",
+        ctypes.c_int(context),
+        ctypes.c_uint(command),
+        ctypes.c_char_p(key.encode() if key else None),
+        ctypes.c_char_p(os.fsencode(value) if value else None),
+        ctypes.c_int(0),
+        about=f"overlay {key} {value}" if key else "overlay create",
+    )
+
+
+def attach(mounted: int, target: str) -> None:
+    """Attach a detached mount at target."""
+    flags = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH)
+    empty, path = ctypes.c_char_p(b""), ctypes.c_char_p(os.fsencode(target))
+    _syscall("move_mount", ctypes.c_int(mounted), empty, ctypes.c_int(AT_FDCWD), path, flags, about=target)
+
+
+def move(source: str, target: str) -> None:
+    """Move the mount at source, and all below it, to target."""
+    from_path, to_path = ctypes.c_char_p(os.fsencode(source)), ctypes.c_char_p(os.fsencode(target))
+    here = ctypes.c_int(AT_FDCWD)
+    _syscall("move_mount", here, from_path, here, to_path, ctypes.c_uint(0), about=f"{source} to {target}")
+
+
+def call_itself(name: str) -> None:
+    """Show name, and nothing of how it was started, as this process's command line to everybody."""
+    with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is not loaded here
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, name.encode(), len(name))
+    _check(_libc.prctl(ctypes.c_int(PR_SET_NAME), ctypes.c_char_p(name.encode())), "prctl name")
+
+
+def bring_up_loopback() -> None:
+    """Set `lo` of this network namespace up; 0.05 ms."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("16sH14x", b"lo", 0x1 | 0x40)
+        fcntl.ioctl(probe.fileno(), 0x8914, request)

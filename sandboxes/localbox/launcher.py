@@ -1,0 +1,156 @@
+"""The process that every sandbox's pid 1 is forked from: it makes mounts, and forks. One thread, few imports.
+
+It is root, or, where the driver is not, root of a user namespace of its own: whatever follows is the same code.
+It ends when the driver's end of its socket closes, and with it, by their death signal, all sandboxes.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from sandboxes.localbox import init, kernel, rootfs
+from sandboxes.localbox.wire import Inbox, Message, pack
+
+DESCRIPTORS_AT_ONCE = 8
+
+
+class Launcher:
+    def __init__(self, driver: socket.socket, *, privileged: bool) -> None:
+        self.driver = driver
+        self.privileged = privileged
+        self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        """Answer requests until the driver is gone."""
+        inbox = Inbox()
+        while True:
+            data, fds, _, _ = socket.recv_fds(self.driver, 1 << 16, DESCRIPTORS_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return
+            inbox.feed(data, fds)
+            while (message := inbox.take()) is not None:
+                self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        reply: dict[str, Any]
+        try:
+            reply, fds = self._start(message) if message.fields["op"] == "start" else self._switch(message)
+        except OSError as error:
+            reply, fds = {"error": str(error)}, []
+        frame = pack(reply, fds=len(fds))
+        sent = socket.send_fds(self.driver, [frame], fds)
+        self.driver.sendall(frame[sent:])
+        for fd in [*fds, *message.fds]:
+            os.close(fd)
+
+    def _start(self, message: Message) -> tuple[dict[str, Any], list[int]]:
+        """Fork a pid 1; return its process descriptor. The rest of its setting up is its own and in parallel."""
+        stack = message.fields["stack"]
+        mounts = self._mount(stack)
+        # Root's lowers are mounted apart only where layers lie above them.
+        root = kernel.overlay(stack["root"], None, None) if stack["root"] != stack["lowers"] else os.dup(mounts["lower"])
+        try:
+            kernel.unshare(kernel.CLONE_NEWPID)
+            pid = os.fork()
+            if pid == 0:
+                self._become_init(message, {**mounts, "rootstate": root})
+            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+            return {"pid": pid}, [os.pidfd_open(pid)]
+        finally:
+            for fd in (*mounts.values(), root):
+                os.close(fd)
+
+    def _become_init(self, message: Message, mounts: dict[str, int]) -> None:
+        code = 1
+        try:
+            self.driver.close()
+            os.close(self.own_mounts)
+            os.close(self.own_pids)
+            init.run(message.fds[0], mounts, message.fields, privileged=self.privileged)
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - the last frame of a process: tell the driver, then end
+            init.say_last_words(message.fds[0], error)
+        finally:
+            os._exit(code)
+
+    def _switch(self, message: Message) -> tuple[dict[str, Any], list[int]]:
+        """Give a sandbox, named by its mount namespace, new layers; return its new upper and lower directories."""
+        mounts = self._mount(message.fields["stack"])
+        try:
+            kernel.setns(message.fds[0], kernel.CLONE_NEWNS)
+            try:
+                rootfs.switch(mounts["overlay"], message.fields["binds"])
+            finally:
+                kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
+                os.chdir("/")
+        except OSError:
+            os.close(mounts["upper"])
+            os.close(mounts["lower"])
+            raise
+        finally:
+            os.close(mounts["overlay"])
+        return {}, [mounts["upper"], mounts["lower"]]
+
+    def _mount(self, stack: dict[str, Any]) -> dict[str, int]:
+        overlay = kernel.overlay(stack["lowers"], stack["upper"], stack["work"])
+        lower = kernel.overlay(stack["lowers"], None, None)
+        upper = os.open(stack["upper"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return {"overlay": overlay, "lower": lower, "upper": upper}
+
+
+def _become_root_of_a_namespace() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - pathlib is not loaded here
+            file.write(text)
+
+
+def _show_host(place: str) -> None:
+    """Mount the host's root at place/root, in this process's mounts only.
+
+    An overlay of its own, because overlayfs refuses a layer that lies inside another one: our layers are in the host's
+    root, but not in this view of it.
+    """
+    kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k,nr_inodes=8")
+    for name in ("empty", "root"):
+        os.mkdir(f"{place}/{name}")  # noqa: PTH102
+    mounted = kernel.overlay(["/", f"{place}/empty"], None, None)
+    kernel.attach(mounted, f"{place}/root")
+    os.close(mounted)
+
+
+def main() -> None:
+    """Serve on the descriptor, and with the directory for the host's view, that argv names."""
+    driver = socket.socket(fileno=int(sys.argv[1]))
+    driver.set_inheritable(False)
+    # The terminal's Ctrl-C is for the driver, who closes the sandboxes in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Children are reaped by the kernel; the driver watches them by their process descriptors.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    privileged = os.geteuid() == 0
+    try:
+        if privileged:
+            kernel.unshare(kernel.CLONE_NEWNS)
+        else:
+            _become_root_of_a_namespace()
+        kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        if privileged:
+            _show_host(sys.argv[2])
+        # Forked memory stays shared as long as nobody writes to it; the collector would.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        driver.sendall(pack({"ready": True, "privileged": privileged}))
+    except OSError as error:
+        driver.sendall(pack({"error": str(error)}))
+        return
+    Launcher(driver, privileged=privileged).serve()
+
+
+if __name__ == "__main__":
+    main()

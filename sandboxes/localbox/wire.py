@@ -1,0 +1,66 @@
+"""Frames between driver, launcher and pid 1: a JSON object, a body of bytes, and descriptors that ride along (pure).
+
+JSON, because the far end of a sandbox's socket may have been influenced by what runs there.
+"""
+
+import json
+import struct
+from typing import Any, NamedTuple
+
+HEADER = struct.Struct("!III")
+MAX_BYTES = 1 << 31
+
+
+class Message(NamedTuple):
+    fields: dict[str, Any]
+    body: bytes
+    fds: list[int]
+
+
+class MalformedFrame(ValueError):
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a frame from the other end cannot be read: {reason}")
+
+
+def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
+    """Return the frame of a message that fds descriptors accompany."""
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return HEADER.pack(len(text), len(body), fds) + text + body
+
+
+class Inbox:
+    """Puts messages together from what a socket gives."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._fds: list[int] = []
+
+    def feed(self, data: bytes, fds: list[int]) -> None:
+        self._bytes += data
+        self._fds += fds
+
+    def take(self) -> Message | None:
+        """Return the next whole message, None while it is not whole.
+
+        Raises:
+            MalformedFrame: what came is no frame.
+        """
+        if len(self._bytes) < HEADER.size:
+            return None
+        text_bytes, body_bytes, fds = HEADER.unpack_from(self._bytes)
+        end = HEADER.size + text_bytes + body_bytes
+        if end > MAX_BYTES:
+            raise MalformedFrame(f"{end} bytes")
+        if len(self._bytes) < end:
+            return None
+        middle = HEADER.size + text_bytes
+        text, body = bytes(self._bytes[HEADER.size : middle]), bytes(self._bytes[middle:end])
+        del self._bytes[:end]
+        carried, self._fds = self._fds[:fds], self._fds[fds:]
+        try:
+            fields = json.loads(text)
+        except ValueError as error:
+            raise MalformedFrame(str(error)) from error
+        if not isinstance(fields, dict):
+            raise MalformedFrame("not an object")
+        return Message(fields, body, carried)
