@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from bench.machine import cpu_seconds
@@ -84,14 +85,14 @@ def walk(server: Server, requests: Sequence[bytes]) -> list[float]:
     return list(found["walk_us"])
 
 
-def _by_own(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, float]:
+def _by_own(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
     host, port = server.address
     given = json.dumps([base64.b64encode(request).decode() for request in requests])
     command = [sys.executable, "-m", "bench.load", host, str(port), str(seconds)]
     return dict(json.loads(subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout))
 
 
-def _by_wrk(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, float]:
+def _by_wrk(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
     literals = ", ".join('"' + "".join(f"\\{byte:03d}" for byte in request) + '"' for request in requests)
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "requests.lua"

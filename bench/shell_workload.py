@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 from rich.text import Text
 
-from bench.host import changed, fingerprint
+from bench.host import Fingerprint, changed, fingerprint
 from bench.machine import console, machine
 from proxy.cli_replay import Passes, make_runs, proxy_at, show
 from proxy.cli_text import printable
@@ -21,7 +21,7 @@ from proxy.workload import Workload, read_workload
 PATHS_SHOWN = 20
 
 
-def show_host(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]], fixtures: set[str]) -> None:
+def show_host(before: Fingerprint, after: Fingerprint, fixtures: set[str]) -> None:
     """Say which watched paths changed, and whether anything has a name that only a sandbox should have."""
     paths = changed(before, after)
     escaped = sorted(fixtures & after.keys() - before.keys())
