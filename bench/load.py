@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -63,6 +64,10 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
+def _same(client: Client) -> Client:
+    return client
+
+
 async def load(host: str, port: int, seconds: float, requests: list[bytes]) -> dict[str, Any]:
     """Send requests for seconds, each on its own connection; or each once on one connection if seconds is 0."""
     loop = asyncio.get_running_loop()
@@ -71,7 +76,7 @@ async def load(host: str, port: int, seconds: float, requests: list[bytes]) -> d
     streams = [repeat(request) for request in requests] if seconds else [iter(requests)]
     clients = [Client(stream, deadline, loop.create_future()) for stream in streams]
     for client in clients:
-        await loop.create_connection(lambda client=client: client, host, port)
+        await loop.create_connection(partial(_same, client), host, port)
     await asyncio.gather(*(client.done for client in clients))
     took = time.perf_counter_ns() - started
     latencies = [latency for client in clients for latency in client.latencies_ns]
