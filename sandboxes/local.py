@@ -632,7 +632,7 @@ def _execution(answer: Message, seconds: float) -> Execution:
     if "status" in fields:
         result = ToolResult(fields["status"], fields["media_type"], answer.body)
     else:
-        cut = fields["stdout_bytes"]; print(fields.get("alive"))
+        cut = fields["stdout_bytes"]
         body = {
             "stdout": answer.body[:cut].decode(errors="replace"),
             "stderr": answer.body[cut:].decode(errors="replace"),

@@ -8,10 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from sandboxes.localbox.wire import Inbox, MalformedFrame, Message, pack
-
-_CHUNK = 1 << 18
-_DESCRIPTORS_AT_ONCE = 8
+from sandboxes.localbox.wire import Inbox, MalformedFrame, Message, pack, receive
 
 
 class ChannelLost(ConnectionError):
@@ -99,7 +96,7 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _CHUNK, _DESCRIPTORS_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
+            data, fds = receive(self._socket)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
@@ -108,7 +105,7 @@ class Channel:
         if not data:
             self.close("it ended")
             return
-        self._inbox.feed(data, list(fds))
+        self._inbox.feed(data, fds)
         try:
             while (message := self._inbox.take()) is not None:
                 self._deliver(message)

@@ -17,7 +17,7 @@ from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs
 from sandboxes.localbox import session as sessions
 from sandboxes.localbox.session import MalformedDump, Session
 from sandboxes.localbox.shell import CannotStart, Output, Shell, reserve_descriptors
-from sandboxes.localbox.wire import Inbox, Message, pack
+from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
 READY_S = 10.0
 WATCH_S = 0.1
@@ -113,8 +113,8 @@ class Init:
         return message
 
     def _receive(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self.driver, 1 << 18, 8, socket.MSG_CMSG_CLOEXEC)
-        self.inbox.feed(data, list(fds))
+        data, fds = receive(self.driver)
+        self.inbox.feed(data, fds)
         return bool(data)
 
     def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:

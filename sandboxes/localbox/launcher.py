@@ -12,9 +12,7 @@ import sys
 from typing import Any
 
 from sandboxes.localbox import init, kernel, rootfs
-from sandboxes.localbox.wire import Inbox, Message, pack
-
-DESCRIPTORS_AT_ONCE = 8
+from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
 
 class Launcher:
@@ -28,7 +26,7 @@ class Launcher:
         """Answer requests until the driver is gone."""
         inbox = Inbox()
         while True:
-            data, fds, _, _ = socket.recv_fds(self.driver, 1 << 16, DESCRIPTORS_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
+            data, fds = receive(self.driver)
             if not data:
                 return
             inbox.feed(data, fds)

@@ -28,7 +28,7 @@ LOOP = " ".join(
     \builtin enable -n; \builtin printf '\0%s' "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33;
     } >/dev/null 2>&1;
     \builtin read -r -u 32 __forkpoint || \builtin exit; \builtin unset -v __forkpoint; \builtin : '';
-    \builtin eval "$(</proc/self/fd/31)" 30<&- 31<&- 32<&- 33>&-;
+    \builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-;
     { \builtin printf '%s\0' "$?" >&33; } 2>/dev/null;
     \builtin eval "$(</proc/self/fd/30)"
     """.strip().splitlines()
@@ -43,7 +43,7 @@ START = '. /proc/self/fd/29 2>/dev/null; \\builtin eval "$(</proc/self/fd/30)"'
 """What `bash -c` is given: short, for `ps` shows it."""
 
 _FIELDS = 13
-_READY = "\\builtin printf '0\\0' >&33; \\builtin exec 29<&-"
+_READY = "\\builtin printf '0\\0' >&33"
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
 _DEFAULT_SHOPTS = (
     "checkwinsize cmdhist complete_fullquote expand_aliases extquote force_fignore globasciiranges globskipdots "

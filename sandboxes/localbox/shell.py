@@ -98,7 +98,6 @@ class Shell:
             raise CannotStart(f"{BASH} does not start in this sandbox: {error.strerror}") from error
         # By name, as the kernel tells them: what else the idle shell has open, a command has opened.
         self.known_fds = {place: os.readlink(f"/proc/self/fd/{fd}") for place, fd in places.items()}  # noqa: PTH115
-        del self.known_fds[sessions.RESTORE_FD]
         for fd in (null, out_end, err_end, dump_end, go_end, restore, loop):
             self._ends.remove(fd)
             os.close(fd)

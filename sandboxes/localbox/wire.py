@@ -1,14 +1,18 @@
-"""Frames between driver, launcher and pid 1: a JSON object, a body of bytes, and descriptors that ride along (pure).
+"""Frames between driver, launcher and pid 1: a JSON object, a body of bytes, and descriptors that ride along (pure
+but for `receive`).
 
 JSON, because the far end of a sandbox's socket may have been influenced by what runs there.
 """
 
+import array
 import json
+import socket
 import struct
 from typing import Any, NamedTuple
 
 HEADER = struct.Struct("!III")
 MAX_BYTES = 1 << 31
+_DESCRIPTORS_AT_ONCE = 8
 
 
 class Message(NamedTuple):
@@ -26,6 +30,20 @@ def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
     """Return the frame of a message that fds descriptors accompany."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     return HEADER.pack(len(text), len(body), fds) + text + body
+
+
+def receive(end: socket.socket, max_bytes: int = 1 << 18) -> tuple[bytes, list[int]]:
+    """Return what a socket gives, and the descriptors that came with it, close-on-exec.
+
+    socket.recv_fds ignores its flags: its descriptors would leak into every command.
+    """
+    fds = array.array("i")
+    room = socket.CMSG_LEN(_DESCRIPTORS_AT_ONCE * fds.itemsize)
+    data, carried, _, _ = end.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in carried:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds)
 
 
 class Inbox:
