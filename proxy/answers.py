@@ -2,23 +2,31 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from proxy.store import Store
 from proxy.tree import Record
 
 RawHeaders = list[tuple[bytes, bytes]]
 
-_OVERHEAD_BYTES = 600
+HIT_STATUS = b"forkpoint; hit"
+
+AT_ONCE: RawHeaders = [
+    (b"cache-status", HIT_STATUS),
+    (b"server-timing", b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"),
+]
+_OVERHEAD_BYTES = 1200
 """What one answer costs in memory beside its body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer's status, the headers that every use of it shares, and its body."""
+    """An answer's status, the headers that every use of it shares, its body, and a hit's whole response on the wire."""
 
     status: int
     headers: RawHeaders
     body: bytes
+    hit: bytes
 
 
 class Answers:
@@ -43,10 +51,15 @@ class Answers:
         headers = [(b"x-forkpoint-node", b"n%d" % record.target.id)]
         if result.status not in (204, 304):
             headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
-        ready = Ready(result.status, headers, result.body)
+        ready = Ready(result.status, headers, result.body, _response(result.status, headers + AT_ONCE, result.body))
         self._ready[record.id] = ready
-        self._bytes += len(ready.body) + _OVERHEAD_BYTES
+        self._bytes += 2 * len(ready.body) + _OVERHEAD_BYTES
         while self._bytes > self._budget_bytes and len(self._ready) > 1:
             _, oldest = self._ready.popitem(last=False)
-            self._bytes -= len(oldest.body) + _OVERHEAD_BYTES
+            self._bytes -= 2 * len(oldest.body) + _OVERHEAD_BYTES
         return ready
+
+
+def _response(status: int, headers: RawHeaders, body: bytes) -> bytes:
+    head = b"HTTP/1.1 %d %b\r\n" % (status, HTTPStatus(status).phrase.encode())
+    return head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + body

@@ -20,6 +20,7 @@ from proxy.logs import configure
 from proxy.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.metrics import Metrics
 from proxy.openapi import data_plane_paths
+from proxy.protocol import protocol_for
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.local import LocalDriver
@@ -40,15 +41,17 @@ def run(settings: Settings) -> None:
     listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
     host, port = listener.getsockname()[:2]
     log.info("listening", url=f"http://{host}:{port}")
+    application = build(settings)
     config = uvicorn.Config(
-        build(settings),
+        application,
         loop="uvloop",
-        http="httptools",
+        http=protocol_for(application),
         lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=30,
     )
     uvicorn.Server(config).run(sockets=[listener])

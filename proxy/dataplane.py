@@ -4,13 +4,13 @@ Routing, validation models and response classes of a web framework cost more tha
 framework route serves half the requests of a bare application), so the way of a hit has none of them.
 """
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping
 from typing import Any
 
 import structlog
 
-from proxy.answers import Answers, RawHeaders
-from proxy.canonical import call_key
+from proxy.answers import AT_ONCE, HIT_STATUS, Answers, RawHeaders
+from proxy.canonical import CallKey, call_key
 from proxy.dialects import DIALECTS
 from proxy.engine import Engine
 from proxy.errors import Problem, Refused, problem_of
@@ -18,6 +18,7 @@ from proxy.forest import Outcome, Rollout
 from proxy.step import Answer
 from proxy.timing import Timing
 from proxy.wire import Address, address_of
+from sandboxes.calls import ToolCall
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,15 +28,15 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 log = structlog.get_logger()
 
 _CACHE_STATUS = {
-    Outcome.HIT: b"forkpoint; hit",
+    # After waiting for its turn a call may find its answer.
+    Outcome.HIT: HIT_STATUS,
     Outcome.WAIT: b"forkpoint; fwd=miss; collapsed",
     Outcome.MISS: b"forkpoint; fwd=miss; stored",
     Outcome.BYPASS: b"forkpoint; fwd=bypass",
 }
-_AT_ONCE: RawHeaders = [
-    (b"cache-status", _CACHE_STATUS[Outcome.HIT]),
-    (b"server-timing", b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"),
-]
+_REMEMBERED = 8192
+_REMEMBERED_BYTES = 2048
+"""How many addresses and calls are remembered, and the largest body of such a call."""
 
 
 class _Hangup(Exception):  # noqa: N818 - what the client did
@@ -49,6 +50,8 @@ class DataPlane:
         self._engine, self._behind = engine, behind
         self._answers = Answers(engine.store, budget_bytes=engine.settings.answer_memory_bytes)
         self._under_way = 0
+        self._addresses: dict[bytes, Address] = {}
+        self._calls: dict[Hashable, tuple[ToolCall, CallKey]] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not scope["path"].startswith(("/t/", "/e/")):
@@ -64,28 +67,69 @@ class DataPlane:
         finally:
             self._under_way -= 1
 
+    def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
+        """Return the whole HTTP response to a call that the tree knows, and take its step; None for anything else.
+
+        What is wrong with a request, and what fails, is told on the ordinary way.
+        """
+        address = self._addresses.get(scope["raw_path"])
+        rollout = address and self._engine.tasks.rollouts.get((address.task, address.rollout))
+        if address is None or rollout is None or len(body) > self._engine.settings.max_body_bytes:
+            return None
+        try:
+            _, key = self._call(scope, address, bytes(body), rollout)
+            record = self._engine.step.known(rollout, key)
+            return None if record is None else self._answers.of(record).hit
+        except Exception as error:  # noqa: BLE001 - the ordinary way meets it again, and tells it
+            log.debug("not answered at once", error=repr(error))
+            return None
+
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
         if self._under_way > self._engine.settings.max_requests:
             raise Refused(
                 429, "too-many-requests", "more calls are under way than max_requests allows. Try again soon."
             )
-        address = address_of(scope["raw_path"], scope["headers"])
-        parse = DIALECTS.get(address.endpoint)
-        if parse is None:
+        address = self._address(scope)
+        if address.endpoint not in DIALECTS:
             raise Refused(404, "no-such-endpoint", f"endpoints here are: {', '.join(sorted(DIALECTS))}.")
         body = await self._body(receive)
         rollout = self._engine.tasks.rollouts.get((address.task, address.rollout)) or await self._rollout(address)
-        call = parse(scope["method"], address.path, scope["query_string"].decode("latin-1"), body, rollout.tree.spec)
-        key = call_key(call)
+        call, key = self._call(scope, address, body, rollout)
         record = self._engine.step.known(rollout, key)
         if record is not None:
-            headers = _AT_ONCE
+            ready = self._answers.of(record)
+            headers = ready.headers + AT_ONCE
         else:
             answer = await self._engine.step.run(rollout, call, key)
-            record, headers = answer.record, _told(answer)
-        ready = self._answers.of(record)
-        await send({"type": "http.response.start", "status": ready.status, "headers": ready.headers + headers})
+            ready = self._answers.of(answer.record)
+            headers = ready.headers + _told(answer)
+        await send({"type": "http.response.start", "status": ready.status, "headers": headers})
         await send({"type": "http.response.body", "body": ready.body})
+
+    def _call(
+        self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout
+    ) -> tuple[ToolCall, CallKey]:
+        """Parse a call and find its key. Rollouts of a group send the same bytes, so the last ones are remembered."""
+        spec = rollout.tree.spec
+        sent = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
+        known = self._calls.get(sent)
+        if known is None:
+            query = scope["query_string"].decode("latin-1")
+            call = DIALECTS[address.endpoint](scope["method"], address.path, query, body, spec)
+            known = call, call_key(call)
+            if len(body) <= _REMEMBERED_BYTES:
+                _remember(self._calls, sent, known)
+        return known
+
+    def _address(self, scope: Message) -> Address:
+        """Read who asks. A rollout's URL is the same call after call, so the last ones are remembered."""
+        raw_path = scope["raw_path"]
+        known = self._addresses.get(raw_path)
+        if known is None:
+            known = address_of(raw_path, scope["headers"])
+            if raw_path.startswith(b"/t/"):
+                _remember(self._addresses, raw_path, known)
+        return known
 
     async def _rollout(self, address: Address) -> Rollout:
         task, name = address.task, address.rollout
@@ -130,6 +174,12 @@ class DataPlane:
             self._engine.counts.failure(problem.slug)
         else:
             self._engine.counts.refusals[problem.slug] += 1
+
+
+def _remember(memory: dict[Any, Any], key: Hashable, value: object) -> None:
+    if len(memory) >= _REMEMBERED:
+        memory.clear()
+    memory[key] = value
 
 
 def _unforeseen(problem: Problem, error: Exception) -> Exception | None:

@@ -55,7 +55,7 @@ class Engine:
         await self.keeper.fit(self.tasks.node)
         loop = asyncio.get_running_loop()
         self._chores = [
-            loop.create_task(self._every(_FOLD_EVERY_S, "fold", self._fold)),
+            loop.create_task(self._every(_FOLD_EVERY_S, "fold", self.journal.trickle)),
             loop.create_task(self._every(_SWEEP_EVERY_S, "sweep", self._sweep)),
         ]
         self.ready = True
@@ -75,10 +75,8 @@ class Engine:
         self.journal.close()
         self.store.close()
 
-    async def _fold(self) -> None:
-        self.journal.fold()
-
     async def _sweep(self) -> None:
+        await asyncio.to_thread(self.store.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
         if self.keeper.used_bytes > self.settings.snapshot_bytes:
             await self.keeper.fit(self.tasks.node)

@@ -1,29 +1,37 @@
-"""The journal: the steps that rollouts took, appended before each answer and folded into the store from time to time.
+"""The journal: the steps that rollouts took, written before each answer and folded into the store from time to time.
 
-A step is 25 bytes and one `write(2)`, some microseconds, where a transaction costs fifty. What a killed process wrote
-is in the page cache and is read back at the next start; a torn last step was never answered and is dropped. With
-`sync=True` each step waits for the disk, for machines that lose power.
+A step is 25 bytes copied into a shared mapping of a file, well under a microsecond, where a `write(2)` was measured at
+ten under load and a transaction at fifty. What a killed process wrote is in the page cache and is read back at the next
+start; a torn last step was never answered and is dropped. With `sync=True` each step waits for the disk, for machines
+that lose power.
 """
 
+import asyncio
+import mmap
 import os
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-_STEP = struct.Struct("<QQIB")
+_STEP = struct.Struct("<QIQB")
 _CHECK = struct.Struct("<I")
 STEP_BYTES = _STEP.size + _CHECK.size
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+_SEGMENT_BYTES = 1 << 20
+_SLICE = 1000
+"""Steps folded at a time while calls are answered: about 2 ms."""
+
+
+class Step(NamedTuple):
     """The turn-th call of a rollout (from 0) was answered by a record, with an `Outcome`."""
 
     rollout: int
-    record: int
     turn: int
+    record: int
     outcome: int
 
 
@@ -36,9 +44,11 @@ class Journal:
 
     def __init__(self, directory: Path, fold: Fold, *, sync: bool = False) -> None:
         self._directory, self._fold, self._sync = directory, fold, sync
-        self._descriptor = -1
+        self._map: mmap.mmap | None = None
+        self._used = 0
         self._segment = 0
-        self.pending = 0
+        self._pending: list[Step] = []
+        self._queue: deque[tuple[Path, list[Step]]] = deque()
 
     def open(self) -> int:
         """Fold what earlier processes left and start a new segment; return how many steps were folded."""
@@ -54,40 +64,59 @@ class Journal:
         self._start_segment()
         return folded
 
-    def append(self, rollout: int, record: int, turn: int, outcome: int) -> None:
+    def append(self, step: Step) -> None:
         """Write one step. It survives a kill of this process from here on.
 
         Raises:
             OSError: the disk is full or failing; the step is not taken.
         """
-        body = _STEP.pack(rollout, record, turn, outcome)
-        entry = body + _CHECK.pack(zlib.crc32(body))
-        if os.write(self._descriptor, entry) != STEP_BYTES:
-            # Half a step would hide all that follow it.
-            os.ftruncate(self._descriptor, self.pending * STEP_BYTES)
-            raise OSError(28, "no space left for the journal; free some disk", str(self._directory))
+        if self._used + STEP_BYTES > _SEGMENT_BYTES:
+            self._rotate()
+        assert self._map is not None
+        body = _STEP.pack(*step)
+        self._map[self._used : self._used + STEP_BYTES] = body + _CHECK.pack(zlib.crc32(body))
         if self._sync:
-            os.fdatasync(self._descriptor)
-        self.pending += 1
+            self._map.flush()
+        self._used += STEP_BYTES
+        self._pending.append(step)
 
     def fold(self) -> None:
-        """Bring the steps since the last fold into the store and begin a new segment. 2 us a step."""
-        if not self.pending:
-            return
-        old = self._path(self._segment)
-        steps = list(read_steps(old.read_bytes()))
-        self._fold(steps)
-        os.close(self._descriptor)
-        self._start_segment()
-        old.unlink()
+        """Bring every step into the store now. 2 us a step."""
+        self._rotate()
+        while self._queue:
+            self._fold_some(len(self._queue[0][1]))
+
+    async def trickle(self) -> None:
+        """Bring the steps up to now into the store, in slices between which calls are answered."""
+        self._rotate()
+        while self._queue:
+            self._fold_some(_SLICE)
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Fold and let go of the file."""
-        if self._descriptor >= 0:
+        if self._map is not None:
             self.fold()
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._map.close()
+            self._map = None
             self._path(self._segment).unlink(missing_ok=True)
+
+    def _rotate(self) -> None:
+        if self._pending:
+            full, old = (self._path(self._segment), self._pending), self._map
+            self._start_segment()
+            self._queue.append(full)
+            if old is not None:
+                old.close()
+
+    def _fold_some(self, most: int) -> None:
+        segment, steps = self._queue[0]
+        self._fold(steps[:most])
+        del steps[:most]
+        if not steps:
+            # Only now: a kill in between finds the whole segment again, and folding a step twice does no harm.
+            segment.unlink()
+            self._queue.popleft()
 
     def _segments(self) -> list[Path]:
         return sorted(self._directory.glob("*.steps"))
@@ -96,10 +125,19 @@ class Journal:
         return self._directory / f"{number:012d}.steps"
 
     def _start_segment(self) -> None:
+        path = self._path(self._segment + 1)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # All of it now: a full disk is an error here, but a SIGBUS in a mapping without blocks under it.
+            os.posix_fallocate(descriptor, 0, _SEGMENT_BYTES)
+            self._map = mmap.mmap(descriptor, _SEGMENT_BYTES)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
         self._segment += 1
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(self._path(self._segment), flags, 0o600)
-        self.pending = 0
+        self._used, self._pending = 0, []
 
 
 def read_steps(data: bytes) -> Iterator[Step]:

@@ -15,6 +15,7 @@ from proxy.counts import Counts
 from proxy.flights import Flights
 from proxy.forest import Outcome, Rollout
 from proxy.journal import Journal
+from proxy.journal import Step as Place
 from proxy.store import Store
 from proxy.timing import Timing
 from proxy.tree import Node, Record
@@ -117,7 +118,7 @@ class Step:
 
     def _take(self, rollout: Rollout, record: Record, outcome: Outcome) -> None:
         # The place is written before the answer is given: after a kill the rollout goes on where its agent saw it.
-        self._journal.append(rollout.id, record.id, rollout.calls, outcome)
+        self._journal.append(Place(rollout.id, rollout.calls, record.id, outcome))
         rollout.advance(record, outcome)
         self._counts.answered(outcome, record.seconds)
 

@@ -8,7 +8,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -58,11 +58,14 @@ class Store:
             StoreError: the file was written by a newer version, or is no database.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._connection = sqlite3.connect(path, isolation_level=None)
         self.database = sqlite_utils.Database(self._connection)
         try:
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute(f"PRAGMA synchronous={sync}")
+            # A checkpoint waits for the disk; `checkpoint` does it beside the event loop, not a commit on it.
+            self._connection.execute("PRAGMA wal_autocheckpoint=0")
             self._make_tables()
         except sqlite3.DatabaseError as error:
             self._connection.close()
@@ -71,6 +74,11 @@ class Store:
 
     def close(self) -> None:
         self._connection.close()
+
+    def checkpoint(self) -> None:
+        """Bring the write-ahead log into the file. Blocking, for a thread: it has a connection of its own."""
+        with closing(sqlite3.connect(self._path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def check_writable(self) -> None:
         """Write something small.
@@ -279,9 +287,8 @@ class Store:
     def fold(self, steps: list[Step]) -> None:
         """Write steps, and where they brought their rollouts, in one transaction. Steps written before do no harm."""
         last = {step.rollout: step for step in steps}
-        rows = [(s.rollout, s.turn, s.record, s.outcome) for s in steps]
         with self._transaction():
-            self._connection.executemany("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", rows)
+            self._connection.executemany("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", steps)
             self._connection.executemany(
                 "UPDATE rollouts SET calls = ?, node = COALESCE((SELECT target FROM records WHERE id = ?), node) "
                 "WHERE id = ? AND calls < ?",
