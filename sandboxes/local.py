@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ VERSION = 1
 GRACE_S = 60.0
 """How long over its own time a call may keep pid 1 busy (killing, comparing files) before the sandbox counts as dead."""
 START_S = 30.0
+SPARES = 2
+"""Sandboxes made before anybody asks: joining a control group waits up to 15 ms for the kernel. 3 MB each."""
 RESERVE_BYTES = 64 << 20
 """With less free disk than this, a call's failure may be the machine's: an error, not a result."""
 ENVIRONMENT = {
@@ -59,6 +62,15 @@ class Root:
     born_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A sandbox in the making, with its namespaces and control groups but without a root."""
+
+    id: str
+    channel: Channel
+    process: int
+
+
 class LocalDriver:
     """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out."""
 
@@ -77,6 +89,8 @@ class LocalDriver:
         self._roots: dict[str, Root] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._held: list[tuple[str, ...]] = []
+        self._spares: deque[Spare] = deque()
+        self._restocking: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -96,6 +110,7 @@ class LocalDriver:
                 orjson.dumps({"cgroups": sorted({str(path) for path in self.cgroups.parents.values()})})
             )
             await self._start_launcher()
+            await self._fill_stock()
         except BaseException:
             await self.aclose()
             raise
@@ -151,9 +166,11 @@ class LocalDriver:
     async def aclose(self) -> None:
         """See `Driver.aclose`. Idempotent."""
         await asyncio.gather(*(sandbox.close() for sandbox in list(self.sandboxes.values())))
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.close()
+        await asyncio.gather(*(self._throw_away(spare) for spare in self._spares))
+        self._spares.clear()
         if self._launcher_process is not None:
             await self._launcher_process.wait()
             self._launcher_process = None
@@ -266,7 +283,12 @@ class LocalDriver:
         sessions: dict[str, Any],
         delta: dict[str, Any] | None,
     ) -> "LocalSandbox":
-        sandbox = LocalSandbox(self, spec, base, root, layers)
+        try:
+            async with asyncio.timeout(START_S):
+                spare = await self._spare()
+        except (ChannelLost, TimeoutError, OSError) as error:
+            raise SandboxError(f"a sandbox could not be started: {error}") from error
+        sandbox = LocalSandbox(self, spare, spec, base, root, layers)
         self.sandboxes[sandbox.id] = sandbox
         try:
             async with asyncio.timeout(START_S):
@@ -276,7 +298,63 @@ class LocalDriver:
             if isinstance(error, ChannelLost | TimeoutError | OSError):
                 raise SandboxError(f"a sandbox could not be started: {error}") from error
             raise
+        self._restock()
         return sandbox
+
+    async def _spare(self) -> Spare:
+        """Return a sandbox without a spec: one in stock, or a new one."""
+        while self._spares:
+            spare = self._spares.popleft()
+            if spare.channel.lost is None:
+                return spare
+            self.later(self._throw_away(spare))
+        return await self._new_spare()
+
+    async def _new_spare(self) -> Spare:
+        name = secrets.token_hex(6)
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours)
+        try:
+            forked = await self.ask_launcher({"op": "fork", "cgroups": self.cgroups.create(name)}, [theirs.fileno()])
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            theirs.close()
+        spare = Spare(name, channel, forked.fds[0])
+        try:
+            ready = await channel.receive()
+        except BaseException:
+            self.later(self._throw_away(spare))
+            raise
+        if "error" in ready.fields:
+            self.later(self._throw_away(spare))
+            raise SandboxError(f"a sandbox could not be set up: {ready.fields['error']}. `forkpoint doctor` says more.")
+        return spare
+
+    def _restock(self) -> None:
+        if self._restocking is None or self._restocking.done():
+            self._restocking = self.later(self._fill_stock())
+
+    async def _fill_stock(self) -> None:
+        with contextlib.suppress(SandboxError, ChannelLost, OSError):
+            while len(self._spares) < SPARES and self._launcher is not None:
+                self._spares.append(await self._new_spare())
+
+    async def _throw_away(self, spare: Spare) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(spare.process, signal.SIGKILL)
+        spare.channel.close()
+        await _ended(spare.process)
+        os.close(spare.process)
+        await self.forget_group(spare.id)
+
+    async def forget_group(self, name: str) -> None:
+        """Remove a dead sandbox's control groups, as soon as the kernel lets go of them."""
+        for _ in range(200):
+            if self.cgroups.remove(name):
+                return
+            await asyncio.sleep(0.005)
 
     async def ask_launcher(self, fields: dict[str, Any], fds: list[int]) -> Message:
         """Send the launcher a request.
@@ -299,17 +377,17 @@ class LocalSandbox:
     """See `sandboxes.driver.Sandbox`."""
 
     def __init__(
-        self, driver: LocalDriver, spec: EnvironmentSpec, base: Base, root: Root, layers: tuple[str, ...]
+        self, driver: LocalDriver, spare: Spare, spec: EnvironmentSpec, base: Base, root: Root, layers: tuple[str, ...]
     ) -> None:
-        self.id = secrets.token_hex(6)
+        self.id = spare.id
         self.stack = layers
         self._driver = driver
         self._spec = spec
         self._base = base
         self._root = root
         self._upper: Upper = driver.layers.allocate()
-        self._channel: Channel | None = None
-        self._process: int | None = None
+        self._channel = spare.channel
+        self._process: int | None = spare.process
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
         self._merging: asyncio.Task[None] | None = None
@@ -319,56 +397,48 @@ class LocalSandbox:
 
     @property
     def alive(self) -> bool:
-        return self._dead is None and self._channel is not None and self._channel.lost is None
+        return self._dead is None and self._channel.lost is None
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
     async def begin(self, sessions: dict[str, Any], delta: dict[str, Any] | None) -> None:
-        """Start pid 1 and hand it its state. Returns when the kernel's part is done; the shell gets ready meanwhile."""
-        limits = self._spec.limits
-        cgroups = self._driver.cgroups
+        """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready."""
+        limits, cgroups = self._spec.limits, self._driver.cgroups
         memory_bytes = limits.memory_mb << 20
-        entries = cgroups.create(self.id, memory_bytes=memory_bytes, pids=limits.pids)
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
+        cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
+        order = {**self._mount_order(), "root": self._lowers(self._root.layers)}
+        mounted = await self._driver.ask_launcher({"op": "mount", "stack": order}, [])
         fields = {
-            "op": "start",
-            "stack": self._mount_order(),
             "binds": self._base.binds,
-            "cgroups": entries,
             "disk_bytes": limits.disk_mb << 20,
-            "memory_bytes": None if entries else memory_bytes,
-            "pids": None if entries else limits.pids,
+            "memory_bytes": None if cgroups.writable else memory_bytes,
+            "pids": None if cgroups.writable else limits.pids,
             "environment": {**ENVIRONMENT, **self._spec.env},
             "workdir": self._spec.workdir,
             "output_bytes": limits.output_bytes,
             "below_bytes": sum(map(self._driver.layers.size_bytes, self._new_layers())),
             "born_ns": self._root.born_ns,
             "reserve_bytes": RESERVE_BYTES,
+            "sessions": sessions,
+            "delta": delta,
         }
         try:
-            started = await self._driver.ask_launcher(fields, [theirs.fileno()])
+            ready = await self._talk(fields, b"", mounted.fds)
         finally:
-            theirs.close()
-        self._process = started.fds[0]
-        ready = await self._channel.receive()
-        if "error" in ready.fields:
-            raise SandboxError(f"sandbox {self.id} could not be set up: {ready.fields['error']}")
+            for fd in mounted.fds:
+                os.close(fd)
         self._namespace = ready.fds[0]
-        told = await self._channel.request({"op": "hello", "sessions": sessions, "delta": delta})
-        if "cannot_start" in told.fields and not self.stack:
-            raise SpecError(f"base {self._spec.base!r}: {told.fields['cannot_start']}")
+        if "cannot_start" in ready.fields and not self.stack:
+            raise SpecError(f"base {self._spec.base!r}: {ready.fields['cannot_start']}")
 
     def _new_layers(self) -> tuple[str, ...]:
         return self.stack[: len(self.stack) - len(self._root.layers)]
 
     def _mount_order(self) -> dict[str, Any]:
-        layers = self._driver.layers
-        return {
-            "lowers": [*layers.lowers(self.stack), *self._base.lowers],
-            "root": [*layers.lowers(self._root.layers), *self._base.lowers],
-            **self._upper.stack,
-        }
+        return {"lowers": self._lowers(self.stack), **self._upper.stack}
+
+    def _lowers(self, layers: tuple[str, ...]) -> list[str]:
+        return [*self._driver.layers.lowers(layers), *self._base.lowers]
 
     async def furnish(self, spec: EnvironmentSpec) -> None:
         """Bring archives and files in and run set-up commands, as calls of a session that is then forgotten.
@@ -457,7 +527,7 @@ class LocalSandbox:
         return answer, float(answer.fields.get("seconds", 0.0))
 
     async def _talk(self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None) -> Message:
-        if self._dead is not None or self._channel is None:
+        if self._dead is not None:
             raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
         try:
             answer = await self._channel.request(fields, body, fds or [])
@@ -573,8 +643,7 @@ class LocalSandbox:
 
     async def _close(self) -> None:
         self._kill()
-        if self._channel is not None:
-            self._channel.close()
+        self._channel.close()
         if self._process is not None:
             await _ended(self._process)
             os.close(self._process)
@@ -582,10 +651,7 @@ class LocalSandbox:
         if self._namespace is not None:
             os.close(self._namespace)
             self._namespace = None
-        for _ in range(200):
-            if self._driver.cgroups.remove(self.id):
-                break
-            await asyncio.sleep(0.005)
+        await self._driver.forget_group(self.id)
         await asyncio.to_thread(remove_tree, self._upper.path)
         self._driver.sandboxes.pop(self.id, None)
 

@@ -25,13 +25,15 @@ TIMED_OUT, OVER_DISK = 124, 137
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
-def run(channel: int, mounts: dict[str, int], fields: dict[str, Any], *, privileged: bool) -> None:
-    """Be a sandbox until the driver lets go. mounts: overlay, lower, rootstate, upper (descriptors)."""
+def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
+    """Be a sandbox until the driver lets go: get ready for whatever spec comes, then begin with one."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.call_itself("init")
     reserve_descriptors()
-    for path in fields["cgroups"]:
+    driver = socket.socket(fileno=channel)
+    # Up to 15 ms, while the kernel waits for its readers: the reason for spare sandboxes.
+    for path in cgroups:
         with open(path, "w") as file:  # noqa: PTH123
             file.write("0")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
@@ -42,15 +44,28 @@ def run(channel: int, mounts: dict[str, int], fields: dict[str, Any], *, privile
     socket.sethostname("sandbox")
     kernel.bring_up_loopback()
     os.umask(0o022)
-    rootfs.enter(mounts["overlay"], devices_from_host=not privileged, binds=fields["binds"])
-    os.close(mounts["overlay"])
+    rootfs.prepare(devices_from_host=not privileged)
+    driver.sendall(pack({"ready": True}))
+    _begin(driver)
+
+
+def _begin(driver: socket.socket) -> None:
+    """Wait for a spec and its layers, move into them, confine this process, and serve."""
+    inbox = Inbox()
+    while (message := inbox.take()) is None:
+        data, fds = receive(driver)
+        if not data:
+            return
+        inbox.feed(data, fds)
+    fields, (overlay, upper, lower, root) = message.fields, message.fds
+    for folder in fields["binds"]:
+        rootfs.bind_read_only(folder)
+    rootfs.switch(overlay, fields["binds"])
+    os.close(overlay)
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     confine.limit_resources(fields["disk_bytes"], fields["memory_bytes"], fields["pids"])
     confine.confine()
-    driver = socket.socket(fileno=channel)
-    socket.send_fds(driver, [pack({"ready": True}, fds=1)], [namespace])
-    os.close(namespace)
-    Init(driver, delta.Roots(mounts["upper"], mounts["lower"], mounts["rootstate"]), fields).serve()
+    Init(driver, inbox, delta.Roots(upper, lower, root), fields).serve(namespace)
 
 
 def say_last_words(channel: int, error: BaseException) -> None:
@@ -60,10 +75,12 @@ def say_last_words(channel: int, error: BaseException) -> None:
 
 
 class Init:
-    def __init__(self, driver: socket.socket, roots: delta.Roots, fields: dict[str, Any]) -> None:
+    """A sandbox at work. fields: what the driver told it of its spec and of the frozen state that it goes on from."""
+
+    def __init__(self, driver: socket.socket, inbox: Inbox, roots: delta.Roots, fields: dict[str, Any]) -> None:
         self.driver = driver
+        self.inbox = inbox
         self.roots = roots
-        self.inbox = Inbox()
         self.environment: dict[str, str] = fields["environment"]
         self.workdir: str = fields["workdir"]
         self.output_bytes: int = fields["output_bytes"]
@@ -72,23 +89,33 @@ class Init:
         self.born_ns: int = fields["born_ns"]
         self.reserve_bytes: int = fields["reserve_bytes"]
         self.shells: dict[str, Shell] = {}
-        self.sessions: dict[str, Session] = {}
-        self.base: delta.Delta | None = {}
-        self.delta: delta.Delta | None = {}
+        self.sessions: dict[str, Session] = fields["sessions"]
+        told = fields["delta"]
+        self.base: delta.Delta | None = None if told is None else {path: (what, at) for path, (what, at) in told.items()}
+        self.delta = self.base
         self.signatures: dict[str, delta.Signature] = {}
         self.alive: frozenset[Any] = frozenset()
         self.ended: dict[int, int] = {}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def serve(self) -> None:
+    def serve(self, namespace: int) -> None:
+        """Say that the sandbox is ready, or that its bash is not; then answer until the driver is gone.
+
+        namespace: the mount namespace, by which the launcher finds it again.
+        """
+        told: dict[str, Any] = {}
+        try:
+            self._ready_shell("main")
+        except CannotStart as error:
+            told = {"cannot_start": str(error)}
+        socket.send_fds(self.driver, [pack(told, fds=1)], [namespace])
+        os.close(namespace)
         while True:
             message = self._next()
             if message is None:
                 return
             match message.fields["op"]:
-                case "hello":
-                    self._hello(message)
                 case "exec" | "file":
                     self._call(message)
                 case "pause":
@@ -119,20 +146,6 @@ class Init:
 
     def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
         self.driver.sendall(pack(fields, body))
-
-    def _hello(self, message: Message) -> None:
-        """Take over a frozen state: its sessions, and what its files differ in from the root state."""
-        self.sessions = message.fields["sessions"]
-        self.base = message.fields["delta"]
-        if self.base is not None:
-            self.base = {path: (what, mtime) for path, (what, mtime) in self.base.items()}
-        self.delta = self.base
-        reply: dict[str, Any] = {}
-        try:
-            self._ready_shell("main")
-        except CannotStart as error:
-            reply = {"cannot_start": str(error)}
-        self._reply({**reply, **self._state()})
 
     # -- calls -------------------------------------------------------------------------------------------------------
 

@@ -34,70 +34,86 @@ class Launcher:
                 self._answer(message)
 
     def _answer(self, message: Message) -> None:
-        reply: dict[str, Any]
+        reply: dict[str, Any] = {}
+        fds: list[int] = []
         try:
-            reply, fds = self._start(message) if message.fields["op"] == "start" else self._switch(message)
+            match message.fields["op"]:
+                case "fork":
+                    fds = [self._fork(message)]
+                case "mount":
+                    fds = self._mount(message.fields["stack"])
+                case "switch":
+                    fds = self._switch(message)
         except OSError as error:
-            reply, fds = {"error": str(error)}, []
+            reply = {"error": str(error)}
         frame = pack(reply, fds=len(fds))
         sent = socket.send_fds(self.driver, [frame], fds)
-        self.driver.sendall(frame[sent:])
+        if sent < len(frame):
+            self.driver.sendall(frame[sent:])
         for fd in [*fds, *message.fds]:
             os.close(fd)
 
-    def _start(self, message: Message) -> tuple[dict[str, Any], list[int]]:
+    def _fork(self, message: Message) -> int:
         """Fork a pid 1; return its process descriptor. The rest of its setting up is its own and in parallel."""
-        stack = message.fields["stack"]
-        mounts = self._mount(stack)
-        # Root's lowers are mounted apart only where layers lie above them.
-        root = kernel.overlay(stack["root"], None, None) if stack["root"] != stack["lowers"] else os.dup(mounts["lower"])
+        kernel.unshare(kernel.CLONE_NEWPID)
         try:
-            kernel.unshare(kernel.CLONE_NEWPID)
             pid = os.fork()
             if pid == 0:
-                self._become_init(message, {**mounts, "rootstate": root})
-            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
-            return {"pid": pid}, [os.pidfd_open(pid)]
+                self._become_init(message)
         finally:
-            for fd in (*mounts.values(), root):
-                os.close(fd)
+            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+        return os.pidfd_open(pid)
 
-    def _become_init(self, message: Message, mounts: dict[str, int]) -> None:
+    def _become_init(self, message: Message) -> None:
         code = 1
         try:
             self.driver.close()
             os.close(self.own_mounts)
             os.close(self.own_pids)
-            init.run(message.fds[0], mounts, message.fields, privileged=self.privileged)
+            init.run(message.fds[0], message.fields["cgroups"], privileged=self.privileged)
+            code = 0
+        except SystemExit:
             code = 0
         except BaseException as error:  # noqa: BLE001 - the last frame of a process: tell the driver, then end
             init.say_last_words(message.fds[0], error)
         finally:
             os._exit(code)
 
-    def _switch(self, message: Message) -> tuple[dict[str, Any], list[int]]:
+    def _switch(self, message: Message) -> list[int]:
         """Give a sandbox, named by its mount namespace, new layers; return its new upper and lower directories."""
-        mounts = self._mount(message.fields["stack"])
+        overlay, *rest = self._mount(message.fields["stack"])
         try:
             kernel.setns(message.fds[0], kernel.CLONE_NEWNS)
             try:
-                rootfs.switch(mounts["overlay"], message.fields["binds"])
+                rootfs.switch(overlay, message.fields["binds"])
             finally:
                 kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
                 os.chdir("/")
         except OSError:
-            os.close(mounts["upper"])
-            os.close(mounts["lower"])
+            for fd in rest:
+                os.close(fd)
             raise
         finally:
-            os.close(mounts["overlay"])
-        return {}, [mounts["upper"], mounts["lower"]]
+            os.close(overlay)
+        return rest
 
-    def _mount(self, stack: dict[str, Any]) -> dict[str, int]:
-        overlay = kernel.overlay(stack["lowers"], stack["upper"], stack["work"])
-        lower = kernel.overlay(stack["lowers"], None, None)
-        upper = os.open(stack["upper"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return {"overlay": overlay, "lower": lower, "upper": upper}
+    def _mount(self, stack: dict[str, Any]) -> list[int]:
+        """Return descriptors: the whole stack as one detached mount, its upper directory, and what lies below that.
+
+        Where stack names the root state's layers, what these show comes fourth.
+        """
+        fds = [kernel.overlay(stack["lowers"], stack["upper"], stack["work"])]
+        try:
+            fds.append(os.open(stack["upper"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fds.append(kernel.overlay(stack["lowers"], None, None))
+            if "root" in stack:
+                same = stack["root"] == stack["lowers"]
+                fds.append(os.dup(fds[2]) if same else kernel.overlay(stack["root"], None, None))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds
 
 
 def _become_root_of_a_namespace() -> None:

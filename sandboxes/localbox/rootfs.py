@@ -6,7 +6,7 @@ import stat
 from sandboxes.localbox import kernel
 
 _PROC = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-_DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}
+_DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 _LINKS = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
 _READ_ONLY = ("sys", "irq", "bus", "fs", "sysrq-trigger")
 _MASKED_FILES = ("kcore", "keys", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kmsg")
@@ -15,26 +15,29 @@ SHARED_MEMORY = "/run/shm"
 """/dev/shm points there: what a call leaves in shared memory is then part of the files, like everything else."""
 
 
-def enter(root: int, *, devices_from_host: bool, binds: list[str]) -> None:
-    """Make the detached overlay root the root of this mount namespace, with its own /proc and /dev.
+def prepare(*, devices_from_host: bool) -> None:
+    """Lay the sandbox's own /dev and /proc over the host's, in this mount namespace; `switch` then carries them along.
 
     devices_from_host: device nodes are bound from the host, for want of the right to make them.
-    binds: folders of the host that stay visible, read-only, at their own path.
     """
-    kernel.attach(root, "/")
-    os.fchdir(root)
-    for folder in binds:
-        kernel.mount(folder, folder.lstrip("/"), "", kernel.MS_BIND | kernel.MS_REC)
-        _remount_read_only(folder.lstrip("/"), kernel.MS_NOSUID | kernel.MS_NODEV)
-    kernel.mount("tmpfs", "dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=64")
-    _fill_dev(devices_from_host=devices_from_host)
-    kernel.mount("proc", "proc", "proc", _PROC)
+    nodes = {name: os.open(f"/dev/{name}", os.O_PATH | os.O_CLOEXEC) for name in _DEVICES} if devices_from_host else {}
+    kernel.mount("tmpfs", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=64k,nr_inodes=64")
+    os.chdir("/")
+    _fill_dev(nodes)
+    kernel.mount("proc", "/proc", "proc", _PROC)
     _narrow_proc()
-    _pivot()
+
+
+def bind_read_only(folder: str) -> None:
+    """Keep a folder of the host visible, read-only, at its own path; `switch` has to carry it along."""
+    kernel.mount(folder, folder, "", kernel.MS_BIND | kernel.MS_REC)
+    _remount_read_only(folder, kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
 def switch(root: int, carried: list[str]) -> None:
     """Put the detached overlay root in the place of this mount namespace's root; /proc, /dev and carried move over.
+
+    The first switch leaves the host's root for the sandbox's, later ones a stack of layers for the next.
 
     0.3 ms. Whoever stands in a directory of the old root stays there: only sandboxes whose shells are gone switch.
     """
@@ -51,14 +54,15 @@ def _pivot() -> None:
     os.chdir("/")
 
 
-def _fill_dev(*, devices_from_host: bool) -> None:
-    for name, minor in {**_DEVICES, "tty": 0}.items():
+def _fill_dev(nodes: dict[str, int]) -> None:
+    for name, (major, minor) in _DEVICES.items():
         path = f"dev/{name}"
-        if devices_from_host:
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o666))
-            kernel.mount(f"/dev/{name}", path, "", kernel.MS_BIND)
+        if name in nodes:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+            kernel.mount(f"/proc/self/fd/{nodes[name]}", path, "", kernel.MS_BIND)
+            os.close(nodes[name])
         else:
-            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(5 if name == "tty" else 1, minor))
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(major, minor))
             os.chmod(path, 0o666)  # noqa: PTH101 - pathlib is not loaded in pid 1
     os.mkdir("dev/pts")  # noqa: PTH102
     kernel.mount("devpts", "dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
