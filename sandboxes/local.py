@@ -215,11 +215,11 @@ class LocalDriver:
                 raise SandboxError(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
             base = await asyncio.to_thread(self.bases.base, spec.base)
             delta = self.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
-            return await self._launch(spec, base, root, layers, payload["sessions"], delta)
+            return await self._launch(spec, base, root, layers, payload["sessions"], delta, payload["pristine"])
 
-    async def collect(self, keep: Iterable[FrozenState]) -> int:
-        """See `Driver.collect`. Deletes in a thread."""
-        kept = {layer for state in keep for layer in state.payload["layers"]}
+    async def collect(self, keep: Iterable[str]) -> int:
+        """See `Driver.collect`. Parts are layers; they are deleted in a thread."""
+        kept = set(keep)
         live = {layer for sandbox in self.sandboxes.values() for layer in sandbox.stack}
         held = {layer for layers in self._held for layer in layers}
         size = sum(self.layers.size_bytes(layer) for layer in kept if not self.layers.missing([layer]))
@@ -282,6 +282,7 @@ class LocalDriver:
         layers: tuple[str, ...],
         sessions: dict[str, Any],
         delta: dict[str, Any] | None,
+        pristine: dict[str, Any] | None = None,
     ) -> "LocalSandbox":
         try:
             async with asyncio.timeout(START_S):
@@ -292,7 +293,7 @@ class LocalDriver:
         self.sandboxes[sandbox.id] = sandbox
         try:
             async with asyncio.timeout(START_S):
-                await sandbox.begin(sessions, delta)
+                await sandbox.begin({"sessions": sessions, "delta": delta, "pristine": pristine})
         except BaseException as error:
             await sandbox.close()
             if isinstance(error, ChannelLost | TimeoutError | OSError):
@@ -401,7 +402,7 @@ class LocalSandbox:
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    async def begin(self, sessions: dict[str, Any], delta: dict[str, Any] | None) -> None:
+    async def begin(self, state: dict[str, Any]) -> None:
         """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready."""
         limits, cgroups = self._spec.limits, self._driver.cgroups
         memory_bytes = limits.memory_mb << 20
@@ -419,8 +420,7 @@ class LocalSandbox:
             "below_bytes": sum(map(self._driver.layers.size_bytes, self._new_layers())),
             "born_ns": self._root.born_ns,
             "reserve_bytes": RESERVE_BYTES,
-            "sessions": sessions,
-            "delta": delta,
+            **state,
         }
         try:
             ready = await self._talk(fields, b"", mounted.fds)
@@ -578,8 +578,9 @@ class LocalSandbox:
             "root_layers": len(self._root.layers),
             "born_ns": self._root.born_ns,
             "sessions": told["sessions"],
+            "pristine": told["pristine"],
         }
-        return FrozenState("local", "layers", payload, added, _digest(told["state"]))
+        return FrozenState("local", "layers", payload, added, _digest(told["state"]), self.stack)
 
     async def _discard_upper(self) -> None:
         """Throw an upper away in which nothing differs from what lies below: the live sandbox is then the recorded one."""

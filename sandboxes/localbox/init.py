@@ -90,6 +90,7 @@ class Init:
         self.reserve_bytes: int = fields["reserve_bytes"]
         self.shells: dict[str, Shell] = {}
         self.sessions: dict[str, Session] = fields["sessions"]
+        self.pristine: Session | None = fields["pristine"]
         told = fields["delta"]
         self.base: delta.Delta | None = None if told is None else {path: (what, at) for path, (what, at) in told.items()}
         self.delta = self.base
@@ -247,9 +248,13 @@ class Init:
         # prints a thing differently the second time, nothing has changed.
         changed = now != shell.baseline
         if changed:
-            self.sessions[shell.name] = now
-            shell.session = now
+            # A session that is as if nothing had happened in it is none: naming one changes nothing.
+            shell.session = None if now == self.pristine else now
             shell.baseline = now
+            if shell.session is None:
+                self.sessions.pop(shell.name, None)
+            else:
+                self.sessions[shell.name] = now
         return code, changed, b""
 
     def _reap_shell(self, shell: Shell) -> int:
@@ -336,7 +341,9 @@ class Init:
             while time.monotonic() < deadline:
                 events = {fd for fd, _ in poll.poll(READY_S * 1000)}
                 if shell.dump_fd in events and shell.read_dump():
-                    shell.status, shell.baseline = shell.finish_dump()
+                    _, shell.baseline = shell.finish_dump()
+                    if shell.session is None:
+                        self.pristine = shell.baseline
                     return None
                 if death in events:
                     break
@@ -413,6 +420,7 @@ class Init:
         self._reply(
             {
                 "sessions": self.sessions,
+                "pristine": self.pristine,
                 "delta": self.delta,
                 "size_bytes": size,
                 "empty": not self.signatures,

@@ -63,7 +63,6 @@ class Shell:
         self.session = session
         self.baseline: Session | None = None
         self.known_fds: dict[int, str] = {}
-        self.status = 0
         self.dump = bytearray()
         self._ends: list[int] = []
         self._start(sessions.restore_script(session, workdir), environment if session is None else {})
