@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from proxy.admin import PROBLEM, control_plane
 from proxy.dataplane import DataPlane
 from proxy.engine import Engine
-from proxy.errors import MEDIA_TYPE, Refused, problem_of
+from proxy.errors import FORESEEN, MEDIA_TYPE, Refused, problem_of
 from proxy.logs import configure
 from proxy.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.metrics import Metrics
@@ -41,20 +41,25 @@ def run(settings: Settings) -> None:
     listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
     host, port = listener.getsockname()[:2]
     log.info("listening", url=f"http://{host}:{port}")
-    application = build(settings)
-    config = uvicorn.Config(
-        application,
-        loop="uvloop",
-        http=protocol_for(application),
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=30,
+    server(build(settings)).run(sockets=[listener])
+
+
+def server(application: DataPlane) -> uvicorn.Server:
+    """Return the web server of an application; it has yet to be run on a listening socket."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            application,
+            loop="uvloop",
+            http=protocol_for(application),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=30,
+        )
     )
-    uvicorn.Server(config).run(sockets=[listener])
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -120,7 +125,8 @@ def _problems(app: FastAPI, engine: Engine) -> None:
         headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
         return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
 
-    for kind in (Exception, HTTPException, RequestValidationError):
+    # Each by its own class: what is registered as `Exception` is answered, and then raised again as unforeseen.
+    for kind in (Exception, HTTPException, RequestValidationError, *FORESEEN):
         app.add_exception_handler(kind, answer)
 
 

@@ -47,7 +47,7 @@ class DataPlane:
     """Answers `/t/…` and `/e/…`; anything else goes to the application behind it."""
 
     def __init__(self, engine: Engine, behind: App) -> None:
-        self._engine, self._behind = engine, behind
+        self.engine, self._behind = engine, behind
         self._answers = Answers(engine.store, budget_bytes=engine.settings.answer_memory_bytes)
         self._under_way = 0
         self._addresses: dict[bytes, Address] = {}
@@ -73,19 +73,21 @@ class DataPlane:
         What is wrong with a request, and what fails, is told on the ordinary way.
         """
         address = self._addresses.get(scope["raw_path"])
-        rollout = address and self._engine.tasks.rollouts.get((address.task, address.rollout))
-        if address is None or rollout is None or len(body) > self._engine.settings.max_body_bytes:
+        if address is None or len(body) > self.engine.settings.max_body_bytes:
+            return None
+        rollout = self.engine.tasks.rollouts.get((address.task, address.rollout))
+        if rollout is None:
             return None
         try:
             _, key = self._call(scope, address, bytes(body), rollout)
-            record = self._engine.step.known(rollout, key)
+            record = self.engine.step.known(rollout, key)
             return None if record is None else self._answers.of(record).hit
         except Exception as error:  # noqa: BLE001 - the ordinary way meets it again, and tells it
             log.debug("not answered at once", error=repr(error))
             return None
 
     async def _serve(self, scope: Message, receive: Receive, send: Send) -> None:
-        if self._under_way > self._engine.settings.max_requests:
+        if self._under_way > self.engine.settings.max_requests:
             raise Refused(
                 429, "too-many-requests", "more calls are under way than max_requests allows. Try again soon."
             )
@@ -93,14 +95,14 @@ class DataPlane:
         if address.endpoint not in DIALECTS:
             raise Refused(404, "no-such-endpoint", f"endpoints here are: {', '.join(sorted(DIALECTS))}.")
         body = await self._body(receive)
-        rollout = self._engine.tasks.rollouts.get((address.task, address.rollout)) or await self._rollout(address)
+        rollout = self.engine.tasks.rollouts.get((address.task, address.rollout)) or await self._rollout(address)
         call, key = self._call(scope, address, body, rollout)
-        record = self._engine.step.known(rollout, key)
+        record = self.engine.step.known(rollout, key)
         if record is not None:
             ready = self._answers.of(record)
             headers = ready.headers + AT_ONCE
         else:
-            answer = await self._engine.step.run(rollout, call, key)
+            answer = await self.engine.step.run(rollout, call, key)
             ready = self._answers.of(answer.record)
             headers = ready.headers + _told(answer)
         await send({"type": "http.response.start", "status": ready.status, "headers": headers})
@@ -134,16 +136,16 @@ class DataPlane:
     async def _rollout(self, address: Address) -> Rollout:
         task, name = address.task, address.rollout
         if address.token:
-            named = self._engine.store.rollout_of_token(address.token)
+            named = self.engine.store.rollout_of_token(address.token)
             if named is None:
                 raise Refused(
                     401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."
                 )
             task, name = named
-        return await self._engine.tasks.rollout(task, name)
+        return await self.engine.tasks.rollout(task, name)
 
     async def _body(self, receive: Receive) -> bytes:
-        most = self._engine.settings.max_body_bytes
+        most = self.engine.settings.max_body_bytes
         message = await receive()
         body: bytes = message.get("body", b"")
         if not message.get("more_body") and message["type"] == "http.request" and len(body) <= most:
@@ -171,9 +173,9 @@ class DataPlane:
 
     def _count(self, problem: Problem) -> None:
         if problem.infrastructure:
-            self._engine.counts.failure(problem.slug)
+            self.engine.counts.failure(problem.slug)
         else:
-            self._engine.counts.refusals[problem.slug] += 1
+            self.engine.counts.refusals[problem.slug] += 1
 
 
 def _remember(memory: dict[Any, Any], key: Hashable, value: object) -> None:

@@ -52,6 +52,12 @@ class Problem:
         return headers
 
 
+FORESEEN = (
+    Refused, UncanonicalArguments, SpecError, RolloutGone, StateLost, Overloaded, SandboxError, StoreError,
+    sqlite3.Error, OSError,
+)  # fmt: skip
+"""What `problem_of` has an answer of its own for."""
+
 _TITLES = {
     400: "The request cannot be read",
     401: "Nothing says who asks",

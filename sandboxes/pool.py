@@ -46,10 +46,14 @@ class Pool:
         return slot
 
     async def take(self, slot: Slot, place: Hashable, owner: int) -> bool:
-        """Lease a slot that `roster.standing` named; False where it moved on or died while it froze."""
-        while slot.state is State.FREEZING:
+        """Lease a slot that `roster.standing` named; False where it froze (after waiting for that) or went away.
+
+        What may be taken, and what is cheapest, can have changed meanwhile: ask the roster again.
+        """
+        if slot.state is State.FREEZING:
             async with self._changed:
-                await self._changed.wait()
+                await self._changed.wait_for(lambda: slot.state is not State.FREEZING)
+            return False
         if slot.state is not State.IDLE or slot.place is not place or slot.sandbox is None or not slot.sandbox.alive:
             return False
         self.roster.happen(slot, Event.LEASE)

@@ -54,11 +54,14 @@ class Roster:
             self._by_place.setdefault(place, []).append(slot)
 
     def standing(self, place: Hashable, owner: int, *, shared: bool) -> Slot | None:
-        """Return a sandbox at place that owner may take now or in a moment: its own first, then, if shared, any."""
-        found = [s for s in self._by_place.get(place, ()) if s.state in (State.IDLE, State.FREEZING) and _alive(s)]
-        mine = [s for s in found if s.owner == owner]
-        takeable = mine or [s for s in found if shared or s.owner is None]
-        return min(takeable, key=lambda s: s.state is State.FREEZING, default=None)
+        """Return a sandbox at place that owner may take: its own first, then, if shared, any.
+
+        One that freezes is worth waiting for, whoever owns it: once it is frozen its state can be had again.
+        """
+        found = [s for s in self._by_place.get(place, ()) if _alive(s)]
+        idle = [s for s in found if s.state is State.IDLE and (shared or s.owner in (owner, None))]
+        takeable = idle or [s for s in found if s.state is State.FREEZING]
+        return max(takeable, key=lambda s: s.owner == owner, default=None)
 
     def victim(self) -> Slot | None:
         """Return the idle sandbox that was used longest ago."""

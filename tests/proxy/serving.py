@@ -1,0 +1,66 @@
+"""The whole application on a real socket, over the in-memory driver."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from proxy.app import build, server
+from proxy.engine import Engine
+from proxy.settings import Settings
+from sandboxes.memory import Gate, MemoryDriver
+from sandboxes.spec import EnvironmentSpec
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from proxy.dataplane import DataPlane
+
+
+@dataclass(frozen=True)
+class Running:
+    """A proxy that serves. `client` has its address as base URL."""
+
+    client: httpx.Client
+    engine: Engine
+    driver: MemoryDriver
+    address: tuple[str, int]
+
+    def exec(self, rollout: str, command: str, task: str = "task", **more: Any) -> httpx.Response:
+        return self.client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command, **more})
+
+
+@contextmanager
+def serving(data: Path, *, gate: Gate | None = None, **settings: Any) -> Iterator[Running]:
+    """Serve on a free port, as `forkpoint serve` does, in a thread."""
+    driver = MemoryDriver(gate)
+    chosen = Settings(
+        data=data, default_spec=settings.pop("default_spec", EnvironmentSpec(driver="memory")), **settings
+    )
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()[:2]
+    made: list[tuple[DataPlane, uvicorn.Server]] = []
+
+    def serve() -> None:
+        # The store belongs to the thread that opens it, so the application is built where it will run.
+        application = build(chosen, {"memory": driver})
+        made.append((application, server(application)))
+        made[0][1].run(sockets=[listener])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=30) as client:
+            # The socket listens, so this waits until it is served.
+            client.get("/readyz").raise_for_status()
+            yield Running(client, made[0][0].engine, driver, address)
+    finally:
+        if made:
+            made[0][1].should_exit = True
+        thread.join()
+        listener.close()

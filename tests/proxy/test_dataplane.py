@@ -1,0 +1,224 @@
+"""The data plane as an agent sees it: on a socket, with an ordinary HTTP client."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandboxes.calls import ToolCall
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data"), max_body_bytes=1 << 20) as running:
+        yield running
+
+
+def talk(proxy: Running, sent: bytes) -> bytes:
+    """Send raw bytes, the last request of which asks to close; return all that comes back."""
+    with socket.create_connection(proxy.address, timeout=5) as connection:
+        connection.sendall(sent)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+        return answer
+
+
+def request(path: str, body: bytes, extra: str = "") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{extra}\r\n"
+    return head.encode() + body
+
+
+def test_the_second_rollout_is_answered_from_the_tree(proxy: Running) -> None:
+    first = proxy.exec("a", "echo 1 > f; cat f", task="second")
+    ran = len(proxy.driver.executed)
+    second = proxy.exec("b", "echo 1 > f; cat f", task="second")
+    assert first.json() == second.json() == {
+        "stdout": "1\n", "stderr": "", "exit_code": 0, "timed_out": False, "truncated": False,
+    }  # fmt: skip
+    assert first.headers["cache-status"] == "forkpoint; fwd=miss; stored"
+    assert second.headers["cache-status"] == "forkpoint; hit"
+    assert first.headers["x-forkpoint-node"] == second.headers["x-forkpoint-node"]
+    assert len(proxy.driver.executed) == ran
+
+
+def test_every_answer_says_where_its_time_went(proxy: Running) -> None:
+    timing = proxy.exec("a", "cat nothing", task="timing").headers["server-timing"]
+    assert [part.split(";")[0] for part in timing.split(", ")] == ["tool", "restore", "replay", "wait"]
+    assert timing.startswith("tool;dur=10.000")
+
+
+@pytest.mark.parametrize("way", ["headers", "x-api-key", "bearer"])
+def test_who_asks_may_be_said_without_a_path(proxy: Running, way: str) -> None:
+    begun = proxy.client.post("/api/v1/tasks/named/rollouts", json={"rollout": f"by-{way}"}).json()
+    headers = {
+        "headers": {"X-Forkpoint-Task": "named", "X-Forkpoint-Rollout": f"by-{way}"},
+        "x-api-key": {"X-API-Key": begun["token"]},
+        "bearer": {"Authorization": f"Bearer {begun['token']}"},
+    }[way]
+    answer = proxy.client.post("/e/shell/exec", json={"command": "cd /tmp"}, headers=headers)
+    shown = proxy.client.get(f"/api/v1/tasks/named/rollouts/by-{way}").json()
+    assert shown["node"] == answer.headers["x-forkpoint-node"] != shown["start"]
+
+
+def test_files_go_up_and_down_as_calls_of_the_rollout(proxy: Running) -> None:
+    base = "/t/files/r/{}/shell/files/work/data.bin"
+    content = bytes(range(256))
+    for rollout, status in (("a", "forkpoint; fwd=miss; stored"), ("b", "forkpoint; hit")):
+        put = proxy.client.put(base.format(rollout), content=content)
+        assert (put.status_code, put.headers["cache-status"]) == (201, status)
+        assert proxy.client.get(base.format(rollout)).content == content
+        assert proxy.client.delete(base.format(rollout)).status_code == 204
+        gone = proxy.client.get(base.format(rollout))
+        assert (gone.status_code, gone.headers["cache-status"]) == (404, status)
+
+
+def test_two_uploads_to_one_path_are_two_calls(proxy: Running) -> None:
+    nodes = {
+        proxy.client.put(f"/t/uploads/r/{body}/shell/files/f", content=body).headers["x-forkpoint-node"]
+        for body in ("one", "two")
+    }
+    assert len(nodes) == 2
+
+
+def test_saying_the_default_and_leaving_it_out_are_one_call(proxy: Running) -> None:
+    proxy.exec("a", "pwd", task="defaults")
+    assert (
+        proxy.exec("b", "pwd", task="defaults", session="main", timeout_s=120).headers["cache-status"]
+        == "forkpoint; hit"
+    )
+    assert proxy.exec("c", "pwd", task="defaults", timeout_s=7).headers["cache-status"] != "forkpoint; hit"
+
+
+BAD: dict[str, tuple[str, str, bytes | str | None, int]] = {
+    "malformed JSON": ("POST", "/t/bad/r/a/shell/exec", b"{", 400),
+    "not an object": ("POST", "/t/bad/r/a/shell/exec", b"[1]", 422),
+    "no body": ("POST", "/t/bad/r/a/shell/exec", b"", 400),
+    "no command": ("POST", "/t/bad/r/a/shell/exec", b"{}", 422),
+    "a command that is no string": ("POST", "/t/bad/r/a/shell/exec", b'{"command": 1}', 422),
+    "an unknown member": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "cwd": "/"}', 422),
+    "a command that is no UTF-8": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "\xff"}', 400),
+    "a command with a NUL": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "a\\u0000b"}', 422),
+    "a lone surrogate": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "\\ud800"}', 400),
+    "NaN": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "timeout_s": NaN}', 400),
+    "no time": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "timeout_s": 0}', 422),
+    "a day and a bit": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "timeout_s": 86401}', 422),
+    "time as truth": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "timeout_s": true}', 422),
+    "a session with a slash": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "session": "a/b"}', 422),
+    "a session with a newline": ("POST", "/t/bad/r/a/shell/exec", b'{"command": "ls", "session": "a\\n"}', 422),
+    "an unknown endpoint": ("POST", "/t/bad/r/a/nonsense/exec", b"{}", 404),
+    "an unknown tool": ("POST", "/t/bad/r/a/shell/nonsense", b"{}", 404),
+    "the wrong method": ("GET", "/t/bad/r/a/shell/exec", None, 405),
+    "a method that files lack": ("PATCH", "/t/bad/r/a/shell/files/x", None, 405),
+    "no rollout": ("POST", "/t/bad", b"{}", 404),
+    "a task with an escaped slash": ("POST", "/t/a%2Fb/r/a/shell/exec", b"{}", 400),
+    "a task of dots": ("POST", "/t/%2e%2e/r/a/shell/exec", b"{}", 400),
+    "a rollout with a control": ("POST", "/t/bad/r/a%00b/shell/exec", b"{}", 400),
+    "a rollout with a newline": ("POST", "/t/bad/r/a%0A/shell/exec", b"{}", 400),
+    "a rollout that is no UTF-8": ("POST", "/t/bad/r/%ff/shell/exec", b"{}", 400),
+    "a rollout of 201 letters": ("POST", f"/t/bad/r/{'a' * 201}/shell/exec", b"{}", 400),
+    "a path that climbs": ("PUT", "/t/bad/r/a/shell/files/x/%2e%2e/y", b"", 422),
+    "a path with a NUL": ("PUT", "/t/bad/r/a/shell/files/x%00", b"", 422),
+    "a path of 5,000 letters": ("PUT", f"/t/bad/r/a/shell/files/{'a' * 5000}", b"", 422),
+    "a mode that is none": ("PUT", "/t/bad/r/a/shell/files/x?mode=rwx", b"", 422),
+    "nobody": ("POST", "/e/shell/exec", b"{}", 401),
+    "a body above the limit": ("PUT", "/t/bad/r/a/shell/files/x", b"x" * (1 << 20) + b"x", 413),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_what_to_do_and_nothing_is_recorded(proxy: Running, case: str) -> None:
+    method, path, body, status = BAD[case]
+    steps = sum(proxy.engine.counts.outcomes)
+    ran = len(proxy.driver.executed)
+    answer = proxy.client.request(method, path, content=body)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = answer.json()
+    assert problem.keys() == {"type", "title", "status", "detail"}
+    assert problem["status"] == status
+    assert len(problem["detail"]) > 20
+    assert sum(proxy.engine.counts.outcomes) == steps
+    assert len(proxy.driver.executed) == ran
+
+
+def test_a_command_longer_than_the_limit_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as roomy:
+        assert roomy.exec("a", "x" * ((1 << 20) + 1)).status_code == 413
+
+
+def test_a_chunked_request_is_one_request(proxy: Running) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b'{"command":'
+        yield b'"pwd"}'
+
+    for rollout in ("a", "b"):
+        answer = proxy.client.post(f"/t/chunked/r/{rollout}/shell/exec", content=chunks())
+        assert answer.json()["stdout"] == "/root\n"
+
+
+def test_requests_in_one_packet_are_answered_in_order(proxy: Running) -> None:
+    for command in (b"pwd", b"cat f", b"echo 1 > f"):
+        proxy.exec("warm", command.decode(), task="pipeline")
+    sent = b"".join(
+        request("/t/pipeline/r/new/shell/exec", b'{"command": "%b"}' % command)
+        for command in (b"pwd", b"cat f", b"echo never > g", b"echo 1 > f")
+    )
+    sent += request("/t/pipeline/r/new/shell/exec", b'{"command": "pwd"}', "connection: close\r\n")
+    answer = talk(proxy, sent)
+    assert answer.count(b"HTTP/1.1 200 OK") == 5
+    shown = proxy.client.get("/api/v1/tasks/pipeline/rollouts/new").json()
+    assert [step["call"]["arguments"]["command"] for step in shown["steps"]] == [
+        "pwd", "cat f", "echo never > g", "echo 1 > f", "pwd",
+    ]  # fmt: skip
+    assert [step["outcome"] for step in shown["steps"]] == ["hit", "hit", "miss", "miss", "miss"]
+
+
+@pytest.mark.parametrize("extra", ["", "expect: 100-continue\r\n"])
+def test_a_hit_keeps_to_what_the_client_asked_of_its_connection(proxy: Running, extra: str) -> None:
+    proxy.exec("warm", "pwd", task="close")
+    body = b'{"command": "pwd"}'
+    answer = talk(proxy, request("/t/close/r/b/shell/exec", body, f"{extra}connection: close\r\n"))
+    assert b"forkpoint; hit" in answer
+    assert b"connection: close" in answer
+    assert answer.startswith(b"HTTP/1.1 100" if extra else b"HTTP/1.1 200")
+
+
+def test_a_hit_on_http_1_0_closes_its_connection(proxy: Running) -> None:
+    proxy.exec("warm", "pwd", task="old")
+    body = b'{"command": "pwd"}'
+    sent = request("/t/old/r/b/shell/exec", body).replace(b"HTTP/1.1", b"HTTP/1.0")
+    assert b"forkpoint; hit" in talk(proxy, sent)
+
+
+def test_a_client_that_leaves_in_its_request_harms_nobody(proxy: Running) -> None:
+    with socket.create_connection(proxy.address) as connection:
+        connection.sendall(request("/t/left/r/a/shell/exec", b"x" * 100)[:-50])
+    assert proxy.exec("a", "pwd", task="left").status_code == 200
+
+
+def test_more_calls_than_allowed_are_refused_with_the_time_to_come_back(tmp_path: Path) -> None:
+    came, go = threading.Event(), threading.Event()
+
+    async def gate(_: ToolCall) -> None:
+        came.set()
+        await asyncio.to_thread(go.wait)
+
+    with serving(tmp_path, gate=gate, max_requests=1) as small, ThreadPoolExecutor() as threads:
+        first = threads.submit(small.exec, "a", "pwd")
+        came.wait(10)
+        refused = small.exec("b", "pwd")
+        go.set()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert first.result().status_code == 200
+
+
+def test_a_name_may_hold_what_real_task_names_hold(proxy: Running) -> None:
+    for name in ("django__django-12345", "gpt-4o.v1", "a@b", "x=1,y=2", "task:7", "0"):
+        assert proxy.exec("r", "pwd", task=name).status_code == 200

@@ -1,0 +1,111 @@
+"""Promise 3: a kill at any moment loses no answer that was given, and no rollout's place."""
+
+import asyncio
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.engine import Engine
+from proxy.forest import Outcome
+from proxy.settings import Settings
+from sandboxes.memory import MemoryDriver
+from tests.proxy.rig import SPEC, alone, ask, engine
+from tests.proxy.test_transparency import COMMANDS
+
+trajectories = st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=12)
+
+
+async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
+    running = Engine(Settings(data=data, default_spec=SPEC), {"memory": driver})
+    await running.open()
+    return running
+
+
+async def abandon(running: Engine) -> None:
+    """Leave an engine as a kill does: nothing is folded, flushed or closed in order."""
+    for chore in running._chores:
+        chore.cancel()
+    await running.keeper.drain()
+    running.store.close()
+
+
+@settings(max_examples=40)
+@given(trajectories, st.integers(0, 12))
+def test_a_rollout_goes_on_where_it_was(tmp_path_factory: object, trajectory: list[str], killed_at: int) -> None:
+    async def body(data: Path) -> None:
+        running = await open_engine(data, MemoryDriver())
+        answers = []
+        for turn, command in enumerate(trajectory):
+            if turn == killed_at:
+                await abandon(running)
+                running = await open_engine(data, MemoryDriver())
+            rollout = await running.tasks.rollout("task", "r")
+            assert rollout.calls == turn
+            answers.append((await ask(running, rollout, command))[0])
+        assert answers == await alone(trajectory)
+        await running.aclose()
+
+    asyncio.run(body(tmp_path_factory.mktemp("data")))  # type: ignore[attr-defined]
+
+
+def test_what_was_answered_is_known_after_a_restart_and_no_sandbox_is_started_for_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        calls = ["echo 1 > a", "cat a", "cd /tmp", "pwd"]
+        running = await open_engine(tmp_path, MemoryDriver())
+        rollout = await running.tasks.rollout("task", "first")
+        told = [(await ask(running, rollout, command))[0] for command in calls]
+        await abandon(running)
+        async with engine(tmp_path, driver := MemoryDriver()) as again:
+            second = await again.tasks.rollout("task", "second")
+            answers = [await ask(again, second, command) for command in calls]
+            assert [answer for answer, _ in answers] == told
+            assert {outcome for _, outcome in answers} == {Outcome.HIT}
+            assert driver.executed == []
+            second.tree.check()
+
+    asyncio.run(body())
+
+
+def test_snapshots_are_used_after_a_restart(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            for command in ("echo 1 > a", "echo 2 > b"):
+                await ask(running, rollout, command)
+        async with engine(tmp_path, driver := MemoryDriver()) as again:
+            rollout = await again.tasks.rollout("task", "first")
+            assert (await ask(again, rollout, "cat b"))[0]["stdout"] == "2\n"
+            assert driver.executed == ["cat b"], "restored, not replayed"
+
+    asyncio.run(body())
+
+
+def test_snapshots_from_before_a_reboot_are_not_trusted(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "echo 1 > a")
+        (tmp_path / "snapshots" / "boot-id").write_text("another boot")
+        async with engine(tmp_path, driver := MemoryDriver()) as again:
+            rollout = await again.tasks.rollout("task", "first")
+            assert (await ask(again, rollout, "cat a"))[0]["stdout"] == "1\n"
+            assert driver.executed == ["echo 1 > a", "cat a"], "replayed"
+
+    asyncio.run(body())
+
+
+def test_a_half_written_snapshot_is_swept_and_missed_by_nobody(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "echo 1 > a")
+        for manifest in (tmp_path / "snapshots").glob("*/manifest.json"):
+            manifest.rename(manifest.with_name("draft"))
+        async with engine(tmp_path) as again:
+            assert len(again.snapshots) == 0
+            assert [entry.name for entry in (tmp_path / "snapshots").iterdir()] == ["boot-id"]
+            rollout = await again.tasks.rollout("task", "first")
+            assert (await ask(again, rollout, "cat a"))[0]["stdout"] == "1\n"
+
+    asyncio.run(body())

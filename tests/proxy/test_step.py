@@ -1,0 +1,231 @@
+"""One call, one way: one flight, order, leaders that leave, and what never becomes a record."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from proxy.canonical import call_key
+from proxy.engine import Engine
+from proxy.forest import Outcome, Rollout
+from proxy.store import Store, StoreError
+from sandboxes.calls import ToolCall
+from sandboxes.driver import SandboxError
+from sandboxes.memory import MemoryDriver
+from tests.proxy.rig import SPEC, ask, engine, shell
+
+
+class Gate:
+    """Holds calls of one command until it is opened; counts who came."""
+
+    def __init__(self, command: str) -> None:
+        self.command, self.open, self.came = command, asyncio.Event(), asyncio.Event()
+        self.error: Exception | None = None
+
+    async def __call__(self, call: ToolCall) -> None:
+        if call.arguments.get("command") == self.command:
+            self.came.set()
+            await self.open.wait()
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise error
+
+
+async def rollouts(running: Engine, count: int) -> list[Rollout]:
+    return [await running.tasks.rollout("task", f"r{n}") for n in range(count)]
+
+
+async def settled() -> None:
+    """Let everyone who can go on do so."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_who_comes_while_a_call_runs_waits_for_that_one_execution(tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate("echo 1 > a")
+        async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
+            everyone = await rollouts(running, 20)
+            asked = [asyncio.ensure_future(ask(running, rollout, "echo 1 > a")) for rollout in everyone]
+            await gate.came.wait()
+            await settled()
+            gate.open.set()
+            outcomes = [outcome for _, outcome in await asyncio.gather(*asked)]
+            assert driver.executed == ["echo 1 > a"]
+            assert sorted(outcomes) == [Outcome.MISS] + [Outcome.WAIT] * 19
+
+    asyncio.run(body())
+
+
+def test_two_hundred_rollouts_with_the_same_calls_run_each_call_once(tmp_path: Path) -> None:
+    calls = [f"echo {n} >> log" if n % 2 else "cat log" for n in range(20)]
+
+    async def walk(running: Engine, rollout: Rollout) -> list[str]:
+        return [(await ask(running, rollout, command))[0]["stdout"] for command in calls]
+
+    async def body() -> None:
+        async with engine(tmp_path, driver := MemoryDriver()) as running:
+            answers = await asyncio.gather(*(walk(running, rollout) for rollout in await rollouts(running, 200)))
+            assert all(answer == answers[0] for answer in answers)
+            assert sorted(driver.executed) == sorted(calls)
+            assert running.counts.outcomes[Outcome.MISS] == 20
+            assert sum(running.counts.outcomes) == 4000
+
+    asyncio.run(body())
+
+
+def test_when_the_leader_fails_the_next_in_line_takes_over(tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate("echo 1 > a")
+        gate.error = SandboxError("killed by the test")
+        async with engine(tmp_path, MemoryDriver(gate)) as running:
+            leader, *others = await rollouts(running, 3)
+            led = asyncio.ensure_future(ask(running, leader, "echo 1 > a"))
+            await gate.came.wait()
+            waiting = [asyncio.ensure_future(ask(running, rollout, "echo 1 > a")) for rollout in others]
+            await settled()
+            gate.open.set()
+            with pytest.raises(SandboxError):
+                await led
+            outcomes = [outcome for _, outcome in await asyncio.gather(*waiting)]
+            assert sorted(outcomes) == [Outcome.MISS, Outcome.WAIT]
+            assert leader.node is leader.tree.root
+            assert others[0].node is others[1].node is not leader.node
+
+    asyncio.run(body())
+
+
+def test_a_leader_whose_client_leaves_neither_fails_nor_repeats_the_call(tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate("echo 1 > a")
+        async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
+            leader, other = await rollouts(running, 2)
+            led = asyncio.ensure_future(ask(running, leader, "echo 1 > a"))
+            await gate.came.wait()
+            waiting = asyncio.ensure_future(ask(running, other, "echo 1 > a"))
+            await settled()
+            led.cancel()
+            await settled()
+            gate.open.set()
+            assert (await waiting)[1] is Outcome.WAIT
+            with contextlib.suppress(asyncio.CancelledError):
+                await led
+            assert driver.executed == ["echo 1 > a"]
+            assert leader.node is other.node
+
+    asyncio.run(body())
+
+
+def test_calls_of_one_rollout_are_answered_in_the_order_they_came(tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate("echo 1 > a")
+        async with engine(tmp_path, MemoryDriver(gate)) as running:
+            first, second = await rollouts(running, 2)
+            gate.open.set()
+            await ask(running, first, "cat a")
+            gate.open.clear()
+            gate.came.clear()
+            writes = asyncio.ensure_future(ask(running, second, "echo 1 > a"))
+            await gate.came.wait()
+            # Known at the root, but this rollout has a call under way: it must not be answered from before it.
+            reads = asyncio.ensure_future(ask(running, second, "cat a"))
+            await settled()
+            assert not reads.done()
+            gate.open.set()
+            await writes
+            assert (await reads)[0]["stdout"] == "1\n"
+
+    asyncio.run(body())
+
+
+def test_a_call_whose_sandbox_dies_is_an_error_and_no_record(tmp_path: Path) -> None:
+    async def body() -> None:
+        gate = Gate("cat seed")
+        gate.error = SandboxError("killed by the test")
+        gate.open.set()
+        async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
+            (rollout,) = await rollouts(running, 1)
+            with pytest.raises(SandboxError):
+                await ask(running, rollout, "cat seed")
+            assert not rollout.tree.root.records
+            assert rollout.calls == 0
+            assert not driver.live
+            assert (await ask(running, rollout, "cat seed"))[0]["stdout"] == "seed\n"
+
+    asyncio.run(body())
+
+
+def test_what_the_store_cannot_write_is_neither_known_nor_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, driver := MemoryDriver()) as running:
+            (rollout,) = await rollouts(running, 1)
+            await ask(running, rollout, "pwd")
+
+            def full(*_: object) -> None:
+                raise StoreError("disk full")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Store, "save_record", full)
+                with pytest.raises(StoreError):
+                    await ask(running, rollout, "echo 1 > a")
+            assert rollout.node is rollout.tree.root
+            assert not driver.live, "its sandbox has gone on; nobody may be led to it"
+            assert (await ask(running, rollout, "cat a"))[0]["exit_code"] == 1
+
+    asyncio.run(body())
+
+
+def test_a_task_that_is_never_cached_runs_every_call_in_a_state_of_its_own(tmp_path: Path) -> None:
+    async def body() -> None:
+        spec = SPEC.model_copy(update={"cache": "never"})
+        async with engine(tmp_path, driver := MemoryDriver(), default_spec=spec) as running:
+            for rollout in await rollouts(running, 2):
+                answers = [await ask(running, rollout, command) for command in ("echo 1 >> a", "cat a", "cat a")]
+                assert [answer["stdout"] for answer, _ in answers] == ["", "1\n", "1\n"]
+                assert {outcome for _, outcome in answers} == {Outcome.BYPASS}
+            assert len(driver.executed) == 6
+
+    asyncio.run(body())
+
+
+def test_histories_that_reach_one_state_meet(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, driver := MemoryDriver()) as running:
+            first, second = await rollouts(running, 2)
+            for command in ("mkdir d", "cd d", "cd ..", "cat seed"):
+                await ask(running, first, command)
+            for command in ("mkdir d", "cat seed"):
+                await ask(running, second, command)
+            assert first.node is second.node
+            assert driver.executed == ["mkdir d", "cd d", "cd ..", "cat seed"]
+
+    asyncio.run(body())
+
+
+def test_a_hit_costs_the_same_at_any_depth(tmp_path: Path) -> None:
+    deep = [f"echo {n} >> log" for n in range(300)]
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            (rollout,) = await rollouts(running, 1)
+            for command in deep:
+                await ask(running, rollout, command)
+            other = await running.tasks.rollout("task", "other")
+            looked = 0
+
+            class Counting(dict[bytes, object]):
+                def get(self, key: object, default: object = None) -> object:
+                    nonlocal looked
+                    looked += 1
+                    return super().get(key, default)  # type: ignore[call-overload]
+
+            for node in rollout.tree.nodes.values():
+                node.records = Counting(node.records)  # type: ignore[assignment,arg-type]
+            for command in deep:
+                assert running.step.known(other, call_key(shell(command))) is not None
+            assert looked == len(deep), "one look into one node for each call"
+
+    asyncio.run(body())
