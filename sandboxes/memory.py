@@ -197,7 +197,8 @@ class MemorySandbox:
 
     def _file(self, call: ToolCall) -> ToolResult:
         path, state = str(call.arguments["path"]), self._state
-        missing = ToolResult(404, "application/problem+json", orjson.dumps({"title": "no such file", "status": 404}))
+        told = {"type": "about:blank", "title": "No such file", "status": 404, "detail": f"{path} does not exist"}
+        missing = ToolResult(404, "application/problem+json", orjson.dumps(told))
         if call.tool == "put":
             existed = path in state.files
             state.files[path] = call.body
@@ -255,11 +256,12 @@ class _Shell:
         if text.endswith("&"):
             self._state.jobs += 1
             return 0
-        words = [self._expand(word) for word in shlex.split(text)]
-        handler = getattr(self, f"_do_{words[0]}", None)
-        if handler is None:
-            return self._assign(words[0])
-        code: int = handler(words[1:])
+        try:
+            words = [self._expand(word) for word in shlex.split(text)]
+            handler = getattr(self, f"_do_{words[0]}", None)
+            code: int = self._assign(words[0]) if handler is None else handler(words[1:])
+        except (ValueError, IndexError):
+            return self._fail(f"syntax error in {text!r}", 2)
         return code
 
     def _expand(self, word: str) -> str:

@@ -1,0 +1,188 @@
+"""The control plane: tasks, trees, nodes, rollouts, forks, and what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.proxy.serving import Running, serving
+
+SPEC = {"driver": "memory"}
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+def get(proxy: Running, path: str, status: int = 200) -> Any:
+    answer = proxy.client.get(f"/api/v1/{path}")
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_a_task_is_put_shown_listed_and_deleted(proxy: Running) -> None:
+    spec = SPEC | {"files": {"/root/f": "text\n"}}
+    assert proxy.client.put("/api/v1/tasks/life", json=spec).status_code == 201
+    assert proxy.client.put("/api/v1/tasks/life", json=spec).status_code == 200
+    shown = get(proxy, "tasks/life")
+    assert (shown["spec"]["files"], shown["default"], shown["nodes"]) == (spec["files"], False, 1)
+    assert proxy.exec("r", "cat f", task="life").json()["stdout"] == "text\n"
+    assert "life" in [task["task"] for task in get(proxy, "tasks")]
+    assert proxy.client.delete("/api/v1/tasks/life").status_code == 204
+    get(proxy, "tasks/life", 404)
+
+
+def test_an_unknown_task_runs_on_the_default_spec(proxy: Running) -> None:
+    proxy.exec("r", "pwd", task="unknown")
+    assert get(proxy, "tasks/unknown")["default"]
+
+
+def test_another_spec_starts_another_tree_and_going_back_finds_the_first(proxy: Running) -> None:
+    one, two = SPEC | {"files": {"/root/f": "one\n"}}, SPEC | {"files": {"/root/f": "two\n"}}
+    answers = []
+    for rollout, spec in (("a", one), ("b", two), ("c", one)):
+        proxy.client.put("/api/v1/tasks/respec", json=spec)
+        answers.append(proxy.exec(rollout, "cat f", task="respec"))
+    assert [answer.json()["stdout"] for answer in answers] == ["one\n", "two\n", "one\n"]
+    assert [answer.headers["cache-status"] for answer in answers][2] == "forkpoint; hit"
+    assert proxy.exec("a", "cat f", task="respec").json()["stdout"] == "one\n", "a running rollout keeps its tree"
+
+
+def test_the_tree_shows_nodes_observations_and_who_stands_where(proxy: Running) -> None:
+    for command in ("echo 1 > f", "cat f", "false"):
+        proxy.exec("first", command, task="tree")
+    proxy.exec("second", "echo 1 > f", task="tree")
+    root, child = get(proxy, "tasks/tree/tree")["nodes"]
+    assert (root["parent"], root["call"], root["children"]) == (None, None, 1)
+    assert child["parent"] == root["id"]
+    assert child["call"]["arguments"]["command"] == "echo 1 > f"
+    assert (child["effect"], child["hits"], child["exit_code"]) == (["files"], 1, 0)
+    assert child["rollouts"] == ["first", "second"]
+    assert [(seen["call"]["arguments"]["command"], seen["exit_code"]) for seen in child["observations"]] == [
+        ("cat f", 0), ("false", 1),
+    ]  # fmt: skip
+    assert get(proxy, f"tasks/tree/tree?node={child['id']}")["nodes"] == [child]
+    assert get(proxy, "tasks/tree/tree?depth=0")["nodes"] == [root]
+    assert get(proxy, "tasks/tree/tree?limit=1")["truncated"]
+
+
+def test_a_node_shows_its_answer_and_its_snapshot(proxy: Running) -> None:
+    answer = proxy.exec("r", "echo 1 > f", task="node")
+    proxy.exec("r", "cat f", task="node")
+    shown = get(proxy, f"tasks/node/nodes/{answer.headers['x-forkpoint-node']}")
+    assert shown["answer"]["json"] == answer.json()
+    assert shown["snapshot_detail"]["kind"] == "files"
+    assert shown["snapshot_detail"] in get(proxy, "snapshots")
+    assert (shown["passes"], shown["diverged"]) == (1, "")
+
+
+def test_a_rollout_shows_its_calls_in_order_and_how_each_was_answered(proxy: Running) -> None:
+    for rollout in ("one", "two"):
+        for command in ("cd /tmp", "pwd"):
+            proxy.exec(rollout, command, task="steps")
+    shown = get(proxy, "tasks/steps/rollouts/two")
+    assert [(step["turn"], step["outcome"], step["effect"]) for step in shown["steps"]] == [
+        (0, "hit", ["session"]), (1, "hit", ["none"]),
+    ]  # fmt: skip
+    assert [step["outcome"] for step in get(proxy, "tasks/steps/rollouts/one")["steps"]] == ["miss", "miss"]
+    assert shown["base_url"].endswith("/t/steps/r/two")
+    assert [step["turn"] for step in get(proxy, "tasks/steps/rollouts/two?offset=1")["steps"]] == [1]
+
+
+def test_a_finished_rollout_frees_its_name_and_keeps_its_record(proxy: Running) -> None:
+    proxy.exec("again", "cd /tmp", task="finish")
+    assert proxy.client.delete("/api/v1/tasks/finish/rollouts/again").status_code == 204
+    assert proxy.client.delete("/api/v1/tasks/finish/rollouts/again").status_code == 404
+    assert proxy.exec("again", "pwd", task="finish").json()["stdout"] == "/root\n"
+    listed = get(proxy, "tasks/finish/rollouts")
+    assert [(entry["rollout"], entry["finished"]) for entry in listed] == [("again", True), ("again", False)]
+
+
+def test_a_fork_goes_on_where_its_source_stands_or_at_a_node(proxy: Running) -> None:
+    first = proxy.exec("source", "echo 1 > f", task="fork").headers["x-forkpoint-node"]
+    proxy.exec("source", "echo 2 > f", task="fork")
+    fork = "/api/v1/tasks/fork/rollouts/source/fork"
+    assert proxy.client.post(fork, json={"name": "here"}).status_code == 201
+    assert proxy.client.post(fork, json={"name": "there", "node": first}).json()["start"] == first
+    assert proxy.exec("here", "cat f", task="fork").json()["stdout"] == "2\n"
+    assert proxy.exec("there", "cat f", task="fork").json()["stdout"] == "1\n"
+    assert proxy.client.post(fork, json={"name": "here"}).status_code == 409
+    assert proxy.client.post(fork, json={"name": "nowhere", "node": "n99999"}).status_code == 404
+
+
+def test_what_is_forgotten_runs_again(proxy: Running) -> None:
+    node = proxy.exec("a", "echo 1 > f", task="forget").headers["x-forkpoint-node"]
+    assert proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}").status_code == 409, "a rollout stands there"
+    gone = proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}?end_rollouts=true").json()
+    assert gone == {"nodes": 1, "rollouts": ["a"]}
+    again = proxy.exec("b", "echo 1 > f", task="forget")
+    assert again.headers["cache-status"] == "forkpoint; fwd=miss; stored"
+    assert again.headers["x-forkpoint-node"] != node
+    root = get(proxy, "tasks/forget/tree")["root"]
+    assert proxy.client.delete(f"/api/v1/tasks/forget/nodes/{root}").status_code == 409
+
+
+def test_a_pin_is_kept_and_taken_back(proxy: Running) -> None:
+    node = proxy.exec("a", "echo 1 > f", task="pin").headers["x-forkpoint-node"]
+    assert proxy.client.post(f"/api/v1/tasks/pin/nodes/{node}/pin").json()["flags"] == ["pinned"]
+    assert proxy.client.post(f"/api/v1/tasks/pin/nodes/{node}/pin", json={"pinned": False}).json()["flags"] == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"driver": "nonsense"}, "there is no driver"),
+        ({"driver": "memory", "base": "/nowhere"}, "no bases"),
+        ({"driver": "memory", "limits": {"pids": 0}}, "limits.pids"),
+        ({"driver": "memory", "surprise": 1}, "surprise"),
+        ({"driver": "memory", "files": {"relative": "x"}}, "files"),
+    ],
+)
+def test_a_spec_that_cannot_be_built_is_refused_and_changes_nothing(
+    proxy: Running, spec: dict[str, Any], says: str
+) -> None:
+    refused = proxy.client.put("/api/v1/tasks/spec", json=spec)
+    assert (refused.status_code, refused.headers["content-type"]) == (422, "application/problem+json")
+    assert says in refused.json()["detail"]
+    get(proxy, "tasks/spec", 404)
+
+
+def test_a_set_up_that_fails_is_told_at_the_first_call_and_leaves_no_sandbox(proxy: Running) -> None:
+    proxy.client.put("/api/v1/tasks/broken", json=SPEC | {"setup": ["true", "cat missing"]})
+    live = len(proxy.driver.live)
+    refused = proxy.exec("a", "pwd", task="broken")
+    assert refused.status_code == 422
+    assert "cat missing" in refused.json()["detail"]
+    assert len(proxy.driver.live) == live
+
+
+@pytest.mark.parametrize("name", ["a%2Fb", ".hidden", "a b", "a%00b", "x" * 201, "%2e%2e"])
+def test_names_that_are_no_names_are_refused(proxy: Running, name: str) -> None:
+    refused = proxy.client.put(f"/api/v1/tasks/{name}", json=SPEC)
+    assert refused.status_code in (404, 422)
+    assert refused.headers["content-type"] == "application/problem+json"
+
+
+def test_health_stats_and_metrics_tell_what_happened(proxy: Running) -> None:
+    assert proxy.client.get("/healthz").json() == {"status": "ok"}
+    assert proxy.client.get("/readyz").json() == {"status": "ready"}
+    before = get(proxy, "stats")
+    for rollout in ("a", "b"):
+        proxy.exec(rollout, "echo counted", task="stats")
+    after = get(proxy, "stats")
+    assert (after["hits"] - before["hits"], after["misses"] - before["misses"]) == (1, 1)
+    assert after["saved_s"] - before["saved_s"] == pytest.approx(0.01)
+    assert after["sandboxes"].keys() <= {"idle", "leased", "freezing", "starting"}
+    page = proxy.client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert f'forkpoint_calls_total{{outcome="hit"}} {float(after["hits"])}' in page.text
+    assert get(proxy, "sandboxes")[0]["state"] == "idle"
+
+
+def test_the_openapi_description_covers_both_planes(proxy: Running) -> None:
+    paths = proxy.client.get("/openapi.json").json()["paths"]
+    for path in ("/t/{task}/r/{rollout}/shell/exec", "/e/shell/files/{path}", "/api/v1/tasks/{task}/tree", "/metrics"):
+        assert path in paths
+    assert proxy.client.get("/docs").status_code == 200
