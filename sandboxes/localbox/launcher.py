@@ -142,6 +142,9 @@ def main() -> None:
     """Serve on the descriptor, and with the directory for the host's view, that argv names."""
     driver = socket.socket(fileno=int(sys.argv[1]))
     driver.set_inheritable(False)
+    # Event loops pass on more than they are asked to; nothing of the driver's process may reach a sandbox.
+    os.closerange(3, driver.fileno())
+    os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     # The terminal's Ctrl-C is for the driver, who closes the sandboxes in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Children are reaped by the kernel; the driver watches them by their process descriptors.
