@@ -660,11 +660,11 @@ class LocalSandbox:
 async def _ended(process: int) -> None:
     """Wait until the process behind a descriptor, and with it its whole pid namespace, has ended."""
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    loop.add_reader(process, lambda: ended.done() or ended.set_result(None))
+    ended = asyncio.Event()
+    loop.add_reader(process, ended.set)
     try:
         async with asyncio.timeout(10):
-            await ended
+            await ended.wait()
     except TimeoutError:
         # Stuck in the kernel; the next open() sweeps its group.
         return

@@ -23,6 +23,7 @@ class Channel:
         self._socket = end
         self._inbox = Inbox()
         self._waiting: deque[asyncio.Future[Message]] = deque()
+        self._early: deque[Message] = deque()
         self._sending = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self.lost: str | None = None
@@ -43,6 +44,8 @@ class Channel:
 
     async def receive(self) -> Message:
         """Return the next message that nobody has asked for."""
+        if self._early:
+            return self._early.popleft()
         if self.lost is not None:
             raise ChannelLost(self.lost)
         return await self._expect()
@@ -82,11 +85,11 @@ class Channel:
             view = view[sent:]
 
     async def _writable(self) -> None:
-        ready = self._loop.create_future()
+        ready: asyncio.Future[None] = self._loop.create_future()
         fd = self._socket.fileno()
         if fd < 0:
             return
-        self._loop.add_writer(fd, lambda: ready.done() or ready.set_result(None))
+        self._loop.add_writer(fd, _wake, ready)
         try:
             # Bounded: close() may come meanwhile and would leave nobody to wake us.
             with contextlib.suppress(TimeoutError):
@@ -118,7 +121,14 @@ class Channel:
             if not future.done():
                 future.set_result(message)
                 return
-        elif "error" in message.fields:
-            self.close(str(message.fields["error"]))
+        else:
+            # It came before anybody asked: the next receive() gets it.
+            self._early.append(message)
+            return
         for fd in message.fds:
             os.close(fd)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

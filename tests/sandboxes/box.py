@@ -1,0 +1,70 @@
+"""Short words for tests that run commands in sandboxes."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from sandboxes.calls import Execution, ToolCall
+from sandboxes.driver import Driver, Sandbox
+from sandboxes.effects import Effect
+from sandboxes.local import LocalDriver
+from sandboxes.spec import EnvironmentSpec, Limits
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="checks control groups and mounts, which need root")
+
+
+class Answer:
+    """What a command answered, and what running it taught."""
+
+    def __init__(self, execution: Execution) -> None:
+        body = orjson.loads(execution.result.body)
+        self.out: str = body["stdout"]
+        self.err: str = body["stderr"]
+        self.code: int = body["exit_code"]
+        self.timed_out: bool = body["timed_out"]
+        self.truncated: bool = body["truncated"]
+        self.effect = execution.effect
+        self.state = execution.state
+
+    @property
+    def told(self) -> tuple[str, str, int, Effect]:
+        """What two equal runs must have in common."""
+        return self.out, self.err, self.code, self.effect
+
+
+async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 10.0) -> Answer:
+    arguments = {"command": command, "timeout_s": timeout_s, "session": session}
+    return Answer(await sandbox.execute(ToolCall("shell", "exec", arguments)))
+
+
+async def file(sandbox: Sandbox, tool: str, path: str, body: bytes = b"", **more: Any) -> tuple[int, bytes]:
+    result = (await sandbox.execute(ToolCall("shell", tool, {"path": path, **more}, body))).result
+    return result.status, result.body
+
+
+@asynccontextmanager
+async def opened(driver: Driver) -> AsyncIterator[Driver]:
+    await driver.open()
+    try:
+        yield driver
+    finally:
+        await driver.aclose()
+
+
+def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spec: Any) -> None:
+    """Run test on a fresh sandbox of the local driver."""
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            await test(await driver.start(EnvironmentSpec(**spec)))
+
+    asyncio.run(go())
+
+
+SMALL = Limits(memory_mb=96, pids=32, disk_mb=24, timeout_s=20)

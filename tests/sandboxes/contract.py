@@ -1,0 +1,221 @@
+"""What every driver promises, told in the few shell words that the in-memory one knows too.
+
+A driver's test module subclasses `DriverContract` and gives it a `driver` fixture.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SpecError
+from sandboxes.effects import Effect
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.box import file, opened, run
+
+Test = Callable[[Driver], Awaitable[None]]
+SPEC = EnvironmentSpec()
+
+
+def driven(driver: Driver, test: Test) -> None:
+    async def go() -> None:
+        async with opened(driver):
+            await test(driver)
+
+    asyncio.run(go())
+
+
+async def after(driver: Driver, *commands: str, spec: EnvironmentSpec = SPEC) -> Sandbox:
+    sandbox = await driver.start(spec)
+    for command in commands:
+        await run(sandbox, command)
+    return sandbox
+
+
+class DriverContract:
+    """The suite. Each test gets a driver that nobody has opened yet."""
+
+    def test_a_command_answers_with_its_output_and_exit_code(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            said = await run(sandbox, "echo hi; false")
+            assert (said.out, said.code, said.timed_out, said.truncated) == ("hi\n", 1, False, False)
+            assert (await run(sandbox, "no-such-command")).code == 127
+            assert (await run(sandbox, "exit 7")).code == 7
+
+        driven(driver, test)
+
+    def test_only_what_changes_something_has_an_effect(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "echo a > kept")
+            told = [
+                (await run(sandbox, command)).effect
+                for command in ("cat kept", "echo b > kept", "x=1", "cd /tmp", "true", "echo t > t; rm t", "exit 3")
+            ]
+            none, files, session = Effect.NONE, Effect.FILES, Effect.SESSION
+            assert told == [none, files, session, session, none, none, none]
+
+        driven(driver, test)
+
+    def test_a_session_keeps_its_directory_and_variables(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "cd /tmp", "x=5", "export y=6")
+            assert (await run(sandbox, "pwd; echo $x $y")).out == "/tmp\n5 6\n"
+
+        driven(driver, test)
+
+    def test_sessions_share_files_and_nothing_else(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "x=5; cd /tmp; echo shared > /tmp/f")
+            said = await run(sandbox, "pwd; echo $x; cat /tmp/f", session="other")
+            assert said.out == "/root\n\nshared\n"
+            assert said.effect is Effect.NONE
+
+        driven(driver, test)
+
+    def test_an_exit_ends_the_call_and_leaves_the_session_as_it_was(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "x=1", "x=2; echo made > made; exit 4")
+            assert (await run(sandbox, "echo $x; cat made")).out == "1\nmade\n"
+
+        driven(driver, test)
+
+    def test_a_restored_state_answers_as_the_frozen_one(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "echo a > a; mkdir d; cd d; x=1")
+            frozen = await sandbox.freeze()
+            await sandbox.close()
+            restored = await driver.restore(SPEC, frozen)
+            assert (await run(restored, "pwd; echo $x; cat /root/a")).out == "/root/d\n1\na\n"
+
+        driven(driver, test)
+
+    def test_a_frozen_sandbox_goes_on_and_harms_nobody(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "echo a > a")
+            first = await sandbox.freeze()
+            await run(sandbox, "echo b >> a; x=2")
+            second = await sandbox.freeze()
+            one, two = await driver.restore(SPEC, first), await driver.restore(SPEC, second)
+            await run(one, "echo c >> a")
+            assert (await run(one, "cat a; echo $x")).out == "a\nc\n\n"
+            assert (await run(two, "cat a; echo $x")).out == "a\nb\n2\n"
+            assert (await run(sandbox, "cat a")).out == "a\nb\n"
+
+        driven(driver, test)
+
+    def test_the_digest_of_a_frozen_state_is_that_of_the_call_before(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            said = await run(sandbox, "echo a > a; x=1")
+            frozen = await sandbox.freeze()
+            restored = await driver.restore(SPEC, frozen)
+            assert said.state is not None
+            assert [frozen.state, (await run(restored, "true")).state] == [said.state] * 2
+
+        driven(driver, test)
+
+    def test_other_ways_to_the_same_state_have_its_digest(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            start = (await run(await driver.start(SPEC), "true")).state
+            there_and_back = await run(await after(driver, "echo a > a"), "rm a")
+            direct = await run(await driver.start(SPEC), "echo b > b")
+            detour = await run(await after(driver, "echo c > c", "rm c", "echo a > b"), "echo b > b")
+            other = await run(await driver.start(SPEC), "echo B > b")
+            assert there_and_back.state == start
+            assert direct.state == detour.state
+            assert other.state not in {direct.state, None}
+
+        driven(driver, test)
+
+    def test_the_order_of_writing_counts_for_exact_and_not_for_content(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            one = (await run(await after(driver, "echo a > a"), "echo b > b")).state
+            two = (await run(await after(driver, "echo b > b"), "echo a > a")).state
+            assert one is not None
+            assert two is not None
+            assert one.content == two.content
+            assert one.exact != two.exact
+
+        driven(driver, test)
+
+    def test_what_still_runs_is_an_effect_without_digest_that_cannot_be_frozen(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            said = await run(sandbox, "sleep 1000 &")
+            assert said.effect is Effect.PROCESSES
+            assert said.state is None
+            with pytest.raises(NotFreezable):
+                await sandbox.freeze()
+            assert (await run(sandbox, "echo on")).out == "on\n"
+
+        driven(driver, test)
+
+    def test_files_are_put_got_and_deleted(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            assert (await file(sandbox, "put", "/tmp/f", b"one\n"))[0] == 201
+            assert (await file(sandbox, "put", "/tmp/f", b"two\n"))[0] == 204
+            assert (await run(sandbox, "cat /tmp/f")).out == "two\n"
+            assert await file(sandbox, "get", "/tmp/f") == (200, b"two\n")
+            assert (await file(sandbox, "delete", "/tmp/f"))[0] == 204
+            assert (await file(sandbox, "get", "/tmp/f"))[0] == 404
+            assert (await file(sandbox, "delete", "/tmp/f"))[0] == 404
+
+        driven(driver, test)
+
+    def test_a_spec_s_files_and_environment_are_there_from_the_start(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            spec = EnvironmentSpec(
+                files={"/tmp/given": "text\n"}, setup=("echo made > /tmp/made", "x=lost"), env={"E": "e"}
+            )
+            sandbox = await driver.start(spec)
+            said = await run(sandbox, "cat /tmp/given; cat /tmp/made; echo $E $x")
+            assert said.out.split() == ["text", "made", "e"]
+            assert said.effect is Effect.NONE
+
+        driven(driver, test)
+
+    def test_a_set_up_command_that_fails_is_the_spec_s_fault(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            with pytest.raises(SpecError):
+                await driver.start(EnvironmentSpec(setup=("false",)))
+
+        driven(driver, test)
+
+    def test_equal_specs_have_one_identity(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            assert await driver.identity(SPEC) == await driver.identity(EnvironmentSpec())
+
+        driven(driver, test)
+
+    def test_collecting_spares_what_is_kept(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            states: list[FrozenState] = []
+            for name in ("kept", "dropped"):
+                sandbox = await after(driver, f"echo {name} > f")
+                states.append(await sandbox.freeze())
+                await sandbox.close()
+            await driver.collect(states[0].parts)
+            assert (await run(await driver.restore(SPEC, states[0]), "cat f")).out == "kept\n"
+
+        driven(driver, test)
+
+    def test_closing_twice_is_closing_once(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            assert sandbox.alive
+            await sandbox.close()
+            await sandbox.close()
+            assert not sandbox.alive
+
+        driven(driver, test)
+
+    def test_sandboxes_do_not_see_one_another(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            one, two = await asyncio.gather(driver.start(SPEC), driver.start(SPEC))
+            await asyncio.gather(run(one, "echo one > /tmp/f"), run(two, "echo two > /tmp/f"))
+            said = await asyncio.gather(run(one, "cat /tmp/f"), run(two, "cat /tmp/f"))
+            assert [answer.out for answer in said] == ["one\n", "two\n"]
+
+        driven(driver, test)
