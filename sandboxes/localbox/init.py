@@ -344,6 +344,9 @@ class Init:
                     _, shell.baseline = shell.finish_dump()
                     if shell.session is None:
                         self.pristine = shell.baseline
+                    else:
+                        # These come with the command, not before: see `command_text`.
+                        shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
                     return None
                 if death in events:
                     break
