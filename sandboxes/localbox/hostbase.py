@@ -128,7 +128,8 @@ def _hide(path: Path, mask: Path) -> None:
     """Put a whiteout for a host path into the mask, and its parents as they are on the host."""
     inside = path.relative_to("/")
     for parent in reversed(inside.parents[:-1]):
-        if _is_whiteout(mask / parent):
+        # In a directory that shows nothing of the host, a whiteout would itself be seen.
+        if _is_whiteout(mask / parent) or _is_opaque(mask / parent):
             return
         if not (mask / parent).exists():
             (mask / parent).mkdir()
@@ -150,6 +151,13 @@ def _whiteout(path: Path) -> None:
 def _is_whiteout(path: Path) -> bool:
     try:
         return is_whiteout(path.lstat())
+    except OSError:
+        return False
+
+
+def _is_opaque(path: Path) -> bool:
+    try:
+        return os.getxattr(path, OPAQUE) == b"y"
     except OSError:
         return False
 

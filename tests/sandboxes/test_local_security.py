@@ -149,7 +149,7 @@ def test_file_operations_stay_inside(data_dir: Path, tmp_path: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         outside = tmp_path / "outside"
         outside.write_text("host")
-        links = f"ln -s {outside} /tmp/a; ln -s /proc/1/root{outside} /tmp/b; ln -s /proc/1/fd /tmp/c; mkfifo /tmp/fifo"
+        links = f"mkdir -p {tmp_path}; ln -s {outside} /tmp/a; ln -s /proc/1/root{outside} /tmp/b; ln -s /proc/1/fd /tmp/c; mkfifo /tmp/fifo"
         links += "; ln -s ../../../../../../etc/shadow /tmp/d; ln -s /tmp/loop /tmp/loop; mkdir /tmp/dir; ln -s /dev/zero /tmp/z"
         await run(sandbox, links)
         assert (await file(sandbox, "get", "/tmp/a"))[0] == 404
