@@ -4,6 +4,8 @@ import hashlib
 import os
 import stat
 import tarfile
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ class Bases:
         self.host_view = data_dir / "host"
         """Where the launcher, and nobody else, sees the host's root: below it, at `root`."""
         self._privileged = privileged
+        self._making = threading.Lock()
         self._hashes: dict[tuple[str, int, int], str] = {}
 
     def open(self) -> None:
@@ -41,7 +44,7 @@ class Bases:
         self.host_view.mkdir(exist_ok=True)
         for left in self._folder.glob("*.part"):
             remove_tree(left)
-        self._make("skeleton-1", lambda target: hostbase.skeleton(target))
+        self._make("skeleton-1", hostbase.skeleton)
 
     def base(self, name: str) -> Base:
         """Return the base that a spec calls name: "host", or the path of a directory or tarball.
@@ -87,15 +90,16 @@ class Bases:
         _check_bash(folder, path)
         return Base(identity, (str(folder.resolve()), self._skeleton))
 
-    def _make(self, name: str, build: object) -> Path:
+    def _make(self, name: str, build: Callable[[Path], object]) -> Path:
         """Return the directory name, built first where it is missing; whole or not at all."""
         target = self._folder / name
-        if not target.is_dir():
-            part = self._folder / f"{name}.{os.getpid()}.part"
-            remove_tree(part) if part.exists() else None
-            part.mkdir()
-            build(part)  # type: ignore[operator]
-            part.rename(target)
+        with self._making:
+            if not target.is_dir():
+                part = self._folder / f"{name}.part"
+                remove_tree(part)
+                part.mkdir()
+                build(part)
+                part.rename(target)
         return target
 
     def _file_digest(self, path: Path) -> str:

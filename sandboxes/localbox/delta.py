@@ -19,8 +19,9 @@ Signature = tuple[int, ...]
 GONE: Entry = ("-", 0)
 MAX_ENTRIES = 5_000
 MAX_HASHED_BYTES = 64 << 20
-# Within this many ns of a change, another one may leave no trace in ctime on kernels before 6.13.
-_TICK_NS = 20_000_000
+_FINE_TIMES = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 13)
+# Before Linux 6.13, another change within a tick of the last one may leave no trace in ctime.
+_TICK_NS = 0 if _FINE_TIMES else 20_000_000
 _OPAQUE = "user.overlay.opaque"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -40,7 +41,7 @@ class Roots(NamedTuple):
 def signatures(upper: int) -> dict[str, Signature]:
     """Return path -> what stat says of each entry of an upper layer: equal maps, nothing changed. 2 us an entry.
 
-    Entries changed moments ago get a signature that no later one equals.
+    Where ctime is coarse, entries changed moments ago get a signature that no later one equals.
     """
     found: dict[str, Signature] = {}
     _collect(upper, "", found, time.time_ns() - _TICK_NS)
@@ -65,7 +66,7 @@ def _collect(folder: int, prefix: str, found: dict[str, Signature], recent: int)
                     os.close(inner)
             continue
         found[path] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        if status.st_ctime_ns > recent:
+        if not _FINE_TIMES and status.st_ctime_ns > recent:
             found[path] += (time.monotonic_ns(),)
 
 

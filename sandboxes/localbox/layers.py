@@ -231,4 +231,5 @@ def remove_tree(path: Path) -> None:
             else:
                 Path(name).unlink()
 
-    shutil.rmtree(path, onerror=retry)
+    if path.is_dir():
+        shutil.rmtree(path, onerror=retry)
