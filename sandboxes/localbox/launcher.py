@@ -117,11 +117,22 @@ class Launcher:
 
 
 def _become_root_of_a_namespace() -> None:
+    """Go on as root of a new user namespace, and as pid 1 of a pid namespace that it owns.
+
+    Only in one of its own may this process come back from each sandbox's pid namespace that it makes.
+    """
     uid, gid = os.geteuid(), os.getegid()
-    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - pathlib is not loaded here
             file.write(text)
+    pid = os.fork()
+    if pid:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.closerange(3, 1 << 16)
+        os.waitpid(pid, 0)
+        os._exit(0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _show_host(place: str) -> None:
