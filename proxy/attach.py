@@ -175,7 +175,7 @@ def differs(record: Record, execution: Execution, recorded: ToolResult) -> str:
     if then is not None and now is not None:
         return "" if then.content == now.content else "it left another state"
     if (then is None) != (now is None):
-        return "it left processes only once"
+        return "only one of the two states has a digest: something lives, or too much changed, in the other"
     if execution.effect != record.effect:
         return f"its effect was {execution.effect.names}, recorded {record.effect.names}"
     same = (execution.result.status, execution.result.body) == (recorded.status, recorded.body)

@@ -162,7 +162,8 @@ class Keeper:
                 try:
                     await self.keep(sandbox, tree, node)
                 except NotFreezable as reason:
-                    log.debug("not frozen", node=node.id, reason=str(reason))
+                    # It is in the state, not in the moment: the next sandbox that stands here is not asked again.
+                    node.unfreezable = str(reason)
         except (SandboxError, OSError) as error:
             self._counts.failure("freeze")
             log.warning("freeze failed", node=node.id, error=str(error))
@@ -172,7 +173,7 @@ class Keeper:
         return sum([await driver.collect(parts) for driver in self._drivers.values()])
 
     def _wanted(self, node: Node) -> bool:
-        if node.snapshot is not None or node.detached or node.state is None:
+        if node.snapshot is not None or node.detached or node.unfreezable:
             return False
         return worth_keeping(self._describe(node, "", size_bytes=0, protected=False), cost_s=self._freeze_s)
 

@@ -20,6 +20,7 @@ class Node:
     origin: the record that first reached it; None for the root alone.
     snapshot: id of the snapshot that holds it, if one does.
     passes: how many rollouts have stepped onto it.
+    unfreezable: why no snapshot can be taken; empty while nothing is known against it.
     diverged: why its recorded state could not be rebuilt; empty while nothing is known against it.
     """
 
@@ -30,6 +31,7 @@ class Node:
     snapshot: str | None = None
     pinned: bool = False
     passes: int = 0
+    unfreezable: str = ""
     diverged: str = ""
     detached: bool = False
 

@@ -74,12 +74,13 @@ class NodeView(BaseModel):
 
 
 class NodeDetail(NodeView):
-    """A node with its answer, its snapshot, and the calls recorded at it that lead elsewhere."""
+    """A node with its answer, its snapshot (or why it has none), and the nodes that its calls lead to."""
 
     answer: AnswerView | None
     recorded_at: float | None
     passes: int
     diverged: str
+    unfreezable: str
     snapshot_detail: SnapshotView | None
     leads_to: list[str]
 
@@ -231,6 +232,7 @@ class Reader:
             recorded_at=None if origin is None else origin.recorded_at,
             passes=node.passes,
             diverged=node.diverged,
+            unfreezable=node.unfreezable,
             snapshot_detail=None if snapshot is None else snapshot_view(snapshot),
             leads_to=sorted({node_name(r.target) for r in node.records.values() if not r.observation}),
         )
