@@ -1,0 +1,82 @@
+"""README's commands do what README says."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from proxy.private import free_port
+from sandboxes.requirements import check
+
+REPOSITORY = Path(__file__).parent.parent
+README = (REPOSITORY / "README.md").read_text()
+BLOCKS = [block.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)]
+
+
+@contextmanager
+def serving(command: str, directory: Path, port: int) -> Iterator[None]:
+    """Run README's first command (without `uv sync`, which this environment has had) until the block ends."""
+    installed = Path(sys.executable).parent
+    words = command.removeprefix("uv sync && uv run ").split()
+    environment = os.environ | {"FORKPOINT_PORT": str(port), "PATH": f"{installed}:{os.environ['PATH']}"}
+    process = subprocess.Popen(words, cwd=directory, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(300):
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/readyz").raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(0.05)
+        yield
+    finally:
+        process.terminate()
+        # Having closed everything, it ends by the signal that it was sent.
+        assert process.wait(30) == -signal.SIGTERM
+
+
+def test_the_first_two_commands_run_the_proxy_and_the_tests_and_ci_uses_them() -> None:
+    assert BLOCKS[:2] == ["uv sync && uv run forkpoint serve", "uv run pytest"]
+    ci = (REPOSITORY / ".ci" / "run").read_text()
+    assert "\nuv run pytest\n" in ci
+    assert "\nuv sync" in ci
+
+
+def test_a_second_rollout_is_answered_from_the_tree_as_shown(tmp_path: Path) -> None:
+    missing = [need for need in check(tmp_path / "check") if need.required and not need.ok]
+    if missing:
+        pytest.skip(f"this machine cannot run sandboxes: {missing[0].name}: {missing[0].detail}")
+    port = free_port()
+    with serving(BLOCKS[0], tmp_path, port):
+        answers = []
+        for line in BLOCKS[2].splitlines():
+            start = time.monotonic()
+            command = line.replace(":8700/", f":{port}/")
+            answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+            answers.append((answer, time.monotonic() - start))
+        (first, first_s), (second, second_s), (third, _) = answers
+        assert "forkpoint; fwd=miss; stored" in first
+        assert "forkpoint; hit" in second
+        assert first.split("\n\n")[-1] == second.split("\n\n")[-1], "the same answer, date and all"
+        assert first_s > 2 > second_s
+        assert '"stdout":"built\\n"' in third
+        shown = subprocess.run(
+            [Path(sys.executable).parent / "forkpoint", "tree", "demo", "--url", f"http://127.0.0.1:{port}"],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        for told in ("n1 start", "n2 sleep 2; echo built > app; date", "files", "1 hit", "cat app", "1, 2"):
+            assert told in shown
+
+
+@pytest.mark.parametrize("page", sorted(REPOSITORY.glob("*.md")) + sorted(REPOSITORY.glob("docs/**/*.md")), ids=str)
+def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
