@@ -57,15 +57,19 @@ class Attach:
         self._pool.roster.stand(slot, node)
 
     async def _bring(self, rollout: Rollout, node: Node, timing: Timing) -> Slot:
-        avoid: set[Node] = set()
+        failed: dict[Node, SandboxError] = {}
         while True:
             plan = plan_restore(
-                node, standing=lambda at: self._standing(at, rollout) is not None, costs=self._keeper.costs, avoid=avoid
+                node,
+                standing=lambda at: self._standing(at, rollout) is not None,
+                costs=self._keeper.costs,
+                avoid=failed,
             )
             if plan is None:
-                raise self._lost(rollout.tree, node)
+                # A snapshot that only the machine stood in the way of is no lost state.
+                raise next(iter(failed.values()), None) or self._lost(rollout.tree, node)
             with timing.measure("restore_s"):
-                slot = await self._acquire(plan, rollout, avoid)
+                slot = await self._acquire(plan, rollout, failed)
             if slot is None:
                 continue
             with timing.measure("replay_s"):
@@ -76,17 +80,17 @@ class Attach:
         # A state that lives in one sandbox only is left to its rollout: taking it could make it unreachable.
         return self._pool.roster.standing(node, rollout.id, shared=node.snapshot is not None or node.origin is None)
 
-    async def _acquire(self, plan: RestorePlan, rollout: Rollout, avoid: set[Node]) -> Slot | None:
+    async def _acquire(self, plan: RestorePlan, rollout: Rollout, failed: dict[Node, SandboxError]) -> Slot | None:
         """Return a sandbox at the plan's start; None where the plan no longer holds and another must be made."""
         if plan.way is Way.STANDING:
             slot = self._standing(plan.start, rollout)
             assert slot is not None
             return slot if await self._pool.take(slot, plan.start, rollout.id) else None
         if plan.way is Way.SNAPSHOT:
-            return await self._restore(plan.start, rollout, avoid)
+            return await self._restore(plan.start, rollout, failed)
         return await self._start(rollout)
 
-    async def _restore(self, node: Node, rollout: Rollout, avoid: set[Node]) -> Slot | None:
+    async def _restore(self, node: Node, rollout: Rollout, failed: dict[Node, SandboxError]) -> Slot | None:
         spec = rollout.tree.spec
         driver = self._drivers[spec.driver]
         start = time.perf_counter()
@@ -94,10 +98,13 @@ class Attach:
             with self._keeper.leased(node) as frozen:
                 slot = await self._pool.start(lambda: driver.restore(spec, frozen), node, rollout.id)
         except SandboxError as error:
-            avoid.add(node)
             self._counts.failure("restore")
             log.warning("restore failed", node=node.id, error=str(error))
-            if self._keeper.failed(node) or len(avoid) > 1:
+            self._keeper.failed(node, error)
+            if node.snapshot is not None:
+                failed[node] = error
+            # Two in a row: it is the machine. Whoever asks again finds it better, or the snapshots dropped.
+            if len(failed) > 1:
                 raise
             return None
         self._counts.restores += 1

@@ -2,16 +2,17 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import structlog
 
 from proxy.counts import Counts
-from proxy.plan import Costs, plan_restore
+from proxy.plan import Costs, RestorePlan, plan_restore
 from proxy.store import Store
 from proxy.tree import Node, Tree
-from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SandboxError
+from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SandboxError, StateGone
 from sandboxes.pool import Pool
 from sandboxes.roster import Slot
 from snapshots.policy import FREEZE_S, Prospect, victims, worth_keeping
@@ -40,7 +41,7 @@ class Keeper:
         self._snapshots, self._drivers, self._pool, self._store = snapshots, drivers, pool, store
         self._counts, self._budget_bytes = counts, budget_bytes
         self._freezes: set[asyncio.Task[None]] = set()
-        self._failures: dict[str, int] = {}
+        self._failures: Counter[str] = Counter()
         self._freeze_s = FREEZE_S
         self.used_bytes = 0
         self.costs = Costs()
@@ -56,13 +57,12 @@ class Keeper:
         self._freezes.add(freeze)
         freeze.add_done_callback(self._freezes.discard)
 
-    async def keep(self, sandbox: Sandbox, tree: Tree, node: Node) -> Snapshot:
-        """Freeze what sandbox holds as the snapshot of node, where it stands.
+    async def keep(self, sandbox: Sandbox, tree: Tree, node: Node) -> None:
+        """Freeze what sandbox holds as the snapshot of node, where it stands. One that cannot be written is done without.
 
         Raises:
             NotFreezable: processes live.
-            SandboxError: the sandbox failed.
-            OSError: the snapshot could not be written.
+            SandboxError, OSError: the sandbox failed.
         """
         start = time.perf_counter()
         frozen = await sandbox.freeze()
@@ -71,28 +71,35 @@ class Keeper:
         if node is tree.root and node.state is None:
             tree.know_root(frozen.state)
             self._store.save_node(node)
-        snapshot = self._snapshots.save(frozen, tree=tree.id, node=node.id, cost_s=cost_s)
+        try:
+            # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
+        save = self._snapshots.save
+        snapshot = await asyncio.to_thread(save, frozen, tree=tree.id, node=node.id, cost_s=cost_s)
+        except OSError as error:
+            self._freeze_failed(node, error)
+            return
         self.used_bytes += snapshot.size_bytes
         self._counts.snapshots += 1
         if node.detached or node.snapshot is not None:
             self._snapshots.drop(snapshot)
         else:
             node.snapshot = snapshot.id
-        return snapshot
 
     @contextmanager
     def leased(self, node: Node) -> Iterator[FrozenState]:
         """Lend node's snapshot; it is not evicted meanwhile.
 
         Raises:
-            SandboxError: its files are gone. The node has no snapshot any more.
+            StateGone: its files are gone or damaged.
+            SandboxError: they cannot be read now.
         """
         snapshot = self._snapshots.get(node.snapshot)
         assert snapshot is not None
         try:
             frozen = self._snapshots.load(snapshot)
-        except (OSError, ValueError) as error:
-            self.drop(node)
+        except (FileNotFoundError, ValueError) as error:
+            raise StateGone(f"the snapshot of n{node.id} is damaged: {error}") from error
+        except OSError as error:
             raise SandboxError(f"the snapshot of n{node.id} cannot be read: {error}") from error
         snapshot.leases += 1
         snapshot.uses += 1
@@ -101,21 +108,25 @@ class Keeper:
         finally:
             snapshot.leases -= 1
 
-    def failed(self, node: Node) -> bool:
-        """Note that a restore of node's snapshot failed; the second time it is dropped. Return whether it was."""
-        name = node.snapshot or ""
-        self._failures[name] = self._failures.get(name, 0) + 1
-        if self._failures[name] > 1:
-            del self._failures[name]
+    def failed(self, node: Node, error: SandboxError) -> None:
+        """Note that a restore of node's snapshot failed.
+
+        It is dropped if it is gone, and at its second failure if another way leads to node: where none does, a machine
+        that recovers brings it back.
+        """
+        if node.snapshot is None:
+            return
+        self._failures[node.snapshot] += 1
+        again = self._failures[node.snapshot] > 1
+        if isinstance(error, StateGone) or (again and self._way_without(node) is not None):
             self.drop(node)
-            return True
-        return False
 
     def drop(self, node: Node) -> None:
         """Give node's snapshot up."""
         snapshot = self._snapshots.get(node.snapshot)
         node.snapshot = None
         if snapshot is not None:
+            self._failures.pop(snapshot.id, None)
             self._snapshots.drop(snapshot)
 
     def reattach(self, tree: Tree) -> None:
@@ -165,8 +176,11 @@ class Keeper:
                     # It is in the state, not in the moment: the next sandbox that stands here is not asked again.
                     node.unfreezable = str(reason)
         except (SandboxError, OSError) as error:
-            self._counts.failure("freeze")
-            log.warning("freeze failed", node=node.id, error=str(error))
+            self._freeze_failed(node, error)
+
+    def _freeze_failed(self, node: Node, error: Exception) -> None:
+        self._counts.failure("freeze")
+        log.warning("freeze failed", node=node.id, error=str(error))
 
     async def _collect(self) -> int:
         parts = [part for snapshot in self._snapshots for part in snapshot.parts]
@@ -185,7 +199,7 @@ class Keeper:
         return self._describe(node, snapshot.id, size_bytes=snapshot.size_bytes, protected=protected)
 
     def _describe(self, node: Node, name: str, *, size_bytes: int, protected: bool) -> Prospect:
-        without = plan_restore(node, standing=lambda _: False, costs=self.costs, avoid=(node,))
+        without = self._way_without(node)
         return Prospect(
             name,
             replay_s=without.cost_s if without is not None else 0.0,
@@ -195,6 +209,10 @@ class Keeper:
             reproducible=without is not None,
             protected=protected,
         )
+
+    def _way_without(self, node: Node) -> RestorePlan | None:
+        """Return how to get to node without its own snapshot and without luck; None where that is the only way."""
+        return plan_restore(node, standing=lambda _: False, costs=self.costs, avoid=(node,))
 
     def _evict(self, name: str, find: FindNode) -> None:
         snapshot = self._snapshots.get(name)

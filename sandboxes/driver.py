@@ -13,6 +13,10 @@ class SandboxError(RuntimeError):
     """The sandbox or the machine under it failed, not the tool: answered as an error, never recorded."""
 
 
+class StateGone(SandboxError):
+    """What a frozen state holds is gone or damaged: no later attempt will restore it."""
+
+
 class SpecError(ValueError):
     """The environment spec cannot be built: a base that is not there, a set-up command that fails."""
 
@@ -105,7 +109,8 @@ class Driver(Protocol):
         """Start a new sandbox at frozen, a state of a sandbox of the same spec. Never harms the source.
 
         Raises:
-            SandboxError: the machine failed, or what frozen holds is gone.
+            StateGone: what frozen holds is gone or damaged.
+            SandboxError: the machine failed; a later attempt may not.
         """
         ...
 

@@ -114,8 +114,8 @@ class MemoryDriver:
         return self._adopt(spec, _State.from_json(frozen.payload))
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Frozen states hold all they need; there is nothing else to delete."""
-        return len(list(keep))
+        """Frozen states hold all they need, so nothing is deleted; a part's name ends with its bytes."""
+        return sum(int(part.rpartition("-")[2]) for part in set(keep))
 
     async def aclose(self) -> None:
         for sandbox in list(self.live.values()):
@@ -168,7 +168,9 @@ class MemorySandbox:
         if self._state.jobs:
             raise NotFreezable(f"{self._state.jobs} processes live")
         payload = self._state.to_json()
-        return FrozenState("memory", "files", payload, len(_canonical(payload)), self._state.digest())
+        data = _canonical(payload)
+        parts = (f"{blake2b(data, digest_size=16).hexdigest()}-{len(data)}",)
+        return FrozenState("memory", "files", payload, len(data), self._state.digest(), parts)
 
     async def close(self) -> None:
         self.kill()

@@ -26,6 +26,7 @@ class Pool:
         self._budget, self._patience_s = budget, patience_s
         self._changed = asyncio.Condition()
         self._starts = asyncio.Semaphore(starts)
+        self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable, owner: int) -> Slot:
         """Make a sandbox that stands at place and lease it to owner; give up an idle one where the budget asks for it.
@@ -88,6 +89,8 @@ class Pool:
         if slot.state is State.CLOSED:
             return
         self.roster.happen(slot, Event.CLOSE)
+        # It lives until it has ended: the budget holds for the machine, not for the roster.
+        self._closing += 1
         closing = asyncio.ensure_future(self._close(slot))
         try:
             await asyncio.shield(closing)
@@ -115,14 +118,17 @@ class Pool:
         return await self.close_where(old.__contains__)
 
     async def _close(self, slot: Slot) -> None:
-        if slot.sandbox is not None:
-            await slot.sandbox.close()
-        await self._notify()
+        try:
+            if slot.sandbox is not None:
+                await slot.sandbox.close()
+        finally:
+            self._closing -= 1
+            await self._notify()
 
     async def _room(self, owner: int) -> Slot:
         try:
             async with asyncio.timeout(self._patience_s):
-                while len(self.roster) >= self._budget:
+                while len(self.roster) + self._closing >= self._budget:
                     victim = self.roster.victim()
                     if victim is not None:
                         await self.close(victim)

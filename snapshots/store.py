@@ -25,7 +25,9 @@ class SnapshotStore:
         self._snapshots: dict[str, Snapshot] = {}
 
     def open(self) -> int:
-        """Read back what is there; sweep what was half written and what a reboot made doubtful. Return how many stay.
+        """Read back what is there; sweep what is half written or damaged, and what a reboot made doubtful.
+
+        Return how many stay.
 
         Layers are written without waiting for the disk, so after the machine itself went down they cannot be trusted:
         a lost snapshot costs time, a damaged one a wrong answer.
@@ -36,12 +38,11 @@ class SnapshotStore:
         for entry in sorted(self._directory.iterdir()):
             if entry == mark:
                 continue
-            manifest = entry / _MANIFEST
-            if rebooted or not manifest.is_file():
+            snapshot = None if rebooted else _read(entry)
+            if snapshot is None:
                 shutil.rmtree(entry, ignore_errors=True)
-                continue
-            snapshot = _snapshot(entry.name, orjson.loads(manifest.read_bytes()))
-            self._snapshots[snapshot.id] = snapshot
+            else:
+                self._snapshots[snapshot.id] = snapshot
         mark.write_text(boot)
         return len(self._snapshots)
 
@@ -82,7 +83,8 @@ class SnapshotStore:
         """Read what a driver needs to restore snapshot. Blocking.
 
         Raises:
-            OSError: it is gone.
+            FileNotFoundError, ValueError: it is gone or damaged.
+            OSError: the machine cannot read it now.
         """
         directory = self._directory / snapshot.id
         manifest = orjson.loads((directory / _MANIFEST).read_bytes())
@@ -107,6 +109,14 @@ class SnapshotStore:
 
     def __len__(self) -> int:
         return len(self._snapshots)
+
+
+def _read(directory: Path) -> Snapshot | None:
+    """Return the snapshot in directory; None where it is half written or damaged."""
+    try:
+        return _snapshot(directory.name, orjson.loads((directory / _MANIFEST).read_bytes()))
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
