@@ -16,9 +16,10 @@ import orjson
 
 from sandboxes.calls import ToolCall
 from sandboxes.driver import SandboxError, SpecError
-from sandboxes.local import RESERVE_BYTES, LocalDriver
+from sandboxes.local import LocalDriver
 from sandboxes.localbox import kernel
 from sandboxes.localbox.cgroup import Cgroups
+from sandboxes.localbox.sandbox import RESERVE_BYTES
 from sandboxes.spec import EnvironmentSpec
 
 OLDEST_KERNEL = (6, 5)
@@ -65,7 +66,9 @@ def _platform() -> Iterator[Requirement]:
 def _namespaces() -> Requirement:
     name = "namespaces"
     if os.geteuid() == 0:
-        return _try_in_child(name, kernel.CLONE_NEWNS, "root", "Run the container that Forkpoint is in with --privileged.")
+        return _try_in_child(
+            name, kernel.CLONE_NEWNS, "root", "Run the container that Forkpoint is in with --privileged."
+        )
     remedy = "Run as root, or allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu also "
     remedy += "kernel.apparmor_restrict_unprivileged_userns=0."
     return _try_in_child(name, kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS, "unprivileged, in a user namespace", remedy)
@@ -97,7 +100,9 @@ def _cgroups() -> Requirement:
     ok = groups.writable
     groups.close()
     if ok:
-        return Requirement("control groups", True, f"version {groups.version}: memory and pids are limited", "", required=False)
+        return Requirement(
+            "control groups", True, f"version {groups.version}: memory and pids are limited", "", required=False
+        )
     detail = f"{groups.problem}; limits hold for each process (memory) and user (pids) instead of each sandbox"
     remedy = "Run as root, or as a service whose groups are delegated: systemd-run --user --scope -p Delegate=yes …"
     return Requirement("control groups", False, detail, remedy, required=False)
@@ -106,7 +111,7 @@ def _cgroups() -> Requirement:
 def _descriptors() -> Requirement:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     sandboxes = hard // DESCRIPTORS_PER_SANDBOX
-    ok = sandboxes >= 200  # noqa: PLR2004 - what one training step asks for
+    ok = sandboxes >= 200
     remedy = "Raise it: ulimit -Hn 65536, or LimitNOFILE= of the service."
     return Requirement("descriptors", ok, f"{soft} (at most {hard}): {sandboxes} sandboxes", remedy, required=False)
 

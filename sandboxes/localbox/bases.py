@@ -55,7 +55,9 @@ class Bases:
         try:
             return self._host() if name == "host" else self._named(Path(name))
         except (OSError, tarfile.TarError) as error:
-            raise SpecError(f"base {name!r} cannot be used: {error}. Name a directory or tarball that this proxy can read.") from error
+            raise SpecError(
+                f"base {name!r} cannot be used: {error}. Name a directory or tarball that this proxy can read."
+            ) from error
 
     def archive_identity(self, source: Path) -> str:
         """Return a digest of a directory's or tarball's content.
@@ -66,7 +68,9 @@ class Bases:
         try:
             return _walk_digest(source) if source.is_dir() else self._file_digest(source)
         except OSError as error:
-            raise SpecError(f"archive {str(source)!r} cannot be read: {error.strerror}. Name a tarball or directory.") from error
+            raise SpecError(
+                f"archive {str(source)!r} cannot be read: {error.strerror}. Name a tarball or directory."
+            ) from error
 
     def _host(self) -> Base:
         identity = hashlib.blake2b(hostbase.fingerprint() + str(self._data).encode(), digest_size=16).hexdigest()

@@ -34,7 +34,7 @@ class Cgroups:
                 parent = root / self.name
                 parent.mkdir(exist_ok=True)
                 self.parents[kind] = parent
-                if self.version == 2:  # noqa: PLR2004
+                if self.version == 2:
                     _enable(root)
                     _enable(parent)
                     self.parents = {MEMORY: parent, PIDS: parent}
@@ -124,7 +124,7 @@ def _find() -> tuple[int, dict[str, Path]] | None:
             own[kind] = path
     mounts = _mounts()
     version_1 = {kind: mounts[kind] for kind in (MEMORY, PIDS) if kind in mounts and kind in own}
-    if len(version_1) == 2:  # noqa: PLR2004
+    if len(version_1) == 2:
         return 1, {kind: _below(root, own[kind]) for kind, root in version_1.items()}
     if "" in mounts and "" in own:
         group = _below(mounts[""], own[""])

@@ -139,5 +139,5 @@ def _drop_bounding(capability: int) -> None:
         kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
     except OSError as error:
         # EINVAL: this kernel does not know the capability.
-        if error.errno != 22:  # noqa: PLR2004
+        if error.errno != 22:
             raise

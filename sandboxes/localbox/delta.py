@@ -133,9 +133,7 @@ class _Walk:
                 if name not in names:
                     self._set(prefix + name, GONE)
 
-    def _entry(
-        self, path: str, entry: os.DirEntry[str], upper: int, lower: int | None, root: int | None
-    ) -> None:
+    def _entry(self, path: str, entry: os.DirEntry[str], upper: int, lower: int | None, root: int | None) -> None:
         status = entry.stat(follow_symlinks=False)
         before = _lstat(entry.name, root)
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
@@ -186,9 +184,7 @@ class _Walk:
             for known in [known for known in self.delta if known.startswith(path + "/")]:
                 del self.delta[known]
 
-    def _same(
-        self, name: str, now: os.stat_result, before: os.stat_result, upper: int, root: int | None
-    ) -> bool:
+    def _same(self, name: str, now: os.stat_result, before: os.stat_result, upper: int, root: int | None) -> bool:
         facts = ("st_mode", "st_uid", "st_gid", "st_size", "st_mtime_ns")
         if root is None or any(getattr(now, fact) != getattr(before, fact) for fact in facts):
             return False
@@ -225,7 +221,7 @@ def _lstat(name: str, folder: int | None) -> os.stat_result | None:
     if folder is None:
         return None
     try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False)  # noqa: PTH116
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
         return None
 

@@ -16,7 +16,17 @@ from sandboxes.localbox.layers import OPAQUE, is_whiteout
 VISIBLE = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt")
 """Top folders that a sandbox sees. In `SEARCHED` ones, what not everybody may read is hidden: keys, shadow, sudoers."""
 SEARCHED = ("etc", "opt", "usr/local", "usr/etc", "usr/share")
-VISIBLE_STATE = ("dpkg", "python", "ucf", "sgml-base", "xml-core", "ghostscript", "dictionaries-common", "aspell", "git")
+VISIBLE_STATE = (
+    "dpkg",
+    "python",
+    "ucf",
+    "sgml-base",
+    "xml-core",
+    "ghostscript",
+    "dictionaries-common",
+    "aspell",
+    "git",
+)
 """Of /var/lib: what installed software looks up there."""
 BOUND = ("/usr", "/opt", "/var/lib/dpkg")
 _EMPTY = {"proc": 0o555, "dev": 0o755, "sys": 0o555, "root": 0o700, "home": 0o755, "run": 0o755, "run/shm": 0o1777}
@@ -47,7 +57,9 @@ def fingerprint(root: Path = Path("/")) -> bytes:
             status = path.lstat()
         except OSError:
             continue
-        digest.update(f"{path}\0{status.st_mtime_ns}\0{status.st_size}\0{status.st_mode}\0".encode(errors="surrogateescape"))
+        digest.update(
+            f"{path}\0{status.st_mtime_ns}\0{status.st_size}\0{status.st_mode}\0".encode(errors="surrogateescape")
+        )
     for name in ("etc/os-release", "usr/lib/os-release"):
         if (root / name).is_file():
             digest.update((root / name).read_bytes())
@@ -113,7 +125,7 @@ def _mask_unreadable(host: Path, target: Path, mask: Path) -> None:
     for folder, names, files in os.walk(host):
         for name in [*names]:
             status = (Path(folder) / name).lstat()
-            if not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o005 != 0o005:  # noqa: PLR2004
+            if not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o005 != 0o005:
                 _hide(Path(folder) / name, mask)
                 names.remove(name)
         for name in files:
@@ -200,5 +212,5 @@ def _everybody_reads(path: Path) -> bool:
     if stat.S_ISLNK(mode):
         return True
     if stat.S_ISDIR(mode):
-        return mode & 0o005 == 0o005 and os.access(path, os.R_OK | os.X_OK)  # noqa: PLR2004
+        return mode & 0o005 == 0o005 and os.access(path, os.R_OK | os.X_OK)
     return stat.S_ISREG(mode) and bool(mode & 0o004) and os.access(path, os.R_OK)

@@ -92,7 +92,9 @@ class Init:
         self.sessions: dict[str, Session] = fields["sessions"]
         self.pristine: Session | None = fields["pristine"]
         told = fields["delta"]
-        self.base: delta.Delta | None = None if told is None else {path: (what, at) for path, (what, at) in told.items()}
+        self.base: delta.Delta | None = (
+            None if told is None else {path: (what, at) for path, (what, at) in told.items()}
+        )
         self.delta = self.base
         self.signatures: dict[str, delta.Signature] = {}
         self.alive: frozenset[Any] = frozenset()
@@ -222,7 +224,9 @@ class Init:
             self.ended |= processes.kill_except(spared, first=shell.pid)
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             if ending == "disk":
-                notes = f"\n[forkpoint: killed: the sandbox may hold {self.disk_bytes >> 20} MB of new files]\n".encode()
+                notes = (
+                    f"\n[forkpoint: killed: the sandbox may hold {self.disk_bytes >> 20} MB of new files]\n".encode()
+                )
         for output in (shell.out, shell.err):
             output.drain(self.output_bytes)
         (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()

@@ -114,7 +114,7 @@ def seccomp(program: bytes) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012 - ctypes reads it
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
     description = Program(len(program) // 8, ctypes.addressof(buffer))
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(description))

@@ -65,7 +65,9 @@ def _fill_dev(nodes: dict[str, int]) -> None:
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(major, minor))
             os.chmod(path, 0o666)  # noqa: PTH101 - pathlib is not loaded in pid 1
     os.mkdir("dev/pts")  # noqa: PTH102
-    kernel.mount("devpts", "dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    kernel.mount(
+        "devpts", "dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620"
+    )
     for name, target in {**_LINKS, "shm": SHARED_MEMORY}.items():
         os.symlink(target, f"dev/{name}")  # noqa: PTH211
     # Read-only from here on: nothing that a call leaves may live outside the overlay.

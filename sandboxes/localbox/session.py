@@ -45,17 +45,77 @@ START = '. /proc/self/fd/29 2>/dev/null; \\builtin eval "$(</proc/self/fd/30)"'
 _FIELDS = 13
 _READY = "\\builtin printf '0\\0' >&33"
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
-_DEFAULT_SHOPTS = (
-    "checkwinsize cmdhist complete_fullquote expand_aliases extquote force_fignore globasciiranges globskipdots "
-    "hostcomplete interactive_comments patsub_replacement progcomp promptvars sourcepath"
-).split()
+_DEFAULT_SHOPTS = [
+    "checkwinsize",
+    "cmdhist",
+    "complete_fullquote",
+    "expand_aliases",
+    "extquote",
+    "force_fignore",
+    "globasciiranges",
+    "globskipdots",
+    "hostcomplete",
+    "interactive_comments",
+    "patsub_replacement",
+    "progcomp",
+    "promptvars",
+    "sourcepath",
+]
 _VOLATILE = frozenset(
-    "BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_EXECUTION_STRING "
-    "BASH_LINENO BASH_MONOSECONDS BASH_REMATCH BASH_SOURCE BASH_SUBSHELL BASH_TRAPSIG BASH_VERSINFO BASH_VERSION "
-    "COMP_WORDBREAKS DIRSTACK EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD LINENO PIPESTATUS PPID RANDOM "
-    "SECONDS SHELLOPTS SRANDOM UID _ __forkpoint".split()
+    [
+        "BASH",
+        "BASHOPTS",
+        "BASHPID",
+        "BASH_ALIASES",
+        "BASH_ARGC",
+        "BASH_ARGV",
+        "BASH_ARGV0",
+        "BASH_CMDS",
+        "BASH_COMMAND",
+        "BASH_EXECUTION_STRING",
+        "BASH_LINENO",
+        "BASH_MONOSECONDS",
+        "BASH_REMATCH",
+        "BASH_SOURCE",
+        "BASH_SUBSHELL",
+        "BASH_TRAPSIG",
+        "BASH_VERSINFO",
+        "BASH_VERSION",
+        "COMP_WORDBREAKS",
+        "DIRSTACK",
+        "EPOCHREALTIME",
+        "EPOCHSECONDS",
+        "EUID",
+        "FUNCNAME",
+        "GROUPS",
+        "HISTCMD",
+        "LINENO",
+        "PIPESTATUS",
+        "PPID",
+        "RANDOM",
+        "SECONDS",
+        "SHELLOPTS",
+        "SRANDOM",
+        "UID",
+        "_",
+        "__forkpoint",
+    ]
 )
-_BORN_WITH = "HOSTNAME HOSTTYPE IFS MACHTYPE OLDPWD OPTERR OPTIND OSTYPE PATH PS4 PWD SHLVL TERM".split()
+_BORN_WITH = [
+    "HOSTNAME",
+    "HOSTTYPE",
+    "IFS",
+    "MACHTYPE",
+    "OLDPWD",
+    "OPTERR",
+    "OPTIND",
+    "OSTYPE",
+    "PATH",
+    "PS4",
+    "PWD",
+    "SHLVL",
+    "TERM",
+]
 _DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 

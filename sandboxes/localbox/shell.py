@@ -193,4 +193,3 @@ def reserve_descriptors() -> None:
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     while fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, 3) < sessions.DUMP_FD + 1:
         pass
-

@@ -99,7 +99,9 @@ def test_nothing_of_the_host_s_environment_comes_in(data_dir: Path, monkeypatch:
 
 def test_host_processes_are_out_of_reach(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        said = await run(sandbox, f"kill -9 {os.getpid()}; ls /proc | grep -c '^[0-9]'; kill -9 1; kill -TERM 1; echo on")
+        said = await run(
+            sandbox, f"kill -9 {os.getpid()}; ls /proc | grep -c '^[0-9]'; kill -9 1; kill -TERM 1; echo on"
+        )
         assert said.out.splitlines()[-1] == "on"
         assert int(said.out.splitlines()[0]) < 10
         assert sandbox.alive
@@ -136,7 +138,9 @@ def test_a_disk_filler_is_stopped(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         said = await run(sandbox, "head -c 100M /dev/zero > /tmp/big; stat -c %s /tmp/big")
         assert int(said.out) <= 24 << 20
-        said = await run(sandbox, "rm /tmp/big; for i in $(seq 50); do head -c 8M /dev/zero > /tmp/f$i; sleep 0.02; done")
+        said = await run(
+            sandbox, "rm /tmp/big; for i in $(seq 50); do head -c 8M /dev/zero > /tmp/f$i; sleep 0.02; done"
+        )
         assert said.code == 137
         assert "killed: the sandbox may hold 24 MB" in said.err
         assert (await run(sandbox, "rm -f /tmp/f*; echo room")).out == "room\n"
@@ -179,7 +183,9 @@ def test_file_operations_stay_inside(data_dir: Path, tmp_path: Path) -> None:
 
 
 def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
-    before = {name: len(os.listdir(name)) for name in ("/", "/etc", "/usr/bin", "/root" if os.geteuid() == 0 else "/usr")}
+    before = {
+        name: len(os.listdir(name)) for name in ("/", "/etc", "/usr/bin", "/root" if os.geteuid() == 0 else "/usr")
+    }
 
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:

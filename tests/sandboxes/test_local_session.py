@@ -12,12 +12,12 @@ from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, opened, run
 
 KEPT = [
-    ("a=(1 'two words' $'new\\nline')", "declare -p a", "declare -a a=([0]=\"1\" [1]=\"two words\" [2]=$'new\\nline')\n"),
+    ("a=(1 'two words' $'new\\nline')", "declare -p a", 'declare -a a=([0]="1" [1]="two words" [2]=$\'new\\nline\')\n'),
     ("declare -A m=([k]=v ['a b']='$(x)`y`')", 'echo "${m[k]}|${m[a b]}"', "v|$(x)`y`\n"),
     ("declare -r fixed=1; declare -i n=3", "n+=4; echo $fixed $n; fixed=2", "1 7\n"),
     ("export E=exported", "env | grep ^E=", "E=exported\n"),
     ("unset HOME LANG", 'echo "[${HOME-none}${LANG-none}]"', "[nonenone]\n"),
-    ("f() { echo \"f $1\"; cat <<X\nhere $1\nX\n}", "f 2", "f 2\nhere 2\n"),
+    ('f() { echo "f $1"; cat <<X\nhere $1\nX\n}', "f 2", "f 2\nhere 2\n"),
     ("g() { echo exported-g; }; export -f g", "bash -c g", "exported-g\n"),
     ("alias ll='echo alias'", "ll x", "alias x\n"),
     ("shopt -s nullglob extglob", "echo /nothing*; [[ ab == +(a|b) ]] && echo ext", "\next\n"),
@@ -91,7 +91,11 @@ def test_what_ends_the_shell_ends_the_call_only(data_dir: Path) -> None:
 def test_a_call_that_takes_too_long_is_killed_with_all_it_started(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "x=1")
-        for command in ("echo begun; sleep 60", "echo begun; while :; do :; done", "echo begun; (setsid sleep 60 &) ; sleep 60"):
+        for command in (
+            "echo begun; sleep 60",
+            "echo begun; while :; do :; done",
+            "echo begun; (setsid sleep 60 &) ; sleep 60",
+        ):
             said = await run(sandbox, command, timeout_s=0.3)
             assert (said.timed_out, said.code, said.out) == (True, 124, "begun\n")
             assert "Killed" not in said.err
@@ -111,7 +115,9 @@ def test_background_processes_live_until_they_end(data_dir: Path) -> None:
         killed = await run(sandbox, "sleep 60", timeout_s=0.2)
         assert killed.timed_out
         assert (await run(sandbox, "ps -e -o comm= | grep -c cat")).out == "1\n"
-        ended = await run(sandbox, "echo go > /tmp/p; while ! test -e /tmp/done; do sleep 0.01; done; cat /tmp/done; sleep 0.1")
+        ended = await run(
+            sandbox, "echo go > /tmp/p; while ! test -e /tmp/done; do sleep 0.01; done; cat /tmp/done; sleep 0.1"
+        )
         assert ended.out == "done\n"
         assert Effect.PROCESSES in ended.effect
         assert ended.state is not None

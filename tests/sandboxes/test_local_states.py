@@ -70,10 +70,10 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
             assert isinstance(driver, LocalDriver)
             frozen = await (await _prepared(driver)).freeze()
             seen = {frozen.state}
-            for change in CHANGES.values():
+            for name, change in CHANGES.items():
                 sandbox = await driver.restore(SPEC, frozen)
                 said = await run(sandbox, change)
-                if said.code == 127:
+                if said.code == 127 or (name == "owner" and os.geteuid() != 0):
                     continue
                 assert (said.effect, said.code) == (Effect.FILES, 0), change
                 assert said.state not in seen, change
@@ -87,7 +87,7 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_leaves_things_as_they_were_is_no_change(data_dir: Path, frozen: bool) -> None:  # noqa: FBT001
+def test_what_leaves_things_as_they_were_is_no_change(data_dir: Path, frozen: bool) -> None:
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
@@ -121,11 +121,13 @@ def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(SPEC)
             for number in range(40):
-                await run(sandbox, f"mkdir -p d{number % 3}; echo {number} > d{number % 3}/f{number}; ln -f d0/f0 hard{number}")
+                await run(
+                    sandbox,
+                    f"mkdir -p d{number % 3}; echo {number} > d{number % 3}/f{number}; ln -f d0/f0 hard{number}",
+                )
                 await run(sandbox, f"rm -f d0/f{number - 4}; test {number} = 20 && rm -r d1 && mkdir d1; true")
                 frozen = await sandbox.freeze()
-                if driver._background:
-                    await asyncio.wait(driver._background)
+                await driver.machine.idle()
             assert len(frozen.parts) < 30
             look = "find . -exec stat -c '%n %F %h %s %a' {} + | sort; cat d*/f*"
             one, two = await run(sandbox, look), await run(await driver.restore(SPEC, frozen), look)
@@ -151,7 +153,7 @@ def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
             with pytest.raises(SandboxError, match="gone"):
                 await driver.restore(SPEC, two)
             assert await driver.collect([]) == 0
-            assert driver.layers.all() == set()
+            assert driver.machine.layers.all() == set()
 
     asyncio.run(go())
 
@@ -205,7 +207,7 @@ def test_a_spec_that_cannot_be_built_says_why(data_dir: Path, spec: EnvironmentS
             assert isinstance(driver, LocalDriver)
             with pytest.raises(SpecError):
                 await driver.start(spec)
-            assert driver.sandboxes == {}
+            assert driver.sandboxes == []
 
     asyncio.run(go())
 
@@ -294,9 +296,14 @@ def test_a_killed_driver_leaves_nothing_that_the_next_does_not_remove(data_dir: 
             print("ready", flush=True)
             await asyncio.gather(*(run(box, "sleep 1000", timeout_s=1000) for box in boxes))
         asyncio.run(go())
-    """).replace("from tests.sandboxes.box import run, SPEC_FOR_KILL as SPEC", "from tests.sandboxes.box import run\nfrom sandboxes.spec import EnvironmentSpec\nSPEC = EnvironmentSpec()")
+    """).replace(
+        "from tests.sandboxes.box import run, SPEC_FOR_KILL as SPEC",
+        "from tests.sandboxes.box import run\nfrom sandboxes.spec import EnvironmentSpec\nSPEC = EnvironmentSpec()",
+    )
     try:
-        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             with pytest.raises(SandboxError, match="in use"):

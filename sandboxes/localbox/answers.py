@@ -1,0 +1,61 @@
+"""From calls to what pid 1 is asked, and from what it answers to executions (pure)."""
+
+from typing import Any
+
+import orjson
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.effects import Effect, StateDigest
+from sandboxes.localbox.files import checksum_differs, problem
+from sandboxes.localbox.wire import Message
+
+
+def digest(state: list[str] | None) -> StateDigest | None:
+    """Return pid 1's two hexadecimal words as a digest."""
+    return None if state is None else StateDigest(bytes.fromhex(state[0]), bytes.fromhex(state[1]))
+
+
+def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
+    """Return the answer to a call that no sandbox needs to see."""
+    if call.tool == "exec":
+        if "\0" in str(call.arguments["command"]):
+            return problem(400, "Bad command", "a shell command cannot contain NUL: remove it")
+        return None
+    path = call.arguments.get("path")
+    if call.tool in {"put", "get", "delete"} and not (
+        isinstance(path, str) and path.startswith("/") and "\0" not in path
+    ):
+        return problem(400, "Bad path", "path must be absolute and without NUL")
+    if call.tool == "put" and checksum_differs(call.arguments.get("sha256"), call.body):
+        return problem(400, "Checksum differs", "the body's SHA-256 is not the announced one: send it again")
+    return None
+
+
+def request(call: ToolCall, timeout_s: float, limit_bytes: int) -> tuple[dict[str, Any], bytes]:
+    """Return what pid 1 is asked for call. limit_bytes: the largest file that `get` answers with."""
+    arguments = dict(call.arguments)
+    if call.tool == "exec":
+        fields = {"op": "exec", "session": arguments["session"], "timeout_s": timeout_s}
+        return fields, str(arguments["command"]).encode(errors="surrogateescape")
+    arguments["limit_bytes"] = limit_bytes
+    return {"op": "file", "tool": call.tool, "arguments": arguments, "timeout_s": timeout_s}, call.body
+
+
+def execution(answer: Message, seconds: float) -> Execution:
+    """Return what pid 1 told of a call."""
+    fields = answer.fields
+    if "status" in fields:
+        result = ToolResult(fields["status"], fields["media_type"], answer.body)
+    else:
+        cut = fields["stdout_bytes"]
+        body = {
+            "stdout": answer.body[:cut].decode(errors="replace"),
+            "stderr": answer.body[cut:].decode(errors="replace"),
+            **{name: fields[name] for name in ("exit_code", "timed_out", "truncated")},
+        }
+        result = ToolResult(200, "application/json", orjson.dumps(body))
+    effect = Effect.NONE
+    for name, flag in (("files", Effect.FILES), ("session", Effect.SESSION), ("processes", Effect.PROCESSES)):
+        if fields[name]:
+            effect |= flag
+    return Execution(result, effect, seconds, digest(fields["state"]))

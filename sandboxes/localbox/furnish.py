@@ -1,0 +1,65 @@
+"""Bringing a sandbox to its spec's root state: archives, files, set-up commands."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sandboxes.calls import ToolCall
+from sandboxes.driver import SpecError
+from sandboxes.localbox.sandbox import LocalSandbox
+from sandboxes.localbox.session import quote
+from sandboxes.spec import EnvironmentSpec
+
+UNPACK_S = 3600.0
+SETUP_SESSION = "set-up"
+
+
+async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
+    """Bring archives and files in and run set-up commands, as calls of a session that is then forgotten.
+
+    Raises:
+        SpecError: one of them fails.
+    """
+    await _must(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
+    for archive in spec.archives:
+        await _unpack(sandbox, Path(archive.source), archive.target)
+    for path, text in spec.files.items():
+        answer = (await sandbox.execute(ToolCall("shell", "put", {"path": path}, text.encode()))).result
+        if answer.status >= 400:  # noqa: PLR2004
+            raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
+    for command in spec.setup:
+        await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
+
+
+async def _must(sandbox: LocalSandbox, spec: EnvironmentSpec, what: str, command: str) -> None:
+    arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
+    answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
+    if answer["exit_code"] != 0:
+        said = (answer["stderr"] or answer["stdout"])[-2000:]
+        raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {said}")
+
+
+async def _unpack(sandbox: LocalSandbox, source: Path, target: str) -> None:
+    """Stream a tarball, or a directory as one, into the sandbox, which unpacks it inside its own root."""
+    process: asyncio.subprocess.Process | None = None
+    if await asyncio.to_thread(source.is_dir):
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        tar = ("tar", "-C", str(source), "-c", "--numeric-owner", "-f", "-", ".")
+        try:
+            process = await asyncio.create_subprocess_exec(*tar, stdout=writing)
+        finally:
+            os.close(writing)
+    else:
+        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    fields: dict[str, Any] = {"op": "file", "tool": "unpack", "arguments": {"target": target}, "timeout_s": UNPACK_S}
+    try:
+        answer = await sandbox.ask(fields, b"", UNPACK_S, [reading])
+    finally:
+        os.close(reading)
+    if process is not None and await process.wait() != 0:
+        raise SpecError(f"archive {str(source)!r} could not be read whole")
+    if answer.fields["status"] >= 400:  # noqa: PLR2004
+        raise SpecError(f"archive {str(source)!r} cannot be unpacked: {orjson.loads(answer.body)['detail']}")

@@ -1,0 +1,277 @@
+"""One live sandbox of the `local` driver, seen from the driver's side."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
+from sandboxes.effects import Effect
+from sandboxes.localbox.answers import digest, execution, refuse, request
+from sandboxes.localbox.bases import Base
+from sandboxes.localbox.channel import ChannelLost
+from sandboxes.localbox.layers import DEEP, Upper, mergeable, remove_tree
+from sandboxes.localbox.machine import Machine, Spare, ended
+from sandboxes.localbox.wire import Message
+from sandboxes.spec import EnvironmentSpec
+
+GRACE_S = 60.0
+"""How long over its own time a call may keep pid 1 busy (killing, comparing files); then the sandbox counts as dead."""
+RESERVE_BYTES = 64 << 20
+"""With less free disk than this, a call's failure may be the machine's: an error, not a result."""
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "USER": "root",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "SHLVL": "0",
+    # Without these two, `python x.py` and `git status` would count as changes of files.
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A spec's root state. born_ns: modification times before it are not those of calls."""
+
+    layers: tuple[str, ...]
+    born_ns: int
+
+
+class LocalSandbox:
+    """See `sandboxes.driver.Sandbox`."""
+
+    def __init__(
+        self, machine: Machine, spare: Spare, spec: EnvironmentSpec, base: Base, root: Root, layers: tuple[str, ...]
+    ) -> None:
+        self.id = spare.id
+        self.stack = layers
+        self.closed = False
+        self._machine = machine
+        self._spec = spec
+        self._base = base
+        self._root = root
+        self._upper: Upper = machine.layers.allocate()
+        self._channel = spare.channel
+        self._process: int | None = spare.process
+        self._namespace: int | None = None
+        self._pending: asyncio.Task[None] | None = None
+        self._merging: asyncio.Task[None] | None = None
+        self._replacement: tuple[tuple[str, ...], str] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._dead: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._dead is None and self._channel.lost is None
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    async def begin(self, state: dict[str, Any]) -> None:
+        """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready."""
+        limits, cgroups = self._spec.limits, self._machine.cgroups
+        memory_bytes = limits.memory_mb << 20
+        cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
+        order = {**self._mount_order(), "root": self._lowers(self._root.layers)}
+        mounted = await self._machine.ask({"op": "mount", "stack": order}, [])
+        fields = {
+            "binds": self._base.binds,
+            "disk_bytes": limits.disk_mb << 20,
+            "memory_bytes": None if cgroups.writable else memory_bytes,
+            "pids": None if cgroups.writable else limits.pids,
+            "environment": {**ENVIRONMENT, **self._spec.env},
+            "workdir": self._spec.workdir,
+            "output_bytes": limits.output_bytes,
+            "below_bytes": sum(map(self._machine.layers.size_bytes, self._new_layers())),
+            "born_ns": self._root.born_ns,
+            "reserve_bytes": RESERVE_BYTES,
+            **state,
+        }
+        try:
+            ready = await self._talk(fields, b"", mounted.fds)
+        finally:
+            for fd in mounted.fds:
+                os.close(fd)
+        self._namespace = ready.fds[0]
+        if "cannot_start" in ready.fields and not self.stack:
+            raise SpecError(f"base {self._spec.base!r}: {ready.fields['cannot_start']}")
+
+    def _new_layers(self) -> tuple[str, ...]:
+        return self.stack[: len(self.stack) - len(self._root.layers)]
+
+    def _mount_order(self) -> dict[str, Any]:
+        return {"lowers": self._lowers(self.stack), **self._upper.stack}
+
+    def _lowers(self, layers: tuple[str, ...]) -> list[str]:
+        return [*self._machine.layers.lowers(layers), *self._base.lowers]
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def execute(self, call: ToolCall) -> Execution:
+        """See `Sandbox.execute`. A cancelled execution leaves a dead sandbox: nobody knows how far it came."""
+        refusal = refuse(call)
+        if refusal is not None:
+            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
+        limits = self._spec.limits
+        timeout_s = float(call.arguments.get("timeout_s", limits.timeout_s))
+        fields, body = request(call, timeout_s, limits.disk_mb << 20)
+        answer = await self.ask(fields, body, timeout_s)
+        if answer.fields.get("host_full"):
+            self._die("the machine's disk is full")
+            where = self._machine.data_dir
+            raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free at {where}")
+        if answer.fields["discard"]:
+            self._pending = self._machine.later(self._discard_upper())
+        return execution(answer, float(answer.fields["seconds"]))
+
+    async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
+        """Send pid 1 a call and return its answer.
+
+        Raises:
+            SandboxError: it is dead, or silent for longer than the call may take.
+        """
+        await self._settle()
+        try:
+            async with asyncio.timeout(timeout_s + GRACE_S):
+                return await self._talk(fields, body, fds or [])
+        except TimeoutError as error:
+            self._die("it gave no answer in time")
+            raise SandboxError(f"sandbox {self.id} gave no answer within {timeout_s + GRACE_S:.0f} s") from error
+        except asyncio.CancelledError:
+            self._die("its call was cancelled")
+            raise
+
+    async def _talk(self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None) -> Message:
+        if self._dead is not None:
+            raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
+        try:
+            answer = await self._channel.request(fields, body, fds or [])
+        except ChannelLost as error:
+            self._die(str(error))
+            raise SandboxError(f"sandbox {self.id} died: {error}") from error
+        if "error" in answer.fields:
+            self._die(str(answer.fields["error"]))
+            raise SandboxError(f"sandbox {self.id} died: {answer.fields['error']}")
+        return answer
+
+    async def _settle(self) -> None:
+        """Wait for what the last call left to do."""
+        if self._pending is not None:
+            await asyncio.shield(self._pending)
+            self._pending = None
+
+    def _die(self, reason: str) -> None:
+        self._dead = self._dead or reason
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    # -- freezing ----------------------------------------------------------------------------------------------------
+
+    async def freeze(self) -> FrozenState:
+        """See `Sandbox.freeze`. Cancelled midway, the sandbox is dead."""
+        await self._settle()
+        try:
+            return await self._freeze()
+        except asyncio.CancelledError:
+            self._die("its freezing was cancelled")
+            raise
+
+    async def _freeze(self) -> FrozenState:
+        told = (await self._talk({"op": "pause"})).fields
+        if "not_freezable" in told:
+            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
+        added = 0
+        if not told["empty"]:
+            added = int(told["size_bytes"])
+            await self._switch({"delta": told["delta"], "size_bytes": added})
+        payload = {
+            "layers": list(self.stack),
+            "root_layers": len(self._root.layers),
+            "born_ns": self._root.born_ns,
+            "sessions": told["sessions"],
+            "pristine": told["pristine"],
+        }
+        return FrozenState("local", "layers", payload, added, digest(told["state"]), self.stack)
+
+    async def _discard_upper(self) -> None:
+        """Throw away an upper in which nothing differs from what lies below: live is then as recorded."""
+        with contextlib.suppress(SandboxError):
+            await self._talk({"op": "pause", "discard": True})
+            await self._switch(None)
+
+    async def _switch(self, meta: dict[str, Any] | None) -> None:
+        """Put the sandbox on a fresh upper; with meta, the one it leaves becomes a layer first."""
+        layers, left = self._machine.layers, self._upper
+        self._adopt_merged()
+        if meta is not None:
+            self.stack = (layers.freeze(left, meta), *self.stack)
+        self._upper = layers.allocate()
+        assert self._namespace is not None
+        order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
+        try:
+            switched = await self._machine.ask(order, [self._namespace])
+        except SandboxError as error:
+            self._die(str(error))
+            raise
+        try:
+            added = 0 if meta is None else int(meta["size_bytes"])
+            await self._talk({"op": "switched", "added_bytes": added}, b"", switched.fds)
+        finally:
+            for fd in switched.fds:
+                os.close(fd)
+        gone = left.path if meta is None else layers.frozen / left.id / "work"
+        self._machine.later(asyncio.to_thread(remove_tree, gone))
+        self._merge_when_deep()
+
+    def _merge_when_deep(self) -> None:
+        above = self._new_layers()
+        if len(above) > DEEP and (self._merging is None or self._merging.done()):
+            sizes = {layer: self._machine.layers.size_bytes(layer) for layer in above}
+            if run := mergeable(above, sizes):
+                self._merging = self._machine.later(self._merge(tuple(run)))
+
+    async def _merge(self, run: tuple[str, ...]) -> None:
+        with self._machine.holding(run):
+            merged = await asyncio.to_thread(self._machine.layers.merge, run)
+        self._replacement = (run, merged)
+
+    def _adopt_merged(self) -> None:
+        """From the next mount on, let one merged layer stand for the many it was made of."""
+        if self._replacement is None:
+            return
+        run, merged = self._replacement
+        self._replacement = None
+        at = self.stack.index(run[0])
+        self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
+        if self._closing is None:
+            self._dead = self._dead or "it was closed"
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._kill()
+        self._channel.close()
+        if self._process is not None:
+            await ended(self._process)
+            os.close(self._process)
+            self._process = None
+        if self._namespace is not None:
+            os.close(self._namespace)
+            self._namespace = None
+        await self._machine.forget_group(self.id)
+        await asyncio.to_thread(remove_tree, self._upper.path)
+        self.closed = True
