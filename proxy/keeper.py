@@ -73,8 +73,8 @@ class Keeper:
             self._store.save_node(node)
         try:
             # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
-        save = self._snapshots.save
-        snapshot = await asyncio.to_thread(save, frozen, tree=tree.id, node=node.id, cost_s=cost_s)
+            save = self._snapshots.save
+            snapshot = await asyncio.to_thread(save, frozen, tree=tree.id, node=node.id, cost_s=cost_s)
         except OSError as error:
             self._freeze_failed(node, error)
             return

@@ -13,7 +13,7 @@ class SandboxError(RuntimeError):
     """The sandbox or the machine under it failed, not the tool: answered as an error, never recorded."""
 
 
-class StateGone(SandboxError):
+class StateGone(SandboxError):  # noqa: N818 - it says what happened to the state
     """What a frozen state holds is gone or damaged: no later attempt will restore it."""
 
 
