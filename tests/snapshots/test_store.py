@@ -1,0 +1,114 @@
+"""Snapshots on disk: what was saved is loaded; what is half written, damaged or doubtful is swept."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandboxes.driver import FrozenState
+from sandboxes.effects import StateDigest
+from snapshots.store import SnapshotStore
+
+FROZEN = FrozenState("memory", "files", {"files": {}}, 7, StateDigest(b"e" * 32, b"c" * 32), ("p1", "p2"))
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 53), 1 << 53) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+digests = st.builds(StateDigest, st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+states = st.builds(
+    FrozenState,
+    driver=st.text(),
+    kind=st.text(),
+    payload=st.dictionaries(st.text(), json, max_size=4),
+    size_bytes=st.integers(0, 1 << 50),
+    state=st.none() | digests,
+    parts=st.lists(st.text(), max_size=3).map(tuple),
+)
+
+
+def opened(directory: Path) -> SnapshotStore:
+    store = SnapshotStore(directory)
+    store.open()
+    return store
+
+
+def entries(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in directory.iterdir() if entry.name != "boot-id")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(frozen=states, tree=st.integers(1, 1 << 60), node=st.integers(1, 1 << 60))
+def test_what_was_saved_is_loaded_also_after_a_restart(
+    tmp_path: Path, frozen: FrozenState, tree: int, node: int
+) -> None:
+    store = opened(tmp_path)
+    saved = store.save(frozen, tree=tree, node=node, cost_s=0.5)
+    assert store.load(saved) == frozen
+    again = opened(tmp_path)
+    found = again.get(saved.id)
+    assert found is not None
+    assert (found.tree, found.node, found.parts, found.size_bytes) == (tree, node, frozen.parts, frozen.size_bytes)
+    assert again.load(found) == frozen
+    again.drop(found)
+
+
+def half_written(entry: Path) -> None:
+    (entry / "manifest.json").rename(entry / "draft")
+
+
+def empty(entry: Path) -> None:
+    (entry / "manifest.json").write_bytes(b"")
+
+
+def torn(entry: Path) -> None:
+    manifest = entry / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+
+
+def of_another_kind(entry: Path) -> None:
+    (entry / "manifest.json").write_bytes(b'{"tree": 1}')
+
+
+def a_list(entry: Path) -> None:
+    (entry / "manifest.json").write_bytes(b"[1]")
+
+
+@pytest.mark.parametrize("damage", [half_written, empty, torn, of_another_kind, a_list])
+def test_a_damaged_snapshot_is_swept_and_the_others_stay(tmp_path: Path, damage: Any) -> None:
+    store = opened(tmp_path)
+    kept, damaged = (store.save(FROZEN, tree=1, node=node, cost_s=0.1) for node in (1, 2))
+    damage(tmp_path / damaged.id)
+    assert [snapshot.id for snapshot in opened(tmp_path)] == [kept.id]
+    assert entries(tmp_path) == [kept.id]
+
+
+def test_a_reboot_makes_every_snapshot_doubtful(tmp_path: Path) -> None:
+    opened(tmp_path).save(FROZEN, tree=1, node=1, cost_s=0.1)
+    (tmp_path / "boot-id").write_text("another boot")
+    assert opened(tmp_path).open() == 0
+    assert entries(tmp_path) == []
+
+
+def test_a_dropped_snapshot_is_gone_now_and_after_a_restart(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    saved = store.save(FROZEN, tree=1, node=1, cost_s=0.1)
+    store.drop(saved)
+    store.drop(saved)
+    assert store.get(saved.id) is None
+    assert list(store) == []
+    assert entries(tmp_path) == []
+    with pytest.raises(FileNotFoundError):
+        store.load(saved)
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    too_large = FrozenState("memory", "files", {"n": 1 << 70}, 1, None)
+    with pytest.raises(TypeError):
+        store.save(too_large, tree=1, node=1, cost_s=0.1)
+    assert list(store) == []
+    assert entries(tmp_path) == []
