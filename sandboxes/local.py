@@ -86,17 +86,17 @@ class LocalDriver:
 
     async def aclose(self) -> None:
         """See `Driver.aclose`. Idempotent."""
-        await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes))
+        await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
         await self.machine.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     @property
-    def sandboxes(self) -> list[LocalSandbox]:
-        """Those that are not closed yet, dead ones included."""
+    def sandboxes(self) -> dict[str, LocalSandbox]:
+        """Those that are not closed yet, by id, dead ones included."""
         self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
-        return list(self._sandboxes)
+        return {sandbox.id: sandbox for sandbox in self._sandboxes}
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class LocalDriver:
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are layers; they are deleted in a thread."""
         kept = set(keep)
-        live = {layer for sandbox in self.sandboxes for layer in sandbox.stack}
+        live = {layer for sandbox in self.sandboxes.values() for layer in sandbox.stack}
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
         await asyncio.to_thread(self.machine.layers.drop, self.machine.layers.all() - kept - live - self.machine.held)
         return size
@@ -165,7 +165,7 @@ class LocalDriver:
         sandbox = await self._launch(at_top, base, bare, (), {}, {})
         try:
             await furnish(sandbox, spec)
-            state = await sandbox.freeze()
+            state = await sandbox.freeze(root=True)
         except NotFreezable as error:
             raise SpecError(
                 f"set-up leaves something running ({error}): end it, or start it in a call instead"

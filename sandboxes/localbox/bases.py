@@ -148,7 +148,7 @@ def _exists_inside(root: Path, name: str) -> bool:
             continue
         here = here.parent if part == ".." else here / part
         if (root / here).is_symlink():
-            link = os.readlink(root / here)
+            link = str((root / here).readlink())
             parts = [*link.split("/"), *parts]
             here = Path() if link.startswith("/") else here.parent
     return False

@@ -70,7 +70,7 @@ class Cgroups:
 
     def remove(self, sandbox: str) -> bool:
         """Remove a sandbox's groups; False while processes of it are still ending."""
-        return all([_rmdir(parent / sandbox) for parent in set(self.parents.values())])
+        return all(list(map(_rmdir, {parent / sandbox for parent in self.parents.values()})))
 
     def close(self) -> None:
         """Kill what is left in this instance's groups, and remove them."""

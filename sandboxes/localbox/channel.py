@@ -11,7 +11,7 @@ from typing import Any
 from sandboxes.localbox.wire import Inbox, MalformedFrame, Message, pack, receive
 
 
-class ChannelLost(ConnectionError):
+class ChannelLost(ConnectionError):  # noqa: N818 - says what happened
     """The other end is gone."""
 
 

@@ -57,7 +57,7 @@ def _collect(folder: int, prefix: str, found: dict[str, Signature], recent: int)
         path = prefix + entry.name
         if stat.S_ISDIR(status.st_mode):
             # Its times move with its entries', which are looked at themselves; ctime moves with its marks too.
-            found[path] = (status.st_ino, status.st_mode, status.st_uid, status.st_gid, status.st_ctime_ns)
+            found[path] = (1, status.st_ino, status.st_mode, status.st_uid, status.st_gid, status.st_ctime_ns)
             inner = _open_directory(entry.name, folder)
             if inner is not None:
                 try:
@@ -65,9 +65,15 @@ def _collect(folder: int, prefix: str, found: dict[str, Signature], recent: int)
                 finally:
                     os.close(inner)
             continue
-        found[path] = (status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        links = 1 if stat.S_ISCHR(status.st_mode) else status.st_nlink
+        found[path] = (links, status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if not _FINE_TIMES and status.st_ctime_ns > recent:
             found[path] += (time.monotonic_ns(),)
+
+
+def linked(signatures: dict[str, Signature]) -> list[str]:
+    """Return the paths that share their file with others (whiteouts do too, and do not count) (pure)."""
+    return sorted(path for path, signature in signatures.items() if signature[0] > 1)
 
 
 def size_bytes(upper: int) -> int:

@@ -28,7 +28,7 @@ async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
         await _unpack(sandbox, Path(archive.source), archive.target)
     for path, text in spec.files.items():
         answer = (await sandbox.execute(ToolCall("shell", "put", {"path": path}, text.encode()))).result
-        if answer.status >= 400:  # noqa: PLR2004
+        if answer.status >= 400:
             raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
     for command in spec.setup:
         await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
@@ -61,5 +61,5 @@ async def _unpack(sandbox: LocalSandbox, source: Path, target: str) -> None:
         os.close(reading)
     if process is not None and await process.wait() != 0:
         raise SpecError(f"archive {str(source)!r} could not be read whole")
-    if answer.fields["status"] >= 400:  # noqa: PLR2004
+    if answer.fields["status"] >= 400:
         raise SpecError(f"archive {str(source)!r} cannot be unpacked: {orjson.loads(answer.body)['detail']}")

@@ -72,8 +72,7 @@ def _two_levels(root: Path) -> Iterator[Path]:
         folder = root / top
         yield folder
         if folder.is_dir() and not folder.is_symlink():
-            for inner in folder.iterdir():
-                yield inner
+            yield from folder.iterdir()
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:
@@ -190,7 +189,7 @@ def build_copy(target: Path) -> list[str]:
     for name in VISIBLE:
         path = Path("/") / name
         if path.is_symlink():
-            (target / name).symlink_to(os.readlink(path))
+            (target / name).symlink_to(path.readlink())
         elif path.is_dir():
             (target / name).mkdir(exist_ok=True)
     bound = [folder for folder in BOUND if Path(folder).is_dir()]

@@ -5,6 +5,7 @@ It dies with the launcher and when the driver's end of its socket closes; everyt
 """
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -157,6 +158,7 @@ class Init:
         self.ended |= processes.reap()
         alive_before, free = self.alive, self._free_bytes()
         started = time.perf_counter()
+        touched: str | None
         if fields["op"] == "exec":
             answer, body, touched = self._exec(fields, message.body)
         else:
@@ -285,7 +287,7 @@ class Init:
         if not whole or not head:
             status, media_type, body = files.problem(507, "File operation failed", "it ran out of time, memory or disk")
         else:
-            status, media_type = files.json.loads(head)
+            status, media_type = json.loads(head)
         return {"status": status, "media_type": media_type}, body, None
 
     def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
@@ -420,6 +422,12 @@ class Init:
             self._reply({"not_freezable": self._who_lives()})
             return
         self._look_at_files()
+        linked = delta.linked(self.signatures)
+        if linked and not message.fields.get("discard") and not message.fields.get("root"):
+            # Over a frozen layer, writing to one name of a file leaves its other names behind: a later call would
+            # see the difference.
+            self._reply({"not_freezable": f"hard links would not stay one file: {', '.join(linked[:4])}"})
+            return
         if self.signatures:
             for shell in list(self.shells.values()):
                 self._kill(shell)

@@ -85,7 +85,7 @@ class Layers:
         return self.sizes[layer]
 
     def all(self) -> set[str]:
-        return set(os.listdir(self.frozen))
+        return {path.name for path in self.frozen.iterdir()}
 
     def drop(self, ids: Iterable[str]) -> None:
         """Delete layers; milliseconds per thousand files."""
@@ -187,7 +187,7 @@ def _copy(source: Path, target: Path, status: os.stat_result) -> None:
         with source.open("rb") as reading, target.open("xb") as writing:
             shutil.copyfileobj(reading, writing, 1 << 20)
     elif stat.S_ISLNK(status.st_mode):
-        target.symlink_to(os.readlink(source))
+        target.symlink_to(source.readlink())
     else:
         os.mknod(target, status.st_mode, status.st_rdev)
     _copy_facts(source, target)

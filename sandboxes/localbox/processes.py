@@ -31,7 +31,7 @@ def _start_time(pid: str) -> int | None:
 
 def reap() -> dict[int, int]:
     """Collect the children that ended; return pid -> exit status as a shell tells it (128 + signal)."""
-    ended = {}
+    ended: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -48,7 +48,7 @@ def kill_except(spared: set[Process], first: int | None = None) -> dict[int, int
 
     first goes before the others: a shell, which would report the death of its children.
     """
-    ended = {}
+    ended: dict[int, int] = {}
     if first is not None:
         _kill(first)
     deadline = time.monotonic() + 10

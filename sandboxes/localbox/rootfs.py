@@ -12,7 +12,7 @@ _READ_ONLY = ("sys", "irq", "bus", "fs", "sysrq-trigger")
 _MASKED_FILES = ("kcore", "keys", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kmsg")
 _MASKED_DIRECTORIES = ("acpi", "scsi", "asound")
 SHARED_MEMORY = "/run/shm"
-"""/dev/shm points there: what a call leaves in shared memory is then part of the files, like everything else."""
+"""/dev/shm points there: what a call leaves in shared memory is then part of the files, like everything else."""  # noqa: S108
 
 
 def prepare(*, devices_from_host: bool) -> None:
@@ -63,7 +63,7 @@ def _fill_dev(nodes: dict[str, int]) -> None:
             os.close(nodes[name])
         else:
             os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(major, minor))
-            os.chmod(path, 0o666)  # noqa: PTH101 - pathlib is not loaded in pid 1
+            os.chmod(path, 0o666)  # noqa: PTH101, S103 - as every /dev has them
     os.mkdir("dev/pts")  # noqa: PTH102
     kernel.mount(
         "devpts", "dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620"

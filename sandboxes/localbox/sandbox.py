@@ -176,17 +176,20 @@ class LocalSandbox:
 
     # -- freezing ----------------------------------------------------------------------------------------------------
 
-    async def freeze(self) -> FrozenState:
-        """See `Sandbox.freeze`. Cancelled midway, the sandbox is dead."""
+    async def freeze(self, *, root: bool = False) -> FrozenState:
+        """See `Sandbox.freeze`. Cancelled midway, the sandbox is dead.
+
+        root: freeze what all sandboxes of a spec start from. Hard links are then no hindrance: they break for all alike.
+        """
         await self._settle()
         try:
-            return await self._freeze()
+            return await self._freeze(root=root)
         except asyncio.CancelledError:
             self._die("its freezing was cancelled")
             raise
 
-    async def _freeze(self) -> FrozenState:
-        told = (await self._talk({"op": "pause"})).fields
+    async def _freeze(self, *, root: bool) -> FrozenState:
+        told = (await self._talk({"op": "pause", "root": root})).fields
         if "not_freezable" in told:
             raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
         added = 0

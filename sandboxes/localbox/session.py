@@ -119,7 +119,7 @@ _BORN_WITH = [
 _DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 
-class MalformedDump(ValueError):
+class MalformedDump(ValueError):  # noqa: N818 - says what happened
     def __init__(self, reason: str) -> None:
         super().__init__(f"the shell's dump cannot be read: {reason}")
 

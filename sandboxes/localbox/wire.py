@@ -21,7 +21,7 @@ class Message(NamedTuple):
     fds: list[int]
 
 
-class MalformedFrame(ValueError):
+class MalformedFrame(ValueError):  # noqa: N818 - says what happened
     def __init__(self, reason: str) -> None:
         super().__init__(f"a frame from the other end cannot be read: {reason}")
 

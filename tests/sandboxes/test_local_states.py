@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandboxes.driver import FrozenState, Sandbox, SandboxError, SpecError
+from sandboxes.driver import FrozenState, NotFreezable, Sandbox, SandboxError, SpecError
 from sandboxes.effects import Effect
 from sandboxes.local import LocalDriver
 from sandboxes.localbox.layers import remove_tree
@@ -78,6 +78,10 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
                 assert (said.effect, said.code) == (Effect.FILES, 0), change
                 assert said.state not in seen, change
                 seen.add(said.state)
+                if name == "hard link":
+                    with pytest.raises(NotFreezable, match="hard links"):
+                        await sandbox.freeze()
+                    continue
                 again = await driver.restore(SPEC, await sandbox.freeze())
                 assert (await run(again, "true")).state == said.state, change
                 await sandbox.close()
@@ -123,7 +127,7 @@ def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
             for number in range(40):
                 await run(
                     sandbox,
-                    f"mkdir -p d{number % 3}; echo {number} > d{number % 3}/f{number}; ln -f d0/f0 hard{number}",
+                    f"mkdir -p d{number % 3}; echo {number} > d{number % 3}/f{number}; cp d0/f0 copy{number}",
                 )
                 await run(sandbox, f"rm -f d0/f{number - 4}; test {number} = 20 && rm -r d1 && mkdir d1; true")
                 frozen = await sandbox.freeze()
@@ -207,7 +211,7 @@ def test_a_spec_that_cannot_be_built_says_why(data_dir: Path, spec: EnvironmentS
             assert isinstance(driver, LocalDriver)
             with pytest.raises(SpecError):
                 await driver.start(spec)
-            assert driver.sandboxes == []
+            assert driver.sandboxes == {}
 
     asyncio.run(go())
 
@@ -261,7 +265,7 @@ def _until(check: Callable[[], bool]) -> None:
 
 
 @needs_root
-def test_nothing_is_left_after_the_end(tmp_path: Path, data_dir: Path) -> None:
+def test_nothing_is_left_after_the_end(data_dir: Path) -> None:
     own = data_dir.parent / f"{data_dir.name}-own"
 
     async def go() -> None:
@@ -392,7 +396,10 @@ def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, prog
         answers: list[Answer] = []
         for command in program:
             answers.append(await run(sandbox, command))
-            frozen: FrozenState = await sandbox.freeze()
+            try:
+                frozen: FrozenState = await sandbox.freeze()
+            except NotFreezable:
+                continue
             assert frozen.state == answers[-1].state
             await sandbox.close()
             sandbox = await driver.restore(SPEC, frozen)
@@ -403,8 +410,8 @@ def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, prog
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             one, two = await asyncio.gather(straight(driver), over_frozen(driver))
-        assert _told(one) == _told(two)
+        assert _told(one) == _told(two), program
         for a, b in zip(one, two, strict=True):
-            assert (a.state and a.state.content) == (b.state and b.state.content)
+            assert (a.state and a.state.content) == (b.state and b.state.content), program
 
     asyncio.run(go())
