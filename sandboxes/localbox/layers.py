@@ -231,5 +231,7 @@ def remove_tree(path: Path) -> None:
             else:
                 Path(name).unlink()
 
-    if path.is_dir():
-        shutil.rmtree(path, onerror=retry)
+    for _ in range(5):
+        # Again where another thread was removing a part of it: that looks like an error here.
+        if path.is_dir():
+            shutil.rmtree(path, onerror=retry)

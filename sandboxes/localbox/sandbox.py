@@ -179,7 +179,7 @@ class LocalSandbox:
     async def freeze(self, *, root: bool = False) -> FrozenState:
         """See `Sandbox.freeze`. Cancelled midway, the sandbox is dead.
 
-        root: freeze what all sandboxes of a spec start from. Hard links are then no hindrance: they break for all alike.
+        root: freeze what all sandboxes of a spec start from. Hard links then do not hinder: they break for all alike.
         """
         await self._settle()
         try:

@@ -33,7 +33,9 @@ LOOP = " ".join(
     \builtin eval "$(</proc/self/fd/30)"
     """.strip().splitlines()
 )
-"""What the shell does for ever: dump, wait, run the command, tell its status, again. One line, so it is read whole before any of it runs.
+"""What the shell does for ever: dump, wait, run the command, tell its status, again.
+
+One line, so it is read whole before any of it runs.
 
 `\\builtin`: no alias of the user's gets between. DEBUG and ERR traps are off before the rest runs, and whatever they or
 `set -x` print before that goes nowhere. Our descriptors are closed for the command and its children; the copies that
@@ -215,15 +217,14 @@ def restore_script(session: Session | None, workdir: str) -> bytes:
 
 
 def command_text(session: Session | None, command: bytes) -> bytes:
-    """Return what the shell evaluates for command: traps and options that would also act on our own lines come first."""
+    """Return what the shell evaluates for command: first the traps and options that would act on our lines too."""
     if session is None:
         return command
     options = set(session["options"])
     arming = [line for line in (session["traps"].strip(),) if line]
-    for name in sorted(_DEFAULT_OPTIONS - options):
-        arming.append(f"set +o {name}")
-    for name in sorted(options - _DEFAULT_OPTIONS, key=lambda name: (name in {"errexit", "xtrace", "verbose"}, name)):
-        arming.append(f"set -o {name}")
+    arming += [f"set +o {name}" for name in sorted(_DEFAULT_OPTIONS - options)]
+    extra = sorted(options - _DEFAULT_OPTIONS, key=lambda name: (name in {"errexit", "xtrace", "verbose"}, name))
+    arming += [f"set -o {name}" for name in extra]
     return ("\n".join(arming).replace("\nset ", "; set ") + "; " if arming else "").encode("latin-1") + command
 
 

@@ -57,7 +57,7 @@ REFUSED = {
     "io_uring": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(425, 1, 0) == -1)'",
     "bpf": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(321, 0, 0, 0) == -1)'",
     "clone3": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(435, 0, 0) == -1)'",
-    "clone into a namespace": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(56, 0x10000011, 0, 0, 0, 0) == -1)'",
+    "clone into a namespace": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(56, 0x10000011, 0, 0, 0, 0) == -1)'",  # noqa: E501
 }
 
 
@@ -91,7 +91,7 @@ def test_nothing_of_the_host_s_environment_comes_in(data_dir: Path, monkeypatch:
         assert "forkpoint" not in (await run(sandbox, "cat /proc/1/cmdline /proc/1/comm /proc/self/cgroup")).out
         names = (await run(sandbox, "env | cut -d= -f1 | sort | tr '\\n' ' '")).out.split()
         assert set(names) <= {
-            "GIT_OPTIONAL_LOCKS", "HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "SHLVL", "TERM", "USER", "_",
+            "GIT_OPTIONAL_LOCKS", "HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "SHLVL", "TERM", "USER", "_",  # noqa: E501
         }  # fmt: skip
 
     in_sandbox(data_dir, test)
@@ -153,8 +153,8 @@ def test_file_operations_stay_inside(data_dir: Path, tmp_path: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         outside = tmp_path / "outside"
         outside.write_text("host")
-        links = f"mkdir -p {tmp_path}; ln -s {outside} /tmp/a; ln -s /proc/1/root{outside} /tmp/b; ln -s /proc/1/fd /tmp/c; mkfifo /tmp/fifo"
-        links += "; ln -s ../../../../../../etc/shadow /tmp/d; ln -s /tmp/loop /tmp/loop; mkdir /tmp/dir; ln -s /dev/zero /tmp/z"
+        links = f"mkdir -p {tmp_path}; ln -s {outside} /tmp/a; ln -s /proc/1/root{outside} /tmp/b; ln -s /proc/1/fd /tmp/c; mkfifo /tmp/fifo"  # noqa: E501
+        links += "; ln -s ../../../../../../etc/shadow /tmp/d; ln -s /tmp/loop /tmp/loop; mkdir /tmp/dir; ln -s /dev/zero /tmp/z"  # noqa: E501
         await run(sandbox, links)
         assert (await file(sandbox, "get", "/tmp/a"))[0] == 404
         assert (await file(sandbox, "put", "/tmp/a", b"inside"))[0] == 201
@@ -184,7 +184,8 @@ def test_file_operations_stay_inside(data_dir: Path, tmp_path: Path) -> None:
 
 def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
     before = {
-        name: len(os.listdir(name)) for name in ("/", "/etc", "/usr/bin", "/root" if os.geteuid() == 0 else "/usr")
+        name: len(os.listdir(name))
+        for name in ("/", "/etc", "/usr/bin", "/root" if os.geteuid() == 0 else "/usr")  # noqa: PTH208 - a count or names
     }
 
     async def go() -> None:
@@ -199,7 +200,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
             assert (await run(await driver.start(EnvironmentSpec()), "echo fresh")).out == "fresh\n"
 
     asyncio.run(go())
-    assert {name: len(os.listdir(name)) for name in before} == before
+    assert {name: len(os.listdir(name)) for name in before} == before  # noqa: PTH208 - a count or names
 
 
 def test_a_sandbox_whose_pid_1_dies_is_an_error(data_dir: Path) -> None:
@@ -211,7 +212,7 @@ def test_a_sandbox_whose_pid_1_dies_is_an_error(data_dir: Path) -> None:
             with pytest.raises(SandboxError, match="died"):
                 await run(sandbox, "true")
             deadline = time.monotonic() + 5
-            while sandbox.alive and time.monotonic() < deadline:
+            while sandbox.alive and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
             assert not sandbox.alive
 
