@@ -78,6 +78,7 @@ class Engine:
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
+        self.tasks.close_cold(most=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.keeper.used_bytes > self.settings.snapshot_bytes:
             await self.keeper.fit(self.tasks.node)
 

@@ -1,6 +1,7 @@
 """Tasks and their rollouts, each rollout standing at one node of its task's tree (pure)."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -23,6 +24,7 @@ class Rollout:
     """One agent's run of a task: where it stands, and how many calls brought it there.
 
     turn: held while a call of this rollout is answered, so that its calls are answered in order of arrival.
+    waiting: calls that have arrived and are not answered yet. used_at: seconds of a monotonic clock.
     """
 
     id: int
@@ -33,6 +35,8 @@ class Rollout:
     cached: bool = True
     calls: int = 0
     finished: bool = False
+    waiting: int = 0
+    used_at: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def key_of(self, key: CallKey) -> CallKey:
@@ -61,4 +65,12 @@ class Task:
     tree: Tree
     origin: str | None
     created_at: float
+    used_at: float = 0.0
     rollouts: dict[str, Rollout] = field(default_factory=dict)
+
+    @property
+    def last_used_at(self) -> float:
+        """When it was opened or one of its rollouts made a call; infinite while a call is under way."""
+        if any(rollout.waiting for rollout in self.rollouts.values()):
+            return math.inf
+        return max([self.used_at, *(rollout.used_at for rollout in self.rollouts.values())])

@@ -31,6 +31,7 @@ class Settings(BaseSettings):
     sandbox_idle_s: float = Field(default=120.0, gt=0, description="an idle sandbox is closed after this")
     snapshot_bytes: int = Field(default=20 << 30, ge=0, description="kept layers; the least valuable go first")
     answer_memory_bytes: int = Field(default=256 << 20, ge=0, description="answers held ready in memory")
+    tree_memory_records: int = Field(default=2_000_000, ge=0, description="nodes and records in memory, 1 kB each")
     max_body_bytes: int = Field(default=64 << 20, ge=1024, description="of one request")
     max_requests: int = Field(default=4096, ge=1, description="calls being answered at once, then 429")
     durability: Literal["process", "power"] = Field(

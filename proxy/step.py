@@ -57,9 +57,10 @@ class Step:
 
     async def run(self, rollout: Rollout, call: ToolCall, key: CallKey) -> Answer:
         """Answer call, by running it if nobody has. The run goes on where the caller goes away; its result is kept."""
+        rollout.waiting += 1
         turn = asyncio.get_running_loop().create_task(self._turn(rollout, call, key))
         self._turns.add(turn)
-        turn.add_done_callback(self._turn_ended)
+        turn.add_done_callback(lambda ended: self._turn_ended(rollout, ended))
         return await asyncio.shield(turn)
 
     async def drain(self) -> None:
@@ -120,9 +121,11 @@ class Step:
         # The place is written before the answer is given: after a kill the rollout goes on where its agent saw it.
         self._journal.append(Place(rollout.id, rollout.calls, record.id, outcome))
         rollout.advance(record, outcome)
+        rollout.used_at = time.monotonic()
         self._counts.answered(outcome, record.seconds)
 
-    def _turn_ended(self, turn: asyncio.Task[Answer]) -> None:
+    def _turn_ended(self, rollout: Rollout, turn: asyncio.Task[Answer]) -> None:
+        rollout.waiting -= 1
         self._turns.discard(turn)
         if not turn.cancelled():
             # Whoever still waits gets the error; where nobody does, it has been counted, and is no surprise.

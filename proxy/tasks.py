@@ -44,6 +44,7 @@ class Tasks:
         """
         task = self._tasks.get(name)
         if task is not None:
+            task.used_at = time.monotonic()
             return task
         async with self._opening.setdefault(name, asyncio.Lock()):
             task = self._tasks.get(name)
@@ -171,6 +172,31 @@ class Tasks:
         known = self._trees.get(tree_id)
         return self._own(self._store.tree_of(tree_id)) if known is None else known
 
+    def close_cold(self, *, most: int, idle_s: float) -> int:
+        """Let go of the tasks used longest ago until at most `most` nodes and records are in memory; return how many.
+
+        Whatever they are is in the store, and is read back when somebody asks. One that was used within idle_s seconds,
+        or has a live sandbox, stays.
+        """
+        closed = 0
+        size = sum(tree.size for tree in self._trees.values())
+        for task in sorted(self._tasks.values(), key=lambda task: task.last_used_at):
+            if size <= most or time.monotonic() - task.last_used_at < idle_s:
+                break
+            trees = [self._trees[tree_id] for tree_id in self._store.tree_ids(task.name) if tree_id in self._trees]
+            nodes = {node for tree in trees for node in tree.nodes.values()}
+            if any(slot.place in nodes for slot in self._pool.roster.slots):
+                continue
+            self._journal.fold()
+            for rollout in task.rollouts.values():
+                del self.rollouts[task.name, rollout.name]
+            for tree in trees:
+                del self._trees[tree.id]
+                size -= tree.size
+            del self._tasks[task.name]
+            closed += 1
+        return closed
+
     async def _root_key(self, spec: EnvironmentSpec) -> str:
         driver = self._drivers.get(spec.driver)
         if driver is None:
@@ -183,7 +209,8 @@ class Tasks:
             tree = self._own(self._store.tree(name, key, spec or self._default_spec))
         known = self._tasks.get(name)
         origin = None if spec is None else spec.model_dump_json()
-        task = Task(name, spec or self._default_spec, tree, origin, created_at, known.rollouts if known else {})
+        rollouts = known.rollouts if known else {}
+        task = Task(name, spec or self._default_spec, tree, origin, created_at, time.monotonic(), rollouts)
         self._tasks[name] = task
         if known is None:
             self._read_rollouts(task)

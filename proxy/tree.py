@@ -73,12 +73,13 @@ class Place:
 
 
 class Tree:
-    """All that is known of one root state, the one that `spec` builds."""
+    """All that is known of one root state, the one that `spec` builds. size: nodes and records ever added to it."""
 
     def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec) -> None:
         self.id, self.root, self.spec = tree_id, root, spec
         self.nodes: dict[int, Node] = {root.id: root}
         self.aside: list[Record] = []
+        self.size = 1
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
@@ -93,6 +94,7 @@ class Tree:
     def add_node(self, node: Node, *, private: bool = False) -> None:
         """Add a node; the record that leads to it must follow before the next `await`. A private one never merges."""
         self.nodes[node.id] = node
+        self.size += 1
         if not private and not node.diverged:
             self._index(node)
 
@@ -100,6 +102,7 @@ class Tree:
         """Hang record on its source. The first record to reach a node becomes its origin."""
         if record.key in record.source.records:
             raise ValueError(f"node n{record.source.id} has a record under this key already")
+        self.size += 1
         if record.target.diverged and not record.source.diverged:
             self.aside.append(record)
         else:

@@ -109,3 +109,39 @@ def test_a_half_written_snapshot_is_swept_and_missed_by_nobody(tmp_path: Path) -
             assert (await ask(again, rollout, "cat a"))[0]["stdout"] == "1\n"
 
     asyncio.run(body())
+
+
+def test_a_cold_task_leaves_memory_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, driver := MemoryDriver()) as running:
+            for task in ("cold", "warm"):
+                rollout = await running.tasks.rollout(task, "r")
+                for command in ("echo 1 > a", "cd /tmp", "pwd"):
+                    await ask(running, rollout, command)
+            assert running.tasks.close_cold(most=0, idle_s=0) == 0, "their sandboxes live"
+            await running.keeper.drain()
+            await running.pool.close_unused(0)
+            assert running.tasks.close_cold(most=0, idle_s=60) == 0, "they were used a moment ago"
+            assert running.tasks.close_cold(most=8, idle_s=0) == 1
+            assert [task for task, _ in running.tasks.rollouts] == ["warm"]
+            again = await running.tasks.rollout("cold", "r")
+            assert again.calls == 3
+            ran = len(driver.executed)
+            assert await ask(running, again, "pwd") == ((await alone(["cd /tmp", "pwd"]))[1], Outcome.HIT)
+            assert (await ask(running, again, "cat /root/a"))[0]["stdout"] == "1\n"
+            assert driver.executed[ran:] == ["cat /root/a"], "restored from its snapshot"
+            again.tree.check()
+
+    asyncio.run(body())
+
+
+def test_a_task_whose_call_is_under_way_stays_in_memory(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "r")
+            asked = asyncio.ensure_future(ask(running, rollout, "pwd"))
+            await asyncio.sleep(0)
+            assert running.tasks.close_cold(most=0, idle_s=0) == 0
+            await asked
+
+    asyncio.run(body())
