@@ -99,10 +99,13 @@ def _get(path: str, limit_bytes: int) -> tuple[int, str, bytes]:
         return 200, "application/json", json.dumps({"entries": _listing(path)}).encode()
     fd = _open_regular(path, os.O_RDONLY)
     with open(fd, "rb") as file:  # noqa: PTH123
-        content = file.read(limit_bytes + 1)
+        # In pieces: asking for the whole limit at once would reserve that much memory.
+        content = bytearray()
+        while len(content) <= limit_bytes and (piece := file.read(min(_CHUNK, limit_bytes + 1 - len(content)))):
+            content += piece
     if len(content) > limit_bytes:
         raise Refused(413, "File too large", f"{path} has more than {limit_bytes} bytes: read it in parts with exec")
-    return 200, "application/octet-stream", content
+    return 200, "application/octet-stream", bytes(content)
 
 
 def _listing(path: str) -> list[dict[str, Any]]:

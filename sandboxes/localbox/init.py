@@ -274,7 +274,17 @@ class Init:
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
         spared = processes.living()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            # The sandbox has as many processes as it may have.
+            os.close(reading)
+            for fd in (writing, *message.fds):
+                os.close(fd)
+            status, media_type, body = files.problem(
+                507, "File operation failed", f"no process for it: {error.strerror}"
+            )
+            return {"status": status, "media_type": media_type}, body, None
         if pid == 0:
             source = message.fds[0] if message.fds else None
             files.run_apart(fields["tool"], fields["arguments"], message.body, writing, source)
