@@ -17,7 +17,11 @@ def configure(settings: Settings) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
-    last = structlog.processors.JSONRenderer() if settings.log == "json" else structlog.dev.ConsoleRenderer()
+    last = (
+        structlog.processors.JSONRenderer()
+        if settings.log == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
     structlog.configure(
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(level),
