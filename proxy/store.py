@@ -42,6 +42,7 @@ _TABLES: dict[str, dict[str, type]] = {
     "blobs": {"id": int, "digest": bytes, "packed": int, "data": bytes},
 }  # fmt: skip
 _KEYS = {"meta": "name", "tasks": "name"}
+_NUMBERED = ("trees", "nodes", "records", "rollouts", "blobs")
 
 
 class StoreError(RuntimeError):
@@ -55,22 +56,23 @@ class Store:
         """Open or make the file. With FULL, each commit waits for the disk.
 
         Raises:
-            StoreError: the file was written by a newer version, or is no database.
+            StoreError: the file was written by another version, is somebody else's, or is no database; it is left alone.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._connection = sqlite3.connect(path, isolation_level=None)
         self.database = sqlite_utils.Database(self._connection)
         try:
+            self._check_ours()
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute(f"PRAGMA synchronous={sync}")
             # A checkpoint waits for the disk; `checkpoint` does it beside the event loop, not a commit on it.
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             self._make_tables()
-        except sqlite3.DatabaseError as error:
+            self._next = {name: self._last_id(name) + 1 for name in _NUMBERED}
+        except (StoreError, sqlite3.DatabaseError) as error:
             self._connection.close()
             raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
-        self._next = {name: self._last_id(name) + 1 for name in ("trees", "nodes", "records", "rollouts", "blobs")}
 
     def close(self) -> None:
         self._connection.close()
@@ -120,6 +122,7 @@ class Store:
             execute("DELETE FROM trees WHERE task = ?", (name,))
             execute("DELETE FROM tasks WHERE name = ?", (name,))
             self._delete_unused_blobs(execute)
+            self._keep_numbers(execute)
 
     def tree(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of task under this root key, with all that is recorded of it; make it where there is none.
@@ -240,6 +243,7 @@ class Store:
             for record in records:
                 execute("DELETE FROM records WHERE id = ?", (record.id,))
             self._delete_unused_blobs(execute)
+            self._keep_numbers(execute)
 
     def call(self, record: Record) -> ToolCall:
         """Return the call that was recorded."""
@@ -316,18 +320,30 @@ class Store:
             self.database.table(table).create_index(indexed, if_not_exists=True)
         self.database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)
         self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
+
+    def _check_ours(self) -> None:
+        tables = {row[0] for row in self._all("SELECT name FROM sqlite_master WHERE type = 'table'", ())}
+        if not tables:
+            return
+        if "meta" not in tables:
+            raise StoreError(f"it is a database of something else, with {', '.join(sorted(tables))}")
         row = self._one("SELECT value FROM meta WHERE name = 'schema'", ())
-        assert row is not None
-        if int(row[0]) != SCHEMA_VERSION:
+        # Without a row it is ours, killed while it was made.
+        if row is not None and row[0] != str(SCHEMA_VERSION):
             raise StoreError(
-                f"the store has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}. "
-                "Use the version that wrote it, or another --data directory."
+                f"it has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}: use the version that wrote it"
             )
 
     def _last_id(self, table: str) -> int:
-        row = self._one(f"SELECT COALESCE(MAX(id), 0) FROM {table}", ())
+        given = "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?)"
+        row = self._one(f"SELECT MAX(COALESCE(MAX(id), 0), COALESCE({given}, 0)) FROM {table}", (f"last {table}",))
         assert row is not None
         return int(row[0])
+
+    def _keep_numbers(self, execute: Any) -> None:
+        """Remember which ids were given, so that what is deleted never has a namesake: steps and agents may name it."""
+        for table, number in self._next.items():
+            execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"last {table}", str(number - 1)))
 
     def _take_id(self, table: str) -> int:
         taken = self._next[table]
