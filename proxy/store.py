@@ -56,7 +56,7 @@ class Store:
         """Open or make the file. With FULL, each commit waits for the disk.
 
         Raises:
-            StoreError: the file was written by another version, is somebody else's, or is no database; it is left alone.
+            StoreError: the file is of another version, somebody else's, or no database. It is left as it was.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
