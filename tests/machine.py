@@ -1,15 +1,31 @@
-"""What tests with real sandboxes need from this machine, and what may not be left on it."""
+"""A proxy as a process of its own, what tests with real sandboxes need, and what may not be left on the machine."""
 
+import fcntl
 import functools
+import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from proxy.private import free_port
+from sandboxes.localbox.layers import remove_tree
 from sandboxes.requirements import check
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
+
+Process = tuple[int, str]
+"""A pid and when it started: a pid alone may be given again."""
 
 
 def require_sandboxes() -> None:
@@ -23,3 +39,141 @@ def _missing() -> str:
     with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
         unmet = [found for found in check(Path(folder)) if found.required and not found.ok]
     return "; ".join(f"{found.name}: {found.detail}" for found in unmet)
+
+
+@contextmanager
+def data_directory() -> Iterator[Path]:
+    """Give a directory that sandboxes can be made in; at the end nothing may be mounted below it."""
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
+    try:
+        yield folder
+        assert mounts_below(folder) == []
+    finally:
+        remove_tree(folder)
+
+
+@dataclass
+class Proxy:
+    """`forkpoint serve` on a data directory, which may be killed and started again. Its address stays."""
+
+    data: Path
+    options: dict[str, str] = field(default_factory=dict)
+    wrapper: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it; return when it is ready."""
+        command = [*self.wrapper, sys.executable, "-m", "proxy.cli", "serve", "--port", str(self.port)]
+        environment = os.environ | {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
+        with (self.data / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, "--data", str(self.data / "data")], cwd=Path(__file__).parents[1], env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        wait_until(self._ready, "the proxy is not ready")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Stop it in order, as a service manager does."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(40) in (0, -signal.SIGTERM), self.log()
+
+    def log(self) -> str:
+        return (self.data / "serve.log").read_text(errors="replace")[-5000:]
+
+    def processes(self) -> set[Process]:
+        """Return every process that came from it, in whatever sandbox."""
+        assert self.process is not None
+        return _descendants(self.process.pid)
+
+    def groups(self) -> list[Path]:
+        """Return the control groups of this instance."""
+        said = json.loads((self.data / "data" / "local" / "instance.json").read_bytes())
+        return [Path(group) for group in said["cgroups"]]
+
+    def view(self, path: str) -> Any:
+        return httpx.get(f"{self.url}/api/v1/{path}", timeout=30).raise_for_status().json()
+
+    def _ready(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log()
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=30).is_success
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def served(data: Path, **options: str) -> Iterator[Proxy]:
+    """Run a proxy; whatever the test did, none is left."""
+    proxy = Proxy(data, options)
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        if proxy.process is not None and proxy.process.poll() is None:
+            proxy.kill()
+
+
+def wait_until(true: Callable[[], bool], otherwise: str, *, within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.01)
+
+
+def alive(processes: set[Process]) -> set[Process]:
+    """Return those of processes that still run; a zombie has ended."""
+    return {(pid, began) for pid, began in processes if (now := _stat(pid)) and now[2] == began and now[0] != "Z"}
+
+
+def mounts_below(folder: Path) -> list[str]:
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line for line in mounts if str(folder) in line]
+
+
+def assert_nothing_left(proxy: Proxy, processes: set[Process], groups: list[Path]) -> None:
+    """Assert that an ended proxy left no process, mount, control group, lock and nothing half written."""
+    local, snapshots = proxy.data / "data" / "local", proxy.data / "data" / "snapshots"
+    assert alive(processes) == set()
+    assert mounts_below(proxy.data) == []
+    assert [group for group in groups if group.exists()] == []
+    assert list((local / "uppers").iterdir()) == []
+    assert [layer.name for layer in (local / "layers").iterdir() if not (layer / "meta.json").exists()] == []
+    kept = [snapshot for snapshot in snapshots.iterdir() if snapshot.is_dir()]
+    assert [snapshot.name for snapshot in kept if not (snapshot / "manifest.json").exists()] == []
+    assert list((proxy.data / "data" / "journal").iterdir()) == []
+    with (local / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _descendants(pid: int) -> set[Process]:
+    children: dict[int, list[tuple[int, str]]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (found := _stat(int(entry.name))):
+            children.setdefault(found[1], []).append((int(entry.name), found[2]))
+    found_all, ahead = set(), [pid]
+    while ahead:
+        for child in children.get(ahead.pop(), []):
+            found_all.add(child)
+            ahead.append(child[0])
+    return found_all
+
+
+def _stat(pid: int) -> tuple[str, int, str] | None:
+    """Return state, parent and start time."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), fields[19]
