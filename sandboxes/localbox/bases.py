@@ -1,5 +1,6 @@
 """Bases: what lies below everything a sandbox writes, and the digest that says which system it is."""
 
+import errno
 import hashlib
 import os
 import stat
@@ -15,6 +16,8 @@ from sandboxes.localbox.layers import remove_tree
 
 _CHUNK = 1 << 20
 _LINKS_FOLLOWED = 40
+_MACHINE_S = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO}
+"""Errors that say nothing about what a spec names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Bases:
         try:
             return self._host() if name == "host" else self._named(Path(name))
         except (OSError, tarfile.TarError) as error:
+            _raise_if_machine(error)
             raise SpecError(
                 f"base {name!r} cannot be used: {error}. Name a directory or tarball that this proxy can read."
             ) from error
@@ -68,6 +72,7 @@ class Bases:
         try:
             return _walk_digest(source) if source.is_dir() else self._file_digest(source)
         except OSError as error:
+            _raise_if_machine(error)
             raise SpecError(
                 f"archive {str(source)!r} cannot be read: {error.strerror}. Name a tarball or directory."
             ) from error
@@ -135,6 +140,11 @@ def _check_bash(folder: Path, named: Path) -> None:
         raise SpecError(
             f"base {str(named)!r} has no /bin/bash. Use a root file system with bash, such as debootstrap's minbase."
         )
+
+
+def _raise_if_machine(error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno in _MACHINE_S:
+        raise error
 
 
 def _exists_inside(root: Path, name: str) -> bool:
