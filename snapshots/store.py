@@ -1,5 +1,6 @@
 """Snapshots on disk: one directory each, its manifest last."""
 
+import contextlib
 import shutil
 import time
 import uuid
@@ -13,7 +14,7 @@ from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
 from snapshots.snapshot import Snapshot
 
-_MANIFEST = "manifest.json"
+_MANIFEST, _DRAFT, _PAYLOAD = "manifest.json", "draft", "payload.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -68,13 +69,13 @@ class SnapshotStore:
         directory = self._directory / name
         directory.mkdir()
         try:
-            (directory / "payload.json").write_bytes(orjson.dumps(frozen.payload))
-            draft = directory / "draft"
+            (directory / _PAYLOAD).write_bytes(orjson.dumps(frozen.payload))
+            draft = directory / _DRAFT
             draft.write_bytes(orjson.dumps(manifest))
             # Manifest last: a snapshot without one is half written, and is swept at start.
             draft.rename(directory / _MANIFEST)
         except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
             raise
         self._snapshots[name] = _snapshot(name, manifest)
         return self._snapshots[name]
@@ -89,7 +90,7 @@ class SnapshotStore:
         directory = self._directory / snapshot.id
         manifest = orjson.loads((directory / _MANIFEST).read_bytes())
         state = manifest["state"] and StateDigest(*(bytes.fromhex(digest) for digest in manifest["state"]))
-        payload: dict[str, Any] = orjson.loads((directory / "payload.json").read_bytes())
+        payload: dict[str, Any] = orjson.loads((directory / _PAYLOAD).read_bytes())
         return FrozenState(
             snapshot.driver, snapshot.kind, payload, snapshot.size_bytes, state or None, tuple(manifest["parts"])
         )
@@ -97,9 +98,7 @@ class SnapshotStore:
     def drop(self, snapshot: Snapshot) -> None:
         """Forget a snapshot. What it held is freed by the driver's next `collect`."""
         if self._snapshots.pop(snapshot.id, None) is not None:
-            directory = self._directory / snapshot.id
-            (directory / _MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(self._directory / snapshot.id)
 
     def get(self, name: str | None) -> Snapshot | None:
         return None if name is None else self._snapshots.get(name)
@@ -122,6 +121,14 @@ def _read(directory: Path) -> Snapshot | None:
 def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
     fields = ("tree", "node", "driver", "kind", "size_bytes", "cost_s", "created_at")
     return Snapshot(name, parts=tuple(manifest["parts"]), **{field: manifest[field] for field in fields})
+
+
+def _remove(directory: Path) -> None:
+    """Remove a snapshot's directory, also where no descriptor is free to list it; what stays is swept at start."""
+    with contextlib.suppress(OSError):
+        for name in (_MANIFEST, _DRAFT, _PAYLOAD):
+            (directory / name).unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def _boot_id() -> str:
