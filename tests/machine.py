@@ -122,7 +122,9 @@ def served(data: Path, **options: str) -> Iterator[Proxy]:
         yield proxy
     finally:
         if proxy.process is not None and proxy.process.poll() is None:
+            processes = proxy.processes()
             proxy.kill()
+            wait_until(lambda: not alive(processes), f"{alive(processes)} outlive the proxy")
 
 
 def wait_until(true: Callable[[], bool], otherwise: str, *, within_s: float = 30.0) -> None:
@@ -139,7 +141,7 @@ def alive(processes: set[Process]) -> set[Process]:
 
 def mounts_below(folder: Path) -> list[str]:
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
-    return [line for line in mounts if str(folder) in line]
+    return [line for line in mounts if line.split()[4].startswith(f"{folder}/")]
 
 
 def assert_nothing_left(proxy: Proxy, processes: set[Process], groups: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Promises 3 and 4 with real shells: a kill of the proxy at any moment loses no answer and no place, and leaves nothing."""
+"""Promises 3 and 4 with real shells: a kill of the proxy loses no answer and no place, and leaves nothing behind."""
 
 import asyncio
 import random

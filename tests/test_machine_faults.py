@@ -1,0 +1,209 @@
+"""What the machine does to a proxy: a full disk, no free descriptor, a dead sandbox. Errors, never records."""
+
+import os
+import resource
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.machine import (
+    Proxy,
+    alive,
+    assert_nothing_left,
+    data_directory,
+    needs_root,
+    require_sandboxes,
+    served,
+    wait_until,
+)
+
+BIG = "head -c 3000000 /dev/urandom > big && echo written"
+LOUD = "head -c 600000 /dev/urandom | base64"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    require_sandboxes()
+    with data_directory() as made:
+        yield made
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """Mount a file system of its own on a directory below folder."""
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)], check=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Write until not one more byte fits."""
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return ballast
+
+
+@contextmanager
+def client_of(proxy: Proxy) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=proxy.url, timeout=60) as client:
+        yield client
+
+
+def exec_(client: httpx.Client, rollout: str, command: str) -> httpx.Response:
+    return client.post(f"/t/task/r/{rollout}/shell/exec", json={"command": command})
+
+
+def out(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    said: str = answer.json()["stdout"]
+    return said
+
+
+def assert_problem(answer: httpx.Response) -> None:
+    assert answer.status_code in (503, 507), answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json().keys() == {"type", "title", "status", "detail"}
+    assert "stored" not in answer.headers["cache-status"]
+
+
+def known(client: httpx.Client) -> Any:
+    """Return every call that the tree knows."""
+    nodes = client.get("/api/v1/tasks/task/tree").raise_for_status().json()["nodes"]
+    return [(node["id"], node["call"], [seen["call"] for seen in node["observations"]]) for node in nodes]
+
+
+def descriptors(proxy: Proxy) -> int:
+    assert proxy.process is not None
+    return len(list(Path(f"/proc/{proxy.process.pid}/fd").iterdir()))
+
+
+@needs_root
+def test_a_full_disk_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_is_room(folder: Path) -> None:
+    with small_disk(folder, 320) as disk, served(disk) as proxy, client_of(proxy) as client:
+        assert out(exec_(client, "r", "mkdir w; cd w; X=1; echo kept > f; cat f")) == "kept\n"
+        assert out(exec_(client, "other", "true")) == ""
+        before = known(client)
+        ballast = fill(disk)
+        for _ in range(3):
+            for command in (BIG, LOUD, f"{BIG}; {LOUD}"):
+                assert_problem(exec_(client, "r", command))
+        assert client.get("/readyz").status_code == 507
+        assert known(client) == before
+        assert out(exec_(client, "other", "mkdir w; cd w; X=1; echo kept > f; cat f")) == "kept\n", (
+            "a hit needs no disk"
+        )
+        ballast.unlink()
+        assert client.get("/readyz").is_success
+        assert out(exec_(client, "r", "pwd; cat f; echo $X; ls")) == "/root/w\nkept\n1\nf\n"
+        assert out(exec_(client, "r", BIG)) == "written\n"
+        assert len(out(exec_(client, "r", LOUD))) > 800_000
+        processes, groups = proxy.processes(), proxy.groups()
+        proxy.stop()
+        assert_nothing_left(proxy, processes, groups)
+
+
+@needs_root
+def test_a_disk_that_is_full_when_the_proxy_stops_loses_no_answer(folder: Path) -> None:
+    with small_disk(folder, 320) as disk, served(disk) as proxy:
+        with client_of(proxy) as client:
+            told = [out(exec_(client, "r", command)) for command in ("echo kept > f", "cat f", "cd /tmp", "pwd")]
+            ballast = fill(disk)
+            processes = proxy.processes()
+            proxy.stop()
+            assert alive(processes) == set()
+        ballast.unlink()
+        proxy.start()
+        with client_of(proxy) as client:
+            again = [exec_(client, "again", command) for command in ("echo kept > f", "cat f", "cd /tmp", "pwd")]
+            assert [out(answer) for answer in again] == told
+            assert {answer.headers["cache-status"] for answer in again} == {"forkpoint; hit"}
+            assert out(exec_(client, "r", "pwd; cat ~/f")) == "/tmp\nkept\n"
+        processes, groups = proxy.processes(), proxy.groups()
+        proxy.stop()
+        assert_nothing_left(proxy, processes, groups)
+
+
+@needs_root
+def test_no_free_descriptor_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_are_some(folder: Path) -> None:
+    with served(folder) as proxy, client_of(proxy) as client:
+        assert proxy.process is not None
+        assert out(exec_(client, "r", "cd /tmp; echo kept > f; cat f")) == "kept\n"
+        assert out(exec_(client, "r", "cat f; date > /dev/null")) == "kept\n"
+        before = known(client)
+        limits = resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+        answers = [exec_(client, f"new{n}", f"echo {n} > g; cat g") for n in range(8)]
+        for answer in answers:
+            assert_problem(answer)
+        held = descriptors(proxy)
+        assert known(client) == before
+        for n in range(8):
+            assert_problem(exec_(client, f"new{n}", f"echo {n} > g; cat g"))
+        assert descriptors(proxy) <= held, "an error keeps no descriptor"
+        assert out(exec_(client, "new0", "cd /tmp; echo kept > f; cat f")) == "kept\n", "a hit needs none"
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE, limits)
+        assert out(exec_(client, "r", "pwd; cat f")) == "/tmp\nkept\n"
+        for n in range(1, 8):
+            assert out(exec_(client, f"new{n}", f"echo {n} > g; cat g")) == f"{n}\n"
+        processes, groups = proxy.processes(), proxy.groups()
+        proxy.stop()
+        assert_nothing_left(proxy, processes, groups)
+
+
+def test_a_sandbox_that_dies_in_a_call_is_an_error_and_no_record_and_its_rollout_goes_on(folder: Path) -> None:
+    with served(folder) as proxy, client_of(proxy) as client:
+        assert proxy.process is not None
+        assert out(exec_(client, "r", "cd /tmp; X=1; echo kept > f; cat f")) == "kept\n"
+        before = known(client)
+        others = proxy.processes()
+        answers: list[httpx.Response] = []
+        calling = threading.Thread(target=lambda: answers.append(exec_(client, "r", "echo lost > f; sleep 1000")))
+        calling.start()
+        wait_until(lambda: "sleep" in commands(proxy), "the call does not run")
+        for pid, _ in proxy.processes():
+            if is_sandbox(pid):
+                os.kill(pid, signal.SIGKILL)
+        calling.join()
+        assert_problem(answers[0])
+        assert known(client) == before
+        assert out(exec_(client, "r", "pwd; cat f; echo $X")) == "/tmp\nkept\n1\n"
+        processes, groups = proxy.processes() | others, proxy.groups()
+        proxy.stop()
+        assert_nothing_left(proxy, processes, groups)
+
+
+def commands(proxy: Proxy) -> set[str]:
+    found = set()
+    for pid, _ in proxy.processes():
+        try:
+            found.add(Path(f"/proc/{pid}/comm").read_text().strip())
+        except OSError:
+            continue
+    return found
+
+
+def is_sandbox(pid: int) -> bool:
+    """Say whether pid is the first process of a pid namespace: with it, all others of its sandbox end."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
+    return len(inner) > 1 and inner[-1] == "1"
