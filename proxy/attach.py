@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import structlog
 
+from proxy.canonical import canonical_json, root_key
 from proxy.counts import Counts
 from proxy.forest import Rollout
 from proxy.keeper import Keeper
@@ -15,9 +16,10 @@ from proxy.store import Store
 from proxy.timing import Timing
 from proxy.tree import Node, Record, Tree
 from sandboxes.calls import Execution, ToolResult
-from sandboxes.driver import Driver, NotFreezable, SandboxError
+from sandboxes.driver import Driver, NotFreezable, SandboxError, SpecError
 from sandboxes.pool import Pool
 from sandboxes.roster import Slot
+from sandboxes.spec import EnvironmentSpec
 
 log = structlog.get_logger()
 
@@ -114,6 +116,11 @@ class Attach:
     async def _start(self, rollout: Rollout) -> Slot:
         tree = rollout.tree
         driver = self._drivers[tree.spec.driver]
+        if await tree_key(self._drivers, tree.spec) != tree.key:
+            raise SpecError(
+                "the base or an archive that this rollout's task names has changed since its tree began. "
+                "PUT the task again and start another rollout."
+            )
         start = time.perf_counter()
         slot = await self._pool.start(lambda: driver.start(tree.spec), tree.root, rollout.id)
         self._counts.starts += 1
@@ -170,6 +177,18 @@ class Attach:
         costs = self._keeper.costs
         old = getattr(costs, name)
         self._keeper.costs = replace(costs, **{name: old + _LEARN * (seconds - old)})
+
+
+async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
+    """Return the key of the tree that spec names now.
+
+    Raises:
+        SpecError: there is no such driver, or what spec names cannot be used.
+    """
+    driver = drivers.get(spec.driver)
+    if driver is None:
+        raise SpecError(f"there is no driver {spec.driver!r} here; there are: {', '.join(sorted(drivers))}.")
+    return root_key(canonical_json(spec.model_dump(mode="json")), await driver.identity(spec))
 
 
 def differs(record: Record, execution: Execution, recorded: ToolResult) -> str:

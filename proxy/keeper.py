@@ -58,7 +58,7 @@ class Keeper:
         freeze.add_done_callback(self._freezes.discard)
 
     async def keep(self, sandbox: Sandbox, tree: Tree, node: Node) -> None:
-        """Freeze what sandbox holds as the snapshot of node, where it stands. One that cannot be written is done without.
+        """Freeze what sandbox holds as the snapshot of node, where it stands. One that cannot be written is missed.
 
         Raises:
             NotFreezable: processes live.

@@ -137,14 +137,14 @@ class Store:
         with self._transaction() as execute:
             execute("INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", values)
             self._insert_node(execute, tree_id, root)
-        return Tree(tree_id, root, spec)
+        return Tree(tree_id, root, spec, root_key)
 
     def tree_of(self, tree_id: int) -> Tree:
         """Return a tree by its id."""
-        row = self._one("SELECT root, spec FROM trees WHERE id = ?", (tree_id,))
+        row = self._one("SELECT root, spec, root_key FROM trees WHERE id = ?", (tree_id,))
         assert row is not None
         spec = EnvironmentSpec.model_validate_json(row[1])
-        return self._load(Tree(tree_id, self._load_node(row[0]), spec))
+        return self._load(Tree(tree_id, self._load_node(row[0]), spec, row[2]))
 
     def tree_id(self, task: str, root_key: str) -> int | None:
         row = self._one("SELECT id FROM trees WHERE task = ? AND root_key = ?", (task, root_key))

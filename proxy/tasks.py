@@ -5,14 +5,14 @@ import secrets
 import time
 from collections.abc import Mapping
 
-from proxy.canonical import canonical_json, root_key
+from proxy.attach import tree_key
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task
 from proxy.journal import Journal
 from proxy.keeper import Keeper
 from proxy.store import Store
 from proxy.tree import Node, Tree
-from sandboxes.driver import Driver, SpecError
+from sandboxes.driver import Driver
 from sandboxes.pool import Pool
 from sandboxes.spec import EnvironmentSpec
 
@@ -51,7 +51,7 @@ class Tasks:
             if task is None:
                 rows = self._store.tasks(name)
                 spec = EnvironmentSpec.model_validate_json(rows[0]["spec"]) if rows and rows[0]["spec"] else None
-                key = await self._root_key(spec or self._default_spec)
+                key = await tree_key(self._drivers, spec or self._default_spec)
                 if not rows:
                     self._store.put_task(name, None)
                 task = self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
@@ -64,7 +64,7 @@ class Tasks:
             SpecError: what spec names cannot be used; the task stays as it was.
         """
         async with self._opening.setdefault(name, asyncio.Lock()):
-            key = await self._root_key(spec)
+            key = await tree_key(self._drivers, spec)
             rows = self._store.tasks(name)
             self._store.put_task(name, spec.model_dump_json())
             task = self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
@@ -196,12 +196,6 @@ class Tasks:
             del self._tasks[task.name]
             closed += 1
         return closed
-
-    async def _root_key(self, spec: EnvironmentSpec) -> str:
-        driver = self._drivers.get(spec.driver)
-        if driver is None:
-            raise SpecError(f"there is no driver {spec.driver!r} here; there are: {', '.join(sorted(self._drivers))}.")
-        return root_key(canonical_json(spec.model_dump(mode="json")), await driver.identity(spec))
 
     def _admit(self, name: str, spec: EnvironmentSpec | None, key: str, created_at: float) -> Task:
         tree = self._trees.get(self._store.tree_id(name, key) or 0)

@@ -73,10 +73,14 @@ class Place:
 
 
 class Tree:
-    """All that is known of one root state, the one that `spec` builds. size: nodes and records ever added to it."""
+    """All that is known of one root state, the one that `spec` builds.
 
-    def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec) -> None:
-        self.id, self.root, self.spec = tree_id, root, spec
+    key: names that state: a digest of the spec, and of what the spec named when the tree began. size: nodes and records
+    ever added.
+    """
+
+    def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "") -> None:
+        self.id, self.root, self.spec, self.key = tree_id, root, spec, key
         self.nodes: dict[int, Node] = {root.id: root}
         self.aside: list[Record] = []
         self.size = 1

@@ -12,13 +12,14 @@ from typing import Any
 
 import orjson
 
-from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
+from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError, StateGone
 from sandboxes.localbox.bases import Base, Bases
 from sandboxes.localbox.cgroup import sweep
 from sandboxes.localbox.channel import ChannelLost
 from sandboxes.localbox.furnish import furnish
 from sandboxes.localbox.machine import START_S, Machine
-from sandboxes.localbox.sandbox import LocalSandbox, Root
+from sandboxes.localbox.roots import Root, Roots
+from sandboxes.localbox.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec
 
 VERSION = 1
@@ -36,9 +37,9 @@ class LocalDriver:
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
         self.machine = Machine(self.data_dir, self.bases.host_view)
+        self.roots = Roots(self.data_dir / "roots", self.machine.layers)
         self._sandboxes: set[LocalSandbox] = set()
         self._lock: int | None = None
-        self._roots: dict[str, Root] = {}
         self._building: dict[str, asyncio.Lock] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class LocalDriver:
         self.data_dir.chmod(0o700)
         self.machine.layers.open()
         self.bases.open()
-        (self.data_dir / "roots").mkdir(exist_ok=True)
+        self.roots.open()
 
     async def aclose(self) -> None:
         """See `Driver.aclose`. Idempotent."""
@@ -102,7 +103,7 @@ class LocalDriver:
 
     async def identity(self, spec: EnvironmentSpec) -> str:
         """See `Driver.identity`. 10 ms for the host; a walk or one reading of everything else that spec names."""
-        base = await asyncio.to_thread(self.bases.base, spec.base)
+        base = await asyncio.to_thread(self.bases.look_again, spec.base)
         digest = hashlib.blake2b(f"local\0{VERSION}\0{base.identity}".encode(), digest_size=32)
         for archive in spec.archives:
             digest.update((await asyncio.to_thread(self.bases.archive_identity, Path(archive.source))).encode())
@@ -122,14 +123,16 @@ class LocalDriver:
         root = Root(layers[len(layers) - payload["root_layers"] :], payload["born_ns"])
         with self.machine.holding(layers):
             if missing := self.machine.layers.missing(layers):
-                raise SandboxError(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
+                raise StateGone(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
             base = await asyncio.to_thread(self.bases.base, spec.base)
+            if base.identity != payload["base"]:
+                raise StateGone(f"base {spec.base!r} is not what it was when this state was frozen")
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             return await self._launch(spec, base, root, layers, payload["sessions"], delta, payload["pristine"])
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """See `Driver.collect`. Parts are layers; they are deleted in a thread."""
-        kept = set(keep)
+        """See `Driver.collect`. Parts are layers, deleted in a thread. Those of root states in use stay anyway."""
+        kept = set(keep) | await asyncio.to_thread(self.roots.in_use)
         live = {layer for sandbox in self.sandboxes.values() for layer in sandbox.stack}
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
         await asyncio.to_thread(self.machine.layers.drop, self.machine.layers.all() - kept - live - self.machine.held)
@@ -141,21 +144,17 @@ class LocalDriver:
         identity = (await self.identity(spec)) if spec.archives else base.identity
         key = hashlib.blake2b(told + identity.encode(), digest_size=16).hexdigest()
         async with self._building.setdefault(key, asyncio.Lock()):
-            root = self._roots.get(key) or self._read_root(key)
-            if root is None or self.machine.layers.missing(root.layers):
-                root = await self._build_root(spec, base)
-                path = self.data_dir / "roots" / f"{key}.json"
-                path.with_suffix(".part").write_bytes(orjson.dumps({"layers": root.layers, "born_ns": root.born_ns}))
-                path.with_suffix(".part").rename(path)
-            self._roots[key] = root
+            known = await asyncio.to_thread(self.roots.find, key)
+            if known is not None and not self.machine.layers.missing(known.layers):
+                return known
+            root = await self._build_root(spec, base)
+            if known is not None and known.content != root.content:
+                raise SpecError(
+                    "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
+                    "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
+                )
+            await asyncio.to_thread(self.roots.save, key, root)
             return root
-
-    def _read_root(self, key: str) -> Root | None:
-        try:
-            found = orjson.loads((self.data_dir / "roots" / f"{key}.json").read_bytes())
-            return Root(tuple(found["layers"]), int(found["born_ns"]))
-        except (OSError, ValueError, KeyError):
-            return None
 
     async def _build_root(self, spec: EnvironmentSpec, base: Base) -> Root:
         bare = Root((), time.time_ns())
@@ -172,7 +171,8 @@ class LocalDriver:
             ) from error
         finally:
             await sandbox.close()
-        return Root(tuple(state.payload["layers"]), time.time_ns())
+        content = state.state.content.hex() if state.state is not None else ""
+        return Root(tuple(state.payload["layers"]), time.time_ns(), content)
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class EnvironmentSpec(BaseModel):
     driver: str = "local"
     base: Literal["host"] | AbsolutePath = Field(
         default="host",
-        description="'host': this machine's own system, read-only, without homes and secrets; or a directory or tarball",
+        description="'host': this machine's own system, without homes and secrets; or a directory or tarball",
     )
     archives: tuple[Archive, ...] = ()
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, description="path in the sandbox -> text")

@@ -40,6 +40,7 @@ class Bases:
         self._privileged = privileged
         self._making = threading.Lock()
         self._hashes: dict[tuple[str, int, int], str] = {}
+        self._known: dict[str, Base] = {}
 
     def open(self) -> None:
         """Make the directory, and remove what was half made."""
@@ -50,13 +51,18 @@ class Bases:
         self._make("skeleton-1", hostbase.skeleton)
 
     def base(self, name: str) -> Base:
-        """Return the base that a spec calls name: "host", or the path of a directory or tarball.
+        """Return the base that a spec calls name, as it was when it was last looked at."""
+        return self._known.get(name) or self.look_again(name)
+
+    def look_again(self, name: str) -> Base:
+        """Return the base that a spec calls name: "host", or the path of a directory or tarball, as it is now.
 
         Raises:
             SpecError: it is not there, cannot be read, or has no /bin/bash.
         """
         try:
-            return self._host() if name == "host" else self._named(Path(name))
+            self._known[name] = self._host() if name == "host" else self._named(Path(name))
+            return self._known[name]
         except (OSError, tarfile.TarError) as error:
             _raise_if_machine(error)
             raise SpecError(

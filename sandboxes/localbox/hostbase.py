@@ -40,6 +40,8 @@ _OWN_TEXT = {
     "machine-id": "",
     "mtab": "",
 }
+_PASSING = {".pwd.lock", "adjtime", "ld.so.cache", "mtab", ".updated", "blkid.tab"}
+"""Of /etc: what a machine rewrites of its own accord."""
 
 
 def skeleton(target: Path) -> None:
@@ -50,9 +52,14 @@ def skeleton(target: Path) -> None:
 
 
 def fingerprint(root: Path = Path("/")) -> bytes:
-    """Return 32 bytes that change when the host's software does: two levels of `VISIBLE`, and dpkg's status. 10 ms."""
+    """Return 32 bytes that change when the host's software or its settings do. 20 ms.
+
+    Packages by dpkg's status and the folders of `/usr`; what is installed past the packages by the folders of
+    `/usr/local` and `/opt`; settings by the files below `/etc`, less those that a sandbox has of its own: a host that
+    rewrites its `resolv.conf` is the same host.
+    """
     digest = hashlib.blake2b(digest_size=32)
-    for path in sorted(_two_levels(root)):
+    for path in sorted({*_software(root), *_settings(root / "etc")}):
         try:
             status = path.lstat()
         except OSError:
@@ -66,13 +73,28 @@ def fingerprint(root: Path = Path("/")) -> bytes:
     return digest.digest()
 
 
-def _two_levels(root: Path) -> Iterator[Path]:
+def _software(root: Path) -> Iterator[Path]:
     yield root / "var/lib/dpkg/status"
-    for top in VISIBLE:
-        folder = root / top
-        yield folder
-        if folder.is_dir() and not folder.is_symlink():
-            yield from folder.iterdir()
+    yield from _folders(root / "usr", 1)
+    yield from _folders(root / "usr/local", 4)
+    yield from _folders(root / "opt", 3)
+
+
+def _folders(top: Path, depth: int) -> Iterator[Path]:
+    yield top
+    if depth and top.is_dir() and not top.is_symlink():
+        with os.scandir(top) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _folders(Path(entry.path), depth - 1)
+
+
+def _settings(etc: Path) -> Iterator[Path]:
+    for folder, _, files in os.walk(etc):
+        own = _OWN_TEXT.keys() | _PASSING if folder == str(etc) else set()
+        for name in files:
+            if name not in own:
+                yield Path(folder) / name
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:

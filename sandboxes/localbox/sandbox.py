@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -15,6 +14,7 @@ from sandboxes.localbox.bases import Base
 from sandboxes.localbox.channel import ChannelLost
 from sandboxes.localbox.layers import DEEP, Upper, mergeable, remove_tree
 from sandboxes.localbox.machine import Machine, Spare, ended
+from sandboxes.localbox.roots import Root
 from sandboxes.localbox.wire import Message
 from sandboxes.spec import EnvironmentSpec
 
@@ -33,14 +33,6 @@ ENVIRONMENT = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "GIT_OPTIONAL_LOCKS": "0",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """A spec's root state. born_ns: modification times before it are not those of calls."""
-
-    layers: tuple[str, ...]
-    born_ns: int
 
 
 class LocalSandbox:
@@ -200,6 +192,7 @@ class LocalSandbox:
             "layers": list(self.stack),
             "root_layers": len(self._root.layers),
             "born_ns": self._root.born_ns,
+            "base": self._base.identity,
             "sessions": told["sessions"],
             "pristine": told["pristine"],
         }
