@@ -161,7 +161,7 @@ class LocalDriver:
         if not (spec.archives or spec.files or spec.setup or spec.workdir not in _PRESENT):
             return bare
         at_top = spec.model_copy(update={"workdir": "/"})
-        sandbox = await self._launch(at_top, base, bare, (), {}, {})
+        sandbox = await self._launch(at_top, base, bare, (), {}, {}, seals=False)
         try:
             await furnish(sandbox, spec)
             state = await sandbox.freeze(root=True)
@@ -185,13 +185,15 @@ class LocalDriver:
         sessions: dict[str, Any],
         delta: dict[str, Any] | None,
         pristine: dict[str, Any] | None = None,
+        *,
+        seals: bool = True,
     ) -> LocalSandbox:
         try:
             async with asyncio.timeout(START_S):
                 spare = await self.machine.spare()
         except (ChannelLost, TimeoutError, OSError) as error:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
-        sandbox = LocalSandbox(self.machine, spare, spec, base, root, layers)
+        sandbox = LocalSandbox(self.machine, spare, spec, base, root, layers, seals=seals)
         self._sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(START_S):

@@ -89,6 +89,7 @@ class Init:
         self.below_bytes: int = fields["below_bytes"]
         self.born_ns: int = fields["born_ns"]
         self.reserve_bytes: int = fields["reserve_bytes"]
+        self.seals: bool = fields["seals"]
         self.shells: dict[str, Shell] = {}
         self.sessions: dict[str, Session] = fields["sessions"]
         self.pristine: Session | None = fields["pristine"]
@@ -167,11 +168,13 @@ class Init:
         changed = answer.pop("session_changed", False)
         self._settle()
         effects = {"session": changed, "processes": self.alive != alive_before, "files": self._look_at_files()}
-        discard = bool(self.signatures) and not self.alive and self.delta is not None and self.delta == self.base
+        wrote = bool(self.signatures) and not self.alive
+        discard = wrote and self.delta is not None and self.delta == self.base
+        seal = wrote and not discard and self.seals and not delta.linked(self.signatures)
         if self._free_bytes() < min(free, self.reserve_bytes):
             answer["host_full"] = True
-        self._reply({**answer, **effects, **self._state(), "discard": discard}, body)
-        if not self.alive and not discard:
+        self._reply({**answer, **effects, **self._state(), "discard": discard, "seal": seal}, body)
+        if not (self.alive or discard or seal):
             self._renew([touched] if touched else [])
 
     def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes, str]:

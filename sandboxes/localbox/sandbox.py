@@ -39,11 +39,21 @@ class LocalSandbox:
     """See `sandboxes.driver.Sandbox`."""
 
     def __init__(
-        self, machine: Machine, spare: Spare, spec: EnvironmentSpec, base: Base, root: Root, layers: tuple[str, ...]
+        self,
+        machine: Machine,
+        spare: Spare,
+        spec: EnvironmentSpec,
+        base: Base,
+        root: Root,
+        layers: tuple[str, ...],
+        *,
+        seals: bool,
     ) -> None:
         self.id = spare.id
         self.stack = layers
         self.closed = False
+        self._seals = seals
+        self._unkept: set[str] = set()
         self._machine = machine
         self._spec = spec
         self._base = base
@@ -53,8 +63,6 @@ class LocalSandbox:
         self._process: int | None = spare.process
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
-        self._merging: asyncio.Task[None] | None = None
-        self._replacement: tuple[tuple[str, ...], str] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._dead: str | None = None
 
@@ -82,6 +90,7 @@ class LocalSandbox:
             "below_bytes": sum(map(self._machine.layers.size_bytes, self._new_layers())),
             "born_ns": self._root.born_ns,
             "reserve_bytes": RESERVE_BYTES,
+            "seals": self._seals,
             **state,
         }
         try:
@@ -119,6 +128,8 @@ class LocalSandbox:
             raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free at {where}")
         if answer.fields["discard"]:
             self._pending = self._machine.later(self._discard_upper())
+        elif answer.fields["seal"]:
+            self._pending = self._machine.later(self._seal())
         return execution(answer, float(answer.fields["seconds"]))
 
     async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
@@ -181,13 +192,9 @@ class LocalSandbox:
             raise
 
     async def _freeze(self, *, root: bool) -> FrozenState:
-        told = (await self._talk({"op": "pause", "root": root})).fields
-        if "not_freezable" in told:
-            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
-        added = 0
-        if not told["empty"]:
-            added = int(told["size_bytes"])
-            await self._switch({"delta": told["delta"], "size_bytes": added})
+        told = await self._put_into_layer(root=root)
+        mine = self._unkept.intersection(self.stack)
+        self._unkept -= mine
         payload = {
             "layers": list(self.stack),
             "root_layers": len(self._root.layers),
@@ -196,7 +203,31 @@ class LocalSandbox:
             "sessions": told["sessions"],
             "pristine": told["pristine"],
         }
+        added = sum(map(self._machine.layers.size_bytes, mine))
         return FrozenState("local", "layers", payload, added, digest(told["state"]), self.stack)
+
+    async def _seal(self) -> None:
+        """Put what a call wrote into a layer of its own, whether or not its state will be kept.
+
+        How files are spread over layers shows: in directories' link counts, in the order in which they list their
+        entries. With a layer for each changing call it follows from the calls alone, and a sandbox that was restored
+        looks like one that was not.
+        """
+        with contextlib.suppress(SandboxError, NotFreezable):
+            await self._put_into_layer(root=False)
+
+    async def _put_into_layer(self, *, root: bool) -> dict[str, Any]:
+        """Make a layer of the upper if anything was written; return what pid 1 says of the state.
+
+        Raises:
+            NotFreezable: something lives, or hard links would break.
+        """
+        told = (await self._talk({"op": "pause", "root": root})).fields
+        if "not_freezable" in told:
+            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
+        if not told["empty"]:
+            await self._switch({"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
+        return told
 
     async def _discard_upper(self) -> None:
         """Throw away an upper in which nothing differs from what lies below: live is then as recorded."""
@@ -207,17 +238,20 @@ class LocalSandbox:
     async def _switch(self, meta: dict[str, Any] | None) -> None:
         """Put the sandbox on a fresh upper; with meta, the one it leaves becomes a layer first."""
         layers, left = self._machine.layers, self._upper
-        self._adopt_merged()
-        if meta is not None:
-            self.stack = (layers.freeze(left, meta), *self.stack)
-        self._upper = layers.allocate()
         assert self._namespace is not None
-        order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
         try:
+            if meta is not None:
+                frozen = layers.freeze(left, meta)
+                self.stack = (frozen, *self.stack)
+                self._unkept.add(frozen)
+                await self._merge_when_deep()
+            self._upper = layers.allocate()
+            order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
             switched = await self._machine.ask(order, [self._namespace])
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:
+            # Its shells are gone and its layers half moved; the frozen ones are whole.
             self._die(str(error))
-            raise
+            raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
         try:
             added = 0 if meta is None else int(meta["size_bytes"])
             await self._talk({"op": "switched", "added_bytes": added}, b"", switched.fds)
@@ -226,28 +260,18 @@ class LocalSandbox:
                 os.close(fd)
         gone = left.path if meta is None else layers.frozen / left.id / "work"
         self._machine.later(asyncio.to_thread(remove_tree, gone))
-        self._merge_when_deep()
 
-    def _merge_when_deep(self) -> None:
+    async def _merge_when_deep(self) -> None:
+        """Let one layer stand for many small ones. At once, not later: depth, too, must follow from the calls."""
         above = self._new_layers()
-        if len(above) > DEEP and (self._merging is None or self._merging.done()):
-            sizes = {layer: self._machine.layers.size_bytes(layer) for layer in above}
-            if run := mergeable(above, sizes):
-                self._merging = self._machine.later(self._merge(tuple(run)))
-
-    async def _merge(self, run: tuple[str, ...]) -> None:
-        with self._machine.holding(run):
-            merged = await asyncio.to_thread(self._machine.layers.merge, run)
-        self._replacement = (run, merged)
-
-    def _adopt_merged(self) -> None:
-        """From the next mount on, let one merged layer stand for the many it was made of."""
-        if self._replacement is None:
+        if len(above) <= DEEP:
             return
-        run, merged = self._replacement
-        self._replacement = None
-        at = self.stack.index(run[0])
-        self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+        run = tuple(mergeable(above, {layer: self._machine.layers.size_bytes(layer) for layer in above}))
+        if run:
+            merged = await asyncio.to_thread(self._machine.layers.merge, run)
+            self._unkept.add(merged)
+            at = self.stack.index(run[0])
+            self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -270,4 +294,6 @@ class LocalSandbox:
             self._namespace = None
         await self._machine.forget_group(self.id)
         await asyncio.to_thread(remove_tree, self._upper.path)
+        # What no frozen state holds, nobody else has ever seen.
+        await asyncio.to_thread(self._machine.layers.drop, self._unkept)
         self.closed = True
