@@ -28,20 +28,27 @@ class Cgroups:
         if found is None:
             self.problem = "neither a version 2 nor a version 1 hierarchy with memory and pids is mounted"
             return
-        self.version, roots = found
-        try:
-            for kind, root in roots.items():
-                parent = root / self.name
-                parent.mkdir(exist_ok=True)
-                self.parents[kind] = parent
-                if self.version == 2:
-                    _enable(root)
-                    _enable(parent)
-                    self.parents = {MEMORY: parent, PIDS: parent}
-                    break
-        except OSError as error:
-            self.problem = f"{error.filename}: {error.strerror}"
-            self.close()
+        self.version, places = found
+        for place in places:
+            try:
+                self.parents = self._make_at(place)
+            except OSError as error:
+                self.problem = f"{error.filename}: {error.strerror}"
+                self.close()
+            else:
+                self.problem = ""
+                return
+
+    def _make_at(self, place: dict[str, Path]) -> dict[str, Path]:
+        for kind, root in place.items():
+            parent = root / self.name
+            parent.mkdir(exist_ok=True)
+            self.parents[kind] = parent
+            if self.version == 2:
+                _enable(root)
+                _enable(parent)
+                return {MEMORY: parent, PIDS: parent}
+        return self.parents
 
     @property
     def writable(self) -> bool:
@@ -115,8 +122,12 @@ def _enable(group: Path) -> None:
     (group / "cgroup.subtree_control").write_text(f"+{MEMORY} +{PIDS}")
 
 
-def _find() -> tuple[int, dict[str, Path]] | None:
-    """Return the version and, for each controller, this process's own group."""
+def _find() -> tuple[int, list[dict[str, Path]]] | None:
+    """Return the version and the places to try, each with the group that a controller's groups are made in.
+
+    Version 2 hands controllers on only from groups without processes of their own. The one that this process is in has
+    at least this one, unless it is the hierarchy's root, which is exempt; so that is tried next.
+    """
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
@@ -125,12 +136,12 @@ def _find() -> tuple[int, dict[str, Path]] | None:
     mounts = _mounts()
     version_1 = {kind: mounts[kind] for kind in (MEMORY, PIDS) if kind in mounts and kind in own}
     if len(version_1) == 2:
-        return 1, {kind: _below(root, own[kind]) for kind, root in version_1.items()}
-    if "" in mounts and "" in own:
-        group = _below(mounts[""], own[""])
-        if {MEMORY, PIDS} <= set((group / "cgroup.controllers").read_text().split()):
-            return 2, {MEMORY: group, PIDS: group}
-    return None
+        return 1, [{kind: _below(root, own[kind]) for kind, root in version_1.items()}]
+    if "" not in mounts or "" not in own:
+        return None
+    groups = [_below(mounts[""], own[""]), mounts[""]]
+    able = [group for group in groups if {MEMORY, PIDS} <= set((group / "cgroup.controllers").read_text().split())]
+    return (2, [{MEMORY: group, PIDS: group} for group in able]) if able else None
 
 
 def _below(mount: Path, path: str) -> Path:
