@@ -47,8 +47,8 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def fill(disk: Path) -> Path:
-    """Write until not one more byte fits."""
+def fill(disk: Path, *, but_for: int = 0) -> Path:
+    """Write until no more than so many bytes fit."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096):
@@ -57,6 +57,7 @@ def fill(disk: Path) -> Path:
                     file.write(b"x" * size)
             except OSError:
                 continue
+        file.truncate(file.tell() - but_for)
     return ballast
 
 
@@ -117,6 +118,18 @@ def test_a_full_disk_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_
         processes, groups = proxy.processes(), proxy.groups()
         proxy.stop()
         assert_nothing_left(proxy, processes, groups)
+
+
+@needs_root
+def test_a_command_that_fails_because_the_machine_s_disk_is_full_is_no_record(folder: Path) -> None:
+    with small_disk(folder, 320) as disk, served(disk) as proxy, client_of(proxy) as client:
+        assert out(exec_(client, "r", "echo kept > f; cat f")) == "kept\n"
+        before = known(client)
+        ballast = fill(disk, but_for=20 << 20)
+        assert_problem(exec_(client, "r", "head -c 60000000 /dev/zero > big"))
+        assert known(client) == before
+        ballast.unlink()
+        assert out(exec_(client, "r", "head -c 60000000 /dev/zero > big; echo $?; cat f")) == "0\nkept\n"
 
 
 @needs_root
