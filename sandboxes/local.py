@@ -132,11 +132,17 @@ class LocalDriver:
 
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are layers, deleted in a thread. Those of root states in use stay anyway."""
+        # What there was, and what lived, before the first await: a sandbox that freezes and ends meanwhile has made a
+        # state that keep does not know of.
+        there, before = self.machine.layers.all(), self._in_stacks()
         kept = set(keep) | await asyncio.to_thread(self.roots.in_use)
-        live = {layer for sandbox in self.sandboxes.values() for layer in sandbox.stack}
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
-        await asyncio.to_thread(self.machine.layers.drop, self.machine.layers.all() - kept - live - self.machine.held)
+        unneeded = there - kept - before - self._in_stacks() - self.machine.held
+        await asyncio.to_thread(self.machine.layers.drop, unneeded)
         return size
+
+    def _in_stacks(self) -> set[str]:
+        return {layer for sandbox in self.sandboxes.values() for layer in sandbox.stack}
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> Root:
         """Return spec's root state; build it where it is not there (any more)."""
