@@ -3,12 +3,13 @@
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 def machine() -> str:

@@ -54,6 +54,7 @@ class LocalSandbox:
         self.closed = False
         self._seals = seals
         self._unkept: set[str] = set()
+        self._sealed: dict[str, Any] | None = None
         self._machine = machine
         self._spec = spec
         self._base = base
@@ -139,6 +140,7 @@ class LocalSandbox:
             SandboxError: it is dead, or silent for longer than the call may take.
         """
         await self._settle()
+        self._sealed = None
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
                 return await self._talk(fields, body, fds or [])
@@ -192,7 +194,7 @@ class LocalSandbox:
             raise
 
     async def _freeze(self, *, root: bool) -> FrozenState:
-        told = await self._put_into_layer(root=root)
+        told = self._sealed or await self._put_into_layer(root=root)
         mine = self._unkept.intersection(self.stack)
         self._unkept -= mine
         payload = {
@@ -214,7 +216,8 @@ class LocalSandbox:
         looks like one that was not.
         """
         with contextlib.suppress(SandboxError, NotFreezable):
-            await self._put_into_layer(root=False)
+            # What pid 1 said of the state holds until the next call.
+            self._sealed = await self._put_into_layer(root=False)
 
     async def _put_into_layer(self, *, root: bool) -> dict[str, Any]:
         """Make a layer of the upper if anything was written; return what pid 1 says of the state.
