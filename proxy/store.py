@@ -1,6 +1,6 @@
 """The durable store: tasks, trees, rollouts and answers in one SQLite file (WAL), written from one thread.
 
-The one door to sqlite-utils. It makes the tables and serves the views; what lies on the way to an answer uses its
+With `schema`, the one door to sqlite-utils. It serves the views; what lies on the way to an answer uses its
 connection directly (a transaction of two rows: 0.1 ms, against 0.2 ms through the library).
 """
 
@@ -18,30 +18,13 @@ import sqlite_utils
 
 from proxy.canonical import CallKey, canonical_json
 from proxy.journal import Step
+from proxy.schema import NotOurs, check_ours, make_tables
 from proxy.tree import Node, Record, Tree
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.spec import EnvironmentSpec
 
-SCHEMA_VERSION = 1
 _COMPRESS_FROM = 1024
-
-_TABLES: dict[str, dict[str, type]] = {
-    "meta": {"name": str, "value": str},
-    "tasks": {"name": str, "spec": str, "created_at": float},
-    "trees": {"id": int, "task": str, "root_key": str, "spec": str, "root": int, "created_at": float},
-    "nodes": {"id": int, "tree": int, "exact": bytes, "content": bytes, "diverged": str, "pinned": int},
-    "records": {
-        "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
-        "effect": int, "seconds": float, "recorded_at": float, "private": int, "reproducible": int,
-    },
-    "rollouts": {
-        "id": int, "task": str, "name": str, "tree": int, "start": int, "node": int, "calls": int, "finished": int,
-        "token": str, "created_at": float,
-    },
-    "blobs": {"id": int, "digest": bytes, "packed": int, "data": bytes},
-}  # fmt: skip
-_KEYS = {"meta": "name", "tasks": "name"}
 _NUMBERED = ("trees", "nodes", "records", "rollouts", "blobs")
 
 
@@ -63,14 +46,14 @@ class Store:
         self._connection = sqlite3.connect(path, isolation_level=None)
         self.database = sqlite_utils.Database(self._connection)
         try:
-            self._check_ours()
+            check_ours(self.database)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute(f"PRAGMA synchronous={sync}")
             # A checkpoint waits for the disk; `checkpoint` does it beside the event loop, not a commit on it.
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
-            self._make_tables()
+            make_tables(self.database)
             self._next = {name: self._last_id(name) + 1 for name in _NUMBERED}
-        except (StoreError, sqlite3.DatabaseError) as error:
+        except (NotOurs, sqlite3.DatabaseError) as error:
             self._connection.close()
             raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
 
@@ -300,39 +283,6 @@ class Store:
             )
 
     # Inside
-
-    def _make_tables(self) -> None:
-        for name, columns in _TABLES.items():
-            self.database.table(name).create(columns, pk=_KEYS.get(name, "id"), if_not_exists=True)
-        # A step is named by rollout and turn; without a row id it is stored once.
-        self._connection.execute(
-            "CREATE TABLE IF NOT EXISTS steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, "
-            "PRIMARY KEY (rollout, turn)) WITHOUT ROWID"
-        )
-        for table, indexed in (
-            ("trees", ["task", "root_key"]),
-            ("nodes", ["tree"]),
-            ("records", ["tree"]),
-            ("rollouts", ["task", "name"]),
-            ("rollouts", ["tree"]),
-            ("rollouts", ["token"]),
-        ):
-            self.database.table(table).create_index(indexed, if_not_exists=True)
-        self.database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)
-        self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
-
-    def _check_ours(self) -> None:
-        tables = {row[0] for row in self._all("SELECT name FROM sqlite_master WHERE type = 'table'", ())}
-        if not tables:
-            return
-        if "meta" not in tables:
-            raise StoreError(f"it is a database of something else, with {', '.join(sorted(tables))}")
-        row = self._one("SELECT value FROM meta WHERE name = 'schema'", ())
-        # Without a row it is ours, killed while it was made.
-        if row is not None and row[0] != str(SCHEMA_VERSION):
-            raise StoreError(
-                f"it has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}: use the version that wrote it"
-            )
 
     def _last_id(self, table: str) -> int:
         given = "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?)"
