@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandboxes.driver import FrozenState, NotFreezable, Sandbox, SandboxError, SpecError
+from sandboxes.driver import FrozenState, NotFreezable, Sandbox, SandboxError, SpecError, StateGone
 from sandboxes.effects import Effect
 from sandboxes.local import LocalDriver
 from sandboxes.localbox.layers import remove_tree
@@ -147,6 +147,8 @@ def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(SPEC)
+            root_bytes = await driver.collect([])
+            roots = driver.machine.layers.all()
             await run(sandbox, "head -c 1M /dev/urandom > f")
             one = await sandbox.freeze()
             await run(sandbox, "head -c 1M /dev/urandom > g")
@@ -156,8 +158,49 @@ def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
             assert 1 << 20 <= await driver.collect(one.parts) < 2 << 20
             with pytest.raises(SandboxError, match="gone"):
                 await driver.restore(SPEC, two)
-            assert await driver.collect([]) == 0
-            assert driver.machine.layers.all() == set()
+            assert await driver.collect([]) == root_bytes < 1 << 20, "what a task starts from stays"
+            assert driver.machine.layers.all() == roots
+
+    asyncio.run(go())
+
+
+def test_a_root_state_outlives_eviction_and_is_refused_when_set_up_gives_another(data_dir: Path) -> None:
+    spec = SPEC.model_copy(update={"setup": ("head -c 8 /dev/urandom > random",)})
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            first = await driver.start(spec)
+            told = (await run(first, "md5sum random")).told
+            await first.close()
+            await driver.collect([])
+            second = await driver.start(spec)
+            assert (await run(second, "md5sum random")).told == told, "built once, whoever asks"
+            await second.close()
+            driver.machine.layers.drop(driver.machine.layers.all())
+            with pytest.raises(SpecError, match="gave another one than its tree was"):
+                await driver.start(spec)
+
+    asyncio.run(go())
+
+
+@needs_root
+def test_a_state_of_a_base_that_changed_is_gone(data_dir: Path, tmp_path: Path) -> None:
+    base = small_base(tmp_path / "base")
+    spec = SPEC.model_copy(update={"base": str(base)})
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            before = await driver.identity(spec)
+            sandbox = await driver.start(spec)
+            await run(sandbox, "echo 1 > f")
+            frozen = await sandbox.freeze()
+            await sandbox.close()
+            await (await driver.restore(spec, frozen)).close()
+            (base / "new").write_text("changed")
+            assert await driver.identity(spec) != before
+            with pytest.raises(StateGone, match="is not what it was"):
+                await driver.restore(spec, frozen)
 
     asyncio.run(go())
 
@@ -216,15 +259,20 @@ def test_a_spec_that_cannot_be_built_says_why(data_dir: Path, spec: EnvironmentS
     asyncio.run(go())
 
 
-@needs_root
-def test_a_directory_and_a_tarball_are_bases(data_dir: Path, tmp_path: Path) -> None:
-    root = tmp_path / "root"
+def small_base(root: Path) -> Path:
+    """Make a root file system with bash, cat and ls."""
     for name in ("/bin/bash", "/bin/cat", "/bin/ls"):
         libraries = subprocess.run(["ldd", name], capture_output=True, text=True, check=True).stdout.split()
         for path in [name, *(word for word in libraries if word.startswith("/"))]:
             (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
             (root / path[1:]).write_bytes(Path(path).read_bytes())
             (root / path[1:]).chmod(0o755)
+    return root
+
+
+@needs_root
+def test_a_directory_and_a_tarball_are_bases(data_dir: Path, tmp_path: Path) -> None:
+    root = small_base(tmp_path / "root")
     packed = tmp_path / "root.tar"
     with tarfile.open(packed, "w") as archive:
         archive.add(root, ".")
