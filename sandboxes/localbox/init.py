@@ -124,7 +124,7 @@ class Init:
                 case "exec" | "file":
                     self._call(message)
                 case "pause":
-                    self._pause(message)
+                    self._pause(root=message.fields["root"])
                 case "switched":
                     self._switched(message)
 
@@ -168,13 +168,16 @@ class Init:
         changed = answer.pop("session_changed", False)
         self._settle()
         effects = {"session": changed, "processes": self.alive != alive_before, "files": self._look_at_files()}
-        wrote = bool(self.signatures) and not self.alive
+        wrote = self.seals and bool(self.signatures) and not self.alive
         discard = wrote and self.delta is not None and self.delta == self.base
-        seal = wrote and not discard and self.seals and not delta.linked(self.signatures)
+        seal = wrote and not discard and not delta.linked(self.signatures)
         if self._free_bytes() < min(free, self.reserve_bytes):
             answer["host_full"] = True
         self._reply({**answer, **effects, **self._state(), "discard": discard, "seal": seal}, body)
-        if not (self.alive or discard or seal):
+        if discard or seal:
+            # What was written goes away or into a layer: the driver is told at once what it would ask next.
+            self._pause(discard=discard)
+        elif not self.alive:
             self._renew([touched] if touched else [])
 
     def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes, str]:
@@ -429,14 +432,14 @@ class Init:
         found = os.fstatvfs(self.roots.upper)
         return found.f_bavail * found.f_frsize
 
-    def _pause(self, message: Message) -> None:
-        """Get ready for other layers below: no shell may stand in the old ones."""
-        if self.alive and not message.fields.get("discard"):
+    def _pause(self, *, discard: bool = False, root: bool = False) -> None:
+        """Get ready for other layers below: no shell may stand in the old ones. Tell the driver of the state."""
+        if self.alive and not discard:
             self._reply({"not_freezable": self._who_lives()})
             return
         self._look_at_files()
         linked = delta.linked(self.signatures)
-        if linked and not message.fields.get("discard") and not message.fields.get("root"):
+        if linked and not discard and not root:
             # Over a frozen layer, writing to one name of a file leaves its other names behind: a later call would
             # see the difference.
             self._reply({"not_freezable": f"hard links would not stay one file: {', '.join(linked[:4])}"})

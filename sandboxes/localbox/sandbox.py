@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Coroutine
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -152,10 +153,18 @@ class LocalSandbox:
             raise
 
     async def _talk(self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None) -> Message:
+        return await self._hear(self._channel.request(fields, body, fds or []))
+
+    async def _listen(self) -> Message:
+        """Return what pid 1 says unasked: after a call that wrote, what state it left."""
+        return await self._hear(self._channel.receive())
+
+    async def _hear(self, coming: Coroutine[Any, Any, Message]) -> Message:
         if self._dead is not None:
+            coming.close()
             raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
         try:
-            answer = await self._channel.request(fields, body, fds or [])
+            answer = await coming
         except ChannelLost as error:
             self._die(str(error))
             raise SandboxError(f"sandbox {self.id} died: {error}") from error
@@ -216,8 +225,8 @@ class LocalSandbox:
         looks like one that was not.
         """
         with contextlib.suppress(SandboxError, NotFreezable):
-            # What pid 1 said of the state holds until the next call.
-            self._sealed = await self._put_into_layer(root=False)
+            # What pid 1 says of the state holds until the next call.
+            self._sealed = await self._on_new_layer(await self._listen())
 
     async def _put_into_layer(self, *, root: bool) -> dict[str, Any]:
         """Make a layer of the upper if anything was written; return what pid 1 says of the state.
@@ -225,7 +234,10 @@ class LocalSandbox:
         Raises:
             NotFreezable: something lives, or hard links would break.
         """
-        told = (await self._talk({"op": "pause", "root": root})).fields
+        return await self._on_new_layer(await self._talk({"op": "pause", "root": root}))
+
+    async def _on_new_layer(self, paused: Message) -> dict[str, Any]:
+        told = paused.fields
         if "not_freezable" in told:
             raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
         if not told["empty"]:
@@ -235,7 +247,7 @@ class LocalSandbox:
     async def _discard_upper(self) -> None:
         """Throw away an upper in which nothing differs from what lies below: live is then as recorded."""
         with contextlib.suppress(SandboxError):
-            await self._talk({"op": "pause", "discard": True})
+            await self._listen()
             await self._switch(None)
 
     async def _switch(self, meta: dict[str, Any] | None) -> None:
