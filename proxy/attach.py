@@ -195,13 +195,15 @@ def differs(record: Record, execution: Execution, recorded: ToolResult) -> str:
     """Say how a replayed call differs from its record; empty where it does not (pure).
 
     The state decides where both have a digest: an answer may show the time of day and leave the same state. Without
-    digests (live processes) the answer is the only witness.
+    digests (live processes, too much changed) the answer must be the same, and what else of the state can be compared.
     """
     then, now = record.target.state, execution.state
     if then is not None and now is not None:
         return "" if then.content == now.content else "it left another state"
     if (then is None) != (now is None):
         return "only one of the two states has a digest: something lives, or too much changed, in the other"
+    if record.target.witness != execution.witness:
+        return "it left other files or another session"
     if execution.effect != record.effect:
         return f"its effect was {execution.effect.names}, recorded {record.effect.names}"
     same = (execution.result.status, execution.result.body) == (recorded.status, recorded.body)

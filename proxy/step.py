@@ -106,7 +106,8 @@ class Step:
         place = tree.place(here, execution.effect, execution.state, private=private)
         node = None
         if place.known is None:
-            node = Node(self._store.new_node_id(), state=place.state, diverged=here.diverged)
+            number = self._store.new_node_id()
+            node = Node(number, state=place.state, witness=execution.witness, diverged=here.diverged)
         record = Record(
             self._store.new_record_id(), key, here, place.known or node or here, execution.effect, execution.seconds,
             time.time(), private=private,

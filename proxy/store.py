@@ -144,7 +144,7 @@ class Store:
         sql = "SELECT id, exact, content, diverged, pinned FROM nodes WHERE tree = ? AND id <> ? ORDER BY id"
         private = {row[0] for row in self._all("SELECT target FROM records WHERE tree = ? AND private = 1", (tree.id,))}
         for node_id, exact, content, diverged, pinned in self._all(sql, (tree.id, tree.root.id)):
-            node = Node(node_id, state=_digest(exact, content), diverged=diverged, pinned=bool(pinned))
+            node = Node(node_id, *_digests(exact, content), diverged=diverged, pinned=bool(pinned))
             tree.add_node(node, private=node_id in private)
         counts = dict(
             self._all(
@@ -172,7 +172,7 @@ class Store:
     def _load_node(self, node_id: int) -> Node:
         row = self._one("SELECT exact, content, pinned FROM nodes WHERE id = ?", (node_id,))
         assert row is not None
-        return Node(node_id, state=_digest(row[0], row[1]), pinned=bool(row[2]))
+        return Node(node_id, *_digests(row[0], row[1]), pinned=bool(row[2]))
 
     # Records
 
@@ -204,7 +204,7 @@ class Store:
 
     def save_node(self, node: Node) -> None:
         """Write what may change about a node: its state's digest, its pin, why it diverged."""
-        exact, content = (node.state.exact, node.state.content) if node.state else (None, None)
+        exact, content = (node.state.exact, node.state.content) if node.state else (None, node.witness)
         with self._transaction() as execute:
             execute(
                 "UPDATE nodes SET exact = ?, content = ?, diverged = ?, pinned = ? WHERE id = ?",
@@ -301,7 +301,7 @@ class Store:
         return taken
 
     def _insert_node(self, execute: Any, tree: int, node: Node) -> None:
-        exact, content = (node.state.exact, node.state.content) if node.state else (None, None)
+        exact, content = (node.state.exact, node.state.content) if node.state else (None, node.witness)
         execute(
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", (node.id, tree, exact, content, node.diverged, node.pinned)
         )
@@ -351,5 +351,8 @@ class Store:
         return self._connection.execute(sql, values).fetchall()
 
 
-def _digest(exact: bytes | None, content: bytes | None) -> StateDigest | None:
-    return None if exact is None or content is None else StateDigest(exact, content)
+def _digests(exact: bytes | None, content: bytes | None) -> tuple[None, StateDigest | None, bytes | None]:
+    """Return what follows a node's id: no origin yet, its state digest, and the witness that stands in for one."""
+    if exact is None or content is None:
+        return None, None, content
+    return None, StateDigest(exact, content), None

@@ -18,6 +18,7 @@ class Node:
     """A sandbox state.
 
     origin: the record that first reached it; None for the root alone.
+    witness: where there is no state digest, what a replay must reach all the same; None where nothing is known.
     snapshot: id of the snapshot that holds it, if one does.
     passes: how many rollouts have stepped onto it.
     unfreezable: why no snapshot can be taken; empty while nothing is known against it.
@@ -27,6 +28,7 @@ class Node:
     id: int
     origin: "Record | None" = None
     state: StateDigest | None = None
+    witness: bytes | None = None
     records: "dict[CallKey, Record]" = field(default_factory=dict)
     snapshot: str | None = None
     pinned: bool = False

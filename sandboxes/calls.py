@@ -35,9 +35,12 @@ class Execution:
 
     seconds: how long the tool itself took, without restoring and without finding out what it changed.
     state: the sandbox's state after the call; None where it has no digest (live processes, too much changed).
+    witness: beside live processes, a digest of what else there is: files that none of them is writing, and sessions. A
+        replay must reach it; it names no state.
     """
 
     result: ToolResult
     effect: Effect
     seconds: float
     state: StateDigest | None = field(default=None)
+    witness: bytes | None = field(default=None)

@@ -67,9 +67,10 @@ class _State:
     def digest(self) -> StateDigest | None:
         if self.jobs:
             return None
-        value = self.to_json()
-        exact = blake2b(_canonical(value), digest_size=32).digest()
-        return StateDigest(exact, blake2b(_canonical(value | {"order": []}), digest_size=32).digest())
+        return StateDigest(blake2b(_canonical(self.to_json()), digest_size=32).digest(), self.content())
+
+    def content(self) -> bytes:
+        return blake2b(_canonical(self.to_json() | {"order": []}), digest_size=32).digest()
 
 
 def _canonical(value: Any) -> bytes:
@@ -160,7 +161,8 @@ class MemorySandbox:
         for flag, old, new in zip(flags, before, after, strict=True):
             if old != new:
                 effect |= flag
-        return Execution(result, effect, 0.01, self._state.digest())
+        witness = self._state.content() if self._state.jobs else None
+        return Execution(result, effect, 0.01, self._state.digest(), witness)
 
     async def freeze(self) -> FrozenState:
         self._require_alive()

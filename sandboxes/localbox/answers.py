@@ -58,4 +58,5 @@ def execution(answer: Message, seconds: float) -> Execution:
     for name, flag in (("files", Effect.FILES), ("session", Effect.SESSION), ("processes", Effect.PROCESSES)):
         if fields[name]:
             effect |= flag
-    return Execution(result, effect, seconds, digest(fields["state"]))
+    witness = fields["witness"] and bytes.fromhex(fields["witness"])
+    return Execution(result, effect, seconds, digest(fields["state"]), witness or None)

@@ -422,11 +422,16 @@ class Init:
         return self.delta != before
 
     def _state(self) -> dict[str, Any]:
-        if self.delta is None or self.alive:
-            return {"state": None}
-        told = sessions.digest(self.sessions)
-        exact, content = delta.digests(self.delta, told, born_ns=self.born_ns, now_ns=time.time_ns())
-        return {"state": [exact.hex(), content.hex()]}
+        if self.delta is None:
+            return {"state": None, "witness": None}
+        told, now_ns = sessions.digest(self.sessions), time.time_ns()
+        if not self.alive:
+            exact, content = delta.digests(self.delta, told, born_ns=self.born_ns, now_ns=now_ns)
+            return {"state": [exact.hex(), content.hex()], "witness": None}
+        # What lives may go on writing where it writes: only the rest says what the call itself did.
+        written = processes.written_paths()
+        still = {path: entry for path, entry in self.delta.items() if path not in written}
+        return {"state": None, "witness": delta.digests(still, told, born_ns=self.born_ns, now_ns=now_ns)[1].hex()}
 
     def _free_bytes(self) -> int:
         found = os.fstatvfs(self.roots.upper)

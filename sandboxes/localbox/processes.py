@@ -73,6 +73,22 @@ def _kill(pid: int) -> None:
         return
 
 
+def written_paths() -> set[str]:
+    """Return the paths, relative to the root, of the files that a living process has open for writing."""
+    found = set()
+    for pid, _ in living():
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+                with open(f"/proc/{pid}/fdinfo/{name}") as file:  # noqa: PTH123
+                    flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
+                if flags & os.O_ACCMODE != os.O_RDONLY:
+                    found.add(os.readlink(f"/proc/{pid}/fd/{name}").lstrip("/"))  # noqa: PTH115
+        except (OSError, StopIteration):
+            # It ended meanwhile.
+            continue
+    return found
+
+
 def ipc_objects() -> int:
     """Return how many System V segments, semaphores and queues there are: state that no file holds."""
     count = 0

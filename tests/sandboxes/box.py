@@ -31,6 +31,7 @@ class Answer:
         self.truncated: bool = body["truncated"]
         self.effect = execution.effect
         self.state = execution.state
+        self.witness = execution.witness
 
     @property
     def told(self) -> tuple[str, str, int, Effect]:

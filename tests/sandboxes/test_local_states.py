@@ -142,6 +142,27 @@ def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
     asyncio.run(go())
 
 
+def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_they_go_on_writing(
+    data_dir: Path,
+) -> None:
+    noise = "(while :; do date +%N; sleep .01; done) > log 2>&1 & sleep .1"
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            told = []
+            for command in ("echo one > f", "echo one > f", "echo two > f"):
+                sandbox = await driver.start(SPEC)
+                assert (await run(sandbox, noise)).state is None
+                said = await run(sandbox, command)
+                assert said.state is None
+                assert said.witness is not None
+                told.append(said.witness)
+                await sandbox.close()
+            assert told[0] == told[1] != told[2]
+
+    asyncio.run(go())
+
+
 def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
