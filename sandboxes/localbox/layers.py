@@ -109,12 +109,11 @@ class Layers:
                     finally:
                         os.close(fd)
 
-    def merge(self, ids: Sequence[str]) -> str:
-        """Copy the layers ids, topmost first, into one new layer that stands for all of them; return its id.
+    def merge(self, ids: Sequence[str], upper: Upper) -> str:
+        """Copy the layers ids, topmost first, into upper; make that a layer that stands for all of them; return its id.
 
         Copies, not hard links: those would change the link counts that `ls -l` shows.
         """
-        upper = self.allocate()
         for layer in reversed(ids):
             _lay_over(self.frozen / layer / "diff", upper.path / "diff")
         meta = self.meta(ids[0])

@@ -45,6 +45,7 @@ class Machine:
         self._launcher: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._spares: deque[Spare] = deque()
+        self._mending = asyncio.Lock()
         self._restocking: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._held: list[tuple[str, ...]] = []
@@ -55,6 +56,10 @@ class Machine:
         Raises:
             SandboxError: this machine cannot run sandboxes.
         """
+        await self._start_launcher()
+        await self._fill_stock()
+
+    async def _start_launcher(self) -> None:
         ours, theirs = socket.socketpair()
         package = str(Path(sandboxes.__file__).parent.parent)
         program = f"import sys; sys.path.insert(0, {package!r}); from sandboxes.localbox.launcher import main; main()"
@@ -75,7 +80,6 @@ class Machine:
             raise SandboxError(f"sandboxes cannot be started here: {error}. `forkpoint doctor` says why.") from error
         if "error" in ready.fields:
             raise SandboxError(f"sandboxes cannot be started here: {ready.fields['error']}. Run `forkpoint doctor`.")
-        await self._fill_stock()
 
     async def close(self) -> None:
         """End the launcher and the spares, and wait for all that still runs. Idempotent."""
@@ -125,6 +129,11 @@ class Machine:
         return await self._new_spare()
 
     async def _new_spare(self) -> Spare:
+        async with self._mending:
+            if self._launcher is not None and self._launcher.lost is not None and self._process is not None:
+                # It took its sandboxes with it; those to come need not suffer for it.
+                await self._process.wait()
+                await self._start_launcher()
         name = secrets.token_hex(6)
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
@@ -182,7 +191,9 @@ class Machine:
         try:
             answer = await self._launcher.request(fields, fds=fds)
         except ChannelLost as error:
-            raise SandboxError(f"the launcher of all sandboxes ended: {error}. Restart the proxy.") from error
+            raise SandboxError(
+                f"the launcher of all sandboxes ended: {error}. Ask again: it is started anew."
+            ) from error
         if "error" in answer.fields:
             raise SandboxError(f"the kernel refused: {answer.fields['error']}")
         return answer

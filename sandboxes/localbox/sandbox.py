@@ -283,10 +283,13 @@ class LocalSandbox:
             return
         run = tuple(mergeable(above, {layer: self._machine.layers.size_bytes(layer) for layer in above}))
         if run:
-            merged = await asyncio.to_thread(self._machine.layers.merge, run)
-            self._unkept.add(merged)
-            at = self.stack.index(run[0])
-            self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+            upper = self._machine.layers.allocate()
+            # Held by name from before it is a layer: collecting may come in between.
+            with self._machine.holding((upper.id,)):
+                merged = await asyncio.to_thread(self._machine.layers.merge, run, upper)
+                self._unkept.add(merged)
+                at = self.stack.index(run[0])
+                self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
 
     # -- closing -----------------------------------------------------------------------------------------------------
 

@@ -163,6 +163,24 @@ def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_th
     asyncio.run(go())
 
 
+def test_a_launcher_that_died_is_started_anew_and_takes_only_its_sandboxes_along(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "echo 1 > f")
+            frozen = await sandbox.freeze()
+            assert driver.machine._process is not None
+            os.kill(driver.machine._process.pid, signal.SIGKILL)
+            with pytest.raises(SandboxError):
+                await run(sandbox, "cat f")
+            assert not sandbox.alive
+            restored = await driver.restore(SPEC, frozen)
+            assert (await run(restored, "cat f")).out == "1\n"
+
+    asyncio.run(go())
+
+
 def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
