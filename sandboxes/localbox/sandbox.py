@@ -66,6 +66,7 @@ class LocalSandbox:
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
         self._dead: str | None = None
 
     @property
@@ -143,28 +144,30 @@ class LocalSandbox:
         await self._settle()
         self._sealed = None
         try:
-            async with asyncio.timeout(timeout_s + GRACE_S):
-                return await self._talk(fields, body, fds or [])
-        except TimeoutError as error:
-            self._die("it gave no answer in time")
-            raise SandboxError(f"sandbox {self.id} gave no answer within {timeout_s + GRACE_S:.0f} s") from error
+            return await self._talk(fields, body, fds or [], within_s=timeout_s + GRACE_S)
         except asyncio.CancelledError:
             self._die("its call was cancelled")
             raise
 
-    async def _talk(self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None) -> Message:
-        return await self._hear(self._channel.request(fields, body, fds or []))
+    async def _talk(
+        self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
+    ) -> Message:
+        return await self._hear(self._channel.request(fields, body, fds or []), within_s)
 
     async def _listen(self) -> Message:
         """Return what pid 1 says unasked: after a call that wrote, what state it left."""
-        return await self._hear(self._channel.receive())
+        return await self._hear(self._channel.receive(), GRACE_S)
 
-    async def _hear(self, coming: Coroutine[Any, Any, Message]) -> Message:
+    async def _hear(self, coming: Coroutine[Any, Any, Message], within_s: float) -> Message:
         if self._dead is not None:
             coming.close()
             raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
         try:
-            answer = await coming
+            async with asyncio.timeout(within_s):
+                answer = await coming
+        except TimeoutError as error:
+            self._die("it gave no answer in time")
+            raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
         except ChannelLost as error:
             self._die(str(error))
             raise SandboxError(f"sandbox {self.id} died: {error}") from error
@@ -252,8 +255,13 @@ class LocalSandbox:
 
     async def _switch(self, meta: dict[str, Any] | None) -> None:
         """Put the sandbox on a fresh upper; with meta, the one it leaves becomes a layer first."""
+        async with self._switching:
+            if self._namespace is None:
+                raise SandboxError(f"sandbox {self.id} was closed")
+            await self._switch_in(self._namespace, meta)
+
+    async def _switch_in(self, namespace: int, meta: dict[str, Any] | None) -> None:
         layers, left = self._machine.layers, self._upper
-        assert self._namespace is not None
         try:
             if meta is not None:
                 frozen = layers.freeze(left, meta)
@@ -262,7 +270,7 @@ class LocalSandbox:
                 await self._merge_when_deep()
             self._upper = layers.allocate()
             order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
-            switched = await self._machine.ask(order, [self._namespace])
+            switched = await self._machine.ask(order, [namespace])
         except (SandboxError, OSError) as error:
             # Its shells are gone and its layers half moved; the frozen ones are whole.
             self._die(str(error))
@@ -303,13 +311,18 @@ class LocalSandbox:
     async def _close(self) -> None:
         self._kill()
         self._channel.close()
-        if self._process is not None:
-            await ended(self._process)
-            os.close(self._process)
-            self._process = None
-        if self._namespace is not None:
-            os.close(self._namespace)
-            self._namespace = None
+        # A switch under way ends soon, now that nobody answers it. Until then it names its namespace by a descriptor
+        # whose number, closed, might soon be that of another sandbox's.
+        async with self._switching:
+            if self._process is not None:
+                await ended(self._process)
+                os.close(self._process)
+                self._process = None
+            if self._namespace is not None:
+                os.close(self._namespace)
+                self._namespace = None
+        if self._pending is not None:
+            await asyncio.wait([self._pending])
         await self._machine.forget_group(self.id)
         await asyncio.to_thread(remove_tree, self._upper.path)
         # What no frozen state holds, nobody else has ever seen.
