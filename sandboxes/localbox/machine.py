@@ -21,6 +21,7 @@ from sandboxes.localbox.layers import Layers
 from sandboxes.localbox.wire import Message
 
 START_S = 30.0
+STOP_S = 10.0
 SPARES = 2
 """Sandboxes made before anybody asks: joining a control group waits up to 15 ms for the kernel. 3 MB each."""
 
@@ -89,7 +90,12 @@ class Machine:
         await asyncio.gather(*(self._throw_away(spare) for spare in self._spares))
         self._spares.clear()
         if self._process is not None:
-            await self._process.wait()
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await self._process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
             self._process = None
         await self.idle()
         await asyncio.to_thread(self.cgroups.close)
@@ -189,7 +195,10 @@ class Machine:
         if self._launcher is None:
             raise SandboxError("the driver is not open")
         try:
-            answer = await self._launcher.request(fields, fds=fds)
+            async with asyncio.timeout(START_S):
+                answer = await self._launcher.request(fields, fds=fds)
+        except TimeoutError as error:
+            raise SandboxError(f"the launcher of all sandboxes gave no answer within {START_S:.0f} s") from error
         except ChannelLost as error:
             raise SandboxError(
                 f"the launcher of all sandboxes ended: {error}. Ask again: it is started anew."
