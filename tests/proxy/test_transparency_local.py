@@ -70,7 +70,7 @@ ENDS = (
 PROCESSES = (
     "sleep 1000 &", "pgrep -c sleep", "{ kill %1 && wait %1; } 2>/dev/null", "pkill sleep; sleep .05",
     "jobs | wc -l", "(sleep 1000 > /dev/null 2>&1 &) ; echo left", "nohup sleep 1000 > nohup.txt 2>&1 &",
-    "sleep .01 & wait; echo $?", "disown -a; echo $?",
+    "sleep .01 & wait $!; echo $?", "disown -a; echo $?",
 )  # fmt: skip
 EVERYTHING = r"""
 declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG; declare -f; alias -p; trap -p; shopt
