@@ -29,7 +29,7 @@ from sandboxes.pool import Overloaded
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 
-EXAMPLES = 15 * int(os.environ.get("FORKPOINT_THOROUGH", "1"))
+EXAMPLES = 6 * int(os.environ.get("FORKPOINT_THOROUGH", "1"))
 SPEC = EnvironmentSpec(files={"/root/seed": "seed\n"})
 
 FILES = (
@@ -83,7 +83,7 @@ for f in $(find . /tmp -type f | sort); do echo "$f"; cat "$f"; done; ls -t d; p
 
 
 def shell(command: str, session: str = "main") -> ToolCall:
-    return ToolCall("shell", "exec", {"command": command, "session": session, "timeout_s": 20.0})
+    return ToolCall("shell", "exec", {"command": command, "session": session, "timeout_s": 3.0})
 
 
 def put(path: str, body: bytes, mode: int | None) -> ToolCall:
