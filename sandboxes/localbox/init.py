@@ -100,6 +100,7 @@ class Init:
         self.delta = self.base
         self.signatures: dict[str, delta.Signature] = {}
         self.alive: frozenset[Any] = frozenset()
+        self.calls = 0
         self.ended: dict[int, int] = {}
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -156,8 +157,10 @@ class Init:
 
     def _call(self, message: Message) -> None:
         fields = message.fields
+        self.calls += 1
         self.ended |= processes.reap()
         alive_before, free = self.alive, self._free_bytes()
+        turns_before = processes.turns(self._living())
         started = time.perf_counter()
         touched: str | None
         if fields["op"] == "exec":
@@ -167,7 +170,12 @@ class Init:
         answer["seconds"] = time.perf_counter() - started
         changed = answer.pop("session_changed", False)
         self._settle()
-        effects = {"session": changed, "processes": self.alive != alive_before, "files": self._look_at_files()}
+        worked = processes.worked(turns_before, processes.turns(self._living()))
+        effects = {
+            "session": changed,
+            "processes": worked or self.alive != alive_before,
+            "files": self._look_at_files(),
+        }
         wrote = self.seals and bool(self.signatures) and not self.alive
         discard = wrote and self.delta is not None and self.delta == self.base
         seal = wrote and not discard and not delta.linked(self.signatures)
@@ -329,9 +337,18 @@ class Init:
             if left <= self.alive or pause is None:
                 break
             time.sleep(pause)
-        held = {("descriptors", name) for name, shell in self.shells.items() if shell.holds_more()}
+        # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
+        held = {("descriptors", name, shell.runs) for name, shell in self.shells.items() if shell.holds_more()}
         objects = processes.ipc_objects()
-        self.alive = frozenset(left | held | ({("ipc", objects)} if objects else set()))
+        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set())
+        if alive:
+            # These shells are not replaced after the call: what they know of their children lives on with them.
+            alive |= {("jobs", name, *shell.jobs) for name, shell in self.shells.items() if shell.jobs}
+        self.alive = frozenset(alive)
+
+    def _living(self) -> list[processes.Process]:
+        """Return the processes among what is alive."""
+        return [(entry[0], entry[1]) for entry in self.alive if isinstance(entry[0], int)]
 
     def _ready_shell(self, name: str) -> Shell:
         """Return session name's shell when it has said what it is; start it where there is none.
@@ -465,8 +482,12 @@ class Init:
         )
 
     def _who_lives(self) -> str:
-        kinds = {"descriptors": "the shell holds open descriptors", "ipc": "System V IPC objects exist"}
-        told = {kinds.get(str(kind), f"process {kind} lives") for kind, _ in self.alive}
+        kinds = {
+            "descriptors": "the shell holds open descriptors",
+            "ipc": "System V IPC objects exist",
+            "jobs": "the shell has jobs",
+        }
+        told = {kinds.get(str(kind), f"process {kind} lives") for kind, *_ in self.alive}
         return "; ".join(sorted(told)[:5])
 
     def _switched(self, message: Message) -> None:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterable
 
 Process = tuple[int, int]
 """A pid and its start time in ticks: together they name one process, also after its pid is used again."""
@@ -27,6 +28,33 @@ def _start_time(pid: str) -> int | None:
     except OSError:
         return None
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+
+
+def turns(processes: Iterable[Process]) -> dict[Process, int]:
+    """Return how often each one's threads have had a CPU so far; -1 for one that is running, or just about to.
+
+    A process whose count stands still has done nothing, so its memory is what it was: 0.03 ms a thread.
+    """
+    found = {}
+    for process in processes:
+        count = 0
+        try:
+            for thread in os.listdir(f"/proc/{process[0]}/task"):  # noqa: PTH208
+                place = f"/proc/{process[0]}/task/{thread}"
+                with open(f"{place}/stat", "rb") as file:  # noqa: PTH123
+                    state = file.read().rpartition(b")")[2].split()[0]
+                with open(f"{place}/schedstat", "rb") as file:  # noqa: PTH123
+                    count = -1 if state in {b"R", b"D"} or count < 0 else count + int(file.read().split()[2])
+        except OSError:
+            # It ended, which others notice; or this kernel does not count turns: then nobody knows.
+            count = -1
+        found[process] = count
+    return found
+
+
+def worked(before: dict[Process, int], after: dict[Process, int]) -> bool:
+    """Whether any that lived before and after may have changed its memory in between."""
+    return any(after[process] < 0 or after[process] != before[process] for process in before.keys() & after)
 
 
 def reap() -> dict[int, int]:

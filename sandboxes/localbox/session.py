@@ -1,7 +1,8 @@
 """What a shell session is: its dump, and the texts that make bash write one and come back from one (pure).
 
 A session *is what its dump says*. After each call the shell is replaced by a fresh bash restored from the dump, so what
-a dump leaves out ($!, $?, RANDOM's seed, the hash table, history) never crosses calls, live or restored.
+a dump leaves out ($?, RANDOM's seed, the hash table, history) never crosses calls, live or restored. A shell beside
+living processes is not replaced, for it may have jobs: then these and $! are process state, told beside the session.
 Text is bytes read as latin-1: every byte has a place in JSON and comes back as it was.
 """
 
@@ -25,8 +26,8 @@ LOOP = " ".join(
     { \builtin printf '\0'; \builtin declare -p; \builtin printf '\0'; \builtin declare -f; \builtin printf '\0';
     \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0'; \builtin umask;
     \builtin printf '\0'; \builtin pwd; \builtin printf '\0'; \builtin dirs -l -p; \builtin printf '\0';
-    \builtin enable -n; \builtin printf '\0%s' "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33;
-    } >/dev/null 2>&1;
+    \builtin enable -n; \builtin printf '\0'; \builtin jobs -l; \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33;
+    \builtin hash -r; [[ '' =~ ^ ]]; } >/dev/null 2>&1;
     \builtin read -r -u 32 __forkpoint || \builtin exit; \builtin unset -v __forkpoint; \builtin : '';
     \builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-;
     { \builtin printf '%s\0' "$?" >&33; } 2>/dev/null;
@@ -44,7 +45,7 @@ bash keeps meanwhile are close-on-exec.
 START = '. /proc/self/fd/29 2>/dev/null; \\builtin eval "$(</proc/self/fd/30)"'
 """What `bash -c` is given: short, for `ps` shows it."""
 
-_FIELDS = 13
+_FIELDS = 15
 _READY = "\\builtin printf '0\\0' >&33"
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
 _DEFAULT_SHOPTS = [
@@ -118,6 +119,7 @@ _BORN_WITH = [
     "SHLVL",
     "TERM",
 ]
+_JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILINE)
 _DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -126,8 +128,12 @@ class MalformedDump(ValueError):  # noqa: N818 - says what happened
         super().__init__(f"the shell's dump cannot be read: {reason}")
 
 
-def parse_dump(data: bytes) -> tuple[int, Session]:
-    """Return the exit status and the session that a whole dump tells of.
+Jobs = tuple[str, ...]
+"""What a shell that is not replaced has beside its session: `[2]+ 31` and ` 32` for job 2's processes, `$! 32`."""
+
+
+def parse_dump(data: bytes) -> tuple[int, Session, Jobs]:
+    """Return the exit status, the session and the jobs that a whole dump tells of.
 
     Raises:
         MalformedDump: a command has interfered with it. The session is then what it was before.
@@ -140,10 +146,11 @@ def parse_dump(data: bytes) -> tuple[int, Session]:
     if len(fields) < _FIELDS:
         raise MalformedDump(f"{len(fields)} fields")
     status, options, shopts, traps = fields[0], fields[1], fields[2], fields[3]
-    variables, functions, names, aliases, umask, cwd, dirs, disabled, _, *arguments = fields[4:]
+    variables, functions, names, aliases, umask, cwd, dirs, disabled, jobs, last, _, *arguments = fields[4:]
     if not (status.isdigit() and re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
         raise MalformedDump("status, umask or directory")
-    return int(status), {
+    found = [f"{match[1]} {match[2]}" for match in _JOB.finditer(jobs)]
+    told: Session = {
         "cwd": cwd.removesuffix("\n"),
         "dirs": dirs.splitlines()[1:],
         "umask": umask.strip(),
@@ -158,6 +165,7 @@ def parse_dump(data: bytes) -> tuple[int, Session]:
         "disabled": disabled,
         "limits": {},
     }
+    return int(status), told, (*found, *([f"$! {last}"] if last else []))
 
 
 def _statements(text: str) -> list[str]:

@@ -62,6 +62,8 @@ class Shell:
         self.name = name
         self.session = session
         self.baseline: Session | None = None
+        self.jobs: sessions.Jobs = ()
+        self.runs = 0
         self.known_fds: dict[int, str] = {}
         self.dump = bytearray()
         self._ends: list[int] = []
@@ -126,6 +128,7 @@ class Shell:
 
     def run(self, command: bytes) -> None:
         """Begin a command; the shell answers with a dump."""
+        self.runs += 1
         text = sessions.command_text(self.session, command)
         os.ftruncate(self.command, 0)
         written = 0
@@ -152,12 +155,12 @@ class Shell:
                 return True
 
     def finish_dump(self) -> tuple[int, Session]:
-        """Return exit status and session of the dump that came.
+        """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
 
         Raises:
             MalformedDump: a command has interfered with it.
         """
-        status, session = sessions.parse_dump(bytes(self.dump))
+        status, session, self.jobs = sessions.parse_dump(bytes(self.dump))
         session["limits"] = self._changed_limits()
         return status, session
 

@@ -29,7 +29,7 @@ from sandboxes.pool import Overloaded
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 
-EXAMPLES = 6 * int(os.environ.get("FORKPOINT_THOROUGH", "1"))
+EXAMPLES = 15 * int(os.environ.get("FORKPOINT_THOROUGH", "1"))
 SPEC = EnvironmentSpec(files={"/root/seed": "seed\n"})
 
 FILES = (
@@ -70,7 +70,8 @@ ENDS = (
 PROCESSES = (
     "sleep 1000 &", "pgrep -c sleep", "{ kill %1 && wait %1; } 2>/dev/null", "pkill sleep; sleep .05",
     "jobs | wc -l", "(sleep 1000 > /dev/null 2>&1 &) ; echo left", "nohup sleep 1000 > nohup.txt 2>&1 &",
-    "sleep .01 & wait $!; echo $?", "disown -a; echo $?",
+    "sleep .01 & wait $!; echo $?", "disown -a; echo $?", "[[ $X =~ . ]]; true", "echo ${BASH_REMATCH[0]}",
+    "kill -0 $! 2>/dev/null; echo $?", "sleep 1000 | cat &", "kill %2 2>/dev/null; echo $?",
 )  # fmt: skip
 EVERYTHING = r"""
 declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG; declare -f; alias -p; trap -p; shopt
@@ -83,7 +84,7 @@ for f in $(find . /tmp -type f | sort); do echo "$f"; cat "$f"; done; ls -t d; p
 
 
 def shell(command: str, session: str = "main") -> ToolCall:
-    return ToolCall("shell", "exec", {"command": command, "session": session, "timeout_s": 3.0})
+    return ToolCall("shell", "exec", {"command": command, "session": session, "timeout_s": 20.0})
 
 
 def put(path: str, body: bytes, mode: int | None) -> ToolCall:

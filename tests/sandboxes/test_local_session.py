@@ -127,6 +127,43 @@ def test_background_processes_live_until_they_end(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
+@pytest.mark.parametrize("call", ["disown -a", "exit 3", "sleep 0.01 & wait $!", "wait %2"])
+def test_a_call_that_changes_only_what_a_kept_shell_knows_of_its_jobs_is_a_change(data_dir: Path, call: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "sleep 60 & sleep .05 &")
+        assert Effect.PROCESSES in (await run(sandbox, call)).effect
+        assert (await run(sandbox, "jobs; true")).effect is Effect.NONE
+
+    in_sandbox(data_dir, test)
+
+
+COUNTER = """
+import os
+count = 0
+while True:
+    with open('/tmp/in') as pipe:
+        pipe.read()
+    count += 1
+    with open('/tmp/out', 'w') as pipe:
+        print(count, file=pipe)
+"""
+
+
+def test_a_call_that_changes_a_server_s_memory_is_a_change_and_one_that_leaves_it_asleep_is_none(
+    data_dir: Path,
+) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, f"mkfifo /tmp/in /tmp/out; cat > /tmp/s.py <<'E'\n{COUNTER}\nE\npython3 /tmp/s.py &")
+        for count in (1, 2):
+            asked = await run(sandbox, "echo > /tmp/in; cat /tmp/out")
+            assert asked.out == f"{count}\n"
+            assert asked.effect is Effect.PROCESSES
+            await asyncio.sleep(0.1)
+            assert (await run(sandbox, "ls /tmp; kill -0 %1")).effect is Effect.NONE
+
+    in_sandbox(data_dir, test)
+
+
 def test_a_server_s_output_comes_with_the_next_call(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p >/dev/null; echo late; cat /tmp/p) &")
@@ -144,13 +181,16 @@ def test_what_no_file_holds_counts_as_processes(data_dir: Path, held: str) -> No
         assert said.state is None
         with pytest.raises(NotFreezable):
             await sandbox.freeze()
+        # What is behind it may be another now, though nothing shows.
+        assert (await run(sandbox, "true")).effect is Effect.PROCESSES
 
     in_sandbox(data_dir, test)
 
 
 def test_an_open_descriptor_works_in_the_next_call(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
-        await run(sandbox, "printf 'one\\ntwo\\n' > /tmp/f; exec 7</tmp/f")
+        await run(sandbox, "printf 'none\\none\\ntwo\\n' > /tmp/f; exec 7</tmp/f")
+        assert (await run(sandbox, "read -u 7")).effect == Effect.PROCESSES | Effect.SESSION
         assert (await run(sandbox, "read -u 7 line; echo $line")).out == "one\n"
         assert (await run(sandbox, "read -u 7 line; echo $line; exec 7<&-")).out == "two\n"
         await sandbox.freeze()
