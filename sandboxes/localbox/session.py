@@ -26,7 +26,8 @@ LOOP = " ".join(
     { \builtin printf '\0'; \builtin declare -p; \builtin printf '\0'; \builtin declare -f; \builtin printf '\0';
     \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0'; \builtin umask;
     \builtin printf '\0'; \builtin pwd; \builtin printf '\0'; \builtin dirs -l -p; \builtin printf '\0';
-    \builtin enable -n; \builtin printf '\0'; \builtin jobs -l; \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33;
+    \builtin enable -n; \builtin printf '\0'; \builtin jobs -l;
+    \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33;
     \builtin hash -r; [[ '' =~ ^ ]]; } >/dev/null 2>&1;
     \builtin read -r -u 32 __forkpoint || \builtin exit; \builtin unset -v __forkpoint; \builtin : '';
     \builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-;
