@@ -1,9 +1,8 @@
 """From a node to a sandbox that stands there: carry out the plan, replay the suffix, believe nothing unseen."""
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import structlog
 
@@ -11,20 +10,17 @@ from proxy.canonical import canonical_json, root_key
 from proxy.counts import Counts
 from proxy.forest import Rollout
 from proxy.keeper import Keeper
-from proxy.plan import RestorePlan, Way, plan_restore
+from proxy.plan import Costs, RestorePlan, Way, plan_restore
 from proxy.store import Store
 from proxy.timing import Timing
 from proxy.tree import Node, Record, Tree
 from sandboxes.calls import Execution, ToolResult
-from sandboxes.driver import Driver, NotFreezable, SandboxError, SpecError
+from sandboxes.driver import Driver, NotFreezable, Sandbox, SandboxError, SpecError
 from sandboxes.pool import Pool
 from sandboxes.roster import Slot
 from sandboxes.spec import EnvironmentSpec
 
 log = structlog.get_logger()
-
-_LEARN = 0.1
-"""Weight of the newest measurement in the running mean of a cost."""
 
 
 class StateLost(RuntimeError):  # noqa: N818 - it says what happened to the state
@@ -45,7 +41,7 @@ class Attach:
             StateLost: no way leads to node.
             SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
         """
-        slot = await self._bring(rollout, node, timing)
+        slot = await self._bring(rollout.tree, node, rollout.id, timing)
         try:
             yield slot
         except BaseException:
@@ -54,51 +50,88 @@ class Attach:
             raise
         await self._keeper.give_back(slot, rollout.tree)
 
+    async def warm(self, tree: Tree, node: Node) -> bool:
+        """Make a sandbox that stands ready at node, ahead of its use; False where no way leads there.
+
+        Raises:
+            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+        """
+        try:
+            slot = await self._bring(tree, node, None, Timing())
+        except StateLost:
+            return False
+        if node.detached:
+            await self._pool.close(slot)
+            return False
+        await self._keeper.give_back(slot, tree)
+        return True
+
     def moved(self, slot: Slot, node: Node) -> None:
         """Note that a leased sandbox stands at node now."""
         self._pool.roster.stand(slot, node)
 
-    async def _bring(self, rollout: Rollout, node: Node, timing: Timing) -> Slot:
+    async def _bring(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
+        """Lease a sandbox that stands at node to a rollout; without an owner it is a warm fork, made from nobody's."""
         failed: dict[Node, SandboxError] = {}
+        first = True
         while True:
             plan = plan_restore(
                 node,
-                standing=lambda at: self._standing(at, rollout) is not None,
-                costs=self._keeper.costs,
+                standing=lambda at: self._standing(at, owner) is not None,
+                costs=self._keeper.costs[tree.spec.driver],
                 avoid=failed,
             )
             if plan is None:
                 # A snapshot that only the machine stood in the way of is no lost state.
-                raise next(iter(failed.values()), None) or self._lost(rollout.tree, node)
+                raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
+            if first and owner is not None and (plan.way is not Way.STANDING or plan.suffix):
+                self._keeper.wanted(node)
+            first = False
             with timing.measure("restore_s"):
-                slot = await self._acquire(plan, rollout, failed)
+                slot = await self._acquire(plan, tree, owner, failed)
             if slot is None:
                 continue
             with timing.measure("replay_s"):
-                if await self._replay(slot, plan, timing):
+                if await self._replay(slot, plan, tree, timing):
                     return slot
 
-    def _standing(self, node: Node, rollout: Rollout) -> Slot | None:
+    def _standing(self, node: Node, owner: int | None) -> Slot | None:
+        if owner is None:
+            return None
         # A state that lives in one sandbox only is left to its rollout: taking it could make it unreachable.
-        return self._pool.roster.standing(node, rollout.id, shared=node.snapshot is not None or node.origin is None)
+        return self._pool.roster.standing(node, owner, shared=node.snapshot is not None or node.origin is None)
 
-    async def _acquire(self, plan: RestorePlan, rollout: Rollout, failed: dict[Node, SandboxError]) -> Slot | None:
+    async def _acquire(
+        self, plan: RestorePlan, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
+    ) -> Slot | None:
         """Return a sandbox at the plan's start; None where the plan no longer holds and another must be made."""
         if plan.way is Way.STANDING:
-            slot = self._standing(plan.start, rollout)
-            assert slot is not None
-            return slot if await self._pool.take(slot, plan.start, rollout.id) else None
+            return await self._take(plan, owner)
         if plan.way is Way.SNAPSHOT:
-            return await self._restore(plan.start, rollout, failed)
-        return await self._start(rollout)
+            return await self._restore(plan.start, tree, owner, failed)
+        return await self._start(tree, owner)
 
-    async def _restore(self, node: Node, rollout: Rollout, failed: dict[Node, SandboxError]) -> Slot | None:
-        spec = rollout.tree.spec
-        driver = self._drivers[spec.driver]
+    async def _take(self, plan: RestorePlan, owner: int | None) -> Slot | None:
+        slot = self._standing(plan.start, owner)
+        assert slot is not None
+        warm = slot.warm
+        if not await self._pool.take(slot, plan.start, owner):
+            return None
+        if warm:
+            self._counts.warm_used += 1
+            if not plan.suffix:
+                # Without it, a sandbox would have been wanted here: it counts as what it spared.
+                self._keeper.wanted(plan.start)
+        return slot
+
+    async def _restore(
+        self, node: Node, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
+    ) -> Slot | None:
+        driver = self._drivers[tree.spec.driver]
         start = time.perf_counter()
         try:
             with self._keeper.leased(node) as frozen:
-                slot = await self._pool.start(lambda: driver.restore(spec, frozen), node, rollout.id)
+                slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, owner)
         except SandboxError as error:
             self._counts.failure("restore")
             log.warning("restore failed", node=node.id, error=str(error))
@@ -110,11 +143,10 @@ class Attach:
                 raise
             return None
         self._counts.restores += 1
-        self._learn("restore_s", time.perf_counter() - start)
+        self._keeper.restored(node, time.perf_counter() - start)
         return slot
 
-    async def _start(self, rollout: Rollout) -> Slot:
-        tree = rollout.tree
+    async def _start(self, tree: Tree, owner: int | None) -> Slot:
         driver = self._drivers[tree.spec.driver]
         if await tree_key(self._drivers, tree.spec) != tree.key:
             raise SpecError(
@@ -122,9 +154,9 @@ class Attach:
                 "PUT the task again and start another rollout."
             )
         start = time.perf_counter()
-        slot = await self._pool.start(lambda: driver.start(tree.spec), tree.root, rollout.id)
+        slot = await self._launch(lambda: driver.start(tree.spec), tree.root, owner)
         self._counts.starts += 1
-        self._learn("fresh_s", time.perf_counter() - start)
+        self._learn(tree, self._costs(tree).started(time.perf_counter() - start))
         if tree.root.snapshot is None and slot.sandbox is not None:
             # The root's digest must be known before the first record, or a call that leads back would not meet it.
             try:
@@ -136,12 +168,20 @@ class Attach:
                 raise
         return slot
 
-    async def _replay(self, slot: Slot, plan: RestorePlan, timing: Timing) -> bool:
+    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], place: Node, owner: int | None) -> Slot:
+        if owner is None:
+            return await self._pool.start_warm(make, place)
+        return await self._pool.start(make, place, owner)
+
+    async def _replay(self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing) -> bool:
         """Run the plan's suffix; False where a record turned out not to reproduce its state."""
         assert slot.sandbox is not None
         try:
             for record in plan.suffix:
+                start = time.perf_counter()
                 execution = await slot.sandbox.execute(self._store.call(record))
+                overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
+                self._learn(tree, self._costs(tree).replayed(overhead_s))
                 timing.replayed_calls += 1
                 self._counts.replayed_calls += 1
                 self._counts.replayed_s += execution.seconds
@@ -162,21 +202,22 @@ class Attach:
         self._store.save_divergence(record, [])
         log.warning("replay diverged", record=record.id, source=record.source.id, difference=difference)
 
-    def _lost(self, tree: Tree, node: Node) -> StateLost:
-        """Set aside what cannot be rebuilt, so that no other rollout is led there."""
+    def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLost:
+        """Set aside what cannot be rebuilt, so that no other rollout is led there; not before a rollout asks for it."""
         why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
         barrier = node.origin
         while barrier is not None and barrier.reproducible:
             barrier = barrier.source.origin
-        if barrier is not None and not barrier.target.diverged and not node.detached:
+        if owner is not None and barrier is not None and not barrier.target.diverged and not node.detached:
             lost = tree.set_aside(barrier, why)
             self._store.save_divergence(barrier, lost)
         return StateLost(why)
 
-    def _learn(self, name: str, seconds: float) -> None:
-        costs = self._keeper.costs
-        old = getattr(costs, name)
-        self._keeper.costs = replace(costs, **{name: old + _LEARN * (seconds - old)})
+    def _costs(self, tree: Tree) -> Costs:
+        return self._keeper.costs[tree.spec.driver]
+
+    def _learn(self, tree: Tree, costs: Costs) -> None:
+        self._keeper.costs[tree.spec.driver] = costs
 
 
 async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:

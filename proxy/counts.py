@@ -11,6 +11,7 @@ from proxy.forest import Outcome
 class Counts:
     """Totals since this process started. Seconds are those of tools, without restoring.
 
+    warm_made, warm_used: sandboxes made ahead of their use, and those of them that were then used.
     saved_s: what the hits and waits would have run. failures: infrastructure failures by kind, none of them recorded.
     refusals: requests that could not be served as they were.
     """
@@ -25,6 +26,8 @@ class Counts:
     snapshots: int = 0
     evictions: int = 0
     divergences: int = 0
+    warm_made: int = 0
+    warm_used: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
 
@@ -59,6 +62,8 @@ class Counts:
             "snapshots_taken": self.snapshots,
             "evictions": self.evictions,
             "divergences": self.divergences,
+            "warm_made": self.warm_made,
+            "warm_used": self.warm_used,
             "errors": sum(self.failures.values()),
             "failures": dict(self.failures),
             "refusals": dict(self.refusals),

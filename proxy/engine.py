@@ -7,12 +7,14 @@ import structlog
 
 from proxy.attach import Attach
 from proxy.counts import Counts
+from proxy.forest import Walkers
 from proxy.journal import Journal
 from proxy.keeper import Keeper
 from proxy.settings import Settings
 from proxy.step import Step
 from proxy.store import Store
 from proxy.tasks import Tasks
+from proxy.warm import Warm, available_bytes
 from sandboxes.driver import Driver
 from sandboxes.pool import Pool
 from snapshots.store import SnapshotStore
@@ -34,12 +36,19 @@ class Engine:
         self.journal = Journal(settings.data / "journal", self.store.fold, sync=power)
         self.snapshots = SnapshotStore(settings.data / "snapshots")
         self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
+        walkers = Walkers()
         self.keeper = Keeper(
-            self.snapshots, drivers, self.pool, self.store, self.counts, budget_bytes=settings.snapshot_bytes
-        )
+            self.snapshots, drivers, self.pool, self.store, self.counts, walkers,
+            budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
+        )  # fmt: skip
         self.attach = Attach(drivers, self.pool, self.keeper, self.store, self.counts)
-        self.step = Step(self.attach, self.store, self.journal, self.counts)
-        self.tasks = Tasks(self.store, self.journal, self.keeper, self.pool, drivers, settings.default_spec)
+        self.warm = Warm(
+            self.attach, self.pool, self.keeper, self.counts, walkers,
+            most=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
+            reserve_bytes=settings.memory_reserve_bytes,
+        )  # fmt: skip
+        self.step = Step(self.attach, self.store, self.journal, self.counts, self.warm)
+        self.tasks = Tasks(self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec)
         self.ready = False
         self._chores: list[asyncio.Task[None]] = []
 
@@ -57,6 +66,7 @@ class Engine:
         self._chores = [
             loop.create_task(self._every(_FOLD_EVERY_S, "fold", self.journal.trickle)),
             loop.create_task(self._every(_SWEEP_EVERY_S, "sweep", self._sweep)),
+            loop.create_task(self._every(0.0, "warm", self.warm.work)),
         ]
         self.ready = True
         log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
@@ -67,6 +77,7 @@ class Engine:
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
+        await self.warm.aclose()
         await self.step.drain()
         await self.keeper.drain()
         await self.pool.close_where(lambda _: True)
@@ -78,9 +89,16 @@ class Engine:
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
+        await self._spare_memory()
         self.tasks.close_cold(most=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
-        if self.keeper.used_bytes > self.settings.snapshot_bytes:
+        over = self.keeper.used_bytes > self.settings.snapshot_bytes
+        if over or self.keeper.checkpoint_bytes > self.settings.checkpoint_bytes:
             await self.keeper.fit(self.tasks.node)
+
+    async def _spare_memory(self) -> None:
+        """Close idle sandboxes, warm ones first, while the machine has too little memory left."""
+        while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
+            log.warning("little memory is left: an idle sandbox was closed")
 
     async def _every(self, seconds: float, name: str, chore: Callable[[], Awaitable[None]]) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -51,6 +52,25 @@ class Rollout:
         if record.target is not self.node:
             self.node = record.target
             record.target.passes += 1
+
+
+class Walkers:
+    """Which rollouts run in which tree."""
+
+    def __init__(self) -> None:
+        self._by_tree: dict[int, set[Rollout]] = {}
+
+    def enter(self, rollout: Rollout) -> None:
+        self._by_tree.setdefault(rollout.tree.id, set()).add(rollout)
+
+    def leave(self, rollout: Rollout) -> None:
+        others = self._by_tree.get(rollout.tree.id, set())
+        others.discard(rollout)
+        if not others:
+            self._by_tree.pop(rollout.tree.id, None)
+
+    def of(self, tree_id: int) -> Collection[Rollout]:
+        return self._by_tree.get(tree_id, ())
 
 
 @dataclass(slots=True, eq=False)

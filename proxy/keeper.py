@@ -1,4 +1,4 @@
-"""Keeps snapshots: takes them while the model thinks, within a budget of bytes."""
+"""Keeps snapshots: takes them while the model thinks, within budgets of bytes."""
 
 import asyncio
 import time
@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import structlog
 
 from proxy.counts import Counts
-from proxy.plan import Costs, RestorePlan, plan_restore
+from proxy.forest import Walkers
+from proxy.plan import Costs, Kind, RestorePlan, kind_of, plan_restore
 from proxy.store import Store
 from proxy.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SandboxError, StateGone
 from sandboxes.pool import Pool
 from sandboxes.roster import Slot
-from snapshots.policy import FREEZE_S, Prospect, victims, worth_keeping
+from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, victims, worth_keeping
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
 
@@ -24,9 +25,18 @@ log = structlog.get_logger()
 FindNode = Callable[[int, int], Node | None]
 """Returns the node of a tree id and a node id, None where it is gone."""
 
+_SETTLE_S = 0.02
+"""How long a freeze is put off, unless somebody wants the sandbox: drivers put what a call wrote in a layer of its own
+anyway, within 5 ms after it. A freeze before that waits for it, at the cost of the answers given meanwhile; one that
+comes later takes 0.1 ms (measured, `local`). What is learnt is then what keeping a state adds."""
+
 
 class Keeper:
-    """Takes, lends and evicts snapshots. `costs` is what ways to a sandbox were measured to cost here."""
+    """Takes, lends and evicts snapshots.
+
+    costs: by driver, what ways to a sandbox were measured to cost here. reuse: how often states were wanted again here.
+    budget_bytes: of all kept states. checkpoint_bytes: of those with live processes, whose images share nothing.
+    """
 
     def __init__(
         self,
@@ -35,21 +45,35 @@ class Keeper:
         pool: Pool,
         store: Store,
         counts: Counts,
+        walkers: Walkers,
         *,
         budget_bytes: int,
+        checkpoint_bytes: int,
     ) -> None:
         self._snapshots, self._drivers, self._pool, self._store = snapshots, drivers, pool, store
-        self._counts, self._budget_bytes = counts, budget_bytes
+        self._counts, self._walkers = counts, walkers
+        self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
         self._freezes: set[asyncio.Task[None]] = set()
         self._failures: Counter[str] = Counter()
-        self._freeze_s = FREEZE_S
         self.used_bytes = 0
-        self.costs = Costs()
+        self.costs = dict.fromkeys(drivers, Costs())
+        self.reuse = Reuse()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the kept states with live processes."""
+        return sum(snapshot.size_bytes for snapshot in self._snapshots if snapshot.kind == "processes")
+
+    def wanted(self, node: Node) -> None:
+        """Note that a sandbox was wanted at node and none stood there."""
+        node.wanted += 1
+        if node.origin is not None:
+            self.reuse = self.reuse.wanted()
 
     async def give_back(self, slot: Slot, tree: Tree) -> None:
         """End the lease on a sandbox; freeze its state in the background where that is worth it."""
         node = slot.place
-        if not isinstance(node, Node) or tree.spec.cache == "never" or not self._wanted(node):
+        if not isinstance(node, Node) or tree.spec.cache == "never" or not self._worth_freezing(node, tree):
             await self._pool.release(slot)
             return
         self._pool.hold_still(slot)
@@ -61,13 +85,12 @@ class Keeper:
         """Freeze what sandbox holds as the snapshot of node, where it stands. One that cannot be written is missed.
 
         Raises:
-            NotFreezable: processes live.
+            NotFreezable: the driver cannot freeze what lives there.
             SandboxError, OSError: the sandbox failed.
         """
         start = time.perf_counter()
         frozen = await sandbox.freeze()
         cost_s = time.perf_counter() - start
-        self._freeze_s += 0.1 * (cost_s - self._freeze_s)
         if node is tree.root and node.state is None:
             tree.know_root(frozen.state)
             self._store.save_node(node)
@@ -78,12 +101,21 @@ class Keeper:
         except OSError as error:
             self._freeze_failed(node, error)
             return
+        driver = tree.spec.driver
+        self.costs[driver] = self.costs[driver].froze(_kind(snapshot), time.perf_counter() - start)
         self.used_bytes += snapshot.size_bytes
         self._counts.snapshots += 1
         if node.detached or node.snapshot is not None:
             self._snapshots.drop(snapshot)
         else:
             node.snapshot = snapshot.id
+
+    def restored(self, node: Node, seconds: float) -> None:
+        """Note what a restore of node's snapshot took."""
+        snapshot = self._snapshots.get(node.snapshot)
+        if snapshot is not None:
+            snapshot.restore_s = seconds
+            self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(_kind(snapshot), seconds)
 
     @contextmanager
     def leased(self, node: Node) -> Iterator[FrozenState]:
@@ -118,7 +150,9 @@ class Keeper:
             return
         self._failures[node.snapshot] += 1
         again = self._failures[node.snapshot] > 1
-        if isinstance(error, StateGone) or (again and self._way_without(node) is not None):
+        snapshot = self._snapshots.get(node.snapshot)
+        assert snapshot is not None
+        if isinstance(error, StateGone) or (again and self._way_without(node, snapshot.driver) is not None):
             self.drop(node)
 
     def drop(self, node: Node) -> None:
@@ -146,12 +180,17 @@ class Keeper:
                 self._snapshots.drop(snapshot)
 
     async def fit(self, find: FindNode) -> int:
-        """Evict until the kept states fit their budget, and free what nothing holds; return how many were evicted."""
-        evicted = 0
+        """Evict until the kept states fit their budgets, and free what nothing holds; return how many were evicted."""
+        images = [s for s in self._snapshots if s.kind == "processes"]
+        excess = sum(image.size_bytes for image in images) - self._checkpoint_bytes
+        chosen = victims([self.prospect(s, find(s.tree, s.node)) for s in images], excess_bytes=excess)
+        for name in chosen:
+            self._evict(name, find)
+        evicted = len(chosen)
         self.used_bytes = await self._collect()
         while self.used_bytes > self._budget_bytes:
             excess = self.used_bytes - self._budget_bytes
-            chosen = victims([self._prospect(s, find) for s in self._snapshots], excess_bytes=excess)
+            chosen = victims([self.prospect(s, find(s.tree, s.node)) for s in self._snapshots], excess_bytes=excess)
             if not chosen:
                 log.warning("snapshots exceed their budget and none may go", bytes=self.used_bytes)
                 break
@@ -165,11 +204,12 @@ class Keeper:
     async def drain(self) -> None:
         """Wait for the freezes under way."""
         while self._freezes:
+            self._pool.hurry()
             await asyncio.wait(self._freezes)
 
     async def _freeze(self, slot: Slot, tree: Tree, node: Node) -> None:
         try:
-            async with self._pool.freezing(slot) as sandbox:
+            async with self._pool.freezing(slot, after_s=_SETTLE_S) as sandbox:
                 try:
                     await self.keep(sandbox, tree, node)
                 except NotFreezable as reason:
@@ -186,33 +226,54 @@ class Keeper:
         parts = [part for snapshot in self._snapshots for part in snapshot.parts]
         return sum([await driver.collect(parts) for driver in self._drivers.values()])
 
-    def _wanted(self, node: Node) -> bool:
+    def prospect(self, snapshot: Snapshot, node: Node | None) -> Prospect:
+        """Return what is known of a snapshot's worth. node: where it belongs; None if that is gone."""
+        if node is None:
+            return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes)
+        held = "pinned" if node.pinned else "leased" if snapshot.leases else ""
+        return self._describe(node, snapshot.tree, snapshot.driver, _kind(snapshot), snapshot, held)
+
+    def _worth_freezing(self, node: Node, tree: Tree) -> bool:
         if node.snapshot is not None or node.detached or node.unfreezable:
             return False
-        return worth_keeping(self._describe(node, "", size_bytes=0, protected=False), cost_s=self._freeze_s)
+        kind, driver = kind_of(node), tree.spec.driver
+        if not node.weighed:
+            node.weighed = True
+            self.reuse = self.reuse.made(self._behind(node, tree.id))
+        prospect = self._describe(node, tree.id, driver, kind, None, "")
+        return worth_keeping(prospect, cost_s=self.costs[driver].of(kind).freeze.seconds)
 
-    def _prospect(self, snapshot: Snapshot, find: FindNode) -> Prospect:
-        node = find(snapshot.tree, snapshot.node)
-        if node is None:
-            return Prospect(snapshot.id, 0.0, 0, 0, snapshot.size_bytes)
-        protected = snapshot.leases > 0 or node.pinned
-        return self._describe(node, snapshot.id, size_bytes=snapshot.size_bytes, protected=protected)
-
-    def _describe(self, node: Node, name: str, *, size_bytes: int, protected: bool) -> Prospect:
-        without = self._way_without(node)
+    def _describe(
+        self, node: Node, tree_id: int, driver: str, kind: Kind, snapshot: Snapshot | None, held: str
+    ) -> Prospect:
+        without = self._way_without(node, driver)
+        restore_s = self.costs[driver].of(kind).restore.seconds
+        saved_s = 0.0
+        if without is not None:
+            counts = self._counts
+            stake_s = at_stake_s(replayed=counts.replayed_calls, diverged=counts.divergences) if without.suffix else 0.0
+            saved_s = max(0.0, without.cost_s + stake_s - restore_s)
         return Prospect(
-            name,
-            replay_s=without.cost_s if without is not None else 0.0,
-            passes=node.passes,
-            live=sum(1 for _ in self._pool.roster.at(node)),
-            size_bytes=size_bytes,
+            "" if snapshot is None else snapshot.id,
+            saved_s=saved_s,
+            uses=expected_uses(self.reuse, behind=self._behind(node, tree_id), passes=node.passes, wanted=node.wanted),
+            size_bytes=0 if snapshot is None else snapshot.size_bytes,
             reproducible=without is not None,
-            protected=protected,
+            held=held,
         )
 
-    def _way_without(self, node: Node) -> RestorePlan | None:
+    def _behind(self, node: Node, tree_id: int) -> int:
+        """Return how many running rollouts may still come to node: those that stand above it."""
+        standing = Counter(rollout.node for rollout in self._walkers.of(tree_id))
+        behind, above = 0, node.origin
+        while above is not None:
+            behind += standing[above.source]
+            above = above.source.origin
+        return behind
+
+    def _way_without(self, node: Node, driver: str) -> RestorePlan | None:
         """Return how to get to node without its own snapshot and without luck; None where that is the only way."""
-        return plan_restore(node, standing=lambda _: False, costs=self.costs, avoid=(node,))
+        return plan_restore(node, standing=lambda _: False, costs=self.costs[driver], avoid=(node,))
 
     def _evict(self, name: str, find: FindNode) -> None:
         snapshot = self._snapshots.get(name)
@@ -221,3 +282,7 @@ class Keeper:
             if node is not None and node.snapshot == name:
                 node.snapshot = None
             self._snapshots.drop(snapshot)
+
+
+def _kind(snapshot: Snapshot) -> Kind:
+    return "processes" if snapshot.kind == "processes" else "files"

@@ -1,8 +1,9 @@
 """Which way to a sandbox at a node is the cheapest (pure)."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from proxy.tree import Node, Record
 
@@ -15,14 +16,65 @@ class Way(Enum):
     FRESH = "fresh"
 
 
+Kind = Literal["files", "processes"]
+"""What a snapshot holds: files and dumped sessions, or live processes too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A running mean of seconds. Until something was measured it is the guess that it was made with."""
+
+    seconds: float
+    samples: int = 0
+
+    def then(self, seconds: float) -> "Mean":
+        """Return the mean after another measurement: exact over the first ten, then the newest counts a tenth."""
+        weight = max(0.1, 1 / (self.samples + 1))
+        return Mean(self.seconds + weight * (seconds - self.seconds), self.samples + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KindCosts:
+    """What a snapshot of one kind costs: freezing it with its writing, and restoring it."""
+
+    freeze: Mean
+    restore: Mean
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, as measured on this machine. replay_overhead_s is what each replayed call costs beside the tool."""
+    """What ways to a sandbox cost with one driver, as measured here. One that stands at the node costs nothing.
 
-    standing_s: float = 0.001
-    restore_s: float = 0.015
-    fresh_s: float = 0.025
-    replay_overhead_s: float = 0.006
+    replay_overhead is what each replayed call takes beside the tool. The guesses are medians of `bench/sandboxes` for
+    `local` on two cores; each gives way to the first measurement.
+    """
+
+    fresh: Mean = Mean(0.0065)
+    replay_overhead: Mean = Mean(0.004)
+    files: KindCosts = KindCosts(Mean(0.0006), Mean(0.006))
+    processes: KindCosts = KindCosts(Mean(0.15), Mean(0.15))
+
+    def of(self, kind: Kind) -> KindCosts:
+        return self.processes if kind == "processes" else self.files
+
+    def started(self, seconds: float) -> "Costs":
+        """Return what is known after a start from nothing."""
+        return replace(self, fresh=self.fresh.then(seconds))
+
+    def replayed(self, overhead_s: float) -> "Costs":
+        """Return what is known after a call was replayed."""
+        return replace(self, replay_overhead=self.replay_overhead.then(overhead_s))
+
+    def froze(self, kind: Kind, seconds: float) -> "Costs":
+        """Return what is known after a snapshot was taken."""
+        return self._with(kind, replace(self.of(kind), freeze=self.of(kind).freeze.then(seconds)))
+
+    def restored(self, kind: Kind, seconds: float) -> "Costs":
+        """Return what is known after a snapshot was restored."""
+        return self._with(kind, replace(self.of(kind), restore=self.of(kind).restore.then(seconds)))
+
+    def _with(self, kind: Kind, costs: KindCosts) -> "Costs":
+        return replace(self, processes=costs) if kind == "processes" else replace(self, files=costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +108,7 @@ def plan_restore(
         if origin is None or not origin.reproducible:
             break
         suffix.append(origin)
-        replay_s += origin.seconds + costs.replay_overhead_s
+        replay_s += origin.seconds + costs.replay_overhead.seconds
         node = origin.source
     return best
 
@@ -66,9 +118,14 @@ def _ways(
 ) -> list[tuple[Way, float]]:
     ways = []
     if standing(node):
-        ways.append((Way.STANDING, costs.standing_s))
+        ways.append((Way.STANDING, 0.0))
     if node.snapshot is not None and node not in avoid:
-        ways.append((Way.SNAPSHOT, costs.restore_s))
+        ways.append((Way.SNAPSHOT, costs.of(kind_of(node)).restore.seconds))
     if node.origin is None and not node.detached:
-        ways.append((Way.FRESH, costs.fresh_s))
+        ways.append((Way.FRESH, costs.fresh.seconds))
     return ways
+
+
+def kind_of(node: Node) -> Kind:
+    """Return what a snapshot of node holds, or would hold: only a state with live processes has a witness."""
+    return "processes" if node.witness is not None else "files"

@@ -30,6 +30,13 @@ class Settings(BaseSettings):
     sandbox_patience_s: float = Field(default=60.0, gt=0, description="wait for a free sandbox, then 503")
     sandbox_idle_s: float = Field(default=120.0, gt=0, description="an idle sandbox is closed after this")
     snapshot_bytes: int = Field(default=20 << 30, ge=0, description="kept layers; the least valuable go first")
+    checkpoint_bytes: int = Field(default=4 << 30, ge=0, description="of them, those with images of live processes")
+    warm_sandboxes: int = Field(
+        default=8, ge=0, description="made ahead where they will be wanted; at most half of max_sandboxes; 0: none"
+    )
+    memory_reserve_bytes: int = Field(
+        default=512 << 20, ge=0, description="below this much free memory of the machine idle sandboxes are closed"
+    )
     answer_memory_bytes: int = Field(default=256 << 20, ge=0, description="answers held ready in memory")
     tree_memory_records: int = Field(default=2_000_000, ge=0, description="nodes and records in memory, 1 kB each")
     max_body_bytes: int = Field(default=64 << 20, ge=1024, description="of one request")

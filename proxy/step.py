@@ -2,7 +2,7 @@
 
 Known at the rollout's node: answered at once (`known`, no await, no sandbox). Unknown: one execution for all who ask
 (`flights`), in a sandbox that stands at that node (`attach`), recorded before it is answered, and the rollout takes the
-step (`journal`).
+step (`journal`). Where it goes from there, a sandbox may be made ready meanwhile (`warm`).
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from proxy.journal import Step as Place
 from proxy.store import Store
 from proxy.timing import Timing
 from proxy.tree import Node, Record
+from proxy.warm import Warm
 from sandboxes.calls import Execution, ToolCall
 
 
@@ -38,8 +39,8 @@ class Answer:
 class Step:
     """Takes rollouts through their trees, one call at a time."""
 
-    def __init__(self, attach: Attach, store: Store, journal: Journal, counts: Counts) -> None:
-        self._attach, self._store, self._journal, self._counts = attach, store, journal, counts
+    def __init__(self, attach: Attach, store: Store, journal: Journal, counts: Counts, warm: Warm) -> None:
+        self._attach, self._store, self._journal, self._counts, self._warm = attach, store, journal, counts, warm
         self._flights = Flights()
         self._turns: set[asyncio.Task[Answer]] = set()
 
@@ -124,6 +125,7 @@ class Step:
         rollout.advance(record, outcome)
         rollout.used_at = time.monotonic()
         self._counts.answered(outcome, record.seconds)
+        self._warm.saw(rollout)
 
     def _turn_ended(self, rollout: Rollout, turn: asyncio.Task[Answer]) -> None:
         rollout.waiting -= 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from proxy.attach import tree_key
 from proxy.errors import Refused
-from proxy.forest import Rollout, Task
+from proxy.forest import Rollout, Task, Walkers
 from proxy.journal import Journal
 from proxy.keeper import Keeper
 from proxy.store import Store
@@ -27,10 +27,11 @@ class Tasks:
         keeper: Keeper,
         pool: Pool,
         drivers: Mapping[str, Driver],
+        walkers: Walkers,
         default_spec: EnvironmentSpec,
     ) -> None:
         self._store, self._journal, self._keeper, self._pool, self._drivers = store, journal, keeper, pool, drivers
-        self._default_spec = default_spec
+        self._walkers, self._default_spec = walkers, default_spec
         self._tasks: dict[str, Task] = {}
         self._trees: dict[int, Tree] = {}
         self._opening: dict[str, asyncio.Lock] = {}
@@ -111,7 +112,7 @@ class Tasks:
         """End a rollout; its sandbox is left to others, its record stays. Its name is free again."""
         rollout.finished = True
         self._store.finish_rollout(rollout.id)
-        self.rollouts.pop((rollout.task, rollout.name), None)
+        self._leave(rollout)
         task = self._tasks.get(rollout.task)
         if task is not None:
             task.rollouts.pop(rollout.name, None)
@@ -189,7 +190,7 @@ class Tasks:
                 continue
             self._journal.fold()
             for rollout in task.rollouts.values():
-                del self.rollouts[task.name, rollout.name]
+                self._leave(rollout)
             for tree in trees:
                 del self._trees[tree.id]
                 size -= tree.size
@@ -224,6 +225,11 @@ class Tasks:
     def _enter(self, task: Task, rollout: Rollout) -> None:
         task.rollouts[rollout.name] = rollout
         self.rollouts[task.name, rollout.name] = rollout
+        self._walkers.enter(rollout)
+
+    def _leave(self, rollout: Rollout) -> None:
+        self.rollouts.pop((rollout.task, rollout.name), None)
+        self._walkers.leave(rollout)
 
     def _own(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree

@@ -20,7 +20,8 @@ class Node:
     origin: the record that first reached it; None for the root alone.
     witness: where there is no state digest, what a replay must reach all the same; None where nothing is known.
     snapshot: id of the snapshot that holds it, if one does.
-    passes: how many rollouts have stepped onto it.
+    passes: how many rollouts have stepped onto it. wanted: how often a sandbox was wanted here and none stood here.
+    weighed: whether it was thought about keeping it: once for each node, for the statistics.
     unfreezable: why no snapshot can be taken; empty while nothing is known against it.
     diverged: why its recorded state could not be rebuilt; empty while nothing is known against it.
     """
@@ -33,6 +34,8 @@ class Node:
     snapshot: str | None = None
     pinned: bool = False
     passes: int = 0
+    wanted: int = 0
+    weighed: bool = False
     unfreezable: str = ""
     diverged: str = ""
     detached: bool = False

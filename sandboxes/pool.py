@@ -1,6 +1,7 @@
 """The pool: leases on live sandboxes, within a budget."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
@@ -28,13 +29,32 @@ class Pool:
         self._starts = asyncio.Semaphore(starts)
         self._closing = 0
 
-    async def start(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable, owner: int) -> Slot:
+    async def start(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable, owner: int | None) -> Slot:
         """Make a sandbox that stands at place and lease it to owner; give up an idle one where the budget asks for it.
 
         Raises:
             Overloaded: no room within the patience.
         """
-        slot = await self._room(owner)
+        return await self._start(await self._room(owner), make, place)
+
+    async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable) -> Slot:
+        """Make a sandbox ahead of its use. Nobody waits for it or gives way: it takes no place that another may need.
+
+        Raises:
+            Overloaded: fewer than two places are free, or all that may start at once are starting.
+        """
+        if not self.has_spare_room:
+            raise Overloaded("no place is free for a warm fork.")
+        slot = Slot(None, warm=True)
+        self.roster.enter(slot)
+        return await self._start(slot, make, place)
+
+    @property
+    def has_spare_room(self) -> bool:
+        """Say whether a sandbox may be made ahead: a place must stay free for who comes meanwhile."""
+        return len(self.roster) + self._closing + 1 < self._budget and not self._starts.locked()
+
+    async def _start(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], place: Hashable) -> Slot:
         try:
             async with self._starts:
                 slot.sandbox = await make()
@@ -46,19 +66,20 @@ class Pool:
         self.roster.happen(slot, Event.STARTED)
         return slot
 
-    async def take(self, slot: Slot, place: Hashable, owner: int) -> bool:
+    async def take(self, slot: Slot, place: Hashable, owner: int | None) -> bool:
         """Lease a slot that `roster.standing` named; False where it froze (after waiting for that) or went away.
 
         What may be taken, and what is cheapest, can have changed meanwhile: ask the roster again.
         """
         if slot.state is State.FREEZING:
+            slot.hurry.set()
             async with self._changed:
                 await self._changed.wait_for(lambda: slot.state is not State.FREEZING)
             return False
         if slot.state is not State.IDLE or slot.place is not place or slot.sandbox is None or not slot.sandbox.alive:
             return False
         self.roster.happen(slot, Event.LEASE)
-        slot.owner = owner
+        slot.owner, slot.warm = owner, False
         return True
 
     async def release(self, slot: Slot) -> None:
@@ -70,13 +91,20 @@ class Pool:
     def hold_still(self, slot: Slot) -> None:
         """Turn a lease into a freeze without a moment between; `freezing` must follow."""
         slot.used_at = time.monotonic()
+        slot.hurry.clear()
         self.roster.happen(slot, Event.FREEZE)
 
     @asynccontextmanager
-    async def freezing(self, slot: Slot) -> AsyncIterator[Sandbox]:
-        """Give the sandbox that is held still, then give it back. It is closed where the freeze fails."""
+    async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
+        """Give the sandbox that is held still, then give it back. It is closed where the freeze fails.
+
+        after_s: seconds to wait before, unless somebody wants the sandbox, or its place, meanwhile.
+        """
         assert slot.sandbox is not None
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(after_s):
+                    await slot.hurry.wait()
             yield slot.sandbox
         except BaseException:
             await self.close(slot)
@@ -98,6 +126,11 @@ class Pool:
             await asyncio.wait([closing])
             raise
 
+    def hurry(self) -> None:
+        """Let no freeze be put off any longer."""
+        for slot in self.roster.slots:
+            slot.hurry.set()
+
     async def disown(self, owner: int) -> None:
         """Let everyone have what owner leaves behind."""
         for slot in self.roster.slots:
@@ -112,6 +145,14 @@ class Pool:
                 await self.close(slot)
         return len(found)
 
+    async def close_victim(self) -> bool:
+        """Close the idle sandbox that is missed least; False where none is idle."""
+        victim = self.roster.victim()
+        if victim is None:
+            return False
+        await self.close(victim)
+        return True
+
     async def close_unused(self, idle_s: float) -> int:
         """Close what nobody has used for idle_s seconds, and what has died; return how many."""
         old = set(self.roster.unused_since(time.monotonic() - idle_s))
@@ -125,7 +166,7 @@ class Pool:
             self._closing -= 1
             await self._notify()
 
-    async def _room(self, owner: int) -> Slot:
+    async def _room(self, owner: int | None) -> Slot:
         try:
             async with asyncio.timeout(self._patience_s):
                 while len(self.roster) + self._closing >= self._budget:
@@ -133,6 +174,7 @@ class Pool:
                     if victim is not None:
                         await self.close(victim)
                         continue
+                    self.hurry()
                     async with self._changed:
                         await self._changed.wait()
         except TimeoutError:

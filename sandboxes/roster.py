@@ -3,6 +3,7 @@
 A place is whatever the caller stands sandboxes at (the proxy: a node of a tree); equal places are interchangeable.
 """
 
+import asyncio
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
@@ -14,7 +15,8 @@ from sandboxes.lifecycle import Event, State, after
 class Slot:
     """One live sandbox. `sandbox` is None while it starts; `owner` may alone take it where its state lives only in it.
 
-    used_at: seconds of a monotonic clock.
+    used_at: seconds of a monotonic clock. warm: made ahead, and not used yet. hurry: set when somebody waits for the
+    end of its freeze.
     """
 
     owner: int | None
@@ -24,6 +26,8 @@ class Slot:
     used_at: float = 0.0
     started_at: float = 0.0
     calls: int = 0
+    warm: bool = False
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ class Roster:
             slot.place = place
             self._by_place.setdefault(place, []).append(slot)
 
-    def standing(self, place: Hashable, owner: int, *, shared: bool) -> Slot | None:
+    def standing(self, place: Hashable, owner: int | None, *, shared: bool) -> Slot | None:
         """Return a sandbox at place that owner may take: its own first, then, if shared, any.
 
         One that freezes is worth waiting for, whoever owns it: once it is frozen its state can be had again.
@@ -64,8 +68,9 @@ class Roster:
         return max(takeable, key=lambda s: s.owner == owner, default=None)
 
     def victim(self) -> Slot | None:
-        """Return the idle sandbox that was used longest ago."""
-        return min((s for s in self.slots if s.state is State.IDLE), key=lambda s: s.used_at, default=None)
+        """Return the idle sandbox to give up: of the warm ones, then of the others, that which was used longest ago."""
+        idle = (s for s in self.slots if s.state is State.IDLE)
+        return min(idle, key=lambda s: (not s.warm, s.used_at), default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:
         """Return the idle sandboxes, and the dead ones, that nobody has used since moment."""

@@ -9,6 +9,7 @@ class Snapshot:
 
     parts: the driver's storage units that it needs; several snapshots share most of theirs.
     size_bytes: what it added to the states it was built on. cost_s: what taking it took. uses: restores so far.
+    restore_s: what the last one took; 0 before the first.
     """
 
     id: str
@@ -22,3 +23,4 @@ class Snapshot:
     created_at: float
     uses: int = 0
     leases: int = 0
+    restore_s: float = 0.0

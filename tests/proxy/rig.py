@@ -14,7 +14,10 @@ from proxy.settings import Settings
 from sandboxes.calls import ToolCall
 from sandboxes.memory import Gate, MemoryDriver
 from sandboxes.spec import EnvironmentSpec
+from snapshots.policy import Reuse
 
+KEEPS_ALL = Reuse(1e9, 1.0)
+"""States are wanted again so often that each is kept: for tests that are about snapshots, not about the policy."""
 SPEC = EnvironmentSpec(driver="memory", files={"/root/seed": "seed\n"})
 
 
@@ -24,13 +27,17 @@ def shell(command: str) -> ToolCall:
 
 @asynccontextmanager
 async def engine(
-    data: Path, driver: MemoryDriver | None = None, *, gate: Gate | None = None, **settings: Any
+    data: Path,
+    driver: MemoryDriver | None = None,
+    *,
+    gate: Gate | None = None,
+    reuse: Reuse = KEEPS_ALL,
+    **settings: Any,
 ) -> AsyncIterator[Engine]:
-    """Run an engine on a data directory; its default spec is `SPEC`."""
+    """Run an engine on a data directory; its default spec is `SPEC`, and warm forks are off where not asked for."""
     driver = driver or MemoryDriver(gate)
-    running = Engine(
-        Settings(data=data, default_spec=settings.pop("default_spec", SPEC), **settings), {"memory": driver}
-    )
+    running = Engine(Settings(data=data, **{"default_spec": SPEC, "warm_sandboxes": 0, **settings}), {"memory": driver})
+    running.keeper.reuse = reuse
     await running.open()
     try:
         yield running

@@ -15,6 +15,7 @@ from proxy.engine import Engine
 from proxy.settings import Settings
 from sandboxes.memory import Gate, MemoryDriver
 from sandboxes.spec import EnvironmentSpec
+from tests.proxy.rig import KEEPS_ALL
 
 if TYPE_CHECKING:
     import uvicorn
@@ -39,9 +40,7 @@ class Running:
 def serving(data: Path, *, gate: Gate | None = None, **settings: Any) -> Iterator[Running]:
     """Serve on a free port, as `forkpoint serve` does, in a thread."""
     driver = MemoryDriver(gate)
-    chosen = Settings(
-        data=data, default_spec=settings.pop("default_spec", EnvironmentSpec(driver="memory")), **settings
-    )
+    chosen = Settings(data=data, **{"default_spec": EnvironmentSpec(driver="memory"), "warm_sandboxes": 0, **settings})
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()[:2]
     made: list[tuple[DataPlane, uvicorn.Server]] = []
@@ -49,6 +48,7 @@ def serving(data: Path, *, gate: Gate | None = None, **settings: Any) -> Iterato
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
         application = build(chosen, {"memory": driver})
+        application.engine.keeper.reuse = KEEPS_ALL
         made.append((application, server(application)))
         made[0][1].run(sockets=[listener])
 

@@ -1,26 +1,34 @@
 """The planner against every way there is."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.canonical import CallKey
-from proxy.plan import Costs, Way, plan_restore
+from proxy.plan import Costs, Kind, Mean, Way, kind_of, plan_restore
 from proxy.tree import Node, Record
 from sandboxes.effects import Effect
 
-Link = tuple[float, bool, bool, bool, bool]
+Link = tuple[float, bool, bool, bool, bool, bool]
 links = st.lists(
-    st.tuples(st.floats(0, 2), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 9).map(lambda n: n > 0)),
+    st.tuples(
+        st.floats(0, 2),
+        st.booleans(),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 9).map(lambda n: n > 0),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=8,
 )
 
 
 def chain(described: list[Link]) -> list[Node]:
-    """Return a path, root first. A link: the seconds of its call, then snapshot, standing, avoided, reproducible."""
+    """Return a path, root first. A link: its call's seconds, then snapshot, standing, avoided, reproducible, live."""
     nodes = [Node(0)]
-    for number, (seconds, snapshot, _, _, reproducible) in enumerate(described[1:], start=1):
-        node = Node(number, snapshot="s" if snapshot else None)
+    for number, (seconds, snapshot, _, _, reproducible, live) in enumerate(described[1:], start=1):
+        node = Node(number, snapshot="s" if snapshot else None, witness=b"w" if live else None)
         node.origin = Record(
             number, CallKey(b""), nodes[-1], node, Effect.FILES, seconds, 0.0, reproducible=reproducible
         )
@@ -39,13 +47,13 @@ def test_the_plan_is_the_cheapest_of_all_ways(described: list[Link]) -> None:
         suffix = [node.origin for node in nodes[start + 1 :] if node.origin is not None]
         if not all(record.reproducible for record in suffix):
             continue
-        replay_s = sum(record.seconds + costs.replay_overhead_s for record in suffix)
+        replay_s = sum(record.seconds + costs.replay_overhead.seconds for record in suffix)
         if nodes[start] in standing:
-            every[Way.STANDING, start] = costs.standing_s + replay_s
+            every[Way.STANDING, start] = replay_s
         if nodes[start].snapshot is not None and nodes[start] not in avoid:
-            every[Way.SNAPSHOT, start] = costs.restore_s + replay_s
+            every[Way.SNAPSHOT, start] = costs.of(kind_of(nodes[start])).restore.seconds + replay_s
         if start == 0:
-            every[Way.FRESH, start] = costs.fresh_s + replay_s
+            every[Way.FRESH, start] = costs.fresh.seconds + replay_s
     plan = plan_restore(nodes[-1], standing=standing.__contains__, costs=costs, avoid=avoid)
     if not every:
         assert plan is None
@@ -57,7 +65,7 @@ def test_the_plan_is_the_cheapest_of_all_ways(described: list[Link]) -> None:
 
 
 def test_a_plan_walks_no_further_up_than_it_can_pay_off() -> None:
-    nodes = chain([(0.1, False, False, False, True)] * 1000)
+    nodes = chain([(0.1, False, False, False, True, False)] * 1000)
     nodes[-2].snapshot = "s"
     seen: list[int] = []
 
@@ -67,3 +75,28 @@ def test_a_plan_walks_no_further_up_than_it_can_pay_off() -> None:
 
     plan_restore(nodes[-1], standing=standing, costs=Costs())
     assert len(seen) <= 3
+
+
+def test_a_state_with_live_processes_is_replayed_where_that_is_cheaper_than_its_restore() -> None:
+    nodes = chain([(0.0, False, False, False, True, False), (0.1, True, False, False, True, True)])
+    dear, cheap = Costs().restored("processes", 2.0), Costs().restored("processes", 0.01)
+    for costs, way in ((dear, Way.FRESH), (cheap, Way.SNAPSHOT)):
+        plan = plan_restore(nodes[-1], standing=lambda _: False, costs=costs)
+        assert plan is not None
+        assert plan.way is way
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=10))
+def test_a_mean_forgets_its_guess_and_is_exact_over_ten(seconds: list[float]) -> None:
+    mean = Mean(1e9)
+    for value in seconds:
+        mean = mean.then(value)
+    assert abs(mean.seconds - sum(seconds) / len(seconds)) < 1e-5
+
+
+@given(st.sampled_from(["files", "processes"]), st.integers(0, 100))
+def test_what_was_measured_of_one_kind_is_learnt_of_that_kind_alone(kind: Kind, seconds: int) -> None:
+    other: Kind = "files" if kind == "processes" else "processes"
+    costs = Costs().froze(kind, seconds).restored(kind, seconds)
+    assert (costs.of(kind).freeze.seconds, costs.of(kind).restore.seconds) == pytest.approx((seconds, seconds))
+    assert costs.of(other) == Costs().of(other)

@@ -10,14 +10,15 @@ from proxy.engine import Engine
 from proxy.forest import Outcome
 from proxy.settings import Settings
 from sandboxes.memory import MemoryDriver
-from tests.proxy.rig import SPEC, alone, ask, engine
+from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 from tests.proxy.test_transparency import COMMANDS
 
 trajectories = st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=12)
 
 
 async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
-    running = Engine(Settings(data=data, default_spec=SPEC), {"memory": driver})
+    running = Engine(Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver})
+    running.keeper.reuse = KEEPS_ALL
     await running.open()
     return running
 

@@ -2,31 +2,31 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshots.policy import Prospect, value, victims, worth_keeping
+from snapshots.policy import Prospect, Reuse, expected_uses, value, victims, why, worth_keeping
 
 seconds = st.floats(0, 1e6)
 prospects = st.builds(
     Prospect,
     name=st.uuids().map(str),
-    replay_s=seconds,
-    passes=st.integers(0, 1000),
-    live=st.integers(0, 64),
+    saved_s=seconds,
+    uses=st.floats(0, 1000),
     size_bytes=st.integers(0, 1 << 40),
     reproducible=st.booleans(),
-    protected=st.booleans(),
+    held=st.sampled_from(["", "pinned", "leased"]),
 )
 lists = st.lists(prospects, max_size=20, unique_by=lambda prospect: prospect.name)
 
 
 def may_go(prospect: Prospect) -> bool:
-    return prospect.reproducible and not prospect.protected
+    return prospect.reproducible and not prospect.held
 
 
 @given(lists, st.integers(0, 1 << 42))
-def test_what_is_protected_or_cannot_be_rebuilt_is_never_given_up(kept: list[Prospect], excess: int) -> None:
+def test_what_is_held_or_cannot_be_rebuilt_is_never_given_up(kept: list[Prospect], excess: int) -> None:
     by_name = {prospect.name: prospect for prospect in kept}
     assert all(may_go(by_name[name]) for name in victims(kept, excess_bytes=excess))
 
@@ -59,16 +59,11 @@ def test_the_order_in_which_they_are_listed_does_not_matter(kept: list[Prospect]
     assert victims(shuffled, excess_bytes=excess) == victims(kept, excess_bytes=excess)
 
 
-@given(prospects, seconds, seconds, st.integers(0, 1000), st.integers(0, 64))
+@given(prospects, seconds, seconds, st.floats(0, 64))
 def test_what_is_worth_keeping_stays_so_when_it_saves_more(
-    prospect: Prospect, cost_s: float, more_s: float, passes: int, live: int
+    prospect: Prospect, cost_s: float, more_s: float, uses: float
 ) -> None:
-    better = replace(
-        prospect,
-        replay_s=prospect.replay_s + more_s,
-        passes=prospect.passes + passes,
-        live=prospect.live + live,
-    )
+    better = replace(prospect, saved_s=prospect.saved_s + more_s, uses=prospect.uses + uses)
     assert worth_keeping(better, cost_s=cost_s) or not worth_keeping(prospect, cost_s=cost_s)
 
 
@@ -84,4 +79,44 @@ def test_a_state_that_no_replay_reaches_is_always_worth_keeping(prospect: Prospe
 
 
 def test_a_state_that_nobody_will_want_is_not_worth_its_cost() -> None:
-    assert not worth_keeping(Prospect("s", replay_s=60.0, passes=0, live=0, size_bytes=0), cost_s=0.004)
+    assert not worth_keeping(Prospect("s", saved_s=60.0, uses=0.0, size_bytes=0), cost_s=0.004)
+
+
+@given(prospects)
+def test_why_one_is_kept_names_what_spares_it(prospect: Prospect) -> None:
+    said = why(prospect)
+    assert prospect.held in said
+    assert ("only way back" in said) == (not prospect.reproducible)
+    assert "uses expected" in said
+
+
+reuses = st.lists(st.one_of(st.integers(0, 8), st.none()), max_size=200)
+
+
+def learnt(events: list[int | None]) -> Reuse:
+    """Return what is known after states were made (with so many rollouts behind them) and wanted (None)."""
+    reuse = Reuse()
+    for behind in events:
+        reuse = reuse.wanted() if behind is None else reuse.made(behind)
+    return reuse
+
+
+@given(reuses, st.integers(0, 8), st.integers(0, 50), st.integers(0, 50))
+def test_who_may_come_and_who_came_make_another_use_likelier(
+    events: list[int | None], behind: int, passes: int, wanted: int
+) -> None:
+    reuse = learnt(events)
+    uses = expected_uses(reuse, behind=behind, passes=passes, wanted=wanted)
+    assert uses > 0
+    assert expected_uses(reuse, behind=behind + 1, passes=passes, wanted=wanted) > uses
+    assert expected_uses(reuse, behind=behind, passes=passes, wanted=wanted + 1) > uses
+    assert expected_uses(reuse, behind=behind, passes=passes + 1, wanted=wanted) < uses
+
+
+def test_the_rate_of_reuse_comes_to_what_happens_here_and_follows_when_that_changes() -> None:
+    never = learnt([3] * 2000)
+    assert never.rate < 0.01
+    often = never
+    for _ in range(2000):
+        often = often.made(1).wanted()
+    assert often.rate == pytest.approx(1 / 1.5, rel=0.25)

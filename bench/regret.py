@@ -1,0 +1,305 @@
+"""The snapshot policy against the best choice in hindsight, on recorded traces: `python -m bench.regret`.
+
+A simulation of the pure parts: each recorded task is a group of rollouts that run side by side, an agent thinking 5 s
+between calls (exponential). A call that the tree knows is answered; any other needs a sandbox at its node: the one that
+stands there, or it is a *demand*, which costs a restore from the nearest kept state at or above the node and the replay
+from there. After a call the policy says whether to keep the state it led to. Which demands there are does not depend on
+the policy, so the best choice in hindsight is exact: a dynamic programme over each task's tree finds the set of kept
+states with the least
+
+    total = seconds of freezing + seconds of restoring + seconds of replaying.
+
+The call's own seconds, the same for every policy, are left out; so are sandboxes that stand further up, which would
+make all policies look better. The root state is always kept. Seconds of calls: `executed_seconds` where the recording
+has them (shell, SQL); 0.5 to 5 s, log-uniform by a digest of the call, for API calls, which have none. Freezing and
+restoring cost what the local driver takes here, measured at the start; with `--processes` what is asked there.
+"""
+
+import asyncio
+import heapq
+import random
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.machine import console, median, table
+from bench.sandboxes import execute
+from bench.traces import WORKLOADS, Move, Traces, read_traces, resampled
+from proxy.plan import Costs, KindCosts, Mean
+from sandboxes.local import LocalDriver
+from sandboxes.spec import EnvironmentSpec
+from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, worth_keeping
+from snapshots.store import SnapshotStore
+
+THINK_S = 5.0
+SEALED_S = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A state in the simulated tree. seconds: of the call that first reached it; behind: rollouts above it then."""
+
+    parent: "Place | None"
+    seconds: float
+    known: "dict[str, Place]" = field(default_factory=dict)
+    children: "list[Place]" = field(default_factory=list)
+    kept: bool = False
+    passes: int = 0
+    demands: int = 0
+    behind: int = 0
+
+
+@dataclass(slots=True)
+class Total:
+    """Seconds by part, summed over tasks. best_s: the least that any choice of states would have cost."""
+
+    freeze_s: float = 0.0
+    restore_s: float = 0.0
+    replay_s: float = 0.0
+    best_s: float = 0.0
+    kept: int = 0
+    states: int = 0
+    demands: int = 0
+
+    @property
+    def cost_s(self) -> float:
+        return self.freeze_s + self.restore_s + self.replay_s
+
+    @property
+    def regret(self) -> float:
+        """The share by which the policy was dearer than the best choice."""
+        return self.cost_s / self.best_s - 1 if self.best_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a policy is asked: shall this state be kept?"""
+
+    place: Place
+    saved_s: float
+    costs: KindCosts
+    reuse: Reuse
+
+
+Policy = Callable[[Question], bool]
+
+
+def ours(asked: Question) -> bool:
+    """Decide as the proxy does. It insures against replays that diverge; here none does, so that counts as regret."""
+    uses = expected_uses(asked.reuse, behind=asked.place.behind, passes=asked.place.passes, wanted=asked.place.demands)
+    saved_s = asked.saved_s + at_stake_s(replayed=0, diverged=0)
+    return worth_keeping(Prospect("", saved_s, uses, 0), cost_s=asked.costs.freeze.seconds)
+
+
+POLICIES: dict[str, Policy] = {
+    "ours": ours,
+    "all": lambda _: True,
+    "none": lambda _: False,
+}
+
+
+class Simulation:
+    """Runs groups through trees under one policy."""
+
+    def __init__(self, policy: Policy, costs: KindCosts, overhead_s: float, seed: int) -> None:
+        self._policy, self._costs, self._overhead_s = policy, costs, overhead_s
+        self._dice = random.Random(seed)  # noqa: S311 - dice of a benchmark
+        self._reuse = Reuse()
+        self.total = Total()
+
+    def group(self, rollouts: Sequence[Sequence[Move]]) -> None:
+        """Run one task's rollouts side by side."""
+        root = Place(None, 0.0, kept=True)
+        places = {rollout[0].before: root for rollout in rollouts if rollout}
+        at, done, idle = [root] * len(rollouts), [0] * len(rollouts), Counter[Place]()
+        events = [(self._think(), number) for number, rollout in enumerate(rollouts) if rollout]
+        heapq.heapify(events)
+        while events:
+            now, number = heapq.heappop(events)
+            move = rollouts[number][done[number]]
+            done[number] += 1
+            here = at[number]
+            there = here.known.get(move.call)
+            busy_s = 0.0
+            if there is None:
+                busy_s = move.seconds
+                self._come(here, idle)
+                there = here if move.after == move.before else self._state(places, here, move, at)
+                here.known[move.call] = there
+                idle[there] += 1
+                self._keep(there)
+            if there is not here:
+                there.passes += 1
+            at[number] = there
+            if done[number] < len(rollouts[number]):
+                heapq.heappush(events, (now + busy_s + self._think(), number))
+            else:
+                at[number] = Place(None, 0.0)  # it has ended: behind nothing
+        best = Best(self._costs, self._overhead_s)
+        self.total.best_s += best.of(root)
+
+    def _think(self) -> float:
+        return self._dice.expovariate(1 / THINK_S)
+
+    def _come(self, here: Place, idle: "Counter[Place]") -> None:
+        """Bring a sandbox to a place where a call must run."""
+        if idle[here]:
+            idle[here] -= 1
+            return
+        here.demands += 1
+        self.total.demands += 1
+        self.total.restore_s += self._costs.restore.seconds
+        self.total.replay_s += self._replay_s(here)
+        if here.parent is not None:
+            self._reuse = self._reuse.wanted()
+
+    def _state(self, places: dict[str, Place], here: Place, move: Move, at: Sequence[Place]) -> Place:
+        known = places.get(move.after)
+        if known is not None:
+            return known
+        made = places[move.after] = Place(here, move.seconds)
+        here.children.append(made)
+        above: Place | None = here
+        path = set()
+        while above is not None:
+            path.add(above)
+            above = above.parent
+        # The one that made it stands here too.
+        made.behind = sum(place in path for place in at) - 1
+        self._reuse = self._reuse.made(made.behind)
+        self.total.states += 1
+        return made
+
+    def _replay_s(self, place: Place) -> float:
+        seconds = 0.0
+        while not place.kept:
+            seconds += place.seconds + self._overhead_s
+            assert place.parent is not None
+            place = place.parent
+        return seconds
+
+    def _keep(self, place: Place) -> None:
+        if not place.kept and self._policy(Question(place, self._replay_s(place), self._costs, self._reuse)):
+            place.kept = True
+            self.total.kept += 1
+            self.total.freeze_s += self._costs.freeze.seconds
+
+
+class Best:
+    """The least cost of a tree whose demands are known."""
+
+    def __init__(self, costs: KindCosts, overhead_s: float) -> None:
+        self._freeze_s, self._restore_s, self._overhead_s = costs.freeze.seconds, costs.restore.seconds, overhead_s
+
+    def of(self, root: Place) -> float:
+        """Return the least seconds of freezing, restoring and replaying."""
+        wanted: set[Place] = set()
+        self._mark(root, wanted)
+        return self._below(root, 0.0, wanted)
+
+    def _mark(self, place: Place, wanted: set[Place]) -> bool:
+        below = [self._mark(child, wanted) for child in place.children]
+        if place.demands or any(below):
+            wanted.add(place)
+            return True
+        return False
+
+    def _below(self, place: Place, replay_s: float, wanted: set[Place]) -> float:
+        """Return the cost of place and all below, where the nearest kept state above is replay_s away."""
+
+        def children(from_s: float) -> float:
+            return sum(
+                self._below(child, from_s + child.seconds + self._overhead_s, wanted)
+                for child in place.children
+                if child in wanted
+            )
+
+        dropped = place.demands * (self._restore_s + replay_s) + children(replay_s)
+        if place.parent is None:
+            return dropped
+        return min(dropped, self._freeze_s + place.demands * self._restore_s + children(0.0))
+
+
+def simulate(traces: Traces, policy: Policy, costs: KindCosts, *, overhead_s: float, seeds: int = 5) -> Total:
+    """Run every task of traces, several times with other thinking times, and return the sums."""
+    sums = Total()
+    for seed in range(seeds):
+        simulation = Simulation(policy, costs, overhead_s, seed)
+        for rollouts in traces.values():
+            simulation.group(rollouts)
+        for name in Total.__slots__:
+            setattr(sums, name, getattr(sums, name) + getattr(simulation.total, name) / seeds)
+    return sums
+
+
+async def measured(count: int = 30) -> KindCosts:
+    """Return what keeping files costs here: the seconds that it adds after a call's layer is made, and a restore."""
+    freezes, restores = [], []
+    with tempfile.TemporaryDirectory(prefix="forkpoint-bench-") as folder:
+        driver, store = LocalDriver(Path(folder) / "local"), SnapshotStore(Path(folder) / "snapshots")
+        await driver.open()
+        store.open()
+        try:
+            for number in range(count):
+                sandbox = await driver.start(EnvironmentSpec())
+                await execute(sandbox, f"echo {number} > /tmp/written")
+                await asyncio.sleep(SEALED_S)
+                started = time.perf_counter()
+                frozen = await sandbox.freeze()
+                await asyncio.to_thread(store.save, frozen, tree=1, node=number, cost_s=0.0)
+                freezes.append(time.perf_counter() - started)
+                await sandbox.close()
+                started = time.perf_counter()
+                restored = await driver.restore(EnvironmentSpec(), frozen)
+                restores.append(time.perf_counter() - started)
+                await restored.close()
+        finally:
+            await driver.aclose()
+    return KindCosts(Mean(median(freezes)), Mean(median(restores)))
+
+
+def show(kind: str, costs: KindCosts, found: Sequence[tuple[str, Traces]]) -> None:
+    """Print one table: each workload with each policy."""
+    overhead_s = Costs().replay_overhead.seconds
+    shown = table(
+        f"Snapshot policy, {kind}: freeze {costs.freeze.seconds * 1e3:.2f} ms, "
+        f"restore {costs.restore.seconds * 1e3:.2f} ms. Dearer than the best choice in hindsight by",
+        "", "kept", "demands", "best s", "ours s", *POLICIES,
+    )  # fmt: skip
+    best_s, ours_s = 0.0, 0.0
+    for name, traces in found:
+        totals = [simulate(traces, decide, costs, overhead_s=overhead_s) for decide in POLICIES.values()]
+        mine = totals[0]
+        shown.add_row(
+            name, f"{mine.kept:.0f}/{mine.states:.0f}", f"{mine.demands:.0f}", f"{mine.best_s:.2f}",
+            f"{mine.cost_s:.2f}", *(f"{total.regret:.0%}" for total in totals),
+        )  # fmt: skip
+        best_s, ours_s = best_s + mine.best_s, ours_s + mine.cost_s
+    console.print(shown)
+    console.print(f"together: ours {ours_s:.2f} s, best {best_s:.2f} s: dearer by {ours_s / best_s - 1:.1%}")
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workloads", type=Path, default=WORKLOADS, help="directory of recorded traces")
+    parser.add_argument("--processes", type=float, nargs=2, metavar=("FREEZE_S", "RESTORE_S"), default=(0.15, 0.15))
+    options = parser.parse_args()
+    sys.setrecursionlimit(20_000)
+    found = [(file.stem, read_traces(file)) for file in sorted(options.workloads.glob("*.jsonl"))]
+    if not found:
+        parser.error(f"no *.jsonl in {options.workloads}: name a directory of recorded traces")
+    groups = [(name, resampled(traces, size=8, seed=1)) for name, traces in found if "api" in name]
+    files = asyncio.run(measured())
+    processes = KindCosts(*map(Mean, options.processes))
+    for kind, costs in (("files", files), ("processes", processes)):
+        show(f"{kind}, recorded", costs, found)
+        show(f"{kind}, groups of 8 resampled", costs, groups)
+
+
+if __name__ == "__main__":
+    main()
