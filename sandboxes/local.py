@@ -29,14 +29,17 @@ _PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 
 
 class LocalDriver:
-    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out."""
+    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
+
+    checkpoints: whether states with live processes are frozen, where CRIU works.
+    """
 
     name = "local"
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, *, checkpoints: bool = True) -> None:
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
-        self.machine = Machine(self.data_dir, self.bases.host_view)
+        self.machine = Machine(self.data_dir, self.bases.host_view, checkpoints=checkpoints)
         self.roots = Roots(self.data_dir / "roots", self.machine.layers)
         self._sandboxes: set[LocalSandbox] = set()
         self._lock: int | None = None
@@ -114,35 +117,42 @@ class LocalDriver:
         base = await asyncio.to_thread(self.bases.base, spec.base)
         root = await self._root(spec, base)
         with self.machine.holding(root.layers):
-            return await self._launch(spec, base, root, root.layers, {}, {})
+            return await self._launch(spec, base, root, root.layers, _state({}, {}))
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
         """See `Driver.restore`."""
         payload = frozen.payload
         layers = tuple(payload["layers"])
         root = Root(layers[len(layers) - payload["root_layers"] :], payload["born_ns"])
-        with self.machine.holding(layers):
+        with self.machine.holding(frozen.parts):
             if missing := self.machine.layers.missing(layers):
                 raise StateGone(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
             base = await asyncio.to_thread(self.bases.base, spec.base)
             if base.identity != payload["base"]:
                 raise StateGone(f"base {spec.base!r} is not what it was when this state was frozen")
+            images = payload.get("images")
+            if images is not None and images not in self.machine.checkpoints.all():
+                raise StateGone(f"the images of these processes ({images}) are gone; replay their path instead")
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
-            return await self._launch(spec, base, root, layers, payload["sessions"], delta, payload["pristine"])
+            state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
+            return await self._launch(spec, base, root, layers, state, images=images)
 
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are layers, deleted in a thread. Those of root states in use stay anyway."""
         # What there was, and what lived, before the first await: a sandbox that freezes and ends meanwhile has made a
         # state that keep does not know of.
-        there, before = self.machine.layers.all(), self._in_stacks()
+        checkpoints = self.machine.checkpoints
+        there, before = self.machine.layers.all() | checkpoints.all(), self._in_stacks()
         kept = set(keep) | await asyncio.to_thread(self.roots.in_use)
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
+        size += await asyncio.to_thread(checkpoints.size_bytes, kept)
         unneeded = there - kept - before - self._in_stacks() - self.machine.held
         await asyncio.to_thread(self.machine.layers.drop, unneeded)
+        await asyncio.to_thread(checkpoints.drop, unneeded)
         return size
 
     def _in_stacks(self) -> set[str]:
-        return {layer for sandbox in self.sandboxes.values() for layer in sandbox.stack}
+        return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> Root:
         """Return spec's root state; build it where it is not there (any more)."""
@@ -167,7 +177,7 @@ class LocalDriver:
         if not (spec.archives or spec.files or spec.setup or spec.workdir not in _PRESENT):
             return bare
         at_top = spec.model_copy(update={"workdir": "/"})
-        sandbox = await self._launch(at_top, base, bare, (), {}, {}, seals=False)
+        sandbox = await self._launch(at_top, base, bare, (), _state({}, {}), seals=False)
         try:
             await furnish(sandbox, spec)
             state = await sandbox.freeze(root=True)
@@ -188,10 +198,9 @@ class LocalDriver:
         base: Base,
         root: Root,
         layers: tuple[str, ...],
-        sessions: dict[str, Any],
-        delta: dict[str, Any] | None,
-        pristine: dict[str, Any] | None = None,
+        state: dict[str, Any],
         *,
+        images: str | None = None,
         seals: bool = True,
     ) -> LocalSandbox:
         try:
@@ -203,7 +212,7 @@ class LocalDriver:
         self._sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(START_S):
-                await sandbox.begin({"sessions": sessions, "delta": delta, "pristine": pristine})
+                await sandbox.begin(state, images)
         except BaseException as error:
             await sandbox.close()
             if isinstance(error, ChannelLost | TimeoutError | OSError):
@@ -211,3 +220,13 @@ class LocalDriver:
             raise
         self.machine.restock()
         return sandbox
+
+
+def _state(
+    sessions: dict[str, Any],
+    delta: dict[str, Any] | None,
+    pristine: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what pid 1 is told of the state that its sandbox begins with."""
+    return {"sessions": sessions, "delta": delta, "pristine": pristine, "checkpoint": checkpoint}

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from proxy.private import free_port
+from sandboxes.criu import Criu, CriuMissing
 from sandboxes.localbox.layers import remove_tree
 from sandboxes.requirements import check
 
@@ -32,6 +33,24 @@ def require_sandboxes() -> None:
     """Skip the test, with the reason, where the local driver cannot run."""
     if missing := _missing():
         pytest.skip(f"the local driver cannot run here: {missing}")
+
+
+def require_criu() -> None:
+    """Skip the test, with the reason, where CRIU does not work; in the project's own CI it has to."""
+    require_sandboxes()
+    if missing := _missing_criu():
+        assert not os.environ.get("FORKPOINT_CI"), missing
+        pytest.skip(missing)
+
+
+@functools.cache
+def _missing_criu() -> str:
+    with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
+        try:
+            Criu.prepare(Path(folder))
+        except CriuMissing as error:
+            return str(error)
+    return ""
 
 
 @functools.cache

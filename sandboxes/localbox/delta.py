@@ -107,20 +107,23 @@ def _open_directory(name: str, folder: int | None) -> int | None:
         return None
 
 
-def merge(base: Delta, roots: Roots) -> Delta:
+def merge(base: Delta, roots: Roots, opaque: str = _OPAQUE) -> Delta:
     """Return the delta of (layers below, whose delta is base) + upper.
+
+    opaque: the attribute by which the upper's file system marks directories that hide what lies below.
 
     Raises:
         TooLarge: more than MAX_ENTRIES, or more than MAX_HASHED_BYTES to read.
     """
-    walk = _Walk(base)
+    walk = _Walk(base, opaque)
     walk.folder("", roots.upper, roots.lower, roots.root, fresh=False)
     return walk.delta
 
 
 class _Walk:
-    def __init__(self, base: Delta) -> None:
+    def __init__(self, base: Delta, opaque: str) -> None:
         self.delta = dict(base)
+        self.opaque, self.marks = opaque, opaque.rpartition(".")[0] + "."
         self.above = {parent for path in base for parent in _parents(path)}
         self.hashed = 0
         self.links: dict[int, str] = {}
@@ -165,11 +168,11 @@ class _Walk:
         try:
             if upper is None:
                 raise FileNotFoundError(path)
-            fresh = lower is None or _xattr(upper, _OPAQUE) == b"y"
+            fresh = lower is None or _xattr(upper, self.opaque) == b"y"
             if fresh:
                 self._forget_below(path)
-            now = _what_directory(status, upper)
-            then = _what_directory(before, root) if before is not None and root is not None else None
+            now = _what_directory(status, upper, self.marks)
+            then = _what_directory(before, root, self.marks) if before is not None and root is not None else None
             self._set(path, None if now == then else (now, 0))
             self.folder(path + "/", upper, None if fresh else lower, root, fresh=fresh)
         finally:
@@ -194,7 +197,7 @@ class _Walk:
         facts = ("st_mode", "st_uid", "st_gid", "st_size", "st_mtime_ns")
         if root is None or any(getattr(now, fact) != getattr(before, fact) for fact in facts):
             return False
-        if _xattrs(name, upper) != _xattrs(name, root):
+        if _xattrs(name, upper, self.marks) != _xattrs(name, root, self.marks):
             return False
         return self._content(name, now, upper) == self._content(name, before, root)
 
@@ -202,7 +205,7 @@ class _Walk:
         shared = ""
         if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
             shared = self.links.setdefault(status.st_ino, path)
-        facts = (status.st_mode, status.st_uid, status.st_gid, _xattrs(name, folder), shared)
+        facts = (status.st_mode, status.st_uid, status.st_gid, _xattrs(name, folder, self.marks), shared)
         return _hash(repr(facts).encode() + self._content(name, status, folder))
 
     def _content(self, name: str, status: os.stat_result, folder: int) -> bytes:
@@ -232,8 +235,8 @@ def _lstat(name: str, folder: int | None) -> os.stat_result | None:
         return None
 
 
-def _what_directory(status: os.stat_result, folder: int) -> str:
-    return _hash(repr((status.st_mode, status.st_uid, status.st_gid, _listed_xattrs(folder))).encode())
+def _what_directory(status: os.stat_result, folder: int, marks: str) -> str:
+    return _hash(repr((status.st_mode, status.st_uid, status.st_gid, _listed_xattrs(folder, marks))).encode())
 
 
 def _xattr(fd: int, name: str) -> bytes | None:
@@ -243,14 +246,14 @@ def _xattr(fd: int, name: str) -> bytes | None:
         return None
 
 
-def _xattrs(name: str, folder: int) -> list[tuple[str, bytes]]:
-    return _listed_xattrs(f"/proc/self/fd/{folder}/{name}")
+def _xattrs(name: str, folder: int, marks: str) -> list[tuple[str, bytes]]:
+    return _listed_xattrs(f"/proc/self/fd/{folder}/{name}", marks)
 
 
-def _listed_xattrs(target: int | str) -> list[tuple[str, bytes]]:
+def _listed_xattrs(target: int | str, marks: str) -> list[tuple[str, bytes]]:
     follow = isinstance(target, int)
     try:
-        names = [name for name in os.listxattr(target, follow_symlinks=follow) if ".overlay." not in name]
+        names = [name for name in os.listxattr(target, follow_symlinks=follow) if not name.startswith(marks)]
         return [(name, os.getxattr(target, name, follow_symlinks=follow)) for name in sorted(names)]
     except OSError:
         return []

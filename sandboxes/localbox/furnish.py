@@ -3,21 +3,31 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from sandboxes.calls import ToolCall
+from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import SpecError
-from sandboxes.localbox.sandbox import LocalSandbox
 from sandboxes.localbox.session import quote
+from sandboxes.localbox.wire import Message
 from sandboxes.spec import EnvironmentSpec
 
 UNPACK_S = 3600.0
 SETUP_SESSION = "set-up"
 
 
-async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
+class Furnishable(Protocol):
+    """A sandbox whose `ask` takes an archive as a descriptor, beside what calls can bring."""
+
+    async def execute(self, call: ToolCall) -> Execution: ...
+
+    async def ask(
+        self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None
+    ) -> Message: ...
+
+
+async def furnish(sandbox: Furnishable, spec: EnvironmentSpec) -> None:
     """Bring archives and files in and run set-up commands, as calls of a session that is then forgotten.
 
     Raises:
@@ -34,7 +44,7 @@ async def furnish(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
         await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
 
 
-async def _must(sandbox: LocalSandbox, spec: EnvironmentSpec, what: str, command: str) -> None:
+async def _must(sandbox: Furnishable, spec: EnvironmentSpec, what: str, command: str) -> None:
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
@@ -42,7 +52,7 @@ async def _must(sandbox: LocalSandbox, spec: EnvironmentSpec, what: str, command
         raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {said}")
 
 
-async def _unpack(sandbox: LocalSandbox, source: Path, target: str) -> None:
+async def _unpack(sandbox: Furnishable, source: Path, target: str) -> None:
     """Stream a tarball, or a directory as one, into the sandbox, which unpacks it inside its own root."""
     process: asyncio.subprocess.Process | None = None
     if await asyncio.to_thread(source.is_dir):

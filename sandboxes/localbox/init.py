@@ -16,14 +16,16 @@ from typing import Any
 
 from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs
 from sandboxes.localbox import session as sessions
+from sandboxes.localbox.anchor import Anchor, AnchorLost, CannotStart
+from sandboxes.localbox.restoring import Restoring
 from sandboxes.localbox.session import MalformedDump, Session
-from sandboxes.localbox.shell import CannotStart, Output, Shell, reserve_descriptors
+from sandboxes.localbox.shell import Output, Shell
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
 READY_S = 10.0
 WATCH_S = 0.1
 TIMED_OUT, OVER_DISK = 124, 137
-_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
@@ -31,7 +33,6 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.call_itself("init")
-    reserve_descriptors()
     driver = socket.socket(fileno=channel)
     # Up to 15 ms, while the kernel waits for its readers: the reason for spare sandboxes.
     for path in cgroups:
@@ -40,33 +41,51 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         # Memory is short when a command takes too much: it should go, not the one that tells of it.
         file.write("-900")
-    kernel.unshare(_NAMESPACES)
+    kernel.unshare(NAMESPACES)
     kernel.unshare(kernel.CLONE_NEWCGROUP)
     socket.sethostname("sandbox")
     kernel.bring_up_loopback()
     os.umask(0o022)
+    # Later /proc/sys is read-only.
+    last_pid = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC) if privileged else -1
     rootfs.prepare(devices_from_host=not privileged)
     driver.sendall(pack({"ready": True}))
-    _begin(driver)
+    _begin(driver, last_pid)
 
 
-def _begin(driver: socket.socket) -> None:
+def _begin(driver: socket.socket, last_pid: int) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
     inbox = Inbox()
-    while (message := inbox.take()) is None:
-        data, fds = receive(driver)
-        if not data:
-            return
-        inbox.feed(data, fds)
-    fields, (overlay, upper, lower, root) = message.fields, message.fds
+    message = _wait_for(driver, inbox)
+    fields, (overlay, upper, lower, root, *files) = message.fields, message.fds
     for folder in fields["binds"]:
         rootfs.bind_read_only(folder)
     rootfs.switch(overlay, fields["binds"])
     os.close(overlay)
+    checkpoint: dict[str, Any] | None = fields["checkpoint"]
+    restoring = None if checkpoint is None else Restoring(checkpoint, fields["program"], files, last_pid)
+    if restoring is not None:
+        driver.sendall(pack({"restoring": True}))
+        _wait_for(driver, inbox)
+        restoring.finish()
+    if last_pid >= 0:
+        os.close(last_pid)
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     confine.limit_resources(fields["disk_bytes"], fields["memory_bytes"], fields["pids"])
     confine.confine()
-    Init(driver, inbox, delta.Roots(upper, lower, root), fields).serve(namespace)
+    init = Init(driver, inbox, delta.Roots(upper, lower, root), fields)
+    if restoring is not None:
+        init.adopt(*restoring.adopted())
+    init.serve(namespace)
+
+
+def _wait_for(driver: socket.socket, inbox: Inbox) -> Message:
+    while (message := inbox.take()) is None:
+        data, fds = receive(driver)
+        if not data:
+            sys.exit(0)
+        inbox.feed(data, fds)
+    return message
 
 
 def say_last_words(channel: int, error: BaseException) -> None:
@@ -90,6 +109,7 @@ class Init:
         self.born_ns: int = fields["born_ns"]
         self.reserve_bytes: int = fields["reserve_bytes"]
         self.seals: bool = fields["seals"]
+        self.anchor: Anchor | None = None
         self.shells: dict[str, Shell] = {}
         self.sessions: dict[str, Session] = fields["sessions"]
         self.pristine: Session | None = fields["pristine"]
@@ -125,7 +145,9 @@ class Init:
                 case "exec" | "file":
                     self._call(message)
                 case "pause":
-                    self._pause(root=message.fields["root"])
+                    self._pause(root=message.fields["root"], checkpoint=message.fields["checkpoint"])
+                case "look":
+                    self._look()
                 case "switched":
                     self._switched(message)
 
@@ -195,7 +217,11 @@ class Init:
             shell = self._ready_shell(name)
         except CannotStart as error:
             return self._answer(127, b"", f"{error}\n".encode()), f"{error}\n".encode(), name
-        spared |= {p for p in processes.living() if p[0] in {s.pid for s in self.shells.values() if s is not shell}}
+        others = {s.pid for s in self.shells.values() if s is not shell}
+        if spared or others:
+            # The anchor goes with its shells, unless others have to stay.
+            others |= self._anchor_pids()
+        spared |= {process for process in processes.living() if process[0] in others}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
         return (*self._conclude(shell, ending, spared), name)
@@ -204,31 +230,27 @@ class Init:
         """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
         deadline = time.monotonic() + timeout_s
         watch = _DiskWatch(self)
-        death = os.pidfd_open(shell.pid)
         poll = select.poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
-        for fd in (*outputs, shell.dump_fd, death):
+        for fd in (*outputs, shell.dump_fd, shell.death):
             poll.register(fd, select.POLLIN)
         poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return "timeout"
-                events = {fd for fd, _ in poll.poll(max(1, min(left, WATCH_S) * 1000))}
-                for fd in events & outputs.keys():
-                    outputs[fd].drain(self.output_bytes)
-                if self.driver.fileno() in events:
-                    # Nobody waits for an answer any more.
-                    sys.exit(0)
-                if shell.dump_fd in events and shell.read_dump():
-                    return "dump"
-                if death in events:
-                    return "died"
-                if (over := watch.over()) is not None:
-                    return over
-        finally:
-            os.close(death)
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "timeout"
+            events = {fd for fd, _ in poll.poll(max(1, min(left, WATCH_S) * 1000))}
+            for fd in events & outputs.keys():
+                outputs[fd].drain(self.output_bytes)
+            if self.driver.fileno() in events:
+                # Nobody waits for an answer any more.
+                sys.exit(0)
+            if shell.dump_fd in events and shell.read_dump():
+                return "dump"
+            if shell.death in events:
+                return "died"
+            if (over := watch.over()) is not None:
+                return over
 
     def _conclude(self, shell: Shell, ending: str, spared: set[processes.Process]) -> tuple[dict[str, Any], bytes]:
         code, changed, notes = 0, False, b""
@@ -278,10 +300,13 @@ class Init:
         return code, changed, b""
 
     def _reap_shell(self, shell: Shell) -> int:
-        while shell.pid not in self.ended:
-            self.ended |= processes.reap()
-            time.sleep(0.0002)
-        return self.ended[shell.pid]
+        """Return how a shell ended, which it has or is about to."""
+        if self.anchor is not None:
+            try:
+                return self.anchor.wait(shell.pid)
+            except AnchorLost:
+                self._drop_anchor()
+        return self.ended.get(shell.pid, 137)
 
     def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes, str | None]:
         """Run a file operation in a child; like a command's, its time and its memory are bounded."""
@@ -332,7 +357,7 @@ class Init:
         """Find out what outlives the call, with some grace for what is just about to end."""
         for pause in (*processes.GRACE_S, None):
             self.ended |= processes.reap()
-            idle = {shell.pid for shell in self.shells.values()}
+            idle = {shell.pid for shell in self.shells.values()} | self._anchor_pids()
             left = {process for process in processes.living() if process[0] not in idle}
             if left <= self.alive or pause is None:
                 break
@@ -366,15 +391,40 @@ class Init:
         return shell
 
     def _start_shell(self, name: str) -> Shell:
-        shell = Shell(name, self.sessions.get(name), environment=self.environment, workdir=self.workdir)
+        place = {"environment": self.environment, "workdir": self.workdir}
+        session = self.sessions.get(name)
+        try:
+            shell = Shell.start(self._ready_anchor(), name, session, **place)  # type: ignore[arg-type]
+        except AnchorLost:
+            # The agent's processes may have killed it; the next one is as good.
+            self._drop_anchor()
+            try:
+                shell = Shell.start(self._ready_anchor(), name, session, **place)  # type: ignore[arg-type]
+            except AnchorLost as error:
+                raise CannotStart(f"no process can be started in this sandbox: {error}") from error
         self.shells[name] = shell
         return shell
 
+    def _ready_anchor(self) -> Anchor:
+        if self.anchor is None:
+            try:
+                self.anchor = Anchor.start()
+            except OSError as error:
+                raise CannotStart(f"no process can be started in this sandbox: {error.strerror}") from error
+        return self.anchor
+
+    def _drop_anchor(self) -> None:
+        if self.anchor is not None:
+            self.anchor.close()
+            self.anchor = None
+
+    def _anchor_pids(self) -> set[int]:
+        return set() if self.anchor is None else {self.anchor.pid}
+
     def _await_first_dump(self, shell: Shell) -> str | None:
         poll = select.poll()
-        death = os.pidfd_open(shell.pid)
         poll.register(shell.dump_fd, select.POLLIN)
-        poll.register(death, select.POLLIN)
+        poll.register(shell.death, select.POLLIN)
         deadline = time.monotonic() + READY_S
         try:
             while time.monotonic() < deadline:
@@ -387,12 +437,10 @@ class Init:
                         # These come with the command, not before: see `command_text`.
                         shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
                     return None
-                if death in events:
+                if shell.death in events:
                     break
         except MalformedDump:
             pass
-        finally:
-            os.close(death)
         shell.err.drain(4096)
         reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
         self._kill(shell)
@@ -400,7 +448,7 @@ class Init:
 
     def _kill(self, shell: Shell) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(shell.pid, signal.SIGKILL)
+            signal.pidfd_send_signal(shell.death, signal.SIGKILL)
         self._reap_shell(shell)
         self._forget(shell)
 
@@ -454,10 +502,14 @@ class Init:
         found = os.fstatvfs(self.roots.upper)
         return found.f_bavail * found.f_frsize
 
-    def _pause(self, *, discard: bool = False, root: bool = False) -> None:
-        """Get ready for other layers below: no shell may stand in the old ones. Tell the driver of the state."""
-        if self.alive and not discard:
-            self._reply({"not_freezable": self._who_lives()})
+    def _pause(self, *, discard: bool = False, root: bool = False, checkpoint: bool = False) -> None:
+        """Get ready for other layers below: no shell may stand in the old ones. Tell the driver of the state.
+
+        checkpoint: where something lives, stay as it is, and name the process whose tree can be dumped instead.
+        """
+        alive = bool(self.alive) and not discard
+        if alive and (not checkpoint or root or (why := self._outside_the_tree())):
+            self._reply({"not_freezable": why if checkpoint and not root else self._who_lives()})
             return
         self._look_at_files()
         linked = delta.linked(self.signatures)
@@ -466,20 +518,50 @@ class Init:
             # see the difference.
             self._reply({"not_freezable": f"hard links would not stay one file: {', '.join(linked[:4])}"})
             return
+        if alive and self.anchor is not None:
+            self._reply({"tree": self.anchor.pid})
+            return
         if self.signatures:
             for shell in list(self.shells.values()):
                 self._kill(shell)
-        size = delta.size_bytes(self.roots.upper) if self.signatures else 0
-        self._reply(
-            {
-                "sessions": self.sessions,
-                "pristine": self.pristine,
-                "delta": self.delta,
-                "size_bytes": size,
-                "empty": not self.signatures,
-                **self._state(),
-            }
-        )
+            self._drop_anchor()
+        self._reply(self._told())
+
+    def _told(self) -> dict[str, Any]:
+        return {
+            "sessions": self.sessions,
+            "pristine": self.pristine,
+            "delta": self.delta,
+            "size_bytes": delta.size_bytes(self.roots.upper) if self.signatures else 0,
+            "empty": not self.signatures,
+            **self._state(),
+        }
+
+    def _look(self) -> None:
+        """Tell of the state while all processes stand still, and what must be known of them to take them over."""
+        self._look_at_files()
+        assert self.anchor is not None
+        checkpoint = {
+            "anchor": self.anchor.remember(),
+            "shells": [shell.remember() for shell in self.shells.values()],
+            "pids": sorted(pid for pid, _ in processes.living()),
+            "last_pid": processes.last_pid(),
+        }
+        self._reply({**self._told(), "checkpoint": checkpoint})
+
+    def _outside_the_tree(self) -> str:
+        """Say what lives here that no checkpoint would hold; empty where there is nothing."""
+        if any(kind == "ipc" for kind, *_ in self.alive):
+            return "System V IPC objects exist, and a checkpoint does not hold them"
+        if self.anchor is None or not processes.is_root_of_all(self.anchor.pid):
+            return "processes live that have lost the sandbox's anchor, because a command killed it"
+        return ""
+
+    def adopt(self, anchor: Anchor, shells: list[Shell]) -> None:
+        """Take over what a checkpoint brought back."""
+        self.anchor = anchor
+        self.shells = {shell.name: shell for shell in shells}
+        self._settle()
 
     def _who_lives(self) -> str:
         kinds = {

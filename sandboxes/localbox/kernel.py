@@ -7,8 +7,10 @@ import ctypes
 import fcntl
 import os
 import platform
+import signal
 import socket
 import struct
+from collections.abc import Mapping
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -33,6 +35,7 @@ PR_SET_DUMPABLE = 4
 PR_SET_NAME = 15
 PR_SET_SECCOMP = 22
 PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
@@ -54,6 +57,9 @@ SYSCALLS = {**_OLD, **_NEW}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_held = ctypes.PyDLL(None, use_errno=True)
+_held.syscall.restype = ctypes.c_long
+_CLONE_FS = 0x00000200
 
 
 def _check(returned: int, what: str) -> int:
@@ -71,6 +77,17 @@ def _syscall(name: str, *arguments: object, about: str = "") -> int:
 
 def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
+
+
+def fork_sharing_root() -> int:
+    """Fork; parent and child share root and working directory: `chroot` in one moves both, also after an exec."""
+    number = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
+    if number is None:
+        raise OSError(38, f"clone: not known on {MACHINE}")
+    zero = ctypes.c_long(0)
+    # PyDLL: the child must come back holding the interpreter's lock, for there is nobody else to give it up.
+    flags = ctypes.c_long(_CLONE_FS | signal.SIGCHLD)
+    return _check(int(_held.syscall(ctypes.c_long(number), flags, zero, zero, zero, zero)), "clone")
 
 
 def setns(fd: int, kind: int) -> None:
@@ -182,3 +199,15 @@ def bring_up_loopback() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("16sH14x", b"lo", 0x1 | 0x40)
         fcntl.ioctl(probe.fileno(), 0x8914, request)
+
+
+def place_descriptors(places: Mapping[int, int]) -> None:
+    """Put descriptors at their places, for an exec, and close all others."""
+    high = max(places) + 1
+    # Out of the way first: one may stand where another has to go.
+    copies = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for place, fd in places.items()}
+    for place, fd in copies.items():
+        os.dup2(fd, place)
+    kept = sorted(places)
+    for place, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(place + 1, following)

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from sandboxes.localbox import init, kernel, rootfs
+from sandboxes.localbox.operate import operate
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
 
@@ -44,6 +45,8 @@ class Launcher:
                     fds = self._mount(message.fields["stack"])
                 case "switch":
                     fds = self._switch(message)
+                case "operate":
+                    self._operate(message)
         except OSError as error:
             reply = {"error": str(error)}
         frame = pack(reply, fds=len(fds))
@@ -96,6 +99,23 @@ class Launcher:
         finally:
             os.close(overlay)
         return rest
+
+    def _operate(self, message: Message) -> None:
+        """Start CRIU inside a sandbox, named by its pid 1, in a child that talks to the driver itself."""
+        pid = os.fork()
+        if pid:
+            return
+        try:
+            self.driver.close()
+            host_root = os.open("/", os.O_PATH | os.O_CLOEXEC)
+            sandbox, reply, *files = message.fds
+            kernel.setns(sandbox, init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
+            os.chdir("/")
+            operate(host_root, message.fields["program"], reply, files, survey=True)
+        except OSError as error:
+            init.say_last_words(message.fds[1], error)
+        finally:
+            os._exit(1)
 
     def _mount(self, stack: dict[str, Any]) -> list[int]:
         """Return descriptors: the whole stack as one detached mount, its upper directory, and what lies below that.

@@ -109,6 +109,10 @@ class Layers:
                     finally:
                         os.close(fd)
 
+    def copy(self, live: Upper, upper: Upper) -> None:
+        """Copy what a live sandbox wrote into an upper of its own. Some 50 us a file, and what its bytes take."""
+        _lay_over(live.path / "diff", upper.path / "diff")
+
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
         """Copy the layers ids, topmost first, into upper; make that a layer that stands for all of them; return its id.
 
@@ -197,7 +201,9 @@ def _opaque(folder: Path) -> bool:
 def _copy(source: Path, target: Path, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         with source.open("rb") as reading, target.open("xb") as writing:
-            shutil.copyfileobj(reading, writing, 1 << 20)
+            # The kernel shares the blocks where the file system can.
+            while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
+                pass
     elif stat.S_ISLNK(status.st_mode):
         target.symlink_to(source.readlink())
     else:

@@ -17,6 +17,7 @@ import sandboxes
 from sandboxes.driver import SandboxError
 from sandboxes.localbox.cgroup import Cgroups
 from sandboxes.localbox.channel import Channel, ChannelLost
+from sandboxes.localbox.checkpoints import Checkpoints
 from sandboxes.localbox.layers import Layers
 from sandboxes.localbox.wire import Message
 
@@ -38,11 +39,12 @@ class Spare:
 class Machine:
     """Open for as long as its driver is. host_view: where the launcher, and nobody else, sees the host's root."""
 
-    def __init__(self, data_dir: Path, host_view: Path) -> None:
+    def __init__(self, data_dir: Path, host_view: Path, *, checkpoints: bool) -> None:
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
+        self.checkpoints = Checkpoints(data_dir, self.layers, self.ask, wanted=checkpoints)
         self._launcher: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._spares: deque[Spare] = deque()

@@ -117,6 +117,32 @@ def written_paths() -> set[str]:
     return found
 
 
+def is_root_of_all(root: int) -> bool:
+    """Whether every living process but pid 1 descends from root, or is root."""
+    parents = {pid: _parent(pid) for pid, _ in living()}
+    return all(_descends(pid, root, parents) for pid in parents)
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != root:
+        pid = parents[pid]
+    return pid == root
+
+
+def last_pid() -> int:
+    """Return the pid that was given away last in this pid namespace."""
+    with open("/proc/sys/kernel/ns_last_pid", "rb") as file:  # noqa: PTH123
+        return int(file.read())
+
+
 def ipc_objects() -> int:
     """Return how many System V segments, semaphores and queues there are: state that no file holds."""
     count = 0

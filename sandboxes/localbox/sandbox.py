@@ -55,6 +55,7 @@ class LocalSandbox:
         self.closed = False
         self._seals = seals
         self._unkept: set[str] = set()
+        self._held: tuple[str, ...] = ()
         self._sealed: dict[str, Any] | None = None
         self._machine = machine
         self._spec = spec
@@ -70,13 +71,21 @@ class LocalSandbox:
         self._dead: str | None = None
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The driver's storage units that must not be collected while this sandbox is open."""
+        return (*self.stack, *self._held)
+
+    @property
     def alive(self) -> bool:
         return self._dead is None and self._channel.lost is None
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
-    async def begin(self, state: dict[str, Any]) -> None:
-        """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready."""
+    async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
+        """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready.
+
+        images: the checkpoint whose processes are to live in it, with state["checkpoint"].
+        """
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
@@ -97,7 +106,11 @@ class LocalSandbox:
             **state,
         }
         try:
-            ready = await self._talk(fields, b"", mounted.fds)
+            if images is None:
+                ready = await self._talk(fields, b"", mounted.fds)
+            else:
+                checkpoints = self._machine.checkpoints
+                ready = await checkpoints.bring_back(images, state["checkpoint"], fields, mounted.fds, self._talk)
         finally:
             for fd in mounted.fds:
                 os.close(fd)
@@ -206,19 +219,47 @@ class LocalSandbox:
             raise
 
     async def _freeze(self, *, root: bool) -> FrozenState:
-        told = self._sealed or await self._put_into_layer(root=root)
+        told = self._sealed
+        if told is None:
+            paused = await self._talk(
+                {"op": "pause", "root": root, "checkpoint": await self._machine.checkpoints.possible()}
+            )
+            if "tree" in paused.fields:
+                return await self._checkpoint(int(paused.fields["tree"]))
+            told = await self._on_new_layer(paused)
         mine = self._unkept.intersection(self.stack)
         self._unkept -= mine
-        payload = {
-            "layers": list(self.stack),
+        added = sum(map(self._machine.layers.size_bytes, mine))
+        return FrozenState("local", "files", self._payload(told, self.stack), added, digest(told["state"]), self.stack)
+
+    def _payload(self, told: dict[str, Any], layers: tuple[str, ...]) -> dict[str, Any]:
+        return {
+            "layers": list(layers),
             "root_layers": len(self._root.layers),
             "born_ns": self._root.born_ns,
             "base": self._base.identity,
             "sessions": told["sessions"],
             "pristine": told["pristine"],
         }
-        added = sum(map(self._machine.layers.size_bytes, mine))
-        return FrozenState("local", "layers", payload, added, digest(told["state"]), self.stack)
+
+    async def _checkpoint(self, tree: int) -> FrozenState:
+        """Dump the processes below tree, with a copy of the files of the same moment; they run on.
+
+        Raises:
+            NotFreezable: CRIU cannot dump them, in its own words.
+        """
+        assert self._process is not None
+        checkpoint = await self._machine.checkpoints.take(
+            self._process, tree, look=lambda: self._talk({"op": "look"}), upper=self._upper
+        )
+        # Held for as long as nobody else can know of it.
+        self._held = checkpoint.parts
+        layers = (*checkpoint.layer, *self.stack)
+        payload = self._payload(checkpoint.told, layers) | {
+            "images": checkpoint.images,
+            "checkpoint": checkpoint.told["checkpoint"],
+        }
+        return FrozenState("local", "processes", payload, checkpoint.size_bytes, None, (*layers, checkpoint.images))
 
     async def _seal(self) -> None:
         """Put what a call wrote into a layer of its own, whether or not its state will be kept.
@@ -231,18 +272,16 @@ class LocalSandbox:
             # What pid 1 says of the state holds until the next call.
             self._sealed = await self._on_new_layer(await self._listen())
 
-    async def _put_into_layer(self, *, root: bool) -> dict[str, Any]:
+    async def _on_new_layer(self, paused: Message) -> dict[str, Any]:
         """Make a layer of the upper if anything was written; return what pid 1 says of the state.
 
         Raises:
             NotFreezable: something lives, or hard links would break.
         """
-        return await self._on_new_layer(await self._talk({"op": "pause", "root": root}))
-
-    async def _on_new_layer(self, paused: Message) -> dict[str, Any]:
         told = paused.fields
         if "not_freezable" in told:
-            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
+            why = f"; {self._machine.checkpoints.missing}" if self._machine.checkpoints.missing else ""
+            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}{why}")
         if not told["empty"]:
             await self._switch({"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
         return told

@@ -1,27 +1,21 @@
 """A live bash of one session: started from a dump, given commands, asked for its next dump. Seen from pid 1."""
 
 import contextlib
-import fcntl
 import os
 import resource
-import signal
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from sandboxes.localbox import session as sessions
+from sandboxes.localbox.anchor import BASH, Anchor, AnchorLost, CannotStart
 from sandboxes.localbox.processes import descriptors
 from sandboxes.localbox.session import Session
 
-BASH = "/bin/bash"
-_ARGUMENTS = ["bash", "--noprofile", "--norc", "-c", sessions.START, "bash"]
 _LIMITS = tuple(
     (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
 )
 _CHUNK = 1 << 16
-
-
-class CannotStart(Exception):  # noqa: N818 - an answer about a sandbox whose bash is gone
-    """This sandbox's /bin/bash does not start (any more)."""
 
 
 class Output:
@@ -58,67 +52,82 @@ class Output:
 class Shell:
     """One bash. `session` is what it was started from, `baseline` what its first dump says that is."""
 
-    def __init__(self, name: str, session: Session | None, *, environment: Mapping[str, str], workdir: str) -> None:
+    def __init__(self, name: str, session: Session | None, pid: int, ends: Mapping[int, int]) -> None:
         self.name = name
         self.session = session
+        self.pid = pid
         self.baseline: Session | None = None
         self.jobs: sessions.Jobs = ()
         self.runs = 0
-        self.known_fds: dict[int, str] = {}
         self.dump = bytearray()
-        self._ends: list[int] = []
-        self._start(sessions.restore_script(session, workdir), environment if session is None else {})
-
-    def _start(self, script: bytes, environment: Mapping[str, str]) -> None:
-        out, out_end = self._pipe()
-        err, err_end = self._pipe()
-        self.dump_fd, dump_end = self._pipe()
-        go_end, self.go = self._pipe()
-        os.set_blocking(go_end, True)
-        for fd in (out, err, self.dump_fd):
-            os.set_blocking(fd, False)
-        self.out, self.err = Output(out), Output(err)
-        self.command = self._text(b"")
-        restore, loop = self._text(script), self._text(sessions.LOOP.encode())
-        null = self._keep(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
-        places = {0: null, 1: out_end, 2: err_end, sessions.RESTORE_FD: restore, sessions.LOOP_FD: loop}
-        places |= {sessions.COMMAND_FD: self.command, sessions.GO_FD: go_end, sessions.DUMP_FD: dump_end}
-        actions = [(os.POSIX_SPAWN_DUP2, fd, place) for place, fd in places.items()]
-        try:
-            self.pid = os.posix_spawn(
-                BASH,
-                _ARGUMENTS,
-                environment,
-                file_actions=actions,
-                setsid=True,
-                # Python ignores these two; a command must not inherit that.
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
-            )
-        except OSError as error:
-            self.close()
-            raise CannotStart(f"{BASH} does not start in this sandbox: {error.strerror}") from error
+        self._ends = list(ends.values())
+        # Readable when it has ended; by then its pid may be another's.
+        self.death = os.pidfd_open(pid)
+        self._ends.append(self.death)
+        self.out, self.err = Output(ends[1]), Output(ends[2])
+        self.command, self.go, self.dump_fd = (
+            ends[place] for place in (sessions.COMMAND_FD, sessions.GO_FD, sessions.DUMP_FD)
+        )
         # By name, as the kernel tells them: what else the idle shell has open, a command has opened.
-        self.known_fds = {place: os.readlink(f"/proc/self/fd/{fd}") for place, fd in places.items()}  # noqa: PTH115
-        for fd in (null, out_end, err_end, dump_end, go_end, restore, loop):
-            self._ends.remove(fd)
-            os.close(fd)
-        if self.session is not None:
-            self._restore_limits(self.session["limits"])
+        texts = (sessions.RESTORE_FD, sessions.LOOP_FD, sessions.COMMAND_FD)
+        self.known_fds = {0: "/dev/null", **dict.fromkeys(texts, "/memfd:text (deleted)"), **self._pipe_names()}
 
-    def _pipe(self) -> tuple[int, int]:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        # Whoever a command becomes may open /dev/stdout again.
-        os.fchmod(writing, 0o666)
-        return self._keep(reading), self._keep(writing)
+    @classmethod
+    def start(
+        cls, anchor: Anchor, name: str, session: Session | None, *, environment: dict[str, str], workdir: str
+    ) -> "Shell":
+        """Start a bash that is on its way to be session; None is a session that nothing has happened in.
 
-    def _text(self, text: bytes) -> int:
-        fd = self._keep(os.memfd_create("text", os.MFD_CLOEXEC))
-        os.pwrite(fd, text, 0)
-        return fd
+        Raises:
+            CannotStart: there is no bash that could be executed.
+            AnchorLost: the anchor is gone.
+        """
+        ours, theirs = new_pipes()
+        texts = {
+            sessions.RESTORE_FD: sessions.restore_script(session, workdir),
+            sessions.LOOP_FD: sessions.LOOP.encode(),
+        }
+        for place, text in {**texts, sessions.COMMAND_FD: b""}.items():
+            theirs[place] = os.memfd_create("text", os.MFD_CLOEXEC)
+            os.pwrite(theirs[place], text, 0)
+        theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            pid = anchor.spawn(environment if session is None else {}, theirs)
+            # The command's text is written anew for each call: we keep it open.
+            ours[sessions.COMMAND_FD] = os.dup(theirs[sessions.COMMAND_FD])
+            shell = cls(name, session, pid, ours)
+        except (AnchorLost, ProcessLookupError) as error:
+            said = _said(ours[2])
+            for fd in ours.values():
+                os.close(fd)
+            if isinstance(error, AnchorLost):
+                raise
+            raise CannotStart(f"{BASH} does not start in this sandbox: {said}") from error
+        finally:
+            for fd in theirs.values():
+                os.close(fd)
+        if session is not None:
+            shell._restore_limits(session["limits"])
+        return shell
 
-    def _keep(self, fd: int) -> int:
-        self._ends.append(fd)
-        return fd
+    @classmethod
+    def adopt(cls, told: Mapping[str, Any], ends: Mapping[int, int]) -> "Shell":
+        """Take over a shell that was restored with its processes; told is what `remember` said of it."""
+        # Its command is written anew for each: the same memory, opened again.
+        command = os.open(f"/proc/{told['pid']}/fd/{sessions.COMMAND_FD}", os.O_RDWR | os.O_CLOEXEC)
+        shell = cls(told["name"], told["session"], told["pid"], {**ends, sessions.COMMAND_FD: command})
+        shell.baseline, shell.jobs, shell.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
+        return shell
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of this side of an idle shell, and which pipes lead to it."""
+        facts = {name: getattr(self, name) for name in ("name", "session", "pid", "baseline", "jobs", "runs")}
+        return {**facts, "pipes": {str(place): name for place, name in self._pipe_names().items()}}
+
+    def _pipe_names(self) -> dict[int, str]:
+        """Return, by their places in the shell, the kernel's names of the pipes that lead to it."""
+        ours = {1: self.out.fd, 2: self.err.fd, sessions.GO_FD: self.go, sessions.DUMP_FD: self.dump_fd}
+        return {place: os.readlink(f"/proc/self/fd/{fd}") for place, fd in ours.items()}  # noqa: PTH115
 
     def _restore_limits(self, limits: Mapping[str, list[int]]) -> None:
         for name, (soft, hard) in limits.items():
@@ -191,8 +200,20 @@ class Shell:
         self._ends.clear()
 
 
-def reserve_descriptors() -> None:
-    """Fill this process's low numbers, so that none of its own descriptors stands where a shell's has to go."""
-    null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-    while fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, 3) < sessions.DUMP_FD + 1:
-        pass
+def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
+    """Return our ends and a shell's ends of its pipes, by their places in the shell."""
+    ours, theirs = {}, {}
+    for place in (1, 2, sessions.DUMP_FD):
+        ours[place], theirs[place] = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(ours[place], False)
+        # Whoever a command becomes may open /dev/stdout again.
+        os.fchmod(theirs[place], 0o666)
+    theirs[sessions.GO_FD], ours[sessions.GO_FD] = os.pipe2(os.O_CLOEXEC)
+    return ours, theirs
+
+
+def _said(fd: int) -> str:
+    try:
+        return os.read(fd, _CHUNK).decode(errors="replace").strip()
+    except BlockingIOError:
+        return "it gives no reason"

@@ -59,10 +59,10 @@ async def opened(driver: Driver) -> AsyncIterator[Driver]:
 
 
 def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spec: Any) -> None:
-    """Run test on a fresh sandbox of the local driver."""
+    """Run test on a fresh sandbox of the local driver, which freezes no live processes."""
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
             await test(await driver.start(EnvironmentSpec(**spec)))
 
     asyncio.run(go())

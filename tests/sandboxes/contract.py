@@ -33,7 +33,12 @@ async def after(driver: Driver, *commands: str, spec: EnvironmentSpec = SPEC) ->
 
 
 class DriverContract:
-    """The suite. Each test gets a driver that nobody has opened yet."""
+    """The suite. Each test gets a driver that nobody has opened yet.
+
+    checkpoints: whether it freezes live processes.
+    """
+
+    checkpoints = False
 
     def test_a_command_answers_with_its_output_and_exit_code(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
@@ -139,15 +144,39 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_what_still_runs_is_an_effect_without_digest_that_cannot_be_frozen(self, driver: Driver) -> None:
+    def test_what_still_runs_is_an_effect_without_digest(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
             said = await run(sandbox, "sleep 1000 &")
             assert said.effect is Effect.PROCESSES
             assert said.state is None
-            with pytest.raises(NotFreezable):
-                await sandbox.freeze()
+            if not self.checkpoints:
+                with pytest.raises(NotFreezable):
+                    await sandbox.freeze()
             assert (await run(sandbox, "echo on")).out == "on\n"
+
+        driven(driver, test)
+
+    def test_what_still_runs_comes_back_with_its_files_and_session(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            if not self.checkpoints:
+                pytest.skip("this driver freezes no live processes")
+            sandbox = await after(driver, "echo a > kept", "x=1", "sleep 1000 &", "echo b > later")
+            frozen = await sandbox.freeze()
+            assert (frozen.kind, frozen.state) == ("processes", None)
+            look = "cat kept later; echo $x; kill -0 %1; echo $?; jobs"
+            told = (await run(sandbox, look)).told
+            assert told[0].startswith("a\nb\n1\n0\n[1]+  Running")
+            others = [await driver.restore(SPEC, frozen) for _ in range(2)]
+            for other in others:
+                assert (await run(other, look)).told == told
+            # What happens in one is nothing to the others.
+            assert (await run(others[0], "kill %1; wait %1; echo $?; echo c > kept")).out == "143\n"
+            assert (await run(sandbox, look)).told == told
+            assert (await run(others[1], look)).told == told
+            again = await driver.restore(SPEC, await others[1].freeze())
+            assert (await run(again, look)).told == told
+            assert (await others[0].freeze()).kind == "files"
 
         driven(driver, test)
 

@@ -127,10 +127,10 @@ def test_background_processes_live_until_they_end(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-@pytest.mark.parametrize("call", ["disown -a", "exit 3", "sleep 0.01 & wait $!", "wait %2"])
+@pytest.mark.parametrize("call", ["disown -a", "exit 3", "sleep 0.01 & wait $!", "kill %2; wait %2"])
 def test_a_call_that_changes_only_what_a_kept_shell_knows_of_its_jobs_is_a_change(data_dir: Path, call: str) -> None:
     async def test(sandbox: Sandbox) -> None:
-        await run(sandbox, "sleep 60 & sleep .05 &")
+        await run(sandbox, "sleep 60 & sleep 30 &")
         assert Effect.PROCESSES in (await run(sandbox, call)).effect
         assert (await run(sandbox, "jobs; true")).effect is Effect.NONE
 
@@ -160,6 +160,20 @@ def test_a_call_that_changes_a_server_s_memory_is_a_change_and_one_that_leaves_i
             assert asked.effect is Effect.PROCESSES
             await asyncio.sleep(0.1)
             assert (await run(sandbox, "ls /tmp; kill -0 %1")).effect is Effect.NONE
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "x=1; sleep 60 &")
+        assert (await run(sandbox, "kill -9 $PPID; echo killed")).out == "killed\n"
+        assert (await run(sandbox, "echo $x; pgrep -c sleep")).out == "1\n1\n"
+        assert (await run(sandbox, "exit 3")).code == 137
+        assert (await run(sandbox, "echo $x; pkill sleep")).out == "1\n"
+        await run(sandbox, "x=2")
+        assert (await run(sandbox, "echo $x; exit 4")).code == 4
+        await sandbox.freeze()
 
     in_sandbox(data_dir, test)
 

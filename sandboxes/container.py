@@ -1,0 +1,269 @@
+"""The `container` driver: sandboxes out of Docker containers, of any image that has /bin/sh."""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import orjson
+
+from sandboxes.containerbox.daemon import HOST, INSTANCE, PLACE, ROOT, Daemon
+from sandboxes.containerbox.roots import Root, Roots
+from sandboxes.containerbox.sandbox import ContainerSandbox
+from sandboxes.containerbox.states import States
+from sandboxes.containerbox.stock import Stock
+from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.localbox.bases import Bases
+from sandboxes.localbox.furnish import furnish
+from sandboxes.spec import EnvironmentSpec
+
+VERSION = 1
+"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
+_PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
+REAP_S = 60.0
+
+
+class ContainerDriver:
+    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
+
+    spares: started containers that wait for each image, so that a restore takes milliseconds.
+    """
+
+    name = "container"
+
+    def __init__(self, data_dir: Path, *, spares: int = 2) -> None:
+        self.data_dir = data_dir.resolve()
+        self.daemon = Daemon()
+        self.states = States(self.data_dir / "states")
+        self.stock = Stock(self.daemon, self.data_dir, spares=spares)
+        self.roots = Roots(self.data_dir / "roots")
+        self._bases = Bases(self.data_dir, privileged=True)
+        self._sandboxes: set[ContainerSandbox] = set()
+        self._lock: int | None = None
+        self._instance = ""
+        self._reaper: asyncio.Task[None] | None = None
+        self._building: dict[str, asyncio.Lock] = {}
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """See `Driver.open`.
+
+        Raises:
+            SandboxError: another process uses this data directory, or no Docker daemon answers.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            await asyncio.to_thread(self._get_ready)
+            await self.stock.open(self._instance)
+            self._reaper = asyncio.create_task(self._reap())
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(self.data_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if not _lock(self._lock):
+            os.close(self._lock)
+            self._lock = None
+            raise SandboxError(
+                f"{self.data_dir} is in use by another process. Stop it, or choose another data directory."
+            )
+
+    def _get_ready(self) -> None:
+        told = self.daemon.check()
+        if told.get("Driver") != "overlay2" or ["Native Overlay Diff", "true"] not in (told.get("DriverStatus") or []):
+            raise SandboxError(
+                f"Docker at {self.daemon.where} stores its containers with {told.get('Driver')!r}; the container driver "
+                'needs `overlay2` with native diffs: set "storage-driver" in /etc/docker/daemon.json.'
+            )
+        place = self.data_dir / "instance"
+        if not place.exists():
+            place.write_text(secrets.token_hex(8))
+        self._instance = place.read_text()
+        # Boxes are reached from inside containers, by whatever user; the rest is private.
+        self.data_dir.chmod(0o711)
+        self.states.open()
+        self.roots.open()
+        self._sweep(own=True)
+
+    def _sweep(self, *, own: bool) -> None:
+        """Remove the containers of dead instances on this machine. own: also those of this one, which is starting."""
+        for container, labels in self.daemon.labelled():
+            if labels.get(INSTANCE) == self._instance:
+                dead = own
+            else:
+                dead = labels.get(HOST) == socket.gethostname() and _is_dead(Path(labels.get(PLACE, "/")))
+            if dead:
+                with contextlib.suppress(SandboxError):
+                    self.daemon.remove(container)
+
+    async def _reap(self) -> None:
+        """From time to time remove what died beside us."""
+        while True:
+            await asyncio.sleep(REAP_S)
+            with contextlib.suppress(SandboxError, SpecError):
+                await asyncio.to_thread(self._sweep, own=False)
+
+    async def aclose(self) -> None:
+        """See `Driver.aclose`. Idempotent."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.wait([self._reaper])
+            self._reaper = None
+        await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
+        await self.stock.close()
+        await asyncio.to_thread(self.daemon.close)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def sandboxes(self) -> dict[str, ContainerSandbox]:
+        """Those that are not closed yet, by id, dead ones included."""
+        self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
+        return {sandbox.id: sandbox for sandbox in self._sandboxes}
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    async def identity(self, spec: EnvironmentSpec) -> str:
+        """See `Driver.identity`: the image's id, whatever its name points to tomorrow."""
+        image = await asyncio.to_thread(self.daemon.image, _image(spec))
+        digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
+        for archive in spec.archives:
+            digest.update((await asyncio.to_thread(self._bases.archive_identity, Path(archive.source))).encode())
+        return digest.hexdigest()
+
+    async def start(self, spec: EnvironmentSpec) -> ContainerSandbox:
+        """See `Driver.start`. The root state of a spec is built once, as an image; then a spare is taken."""
+        root = await self._root(spec)
+        return await self._launch(spec, root.image, root.born_ns, None)
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> ContainerSandbox:
+        """See `Driver.restore`: a spare, the copy laid over it, and its shells from their dumps."""
+        copy, image = frozen.payload["copy"], frozen.payload["image"]
+        with self.states.holding(copy):
+            if not self.states.there(copy):
+                raise StateGone(f"state {copy} is gone; replay its path instead")
+            try:
+                return await self._launch(spec, image, frozen.payload["born_ns"], frozen)
+            except SpecError as error:
+                raise StateGone(f"the image of this state is gone: {error}") from error
+
+    async def collect(self, keep: Iterable[str]) -> int:
+        """See `Driver.collect`. Parts are copies; images of root states that nobody has used for long go too."""
+        # What there was, and what lived, before the first await: see LocalDriver.collect.
+        there, before = self.states.all(), self._in_use()
+        kept = {name for name in set(keep) if self.states.there(name)}
+        size = await asyncio.to_thread(self.states.size_bytes, kept)
+        unneeded = there - kept - before - self._in_use() - set(self.states.held)
+        await asyncio.to_thread(self.states.drop, unneeded)
+        needed = {sandbox.image for sandbox in self.sandboxes.values()}
+        for image in await asyncio.to_thread(self.roots.unused):
+            if image not in needed:
+                with contextlib.suppress(SandboxError):
+                    await asyncio.to_thread(self.daemon.forget_image, image)
+        return size
+
+    def _in_use(self) -> set[str]:
+        return {sandbox.copied for sandbox in self.sandboxes.values() if sandbox.copied is not None}
+
+    async def _root(self, spec: EnvironmentSpec) -> Root:
+        """Return spec's root state; build it where it is not there (any more)."""
+        image = await asyncio.to_thread(self.daemon.image, _image(spec))
+        if not (spec.archives or spec.files or spec.setup or spec.workdir not in _PRESENT):
+            return Root(image, time.time_ns())
+        told = orjson.dumps(spec.model_dump(exclude={"limits", "merge", "cache", "image"}), option=orjson.OPT_SORT_KEYS)
+        key = hashlib.blake2b(told + (await self.identity(spec)).encode(), digest_size=16).hexdigest()
+        async with self._building.setdefault(key, asyncio.Lock()):
+            known = await asyncio.to_thread(self.roots.find, key)
+            if known is not None and await self._has(known.image):
+                return known
+            root = await self._build_root(spec, image, key)
+            if known is not None and known.content != root.content:
+                raise SpecError(
+                    "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
+                    "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
+                )
+            await asyncio.to_thread(self.roots.save, key, root)
+            return root
+
+    async def _has(self, image: str) -> bool:
+        try:
+            return bool(await asyncio.to_thread(self.daemon.image, image))
+        except SpecError:
+            return False
+
+    async def _build_root(self, spec: EnvironmentSpec, image: str, key: str) -> Root:
+        """Run set-up in a container of the image, and commit that: one layer over the image, once for a spec."""
+        at_top = spec.model_copy(update={"workdir": "/"})
+        sandbox = await self._launch(at_top, image, time.time_ns(), None, spare=False)
+        try:
+            await furnish(sandbox, spec)
+            state = await sandbox.freeze()
+            # Only its digest was wanted.
+            await asyncio.to_thread(self.states.drop, state.parts)
+            labels = {**self.stock.labels, ROOT: key}
+            made = await asyncio.to_thread(
+                self.daemon.commit, sandbox.container, labels, f"forkpoint-root-{self._instance}"
+            )
+        except NotFreezable as error:
+            raise SpecError(
+                f"set-up leaves something running ({error}): end it, or start it in a call instead"
+            ) from error
+        finally:
+            await sandbox.close()
+        content = state.state.content.hex() if state.state is not None else ""
+        return Root(made, time.time_ns(), content)
+
+    # -- sandboxes ---------------------------------------------------------------------------------------------------
+
+    async def _launch(
+        self, spec: EnvironmentSpec, image: str, born_ns: int, frozen: FrozenState | None, *, spare: bool = True
+    ) -> ContainerSandbox:
+        box = await (self.stock.take if spare else self.stock.make)(image, spec.limits)
+        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states)
+        self._sandboxes.add(sandbox)
+        try:
+            await sandbox.begin(frozen)
+        except BaseException:
+            await sandbox.close()
+            raise
+        if spare:
+            self.stock.restock()
+        return sandbox
+
+
+def _image(spec: EnvironmentSpec) -> str:
+    if spec.image is None:
+        raise SpecError('the container driver needs an image: name one in the spec, such as "image": "debian:12".')
+    if spec.base != "host":
+        raise SpecError("the container driver has images, not bases: leave `base` out.")
+    return spec.image
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _is_dead(place: Path) -> bool:
+    """Whether no process of this machine has the data directory place."""
+    try:
+        fd = os.open(place / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        return _lock(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,53 @@
+"""The root states of specs: images that set-up has made, noted in a small file each, and kept while they are used."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+KEPT_S = 30 * 86_400.0
+"""A root state that nobody has started from for so long gives its image back; what it looked like stays known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A spec's root state. born_ns: modification times before it are not those of calls.
+
+    content: the digest of all that set-up changed; empty where nothing was set up, or too much to digest.
+    """
+
+    image: str
+    born_ns: int
+    content: str = ""
+
+
+class Roots:
+    """Methods block, for microseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def open(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+
+    def find(self, key: str) -> Root | None:
+        """Return what is known of a root state, and note that it is used; its image may be gone."""
+        path = self._folder / f"{key}.json"
+        try:
+            found = Root(**json.loads(path.read_bytes()))
+            path.touch()
+        except (OSError, ValueError, TypeError):
+            return None
+        return found
+
+    def save(self, key: str, root: Root) -> None:
+        """Keep a root state."""
+        draft = self._folder / f"{key}.part"
+        draft.write_text(json.dumps(asdict(root)))
+        draft.rename(self._folder / f"{key}.json")
+
+    def unused(self) -> set[str]:
+        """Return the images that nobody has started from lately."""
+        since = time.time() - KEPT_S
+        old = [path for path in self._folder.glob("*.json") if path.stat().st_mtime < since]
+        return {Root(**json.loads(path.read_bytes())).image for path in old}

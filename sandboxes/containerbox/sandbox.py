@@ -1,0 +1,167 @@
+"""One live container, seen from the driver's side."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.containerbox.states import States
+from sandboxes.containerbox.stock import Box, Stock
+from sandboxes.driver import FrozenState, NotFreezable, SandboxError
+from sandboxes.effects import Effect
+from sandboxes.localbox.answers import digest, execution, refuse, request
+from sandboxes.localbox.channel import ChannelLost
+from sandboxes.localbox.sandbox import ENVIRONMENT, GRACE_S, RESERVE_BYTES
+from sandboxes.localbox.wire import Message
+from sandboxes.spec import EnvironmentSpec
+
+
+class ContainerSandbox:
+    """See `sandboxes.driver.Sandbox`."""
+
+    def __init__(self, box: Box, spec: EnvironmentSpec, image: str, born_ns: int, stock: Stock, states: States) -> None:
+        self.id = box.id
+        self.image = image
+        self.closed = False
+        self.copied: str | None = None
+        self._box, self._spec, self._born_ns = box, spec, born_ns
+        self._stock, self._states = stock, states
+        self._frozen: FrozenState | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._dead: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._dead is None and self._box.channel.lost is None
+
+    @property
+    def container(self) -> str:
+        """Docker's id of it."""
+        return self._box.container
+
+    async def begin(self, frozen: FrozenState | None) -> None:
+        """Become spec's sandbox, at its root state or at frozen; return when its shell is ready.
+
+        Raises:
+            SandboxError: it fails, or what has to be a shell does not start.
+        """
+        told = {"sessions": {}, "pristine": None} if frozen is None else frozen.payload
+        fields = {
+            "op": "begin",
+            "defaults": ENVIRONMENT,
+            "environment": self._spec.env,
+            "workdir": self._spec.workdir,
+            "output_bytes": self._spec.limits.output_bytes,
+            "born_ns": self._born_ns,
+            "sessions": told["sessions"],
+            "pristine": told["pristine"],
+            "copy": "" if frozen is None else str(self._states.folder / frozen.payload["copy"]),
+        }
+        if frozen is not None:
+            self.copied = frozen.payload["copy"]
+            self._frozen = frozen
+        await self._talk(fields)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def execute(self, call: ToolCall) -> Execution:
+        """See `Sandbox.execute`. A cancelled execution leaves a dead sandbox: nobody knows how far it came."""
+        refusal = refuse(call)
+        if refusal is not None:
+            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
+        limits = self._spec.limits
+        timeout_s = float(call.arguments.get("timeout_s", limits.timeout_s))
+        fields, body = request(call, timeout_s, limits.disk_mb << 20)
+        answer = await self.ask(fields, body, timeout_s)
+        if answer.fields.get("host_full"):
+            self._die("the machine's disk is full")
+            raise SandboxError(
+                f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free where Docker keeps its containers"
+            )
+        done = execution(answer, float(answer.fields["seconds"]))
+        if done.effect is not Effect.NONE:
+            self._frozen = None
+        return done
+
+    async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
+        """Send the keeper a call and return its answer.
+
+        Raises:
+            SandboxError: the container is dead, or silent for longer than the call may take.
+        """
+        try:
+            return await self._talk(fields, body, fds or [], within_s=timeout_s + GRACE_S)
+        except asyncio.CancelledError:
+            self._die("its call was cancelled")
+            raise
+
+    async def _talk(
+        self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
+    ) -> Message:
+        return await self._hear(self._box.channel.request(fields, body, fds or []), within_s)
+
+    async def _hear(self, coming: Coroutine[Any, Any, Message], within_s: float) -> Message:
+        if self._dead is not None:
+            coming.close()
+            raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await coming
+        except TimeoutError as error:
+            self._die("it gave no answer in time")
+            raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
+        except ChannelLost as error:
+            self._die(str(error))
+            raise SandboxError(f"sandbox {self.id} died: {error}") from error
+        for kind in ("error", "cannot_start"):
+            if kind in answer.fields:
+                self._die(str(answer.fields[kind]))
+                raise SandboxError(f"sandbox {self.id} died: {answer.fields[kind]}")
+        return answer
+
+    def _die(self, reason: str) -> None:
+        self._dead = self._dead or reason
+        # Its keeper then kills the container.
+        self._box.channel.close(reason)
+
+    # -- freezing ----------------------------------------------------------------------------------------------------
+
+    async def freeze(self) -> FrozenState:
+        """See `Sandbox.freeze`: a copy of what was written over the image, unless nothing has changed since the last."""
+        known = self._frozen
+        if known is not None and self._states.there(known.payload["copy"]):
+            return known
+        name, folder = self._states.allocate()
+        fields = {"op": "freeze", "folder": str(folder), "becomes": str(self._states.folder / name)}
+        try:
+            told = (await self._talk(fields)).fields
+        except asyncio.CancelledError:
+            self._die("its freezing was cancelled")
+            raise
+        if "not_freezable" in told:
+            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
+        self._states.keep(name)
+        self.copied = name
+        payload = {
+            "copy": name,
+            "image": self.image,
+            "born_ns": self._born_ns,
+            "sessions": told["sessions"],
+            "pristine": told["pristine"],
+        }
+        added = int(told["added_bytes"])
+        self._frozen = FrozenState("container", "copy", payload, added, digest(told["state"]), (name,))
+        return self._frozen
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
+        if self._closing is None:
+            self._dead = self._dead or "it was closed"
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._stock.throw_away(self._box)
+        self.closed = True

@@ -1,0 +1,181 @@
+"""A session's shell in a container, held from outside: bash, or what the image has as /bin/sh."""
+
+import contextlib
+import os
+import resource
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from sandboxes.containerbox import posix
+from sandboxes.containerbox.texts import SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.localbox import session as sessions
+from sandboxes.localbox.session import END, MAX_DUMP_BYTES, Session, quote
+from sandboxes.localbox.shell import Output
+
+_CHUNK = 1 << 16
+_RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+del _LIMITS["RLIMIT_OFILE"]
+_PAUSES_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.0)
+
+Inode = tuple[int, int]
+
+
+class Shell:
+    """One shell. `session` is what it was started from, `baseline` what its first dump says that is.
+
+    folder: its directory in the box, by whose name the anchor knows it. pid: on this machine.
+    """
+
+    def __init__(self, name: str, session: Session | None, folder: Path, *, bash: bool) -> None:
+        self.name, self.session, self.folder, self.bash = name, session, folder, bash
+        self.pid = self.inner = 0
+        self.baseline: Session | None = None
+        self.jobs: sessions.Jobs = ()
+        self.runs = 0
+        self.dump = bytearray()
+        self.limits: dict[str, tuple[int, int]] = {}
+        self._fds: dict[str, int] = {}
+
+    def prepare(self, workdir: str, environment: Mapping[str, str], inherited: set[str]) -> None:
+        """Make the directory with all that the shell will open."""
+        self.folder.mkdir(mode=0o755)
+        for name in SHELL_FIFOS:
+            os.mkfifo(self.folder / name)
+            # Whoever a command becomes may open /dev/stdout again.
+            (self.folder / name).chmod(0o666)
+            self._fds[name] = os.open(self.folder / name, _RIGHTS)
+        if self.bash:
+            script, loop = sessions.restore_script(self.session, workdir), sessions.LOOP
+            if self.session is None:
+                # Its level bash has counted already.
+                given = {name: value for name, value in environment.items() if name != "SHLVL"}
+                born = "".join(f"export {name}={quote(value)}\n" for name, value in given.items())
+                script = born.encode("latin-1") + script
+        else:
+            script = posix.restore_script(self.session, workdir, dict(environment), inherited, self.folder.name)
+            loop = posix.loop(self.folder.name)
+        for name, text in zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True):
+            (self.folder / name).write_bytes(text)
+            (self.folder / name).chmod(0o644)
+            self._fds[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.dump_fd = self._fds["dump"]
+        self.out, self.err = Output(self._fds["out"]), Output(self._fds["err"])
+
+    def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
+        """Note as which process it runs, and which limits it was born with; set those that the session had changed."""
+        self.pid, self.inner, self.limits = pid, inner, limits
+        for name, (soft, hard) in (self.session or {"limits": {}})["limits"].items():
+            with contextlib.suppress(OSError, ValueError):
+                resource.prlimit(pid, _LIMITS[name], (soft, hard))
+
+    def run(self, command: bytes) -> None:
+        """Begin a command; the shell answers with a dump."""
+        self.runs += 1
+        text = (sessions if self.bash else posix).command_text(self.session, command)
+        fd = self._fds["command"]
+        os.ftruncate(fd, 0)
+        written = 0
+        while written < len(text):
+            written += os.pwrite(fd, text[written:], written)
+        self.dump.clear()
+        os.write(self._fds["go"], b"\n")
+
+    def read_dump(self) -> bool:
+        """Take what has come of a dump; return whether it is whole."""
+        while True:
+            try:
+                data = os.read(self.dump_fd, _CHUNK)
+            except BlockingIOError:
+                return False
+            if len(self.dump) <= MAX_DUMP_BYTES:
+                self.dump += data
+            else:
+                # Too long to keep: only its end still matters.
+                self.dump[-len(END) :] = (self.dump[-len(END) :] + data)[-len(END) :]
+            if self.dump.endswith(END):
+                return True
+
+    def finish_dump(self) -> tuple[int, Session]:
+        """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
+
+        Raises:
+            MalformedDump: a command has interfered with it.
+        """
+        status, session, self.jobs = (sessions if self.bash else posix).parse_dump(bytes(self.dump))
+        now = read_limits(self.pid)
+        session["limits"] = {name: list(value) for name, value in now.items() if value != self.limits.get(name)}
+        return status, session
+
+    def holds_more(self) -> bool:
+        """Whether the idle shell has other descriptors than when it was new; True where it does not let us look.
+
+        Right after its dump it still has some, for less than a millisecond.
+        """
+        for pause in _PAUSES_S:
+            if self._as_when_new(_open_files(self.pid)):
+                return False
+            time.sleep(pause)
+        return True
+
+    def _as_when_new(self, found: Mapping[int, Inode] | None) -> bool:
+        if found is None:
+            return False
+        ours = {name: _inode(os.fstat(fd)) for name, fd in self._fds.items()}
+        null = _inode(Path("/dev/null").stat())
+        if self.bash:
+            texts = {sessions.RESTORE_FD: "restore", sessions.LOOP_FD: "loop", sessions.COMMAND_FD: "command"}
+            places = {1: "out", 2: "err", **texts, sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
+            return {place: at for place, at in found.items() if place} == {p: ours[n] for p, n in places.items()}
+        # While it reads its loop, a POSIX shell keeps copies above 9 of what it reads.
+        low = {place: at for place, at in found.items() if place < 10}
+        at_rest = {1: ours["out"], 2: ours["err"]}
+        known = {*ours.values(), null, found.get(0)}
+        return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(found.values()) <= known
+
+    def close(self) -> None:
+        """Close our ends and remove its directory; killing is the caller's."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        for name in (*SHELL_FIFOS, *SHELL_TEXTS):
+            (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+def read_limits(pid: int) -> dict[str, tuple[int, int]]:
+    """Return a process's resource limits; none where it is gone."""
+    found = {}
+    for name, number in _LIMITS.items():
+        with contextlib.suppress(OSError, ValueError):
+            found[name] = resource.prlimit(pid, number)
+    return found
+
+
+def limit(pid: int, disk_bytes: int) -> None:
+    """Set what a process, and all that it starts from now on, may use: as `confine.limit_resources` does."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    ceiling = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    wanted = {
+        resource.RLIMIT_FSIZE: (disk_bytes, disk_bytes),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NOFILE: (min(1024, ceiling), ceiling),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+    for number, limits in wanted.items():
+        resource.prlimit(pid, number, limits)
+
+
+def _inode(status: os.stat_result) -> Inode:
+    # A device by what it is, not by which node in which /dev.
+    return (-1, status.st_rdev) if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
+
+
+def _open_files(pid: int) -> dict[int, Inode] | None:
+    try:
+        return {int(fd): _inode(os.stat(f"/proc/{pid}/fd/{fd}")) for fd in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH116, PTH208
+    except OSError:
+        return None

@@ -1,0 +1,68 @@
+"""pid 1's part in restoring a checkpoint: pipes to what will come back, and CRIU, started before anything is confined."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sandboxes.localbox import processes
+from sandboxes.localbox.anchor import Anchor
+from sandboxes.localbox.operate import operate
+from sandboxes.localbox.shell import Shell, new_pipes
+
+_OUT_OF_THE_WAY = 1000
+"""CRIU and its helpers get pids this far above those that have to be restored."""
+
+
+def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the kernel's names of the pipes that led to the processes when they were dumped, in a fixed order (pure).
+
+    CRIU restores each from a descriptor that it is given in its place: `operate.INHERITED_FD` and following. So it
+    does mapped files that it cannot open by itself.
+    """
+    names = list(checkpoint["anchor"]["pipes"])
+    for shell in checkpoint["shells"]:
+        names += [shell["pipes"][place] for place in sorted(shell["pipes"], key=int)]
+    return names + sorted(checkpoint["mapped"])
+
+
+class Restoring:
+    """Under way from its making to `finish`. files: socket to the driver, the host's root, images, kernel features; all become ours.
+
+    last_pid: /proc/sys/kernel/ns_last_pid, opened while it could be written to.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any], program: list[str], files: list[int], last_pid: int) -> None:
+        self.checkpoint = checkpoint
+        self._last_pid = last_pid
+        requests, answering = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+        theirs = [requests[0], answering[1]]
+        self._anchor_ends = (requests[1], answering[0])
+        self._shell_ends: list[dict[int, int]] = []
+        for shell in checkpoint["shells"]:
+            ours, yours = new_pipes()
+            self._shell_ends.append(ours)
+            theirs += [yours[place] for place in sorted(map(int, shell["pipes"]))]
+        theirs += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for _, path in sorted(checkpoint["mapped"].items())]
+        reply, host_root, *rest = files
+        self._set_last_pid(max([*checkpoint["pids"], checkpoint["last_pid"]]) + _OUT_OF_THE_WAY)
+        self._operator = os.fork()
+        if self._operator == 0:
+            operate(host_root, program, reply, [*rest, *theirs])
+        for fd in (*files, *theirs):
+            os.close(fd)
+
+    def finish(self) -> None:
+        """Wait for CRIU to be gone; from then on pids are given as if it had never been here."""
+        os.waitpid(self._operator, 0)
+        processes.reap()
+        self._set_last_pid(self.checkpoint["last_pid"])
+
+    def _set_last_pid(self, pid: int) -> None:
+        os.pwrite(self._last_pid, str(pid).encode(), 0)
+
+    def adopted(self) -> tuple[Anchor, list[Shell]]:
+        """Return this side of what came back."""
+        shells = zip(self.checkpoint["shells"], self._shell_ends, strict=True)
+        return Anchor(self.checkpoint["anchor"]["pid"], self._anchor_ends), [
+            Shell.adopt(told, ends) for told, ends in shells
+        ]

@@ -1,0 +1,167 @@
+"""Docker for tests: images made without a registry, and drivers that use them for specs that name none."""
+
+import functools
+import io
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sandboxes.container import ContainerDriver
+from sandboxes.containerbox.daemon import Daemon
+from sandboxes.containerbox.sandbox import ContainerSandbox
+from sandboxes.driver import FrozenState, SandboxError
+from sandboxes.spec import EnvironmentSpec
+
+BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:1" for kind in ("bash", "sh", "busybox"))
+COMMANDS = ["cat", "chmod", "chown", "cp", "cut", "date", "dd", "df", "dmesg", "env", "find", "grep", "head", "hostname", "id", "insmod", "kill", "ln", "ls", "mkdir", "mkfifo", "mknod", "mount", "mv", "ps", "python3", "readlink", "rm", "rmdir", "sed", "seq", "setpriv", "sleep", "sort", "stat", "sync", "tail", "tee", "test", "touch", "tr", "true", "umount", "unshare", "wc"]
+_PATHS = ("usr/bin", "usr/sbin", "bin", "sbin")
+
+
+def require_docker() -> None:
+    """Skip the test, with the reason, where containers cannot be run; in this project's CI they must."""
+    if missing := _missing():
+        assert not os.environ.get("FORKPOINT_NEEDS_DOCKER"), missing
+        pytest.skip(f"containers cannot be run here: {missing}")
+
+
+@functools.cache
+def _missing() -> str:
+    if os.geteuid() != 0:
+        return "needs root, to look into containers from outside"
+    daemon = Daemon()
+    try:
+        told = daemon.check()
+    except SandboxError as error:
+        return str(error)
+    finally:
+        daemon.close()
+    if told.get("Driver") != "overlay2":
+        return f"Docker's storage driver is {told.get('Driver')}, not overlay2"
+    _make_image(BASH_IMAGE, "bash", COMMANDS)
+    _make_image(SH_IMAGE, "dash", [name for name in COMMANDS if name != "python3"])
+    if shutil.which("busybox"):
+        _make_image(BUSYBOX_IMAGE, "", [])
+    return ""
+
+
+def _make_image(name: str, shell: str, commands: list[str]) -> None:
+    """Import an image of this machine's own programs and the libraries they need. 1 s; kept by its name."""
+    if subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0:
+        return
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        _folders(tar)
+        if shell:
+            _programs(tar, shell, commands)
+        else:
+            _busybox(tar)
+    subprocess.run(["docker", "import", "-", name], input=archive.getvalue(), capture_output=True, check=True)
+
+
+def _folders(tar: tarfile.TarFile) -> None:
+    for folder in ("usr", "usr/bin", "etc", "root", "tmp", "run", "var", "home", "opt", "mnt"):
+        entry = tarfile.TarInfo(folder)
+        entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
+        tar.addfile(entry)
+    _link(tar, "bin", "usr/bin")
+    _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
+    _text(tar, "etc/group", "root:x:0:\n")
+
+
+def _programs(tar: tarfile.TarFile, shell: str, commands: list[str]) -> None:
+    files: set[str] = set()
+    for name in (shell, *commands):
+        found = shutil.which(name, path=":".join(f"/{path}" for path in _PATHS))
+        if found is None:
+            continue
+        real = str(Path(found).resolve())
+        tar.add(real, f"usr/bin/{name}")
+        files |= _libraries(real)
+        if name == "python3":
+            files |= _python(real)
+    if shell == "bash":
+        _link(tar, "usr/bin/sh", "bash")
+    else:
+        _link(tar, "usr/bin/sh", shell)
+    for file in sorted(files):
+        tar.add(str(Path(file).resolve()), file.lstrip("/"))
+
+
+def _libraries(program: str) -> set[str]:
+    said = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return set(re.findall(r"(/\S+) \(0x", said))
+
+
+def _python(real: str) -> set[str]:
+    program = "import sys, ctypes, socket, json, random; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
+    said = subprocess.run([real, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
+    folder = Path(said.splitlines()[0]).parent
+    modules = {line for line in said.splitlines() if line.startswith("/")}
+    modules |= {str(path) for path in (folder / "encodings").glob("*.py")}
+    natives = {library for module in modules if module.endswith(".so") for library in _libraries(module)}
+    return modules | natives
+
+
+def _busybox(tar: tarfile.TarFile) -> None:
+    tar.add(str(Path(shutil.which("busybox") or "").resolve()), "usr/bin/busybox")
+    said = subprocess.run(["busybox", "--list"], capture_output=True, text=True, check=True).stdout
+    for name in said.split():
+        if name != "busybox":
+            _link(tar, f"usr/bin/{name}", "busybox")
+
+
+def _link(tar: tarfile.TarFile, name: str, target: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    tar.addfile(entry)
+
+
+def _text(tar: tarfile.TarFile, name: str, text: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(text)
+    tar.addfile(entry, io.BytesIO(text.encode()))
+
+
+class OnImage(ContainerDriver):
+    """A container driver that gives specs without an image one."""
+
+    def __init__(self, data_dir: Path, image: str = BASH_IMAGE, *, spares: int = 1) -> None:
+        super().__init__(data_dir, spares=spares)
+        self.image = image
+
+    def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:
+        return spec if spec.image else spec.model_copy(update={"driver": "container", "image": self.image})
+
+    async def identity(self, spec: EnvironmentSpec) -> str:
+        return await super().identity(self._named(spec))
+
+    async def start(self, spec: EnvironmentSpec) -> ContainerSandbox:
+        return await super().start(self._named(spec))
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> ContainerSandbox:
+        return await super().restore(self._named(spec), frozen)
+
+
+def containers(data_dir: Path) -> list[str]:
+    """Return the containers that are left of a data directory's instances."""
+    daemon = Daemon()
+    try:
+        return [name for name, labels in daemon.labelled() if labels.get("forkpoint.data") == str(data_dir.resolve())]
+    finally:
+        daemon.close()
+
+
+def remove_images(data_dir: Path) -> None:
+    """Remove the images of root states that a test's instance has made."""
+    daemon = Daemon()
+    try:
+        for image, labels in daemon.images():
+            if labels.get("forkpoint.data") == str(data_dir.resolve()):
+                daemon.forget_image(image)
+    finally:
+        daemon.close()

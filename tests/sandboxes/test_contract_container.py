@@ -1,0 +1,35 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxes.driver import Driver
+from tests.sandboxes.contract import DriverContract
+from tests.sandboxes.docker import BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, remove_images, require_docker
+
+
+@pytest.fixture
+def container_dir(data_dir: Path) -> Iterator[Path]:
+    require_docker()
+    folder = data_dir / "container"
+    yield folder
+    assert containers(folder) == []
+    remove_images(folder)
+
+
+class TestContainerDriver(DriverContract):
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        return OnImage(container_dir)
+
+
+class TestContainerDriverOnDash(DriverContract):
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        return OnImage(container_dir, SH_IMAGE)
+
+
+class TestContainerDriverOnBusybox(DriverContract):
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        return OnImage(container_dir, BUSYBOX_IMAGE)
