@@ -67,8 +67,18 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _drivers(settings: Settings) -> dict[str, Driver]:
-    makers: dict[str, Any] = {"local": lambda: LocalDriver(settings.data / "local"), "memory": MemoryDriver}
+    makers: dict[str, Any] = {
+        "local": lambda: LocalDriver(settings.data / "local"),
+        "container": lambda: _containers(settings),
+        "memory": MemoryDriver,
+    }
     return {name: makers[name]() for name in settings.drivers}
+
+
+def _containers(settings: Settings) -> Driver:
+    from sandboxes.container import ContainerDriver  # noqa: PLC0415 - the Docker SDK takes a fifth of a second to load
+
+    return ContainerDriver(settings.data / "container", spares=settings.container_spares)
 
 
 def _behind(engine: Engine) -> FastAPI:

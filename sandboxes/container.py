@@ -81,7 +81,7 @@ class ContainerDriver:
         told = self.daemon.check()
         if told.get("Driver") != "overlay2" or ["Native Overlay Diff", "true"] not in (told.get("DriverStatus") or []):
             raise SandboxError(
-                f"Docker at {self.daemon.where} stores its containers with {told.get('Driver')!r}; the container driver "
+                f"Docker at {self.daemon.where} stores its containers with {told.get('Driver')!r}; the driver "
                 'needs `overlay2` with native diffs: set "storage-driver" in /etc/docker/daemon.json.'
             )
         place = self.data_dir / "instance"

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
@@ -40,6 +40,9 @@ class EnvironmentSpec(BaseModel):
         default="host",
         description="'host': this machine's own system, without homes and secrets; or a directory or tarball",
     )
+    image: str | None = Field(
+        default=None, min_length=1, max_length=512, description="of driver container, which needs one: name or id"
+    )
     archives: tuple[Archive, ...] = ()
     files: dict[AbsolutePath, Text] = Field(default_factory=dict, description="path in the sandbox -> text")
     setup: tuple[Text, ...] = Field(default=(), description="shell commands, run in order; each must exit 0")
@@ -48,3 +51,9 @@ class EnvironmentSpec(BaseModel):
     limits: Limits = Limits()
     merge: Literal["on", "off"] = Field(default="on", description="one node for one state")
     cache: Literal["always", "never"] = Field(default="always", description="'never' runs each call: for baselines")
+
+    @model_validator(mode="after")
+    def _image_or_base(self) -> "EnvironmentSpec":
+        if self.image is not None and self.driver != "container":
+            raise ValueError(f"driver {self.driver!r} has no images: leave `image` out, or use driver 'container'")
+        return self

@@ -1,7 +1,7 @@
 """Copies of a container's upper directory: what differs from the image, kept as one directory, and laid over again.
 
-A copy holds what `docker commit` would: content, modes, owners, extended attributes, whiteouts; and times, and hard links
-as such. Sources and targets are walked by descriptors, so no symlink of the agent's is ever followed.
+A copy holds what `docker commit` would: content, modes, owners, extended attributes, whiteouts; and times, and hard
+links as such. Sources and targets are walked by descriptors, so no symlink of the agent's is ever followed.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def lay_over(source: int, target: int, links: Mapping[str, str]) -> None:
         _remove(path, target)
         os.link(first, path, src_dir_fd=target, dst_dir_fd=target, follow_symlinks=False)
         # Linking and unlinking have touched the folder since its time was set.
-        folder = os.path.dirname(path) or "."
+        folder = path.rpartition("/")[0] or "."
         status = os.stat(folder, dir_fd=source, follow_symlinks=False)
         os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 

@@ -1,4 +1,4 @@
-"""The one door to the Docker SDK. Methods block: call them in a thread. Each has an end (`TIMEOUT_S`) and few errors."""
+"""The one door to the Docker SDK. Methods block: call them in a thread. Each has an end (`TIMEOUT_S`)."""
 
 import contextlib
 import os
@@ -179,16 +179,16 @@ class Daemon:
             raise
         except requests.exceptions.Timeout as error:
             raise SandboxError(
-                f"the Docker daemon at {self.where} gave no answer within {TIMEOUT_S:.0f} s: it is overloaded or stuck. "
-                "Look at `docker info` and its log; restart it if need be."
+                f"the Docker daemon at {self.where} gave no answer within {TIMEOUT_S:.0f} s: it is overloaded or stuck"
+                ". Look at `docker info` and its log; restart it if need be."
             ) from error
         except APIError as error:
             raise _of_daemon(str(error.explanation or error), image) from error
         except (DockerException, requests.exceptions.RequestException, OSError) as error:
             self._client = None
             raise SandboxError(
-                f"no Docker daemon answers at {self.where} ({error}). Start it (`systemctl start docker`), let this user "
-                "reach its socket, or set DOCKER_HOST."
+                f"no Docker daemon answers at {self.where} ({error}). Start it (`systemctl start docker`), let this "
+                "user reach its socket, or set DOCKER_HOST."
             ) from error
 
 
@@ -201,7 +201,7 @@ def _of_daemon(said: str, image: str) -> SandboxError | SpecError:
 
 
 def _flags(name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a container may do and use. Each flag has its attack in `tests/sandboxes/test_container_security.py`."""
+    """Return what a container may do and use. Their attacks: `tests/sandboxes/test_container_security.py`."""
     memory = f"{limits.memory_mb}m"
     return {
         "command": [f"{BOX}/start"],

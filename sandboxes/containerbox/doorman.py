@@ -1,4 +1,4 @@
-"""The process that every keeper is forked from: root on the machine that the containers run on. One thread, few imports.
+"""The process that every keeper is forked from: root on the machine of the containers. One thread, few imports.
 
 It ends when the driver's end of its socket closes.
 """

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -521,7 +521,7 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def _descriptor(fd: int):  # type: ignore[no-untyped-def]
+def _descriptor(fd: int) -> Iterator[int]:
     try:
         yield fd
     finally:

@@ -1,7 +1,7 @@
 """Sessions of images that have no bash: a dump of what any POSIX shell can print, and the way back (pure).
 
-As with bash a session *is* its dump, and the shell is replaced by a fresh one after each call. A POSIX shell cannot print
-its functions, so they last for one call: `. ./functions.sh` where they are needed, or use an image with bash.
+As with bash a session *is* its dump, and the shell is replaced by a fresh one after each call. A POSIX shell cannot
+print its functions, so they last for one call: `. ./functions.sh` where they are needed, or use an image with bash.
 """
 
 import re

@@ -76,7 +76,7 @@ class ContainerSandbox:
         if answer.fields.get("host_full"):
             self._die("the machine's disk is full")
             raise SandboxError(
-                f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free where Docker keeps its containers"
+                f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free where Docker keeps containers"
             )
         done = execution(answer, float(answer.fields["seconds"]))
         if done.effect is not Effect.NONE:
@@ -127,7 +127,7 @@ class ContainerSandbox:
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self) -> FrozenState:
-        """See `Sandbox.freeze`: a copy of what was written over the image, unless nothing has changed since the last."""
+        """See `Sandbox.freeze`: a copy of what was written over the image, unless nothing has changed since."""
         known = self._frozen
         if known is not None and self._states.there(known.payload["copy"]):
             return known
