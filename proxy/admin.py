@@ -1,5 +1,6 @@
 """The control plane under `/api/v1`: tasks, rollouts, trees, nodes, and what the proxy is doing."""
 
+import itertools
 import time
 from collections import Counter
 from typing import Annotated, Any
@@ -9,28 +10,37 @@ from fastapi import APIRouter, Body, Path, Query, Request, Response
 from proxy.engine import Engine
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task
+from proxy.resources import (
+    Batch,
+    NodeName,
+    SandboxView,
+    SnapshotView,
+    StatsView,
+    WarmView,
+    costs_view,
+    node_name,
+    sandbox_view,
+    snapshot_view,
+)
+from proxy.store import StoreError
 from proxy.tree import Node
 from proxy.views import (
     Forgotten,
     NodeDetail,
-    NodeName,
     Pin,
     Reader,
     RolloutDetail,
     RolloutView,
-    SandboxView,
-    SnapshotView,
-    StatsView,
     TaskSummary,
     TaskView,
     TreeView,
-    node_name,
     rollout_view,
-    snapshot_view,
     task_view,
 )
 from proxy.wire import NAME_PATTERN
+from sandboxes.driver import NotFreezable
 from sandboxes.spec import EnvironmentSpec
+from snapshots.snapshot import Snapshot
 
 TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]
 RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="a rollout's name")]
@@ -90,6 +100,20 @@ def _task_routes(router: APIRouter, engine: Engine) -> None:
         """Delete a task with its trees and rollouts."""
         await engine.tasks.delete(task)
 
+    @router.post("/tasks/{task}/warm", status_code=202)
+    async def warm_task(task: TaskName, batch: Batch) -> WarmView:
+        """Have sandboxes ready at a task's root for the next batch of rollouts. They are made in the background."""
+        found = await engine.tasks.open(task)
+        root = found.tree.root
+        granted = engine.warm.ask(found.tree, batch.count)
+        return WarmView(
+            task=task,
+            node=node_name(root),
+            granted=granted,
+            ready=engine.warm.ready(root),
+            expires_s=engine.settings.sandbox_idle_s,
+        )
+
 
 def _tree_routes(router: APIRouter, engine: Engine) -> None:
     reader = Reader(engine.store)
@@ -111,7 +135,7 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         """Show a node: its call, answer, effect, seconds, hits, snapshot and observations."""
         found = await engine.tasks.find(task)
         shown = _node(found, node)
-        return reader.detail(found, shown, engine.snapshots.get(shown.snapshot))
+        return reader.detail(found, shown, _snapshot_of(engine, shown))
 
     @router.delete("/tasks/{task}/nodes/{node}")
     async def forget_node(
@@ -131,7 +155,20 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         pinned = _node(found, node)
         pinned.pinned = pin is None or pin.pinned
         engine.store.save_node(pinned)
-        return reader.detail(found, pinned, engine.snapshots.get(pinned.snapshot))
+        return reader.detail(found, pinned, _snapshot_of(engine, pinned))
+
+    @router.post("/tasks/{task}/nodes/{node}/snapshot")
+    async def snapshot_node(task: TaskName, node: NodePath) -> NodeDetail:
+        """Take a node's snapshot now. Where it has one, nothing is done."""
+        found = await engine.tasks.find(task)
+        kept = _node(found, node)
+        try:
+            await engine.attach.keep(found.tree, kept)
+        except NotFreezable as reason:
+            raise Refused(409, "not-freezable", f"the state {node} cannot be frozen: {reason}") from reason
+        if kept.snapshot is None:
+            raise StoreError(f"the snapshot of {node} could not be written. Free disk space, and ask again.")
+        return reader.detail(found, kept, _snapshot_of(engine, kept))
 
 
 def _rollout_routes(router: APIRouter, engine: Engine) -> None:
@@ -202,25 +239,15 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
 
     @router.get("/snapshots")
     async def list_snapshots(limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[SnapshotView]:
-        """List the kept sandbox states."""
-        return [snapshot_view(snapshot) for snapshot in engine.snapshots][:limit]
+        """List the kept sandbox states: what each costs, what it saves, and why it is kept."""
+        return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(engine.snapshots, limit)]
 
     @router.get("/sandboxes")
     async def list_sandboxes() -> list[SandboxView]:
-        """List the live sandboxes."""
+        """List the live sandboxes: where each stands, for whom, and why it lives."""
+        names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.values()}
         now = time.monotonic()
-        return [
-            SandboxView(
-                id=slot.sandbox.id if slot.sandbox is not None else None,
-                state=slot.state.value,
-                place=node_name(slot.place) if isinstance(slot.place, Node) else None,
-                rollout=slot.owner,
-                calls=slot.calls,
-                age_s=max(0.0, now - slot.started_at) if slot.started_at else 0.0,
-                idle_s=max(0.0, now - slot.used_at) if slot.used_at else 0.0,
-            )
-            for slot in engine.pool.roster.slots
-        ]
+        return [sandbox_view(slot, names, now) for slot in engine.pool.roster.slots]
 
     @router.get("/stats")
     async def stats() -> StatsView:
@@ -232,12 +259,29 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
             snapshots=len(engine.snapshots),
             snapshot_bytes=engine.keeper.used_bytes,
             snapshot_budget_bytes=engine.settings.snapshot_bytes,
+            checkpoint_bytes=engine.keeper.checkpoint_bytes,
+            checkpoint_budget_bytes=engine.settings.checkpoint_bytes,
+            warm_sandboxes=len(engine.warm.standing()),
+            costs={driver: costs_view(costs) for driver, costs in engine.keeper.costs.items()},
+            reuse_rate=engine.keeper.reuse.rate,
             **engine.counts.as_dict(),
         )
 
 
 def _task_view(engine: Engine, task: Task) -> TaskView:
     return task_view(task, engine.store.tasks(task.name)[0])
+
+
+def _snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
+    snapshot = engine.snapshots.get(node.snapshot)
+    return None if snapshot is None else _snapshot_view(engine, snapshot)
+
+
+def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
+    # A listing reads no tree back: what nobody has asked for lately is shown without its worth.
+    tree = engine.tasks.in_memory(snapshot.tree)
+    worth = None if tree is None else engine.keeper.prospect(snapshot, tree.nodes.get(snapshot.node))
+    return snapshot_view(snapshot, engine.store.task_of(snapshot.tree), worth)
 
 
 def _node(task: Task, name: str) -> Node:

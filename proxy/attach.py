@@ -23,6 +23,10 @@ from sandboxes.spec import EnvironmentSpec
 log = structlog.get_logger()
 
 
+NOBODY = 0
+"""Stands for a rollout where the control plane asks for a sandbox."""
+
+
 class StateLost(RuntimeError):  # noqa: N818 - it says what happened to the state
     """A node's state cannot be rebuilt: its replay reaches another one, and no snapshot is left."""
 
@@ -66,6 +70,27 @@ class Attach:
         await self._keeper.give_back(slot, tree)
         return True
 
+    async def keep(self, tree: Tree, node: Node) -> None:
+        """Take node's snapshot now; where it has one, nothing is done.
+
+        Raises:
+            NotFreezable: the driver cannot freeze what lives there; the node remembers why.
+            StateLost: no way leads to node.
+            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+        """
+        while node.snapshot is None:
+            there = self._pool.roster.standing(node, NOBODY, shared=True)
+            owner = None if there is None else there.owner
+            if there is None:
+                slot = await self._bring(tree, node, NOBODY, Timing())
+            elif await self._pool.take(there, node, owner):
+                slot = there
+            else:
+                continue
+            slot.owner = owner
+            if not await self._keeper.keep_held(slot, tree, node):
+                return
+
     def moved(self, slot: Slot, node: Node) -> None:
         """Note that a leased sandbox stands at node now."""
         self._pool.roster.stand(slot, node)
@@ -84,7 +109,7 @@ class Attach:
             if plan is None:
                 # A snapshot that only the machine stood in the way of is no lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
-            if first and owner is not None and (plan.way is not Way.STANDING or plan.suffix):
+            if first and owner and (plan.way is not Way.STANDING or plan.suffix):
                 self._keeper.wanted(node)
             first = False
             with timing.measure("restore_s"):
@@ -208,7 +233,7 @@ class Attach:
         barrier = node.origin
         while barrier is not None and barrier.reproducible:
             barrier = barrier.source.origin
-        if owner is not None and barrier is not None and not barrier.target.diverged and not node.detached:
+        if owner and barrier is not None and not barrier.target.diverged and not node.detached:
             lost = tree.set_aside(barrier, why)
             self._store.save_divergence(barrier, lost)
         return StateLost(why)

@@ -81,6 +81,25 @@ class Keeper:
         self._freezes.add(freeze)
         freeze.add_done_callback(self._freezes.discard)
 
+    async def keep_held(self, slot: Slot, tree: Tree, node: Node) -> bool:
+        """Freeze the sandbox that is leased at node, and end the lease; False where the snapshot cannot be written.
+
+        Raises:
+            NotFreezable: the driver cannot freeze what lives there; the node remembers why.
+            SandboxError, OSError: the sandbox failed, and is closed.
+        """
+        self._pool.hold_still(slot)
+        async with self._pool.freezing(slot) as sandbox:
+            try:
+                await self.keep(sandbox, tree, node)
+            except NotFreezable as reason:
+                node.unfreezable = str(reason)
+                refusal = reason
+            else:
+                return node.snapshot is not None
+        # Raised here, the sandbox goes on.
+        raise refusal
+
     async def keep(self, sandbox: Sandbox, tree: Tree, node: Node) -> None:
         """Freeze what sandbox holds as the snapshot of node, where it stands. One that cannot be written is missed.
 
@@ -102,7 +121,7 @@ class Keeper:
             self._freeze_failed(node, error)
             return
         driver = tree.spec.driver
-        self.costs[driver] = self.costs[driver].froze(_kind(snapshot), time.perf_counter() - start)
+        self.costs[driver] = self.costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
         self.used_bytes += snapshot.size_bytes
         self._counts.snapshots += 1
         if node.detached or node.snapshot is not None:
@@ -115,7 +134,7 @@ class Keeper:
         snapshot = self._snapshots.get(node.snapshot)
         if snapshot is not None:
             snapshot.restore_s = seconds
-            self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(_kind(snapshot), seconds)
+            self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(snapshot_kind(snapshot), seconds)
 
     @contextmanager
     def leased(self, node: Node) -> Iterator[FrozenState]:
@@ -231,7 +250,7 @@ class Keeper:
         if node is None:
             return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes)
         held = "pinned" if node.pinned else "leased" if snapshot.leases else ""
-        return self._describe(node, snapshot.tree, snapshot.driver, _kind(snapshot), snapshot, held)
+        return self._describe(node, snapshot.tree, snapshot.driver, snapshot_kind(snapshot), snapshot, held)
 
     def _worth_freezing(self, node: Node, tree: Tree) -> bool:
         if node.snapshot is not None or node.detached or node.unfreezable:
@@ -284,5 +303,6 @@ class Keeper:
             self._snapshots.drop(snapshot)
 
 
-def _kind(snapshot: Snapshot) -> Kind:
+def snapshot_kind(snapshot: Snapshot) -> Kind:
+    """Return what a snapshot holds; what is no image of live processes is files, whatever its driver calls it."""
     return "processes" if snapshot.kind == "processes" else "files"

@@ -33,11 +33,16 @@ class _Totals(Collector):
             ("snapshots_taken", counts.snapshots),
             ("evictions", counts.evictions),
             ("divergences", counts.divergences),
+            ("warm_made", counts.warm_made),
+            ("warm_used", counts.warm_used),
         ):
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         for name, gauge in (
             ("sandboxes", len(engine.pool.roster)),
             ("sandboxes_budget", engine.settings.max_sandboxes),
+            ("warm_sandboxes", len(engine.warm.standing())),
+            ("checkpoint_bytes", engine.keeper.checkpoint_bytes),
+            ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
             ("snapshots", len(engine.snapshots)),
             ("snapshot_bytes", engine.keeper.used_bytes),
             ("snapshot_budget_bytes", engine.settings.snapshot_bytes),

@@ -136,6 +136,11 @@ class Store:
     def has_tree(self, tree_id: int) -> bool:
         return self._one("SELECT 1 FROM trees WHERE id = ?", (tree_id,)) is not None
 
+    def task_of(self, tree_id: int) -> str:
+        """Return the name of the task that a tree belongs to; empty where the tree is gone."""
+        row = self._one("SELECT task FROM trees WHERE id = ?", (tree_id,))
+        return "" if row is None else str(row[0])
+
     def tree_ids(self, task: str) -> list[int]:
         """Return the ids of all trees that a task ever had, one for each root state."""
         return [row[0] for row in self._all("SELECT id FROM trees WHERE task = ?", (task,))]

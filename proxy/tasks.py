@@ -168,6 +168,10 @@ class Tasks:
             return None
         return self.tree(tree_id).nodes.get(node_id)
 
+    def in_memory(self, tree_id: int) -> Tree | None:
+        """Return a tree that is open; None for one that would have to be read back."""
+        return self._trees.get(tree_id)
+
     def tree(self, tree_id: int) -> Tree:
         """Return a tree that the store has, reading it back where it is not open."""
         known = self._trees.get(tree_id)

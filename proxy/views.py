@@ -1,17 +1,17 @@
 """What the control plane shows: the shapes of its answers, and how they are read off the tree."""
 
 import contextlib
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel, Field
 
 from proxy.forest import Outcome, Rollout, Task
+from proxy.resources import SnapshotView, node_name
 from proxy.store import Store
 from proxy.tree import Node, Record, Tree, children
 from sandboxes.calls import ToolResult
 from sandboxes.spec import EnvironmentSpec
-from snapshots.snapshot import Snapshot
 
 EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
 Flag = Literal["pinned", "diverged", "unreproducible", "private"]
@@ -33,17 +33,6 @@ class AnswerView(BaseModel):
     size_bytes: int
     json_: Any = Field(default=None, serialization_alias="json")
     text: str | None = None
-
-
-class SnapshotView(BaseModel):
-    id: str
-    node: str
-    kind: str
-    size_bytes: int
-    cost_s: float
-    created_at: float
-    uses: int
-    leased: bool
 
 
 class ObservationView(BaseModel):
@@ -145,47 +134,6 @@ class RolloutDetail(RolloutView):
     steps: list[StepView]
 
 
-class SandboxView(BaseModel):
-    """A live sandbox. place: the node that it stands at. idle_s: since it was used last."""
-
-    id: str | None
-    state: str
-    place: str | None
-    rollout: int | None
-    calls: int
-    age_s: float
-    idle_s: float
-
-
-class StatsView(BaseModel):
-    """Totals since this proxy started; seconds are those of tools."""
-
-    since: float
-    uptime_s: float
-    calls: int
-    hits: int
-    waits: int
-    misses: int
-    bypasses: int
-    hit_rate: float
-    executed_s: float
-    saved_s: float
-    replayed_calls: int
-    replayed_s: float
-    restores: int
-    starts: int
-    snapshots_taken: int
-    evictions: int
-    divergences: int
-    errors: int
-    failures: dict[str, int]
-    refusals: dict[str, int]
-    sandboxes: dict[str, int]
-    snapshots: int
-    snapshot_bytes: int
-    snapshot_budget_bytes: int
-
-
 class Forgotten(BaseModel):
     nodes: int
     rollouts: list[str]
@@ -193,14 +141,6 @@ class Forgotten(BaseModel):
 
 class Pin(BaseModel):
     pinned: bool = True
-
-
-NodeName = Annotated[str, Field(pattern=r"^n[0-9]{1,18}$")]
-
-
-def node_name(node: Node) -> str:
-    """Return the name of a node on the wire."""
-    return f"n{node.id}"
 
 
 class Reader:
@@ -224,7 +164,7 @@ class Reader:
     def node(self, node: Node, rollouts: list[str]) -> NodeView:
         return NodeView(**self._node(node, rollouts))
 
-    def detail(self, task: Task, node: Node, snapshot: Snapshot | None) -> NodeDetail:
+    def detail(self, task: Task, node: Node, snapshot: SnapshotView | None) -> NodeDetail:
         origin = node.origin
         return NodeDetail(
             **self._node(node, self._standing(task).get(node, [])),
@@ -233,7 +173,7 @@ class Reader:
             passes=node.passes,
             diverged=node.diverged,
             unfreezable=node.unfreezable,
-            snapshot_detail=None if snapshot is None else snapshot_view(snapshot),
+            snapshot_detail=snapshot,
             leads_to=sorted({node_name(r.target) for r in node.records.values() if not r.observation}),
         )
 
@@ -311,19 +251,6 @@ def exit_code(result: ToolResult) -> int | None:
     value = orjson.loads(result.body)
     code = value.get("exit_code") if isinstance(value, dict) else None
     return code if isinstance(code, int) else None
-
-
-def snapshot_view(snapshot: Snapshot) -> SnapshotView:
-    return SnapshotView(
-        id=snapshot.id,
-        node=f"n{snapshot.node}",
-        kind=snapshot.kind,
-        size_bytes=snapshot.size_bytes,
-        cost_s=snapshot.cost_s,
-        created_at=snapshot.created_at,
-        uses=snapshot.uses,
-        leased=snapshot.leases > 0,
-    )
 
 
 def task_view(task: Task, row: dict[str, Any]) -> TaskView:

@@ -186,3 +186,55 @@ def test_the_openapi_description_covers_both_planes(proxy: Running) -> None:
     for path in ("/t/{task}/r/{rollout}/shell/exec", "/e/shell/files/{path}", "/api/v1/tasks/{task}/tree", "/metrics"):
         assert path in paths
     assert proxy.client.get("/docs").status_code == 200
+
+
+def test_snapshots_tell_what_they_cost_and_why_they_are_kept(proxy: Running) -> None:
+    node = proxy.exec("a", "echo kept > f", task="why").headers["x-forkpoint-node"]
+    proxy.exec("a", "pwd", task="why")
+    proxy.client.post(f"/api/v1/tasks/why/nodes/{node}/snapshot")
+    (shown,) = [snapshot for snapshot in get(proxy, "snapshots?limit=10000") if snapshot["node"] == node]
+    assert (shown["task"], shown["kind"], shown["leases"], shown["uses"]) == ("why", "files", 0, 0)
+    assert shown["size_bytes"] > 0
+    assert shown["cost_s"] > 0
+    assert shown["expected_uses"] > 0
+    assert "uses expected" in shown["why"]
+    proxy.client.post(f"/api/v1/tasks/why/nodes/{node}/pin")
+    (pinned,) = [snapshot for snapshot in get(proxy, "snapshots?limit=10000") if snapshot["node"] == node]
+    assert pinned["why"].startswith("pinned")
+
+
+def test_a_snapshot_can_be_asked_for_and_is_taken_once(proxy: Running) -> None:
+    node = proxy.exec("a", "echo 1 > f", task="ask").headers["x-forkpoint-node"]
+    proxy.exec("a", "echo 2 > f", task="ask")
+    path = f"/api/v1/tasks/ask/nodes/{node}/snapshot"
+    first, second = (proxy.client.post(path).json() for _ in range(2))
+    assert first["snapshot_detail"]["id"] == second["snapshot_detail"]["id"]
+    assert proxy.client.post("/api/v1/tasks/ask/nodes/n99999/snapshot").status_code == 404
+
+
+def test_a_state_that_cannot_be_frozen_is_refused_with_the_reason_and_goes_on(proxy: Running) -> None:
+    node = proxy.exec("a", "sleep 9 &", task="lives").headers["x-forkpoint-node"]
+    refused = proxy.client.post(f"/api/v1/tasks/lives/nodes/{node}/snapshot")
+    assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:not-freezable")
+    assert "1 processes live" in refused.json()["detail"]
+    assert get(proxy, f"tasks/lives/nodes/{node}")["unfreezable"] == "1 processes live"
+    (own,) = [s for s in get(proxy, "sandboxes") if s["node"] == node]
+    assert (own["task"], own["rollout"], own["state"], own["warm"]) == ("lives", "a", "idle", False)
+    assert own["why"] == "rollout a may go on in it"
+    assert proxy.exec("a", "pwd", task="lives").json()["stdout"] == "/root\n"
+
+
+def test_forks_are_asked_for_before_a_batch(proxy: Running) -> None:
+    answer = proxy.client.post("/api/v1/tasks/batch/warm", json={"count": 8})
+    assert answer.status_code == 202
+    assert answer.json().items() >= {"task": "batch", "granted": 0, "ready": 0}.items(), "warm forks are off here"
+    assert proxy.client.post("/api/v1/tasks/batch/warm", json={"count": 0}).status_code == 422
+
+
+def test_what_costs_were_learnt_is_shown(proxy: Running) -> None:
+    proxy.exec("a", "echo 1 > f", task="costs")
+    proxy.exec("a", "pwd", task="costs")
+    costs = get(proxy, "stats")["costs"]["memory"]
+    assert costs["measured"]["fresh"] > 0
+    assert costs["measured"]["freeze_files"] > 0
+    assert 0 < costs["fresh_s"] < 1

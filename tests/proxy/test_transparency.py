@@ -15,7 +15,8 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import SandboxError
 from sandboxes.memory import MemoryDriver
 from sandboxes.pool import Overloaded
-from tests.proxy.rig import SPEC, alone, ask, engine
+from snapshots.policy import Reuse
+from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 
 COMMANDS = (
     "cat a", "cat b", "cat seed", "ls", "pwd", "echo $X", "false", "nonsense",
@@ -107,15 +108,21 @@ async def together(rollouts: list[list[str]], trouble: Trouble, data: Path, **op
 @settings(max_examples=150)
 @given(
     trajectories, st.integers(), st.sampled_from([0, 0.1, 0.4]), st.sampled_from([0, 0.3]), st.sampled_from([0, 0.2]),
-    st.sampled_from(["on", "off"]), st.sampled_from([1, 2, 64]), st.sampled_from(["always", "never"]),
+    st.sampled_from(["on", "off"]), st.sampled_from([1, 2, 6, 64]), st.sampled_from(["always", "never"]),
+    st.sampled_from([0, 8]), st.sampled_from([KEEPS_ALL, Reuse()]),
 )  # fmt: skip
 def test_each_rollout_gets_the_answers_it_would_get_alone(
-    rollouts: list[list[str]], seed: int, kill: float, evict: float, leave: float, merge: str, most: int, cache: str
-) -> None:
+    rollouts: list[list[str]], seed: int, kill: float, evict: float, leave: float, merge: str, most: int, cache: str,
+    warm: int, reuse: Reuse,
+) -> None:  # fmt: skip
     spec = SPEC.model_copy(update={"merge": merge, "cache": cache})
     trouble = Trouble(seed, kill, evict, leave)
     with tempfile.TemporaryDirectory() as data:
-        got = asyncio.run(together(rollouts, trouble, Path(data), default_spec=spec, max_sandboxes=most))
+        got = asyncio.run(
+            together(
+                rollouts, trouble, Path(data), default_spec=spec, max_sandboxes=most, warm_sandboxes=warm, reuse=reuse
+            )
+        )
     for trajectory, answers in zip(rollouts, got, strict=True):
         truth = asyncio.run(alone(trajectory))
         assert answers == [None if answer is None else true for answer, true in zip(answers, truth, strict=True)]
