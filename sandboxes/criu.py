@@ -174,7 +174,10 @@ class Conversation:
         await self._carry_out(_DUMP, options, images, held)
 
     async def restore(self, images: Path, inherit: Mapping[str, int]) -> int:
-        """Restore images; return the pid of their root. inherit: pipes and external files, by their names when dumped -> descriptor.
+        """Restore images; return the pid of their root.
+
+        inherit: pipes and external files, by their names when they were dumped -> CRIU's descriptor of what takes
+        their place.
 
         Raises:
             CriuRefused: it cannot be restored here.
@@ -185,7 +188,7 @@ class Conversation:
 
     async def _carry_out(
         self, kind: int, options: Mapping[str, Any], images: Path, held: Callable[[], Awaitable[None]] | None
-    ) -> Any:  # noqa: ANN401 - its fields are made at run time
+    ) -> Any:
         opts = {
             "images_dir_fd": -1,
             "images_dir": f"/proc/self/fd/{IMAGES_FD}",
@@ -219,7 +222,7 @@ class Conversation:
     async def _send(self, fields: Mapping[str, Any]) -> None:
         await asyncio.get_running_loop().sock_sendall(self._end, _TYPES["criu_req"](**fields).SerializeToString())
 
-    async def _receive(self) -> Any:  # noqa: ANN401 - its fields are made at run time
+    async def _receive(self) -> Any:
         data = await asyncio.get_running_loop().sock_recv(self._end, 1 << 16)
         if not data:
             raise ConnectionError("it closed the connection")

@@ -39,7 +39,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Those of one data directory. ask: sends the launcher a request. wanted: whether to use CRIU where there is one."""
+    """Those of one data directory. ask: sends the launcher a request. wanted: whether to use CRIU where it works."""
 
     def __init__(self, data_dir: Path, layers: Layers, ask: Ask, *, wanted: bool) -> None:
         self._directory = data_dir / "checkpoints"
@@ -99,7 +99,7 @@ class Checkpoints:
             changed = set(mapped.values()) & {f"/{path}" for path in told["delta"] or mapped.values()}
             if changed:
                 # By its path another file would be mapped.
-                raise NotFreezable(f"{sorted(changed)[0]} may have been changed since it was mapped")
+                raise NotFreezable(f"{min(changed)} may have been changed since it was mapped")
             if not told["empty"]:
                 layer.append(await asyncio.to_thread(self._copy, upper, told))
 

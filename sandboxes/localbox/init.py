@@ -519,6 +519,10 @@ class Init:
             self._reply({"not_freezable": f"hard links would not stay one file: {', '.join(linked[:4])}"})
             return
         if alive and self.anchor is not None:
+            for name in list(self.shells):
+                # What a new shell says of itself would be lost on its way to us.
+                with contextlib.suppress(CannotStart):
+                    self._ready_shell(name)
             self._reply({"tree": self.anchor.pid})
             return
         if self.signatures:

@@ -104,7 +104,7 @@ def _mount_of(path: str, host_root: int) -> int:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         facts = os.open(f"proc/self/fdinfo/{fd}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=host_root)
-        with open(facts, "rb") as file:
+        with open(facts, "rb") as file:  # noqa: PTH123
             return next(int(line.split()[1]) for line in file if line.startswith(b"mnt_id:"))
     finally:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""pid 1's part in restoring a checkpoint: pipes to what will come back, and CRIU, started before anything is confined."""
+"""pid 1's part in restoring a checkpoint: pipes to what comes back, and CRIU, started before anything is confined."""
 
 import os
 from collections.abc import Mapping
@@ -26,8 +26,9 @@ def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 class Restoring:
-    """Under way from its making to `finish`. files: socket to the driver, the host's root, images, kernel features; all become ours.
+    """Under way from its making to `finish`.
 
+    files: socket to the driver, the host's root, images, kernel features; all become ours.
     last_pid: /proc/sys/kernel/ns_last_pid, opened while it could be written to.
     """
 

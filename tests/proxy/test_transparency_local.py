@@ -187,7 +187,7 @@ class Bench:
 
     def __init__(self, runner: asyncio.Runner, data: Path) -> None:
         self.runner = runner
-        self.driver, self.bare = LocalDriver(data / "local"), LocalDriver(data / "bare")
+        self.driver, self.bare = LocalDriver(data / "local"), LocalDriver(data / "bare", checkpoints=False)
         self._settings = Settings(data=data, default_spec=SPEC, max_sandboxes=12)
         self._tasks = itertools.count()
 

@@ -1,0 +1,82 @@
+"""What a checkpoint of live processes costs: `python -m bench.checkpoints`. Root and CRIU; on an idle machine.
+
+A shell with a Python HTTP server, and a Python with touched memory: checkpoint (the sandbox goes on), restore into a
+new sandbox, restore until the server answers, and many clones of one checkpoint at once.
+"""
+
+import asyncio
+import tempfile
+from argparse import ArgumentParser
+from pathlib import Path
+
+from bench.machine import console, median, table
+from bench.sandboxes import Timings, execute, timed
+from sandboxes.local import LocalDriver
+from sandboxes.localbox.layers import remove_tree
+from sandboxes.spec import EnvironmentSpec, Limits
+
+SPEC = EnvironmentSpec(limits=Limits(memory_mb=1024))
+SERVER = "echo hi > page; python3 -m http.server -b 127.0.0.1 8000 >log 2>&1 &"
+ANSWERS = "until exec 3<>/dev/tcp/127.0.0.1/8000; do sleep .01; done 2>/dev/null; "
+ANSWERS += "printf 'GET /page HTTP/1.0\\r\\n\\r\\n' >&3; grep -q hi <&3; exec 3<&-"
+TOUCHED = 'python3 -c \'import time; x = bytearray(b"x") * ({mb} << 20); open("ready", "w"); time.sleep(1000)\' & '
+TOUCHED += "until test -e ready; do sleep .01; done"
+
+
+async def measure(driver: LocalDriver, begin: str, answers: str, count: int, clones: int) -> tuple[Timings, int]:
+    """Return the times in ms, and the bytes of one checkpoint."""
+    timings: Timings = {}
+    sandbox = await driver.start(SPEC)
+    await execute(sandbox, begin)
+    await execute(sandbox, answers)
+    frozen = await sandbox.freeze()
+    for _ in range(count):
+        with timed(timings, "checkpoint"):
+            frozen = await sandbox.freeze()
+        await asyncio.sleep(0.05)
+        with timed(timings, "restore and answer"):
+            with timed(timings, "restore"):
+                other = await driver.restore(SPEC, frozen)
+            await execute(other, answers)
+        await other.close()
+        await asyncio.sleep(0.05)
+    with timed(timings, f"{clones} clones at once, all answer"):
+        others = await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(clones)))
+        await asyncio.gather(*(execute(other, answers) for other in others))
+    await asyncio.gather(*(other.close() for other in (*others, sandbox)))
+    return timings, frozen.size_bytes
+
+
+async def run(folder: Path, count: int, megabytes: int) -> None:
+    driver = LocalDriver(folder)
+    await driver.open()
+    try:
+        subjects = {
+            "shell": ("sleep 1000 &", "kill -0 %1"),
+            "shell + HTTP server": (SERVER, ANSWERS),
+            f"shell + {megabytes} MB touched": (TOUCHED.format(mb=megabytes), "kill -0 %1"),
+        }
+        for name, (begin, answers) in subjects.items():
+            timings, size = await measure(driver, begin, answers, count, 16 if "MB" not in name else 4)
+            shown = table(f"{name}: {size / 1e6:.1f} MB", "", "median ms", "max ms")
+            for what, times in timings.items():
+                shown.add_row(what, f"{median(times):.1f}", f"{max(times):.1f}")
+            console.print(shown)
+    finally:
+        await driver.aclose()
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=15)
+    parser.add_argument("--megabytes", type=int, default=200)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-bench-", dir="/var/tmp"))
+    try:
+        asyncio.run(run(folder, options.count, options.megabytes))
+    finally:
+        remove_tree(folder)
+
+
+if __name__ == "__main__":
+    main()
