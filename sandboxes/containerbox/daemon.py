@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,8 +50,22 @@ class Daemon:
 
     def _docker(self) -> docker.DockerClient:
         if self._client is None:
-            self._client = docker.DockerClient.from_env(timeout=int(TIMEOUT_S), max_pool_size=32)
+            self._knock()
+            try:
+                self._client = docker.DockerClient.from_env(timeout=int(TIMEOUT_S), max_pool_size=32)
+            except DockerException as error:
+                # It has asked for the daemon's version; what went wrong then is the cause.
+                cause = error.__cause__
+                raise cause if isinstance(cause, requests.exceptions.RequestException) else error  # noqa: B904
         return self._client
+
+    def _knock(self) -> None:
+        """Connect for a moment: where nobody listens, the SDK would leave its socket open."""
+        kind, _, path = self.where.partition("://")
+        if kind == "unix":
+            with socket.socket(socket.AF_UNIX) as end:
+                end.settimeout(TIMEOUT_S)
+                end.connect(path)
 
     def close(self) -> None:
         if self._client is not None:

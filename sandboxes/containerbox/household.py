@@ -9,6 +9,7 @@ from pathlib import Path
 from sandboxes.localbox.processes import Process
 
 KILL_S = 10.0
+_PF_EXITING = 0x4
 
 
 class Household:
@@ -90,6 +91,16 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+
+
+def exiting(pid: int) -> bool:
+    """Whether a process has ended or is about to. A pid 1 is, before the others of its container are killed."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & _PF_EXITING)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:

@@ -255,6 +255,8 @@ class Keeper:
         if ending == "dump":
             code, changed, notes = self._take_dump(shell)
         elif ending == "died":
+            if household.exiting(self.house.pid):
+                raise Ended("the container ended during a call")
             code = self.anchor.status(shell.inner, otherwise=KILLED)
         else:
             self.house.kill_except(spared, first=shell.pid)

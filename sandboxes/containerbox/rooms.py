@@ -40,6 +40,10 @@ def narrow(pid: int) -> None:
     _share_memory()
     for path, text in _OWN_TEXTS.items():
         _write(path, text)
+    for path in ("/.dockerenv", "/etc/mtab"):
+        # Made by Docker at the container's birth, which nobody is to see.
+        if os.path.lexists(path):
+            os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
     # Read-only from here on: nothing that a call leaves may live outside the overlay.
     _read_only("/dev", kernel.MS_NOSUID)
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import re
 import resource
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sandboxes.containerbox import posix
+from sandboxes.containerbox import household, posix
 from sandboxes.containerbox.texts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.localbox import session as sessions
 from sandboxes.localbox.session import END, MAX_DUMP_BYTES, Session, quote
@@ -16,8 +17,21 @@ from sandboxes.localbox.shell import Output
 
 _CHUNK = 1 << 16
 _RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-del _LIMITS["RLIMIT_OFILE"]
+_LIMITS = {
+    "Max cpu time": resource.RLIMIT_CPU,
+    "Max file size": resource.RLIMIT_FSIZE,
+    "Max data size": resource.RLIMIT_DATA,
+    "Max stack size": resource.RLIMIT_STACK,
+    "Max core file size": resource.RLIMIT_CORE,
+    "Max resident set": resource.RLIMIT_RSS,
+    "Max processes": resource.RLIMIT_NPROC,
+    "Max open files": resource.RLIMIT_NOFILE,
+    "Max locked memory": resource.RLIMIT_MEMLOCK,
+    "Max address space": resource.RLIMIT_AS,
+    "Max pending signals": resource.RLIMIT_SIGPENDING,
+    "Max msgqueue size": resource.RLIMIT_MSGQUEUE,
+}
+_LIMIT = re.compile(r"(Max [a-z ]+?) +(\d+|unlimited) +(\d+|unlimited)")
 _PAUSES_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.0)
 
 Inode = tuple[int, int]
@@ -67,9 +81,10 @@ class Shell:
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
         """Note as which process it runs, and which limits it was born with; set those that the session had changed."""
         self.pid, self.inner, self.limits = pid, inner, limits
-        for name, (soft, hard) in (self.session or {"limits": {}})["limits"].items():
-            with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(pid, _LIMITS[name], (soft, hard))
+        if self.session is not None and self.session["limits"]:
+            changed = {_LIMITS[name]: (soft, hard) for name, (soft, hard) in self.session["limits"].items()}
+            with contextlib.suppress(OSError):
+                _set_limits(pid, changed)
 
     def run(self, command: bytes) -> None:
         """Begin a command; the shell answers with a dump."""
@@ -148,11 +163,47 @@ class Shell:
 
 def read_limits(pid: int) -> dict[str, tuple[int, int]]:
     """Return a process's resource limits; none where it is gone."""
-    found = {}
-    for name, number in _LIMITS.items():
-        with contextlib.suppress(OSError, ValueError):
-            found[name] = resource.prlimit(pid, number)
-    return found
+    try:
+        text = Path(f"/proc/{pid}/limits").read_text()
+    except OSError:
+        return {}
+    number = {"unlimited": resource.RLIM_INFINITY}
+    found = {name: (soft, hard) for name, soft, hard in _LIMIT.findall(text) if name in _LIMITS}
+    return {name: (number.get(s) or int(s), number.get(h) or int(h)) for name, (s, h) in found.items()}
+
+
+def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
+    """Set limits of a process, whoever it runs as.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    try:
+        for number, limits in wanted.items():
+            resource.prlimit(pid, number, limits)
+    except PermissionError:
+        # Root without CAP_SYS_RESOURCE may do so only as the process's own user, and a child can become that.
+        _in_child_as(household.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
+
+
+def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            uid, gid, groups = user
+            os.setgroups(groups)
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+            work()
+            code = 0
+        except OSError as error:
+            code = error.errno or 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise OSError(code, f"limits: {os.strerror(code)}")
 
 
 def limit(pid: int, disk_bytes: int) -> None:
@@ -165,8 +216,7 @@ def limit(pid: int, disk_bytes: int) -> None:
         resource.RLIMIT_NOFILE: (min(1024, ceiling), ceiling),
         resource.RLIMIT_MSGQUEUE: (0, 0),
     }
-    for number, limits in wanted.items():
-        resource.prlimit(pid, number, limits)
+    _set_limits(pid, wanted)
 
 
 def _inode(status: os.stat_result) -> Inode:

@@ -5,6 +5,7 @@ from tempfile import mkdtemp
 import pytest
 
 from sandboxes.localbox.layers import remove_tree
+from tests.sandboxes.docker import containers, remove_images, require_docker
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +15,13 @@ def data_dir() -> Iterator[Path]:
     folder.chmod(0o755)
     yield folder
     remove_tree(folder)
+
+
+@pytest.fixture
+def container_dir(data_dir: Path) -> Iterator[Path]:
+    """A data directory of the container driver; at the end no container of it may be left."""
+    require_docker()
+    folder = data_dir / "container"
+    yield folder
+    assert containers(folder) == []
+    remove_images(folder)

@@ -1,20 +1,10 @@
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sandboxes.driver import Driver
 from tests.sandboxes.contract import DriverContract
-from tests.sandboxes.docker import BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, remove_images, require_docker
-
-
-@pytest.fixture
-def container_dir(data_dir: Path) -> Iterator[Path]:
-    require_docker()
-    folder = data_dir / "container"
-    yield folder
-    assert containers(folder) == []
-    remove_images(folder)
+from tests.sandboxes.docker import BUSYBOX_IMAGE, SH_IMAGE, OnImage
 
 
 class TestContainerDriver(DriverContract):
