@@ -120,8 +120,10 @@ class Keeper:
         except OSError as error:
             self._freeze_failed(node, error)
             return
-        driver = tree.spec.driver
-        self.costs[driver] = self.costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
+        if node is not tree.root:
+            # The root is frozen on the way to an answer, right after a set-up: that tells nothing of the others.
+            driver = tree.spec.driver
+            self.costs[driver] = self.costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
         self.used_bytes += snapshot.size_bytes
         self._counts.snapshots += 1
         if node.detached or node.snapshot is not None:

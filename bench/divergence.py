@@ -1,0 +1,142 @@
+"""How long a diverging call waits for its sandbox: `python -m bench.divergence`.
+
+A rollout walks a recorded path by hits and makes a call that the tree does not know. Measured inside the engine, from
+the call's arrival until a sandbox stands at the right state (before the call is executed in it), files only:
+
+- *warm*: the rollout pauses before the call, as a model does; a warm fork waits;
+- *restored*: warm forks off, and no sandbox left standing; the nearest snapshot is restored.
+
+Beside it what the whole call took. Each run is another rollout, which leaves the path with a call of its own at one of
+its nodes, and its answer is checked. Both ways are run in turn against engines of their own on one machine.
+"""
+
+import asyncio
+import tempfile
+import time
+from argparse import ArgumentParser
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bench.machine import console, median, table
+from proxy.canonical import call_key
+from proxy.engine import Engine
+from proxy.forest import Rollout
+from proxy.settings import Settings
+from sandboxes.calls import ToolCall
+from sandboxes.local import LocalDriver
+from sandboxes.spec import EnvironmentSpec
+
+DEPTH = 6
+TARGETS_MS = {"warm": 5.0, "restored": 20.0}
+
+
+def shell(command: str) -> ToolCall:
+    return ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 30.0})
+
+
+@asynccontextmanager
+async def running(folder: Path, warm: int) -> AsyncIterator[Engine]:
+    """Run an engine over the local driver."""
+    folder.mkdir()
+    settings = Settings(data=folder, default_spec=EnvironmentSpec(), warm_sandboxes=warm)
+    engine = Engine(settings, {"local": LocalDriver(folder / "local")})
+    await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+async def ask(engine: Engine, rollout: Rollout, call: ToolCall) -> float:
+    """Make one call; return the seconds that it took, 0 for a hit."""
+    key = call_key(call)
+    if engine.step.known(rollout, key) is not None:
+        return 0.0
+    began = time.perf_counter()
+    await engine.step.run(rollout, call, key)
+    return time.perf_counter() - began
+
+
+async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, float, bool]:
+    """Walk to a node and leave the tree; return ms until the sandbox stood, ms in all, and whether it was warm."""
+    rollout = await engine.tasks.rollout("task", f"r{number}")
+    depth = 1 + number % DEPTH
+    for step in range(depth):
+        await ask(engine, rollout, shell(f"echo {step} >> /root/path"))
+    await asyncio.sleep(pause_s)
+    used = engine.counts.warm_used
+    stood: list[float] = []
+    attach, bring = engine.attach, engine.attach.standing_at
+    call = shell(f"wc -l < /root/path; echo {number} > /root/own; cat /root/own")
+    began = time.perf_counter()
+
+    @asynccontextmanager
+    async def timed(*arguments: object) -> AsyncIterator[object]:
+        async with bring(*arguments) as slot:  # type: ignore[arg-type]
+            stood.append(time.perf_counter() - began)
+            yield slot
+
+    attach.standing_at = timed  # type: ignore[method-assign,assignment]
+    try:
+        total_s = await ask(engine, rollout, call)
+    finally:
+        attach.standing_at = bring  # type: ignore[method-assign]
+    result = engine.store.result(rollout.node.origin).body if rollout.node.origin else b""
+    if f'"stdout":"{depth}\\n{number}\\n"'.encode() not in result.replace(b" ", b""):
+        raise RuntimeError(f"rollout {number} stood at a wrong state: {result!r}")
+    await engine.tasks.finish(rollout)
+    return stood[0] * 1e3, total_s * 1e3, engine.counts.warm_used > used
+
+
+async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[tuple[float, float, bool]]]:
+    """Return what each divergence took, by way."""
+    found: dict[str, list[tuple[float, float, bool]]] = {"warm": [], "restored": []}
+    async with running(folder / "warm", 8) as warm, running(folder / "cold", 0) as cold:
+        engines = {"warm": warm, "restored": cold}
+        for engine in engines.values():
+            first = await engine.tasks.rollout("task", "first")
+            for step in range(DEPTH):
+                await ask(engine, first, shell(f"echo {step} >> /root/path"))
+                await asyncio.sleep(0.05)
+            await engine.tasks.finish(first)
+        for number in range(rounds):
+            for way, engine in engines.items():
+                if way == "restored":
+                    # What former rollouts left standing is no snapshot.
+                    await engine.keeper.drain()
+                    await engine.pool.close_where(lambda _: True)
+                found[way].append(await diverge(engine, number, pause_s))
+    return found
+
+
+def show(found: dict[str, list[tuple[float, float, bool]]]) -> None:
+    shown = table(
+        "From a diverging call's arrival to its sandbox at the right state, files only: ms",
+        "", "runs", "median", "p95", "max", "target", "with the call", "warm forks used",
+    )  # fmt: skip
+    for way, runs in found.items():
+        stood = sorted(run[0] for run in runs)
+        shown.add_row(
+            way, str(len(runs)), f"{median(stood):.2f}", f"{stood[int(0.95 * (len(stood) - 1))]:.2f}", f"{stood[-1]:.2f}",
+            f"< {TARGETS_MS[way]:.0f}", f"{median([run[1] for run in runs]):.2f}", f"{sum(run[2] for run in runs)}",
+        )  # fmt: skip
+    console.print(shown)
+    ratio = median([run[0] for run in found["restored"]]) / median([run[0] for run in found["warm"]])
+    console.print(f"a warm fork is {ratio:.0f} times as quick as a restore")
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument(
+        "--pause", type=float, default=0.3, help="seconds that the model thinks before it leaves the path"
+    )
+    parser.add_argument("--data", type=Path, help="where sandboxes live; default: a temporary directory")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.data, prefix="forkpoint-bench-") as folder:
+        show(asyncio.run(measure(Path(folder), options.rounds, options.pause)))
+
+
+if __name__ == "__main__":
+    main()
