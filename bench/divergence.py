@@ -38,7 +38,6 @@ def shell(command: str) -> ToolCall:
 @asynccontextmanager
 async def running(folder: Path, warm: int) -> AsyncIterator[Engine]:
     """Run an engine over the local driver."""
-    folder.mkdir()
     settings = Settings(data=folder, default_spec=EnvironmentSpec(), warm_sandboxes=warm)
     engine = Engine(settings, {"local": LocalDriver(folder / "local")})
     await engine.open()
@@ -118,7 +117,8 @@ def show(found: dict[str, list[tuple[float, float, bool]]]) -> None:
     for way, runs in found.items():
         stood = sorted(run[0] for run in runs)
         shown.add_row(
-            way, str(len(runs)), f"{median(stood):.2f}", f"{stood[int(0.95 * (len(stood) - 1))]:.2f}", f"{stood[-1]:.2f}",
+            way, str(len(runs)), f"{median(stood):.2f}", f"{stood[int(0.95 * (len(stood) - 1))]:.2f}",
+            f"{stood[-1]:.2f}",
             f"< {TARGETS_MS[way]:.0f}", f"{median([run[1] for run in runs]):.2f}", f"{sum(run[2] for run in runs)}",
         )  # fmt: skip
     console.print(shown)

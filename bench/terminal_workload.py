@@ -180,9 +180,9 @@ def main() -> None:
         totals = httpx.get(f"{proxy.url}/api/v1/stats", trust_env=False).json()
     show(passes)
     console.print(
-        f"warm forks: {totals['warm_made']} made, {totals['warm_used']} used; snapshots: {totals['snapshots_taken']}; "
-        f"restores: {totals['restores']}; replayed: {totals['replayed_s']:.1f} s; divergences: {totals['divergences']}; "
-        f"errors: {totals['errors']}"
+        f"warm forks: {totals['warm_made']} made, {totals['warm_used']} used; snapshots: {totals['snapshots_taken']}, "
+        f"restores: {totals['restores']}; replayed: {totals['replayed_s']:.1f} s, "
+        f"divergences: {totals['divergences']}; errors: {totals['errors']}"
     )
     if options.json is not None:
         told = [[[a.seconds, b.seconds, b.source] for a, b in zip(p.plain, p.cached, strict=True)] for p in passes]

@@ -109,14 +109,17 @@ class Tasks:
         return rollout
 
     async def finish(self, rollout: Rollout) -> None:
-        """End a rollout; its sandbox is left to others, its record stays. Its name is free again."""
+        """End a rollout; its sandbox is left to others where they may use it, its record stays. Its name is free."""
         rollout.finished = True
         self._store.finish_rollout(rollout.id)
         self._leave(rollout)
         task = self._tasks.get(rollout.task)
         if task is not None:
             task.rollouts.pop(rollout.name, None)
-        await self._pool.disown(rollout.id)
+        if rollout.cached:
+            await self._pool.disown(rollout.id)
+        else:
+            await self._pool.close_where(lambda slot: slot.owner == rollout.id)
 
     async def delete(self, name: str) -> None:
         """Delete a task with all that is known of it; its running rollouts end."""

@@ -1,7 +1,7 @@
 """Warm forks: sandboxes made ahead of their use, where `prefetch` expects rollouts to leave the tree.
 
 A warm fork is an idle sandbox that nobody owns. It is made in the background as for an agent's call (`Attach`), from
-snapshots and replays alone, and is the first to give way; no call ever waits for one to be made.
+snapshots and replays alone, and is among the first to give way; no call ever waits for one to be made.
 """
 
 import asyncio

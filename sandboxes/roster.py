@@ -68,9 +68,9 @@ class Roster:
         return max(takeable, key=lambda s: s.owner == owner, default=None)
 
     def victim(self) -> Slot | None:
-        """Return the idle sandbox to give up: of the warm ones, then of the others, that which was used longest ago."""
+        """Return the idle sandbox to give up: of those that nobody owns, then of the others, the one idle longest."""
         idle = (s for s in self.slots if s.state is State.IDLE)
-        return min(idle, key=lambda s: (not s.warm, s.used_at), default=None)
+        return min(idle, key=lambda s: (s.owner is not None, s.used_at), default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:
         """Return the idle sandboxes, and the dead ones, that nobody has used since moment."""

@@ -244,3 +244,52 @@ def test_unused_and_dead_sandboxes_are_closed_and_busy_ones_are_not() -> None:
         assert (await run(fresh.sandbox, "pwd")).out == "/root\n"
 
     pooled(test, budget=3)
+
+
+def test_a_freeze_is_put_off_until_somebody_wants_the_sandbox_or_its_place() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        for wants in (lambda slot: pool.take(slot, "n1", 2), lambda _: pool.start(driver.make, "n1", 3)):
+            slot = await pool.start(driver.make, "n1", 1)
+            pool.hold_still(slot)
+            frozen = asyncio.Event()
+
+            async def freeze(slot: Slot = slot, frozen: asyncio.Event = frozen) -> None:
+                async with pool.freezing(slot, after_s=60.0):
+                    frozen.set()
+
+            freezing = asyncio.ensure_future(freeze())
+            await settled()
+            assert not frozen.is_set()
+            wanting = asyncio.ensure_future(wants(slot))
+            async with asyncio.timeout(5):
+                await asyncio.gather(freezing, wanting)
+            await pool.close_where(lambda _: True)
+            for left in pool.roster.slots:
+                await pool.close(left)
+
+    pooled(test, budget=1)
+
+
+def test_a_sandbox_is_made_ahead_only_where_a_place_stays_free() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        warm = await pool.start_warm(driver.make, "n1")
+        assert warm.warm
+        await pool.release(warm)
+        await pool.start_warm(driver.make, "n1")
+        with pytest.raises(Overloaded):
+            await pool.start_warm(driver.make, "n1")
+        assert driver.most == 2
+        assert await pool.take(warm, "n1", 7)
+        assert (warm.warm, warm.owner) == (False, 7)
+
+    pooled(test, budget=3)
+
+
+def test_when_memory_is_short_idle_sandboxes_are_closed_one_by_one_and_busy_ones_are_not() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        busy, idle = [await pool.start(driver.make, "n1", 1) for _ in range(2)]
+        await pool.release(idle)
+        assert [await pool.close_victim() for _ in range(2)] == [True, False]
+        assert busy.state is State.LEASED
+
+    pooled(test, budget=2)

@@ -70,12 +70,14 @@ def test_a_dead_sandbox_is_never_named_and_counts_as_unused() -> None:
     assert yard.roster.unused_since(50.0) == [slot]
 
 
-def test_the_victim_is_the_idle_one_that_was_used_longest_ago() -> None:
+def test_the_victim_is_the_one_idle_longest_of_those_that_nobody_owns_first() -> None:
     yard = Yard()
     yard.add("n1", 1, State.LEASED, used_at=1.0)
     yard.add("n1", 1, used_at=3.0)
     oldest = yard.add("n2", 1, used_at=2.0)
     assert yard.roster.victim() is oldest
+    nobodys = yard.add("n2", None, used_at=4.0)
+    assert yard.roster.victim() is nobodys
 
 
 class AgainstAList(RuleBasedStateMachine):
