@@ -64,6 +64,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("cr_errmsg", 9, "text"),
     ),
 }
+_PLACES = ("/usr/local/sbin/criu", "/usr/sbin/criu")
 _IGNORE_CGROUPS, _SKIP_NETWORK_LOCK = 0, 3
 GHOST_BYTES = 256 << 20
 """Largest deleted file, still open, whose content goes into the images."""
@@ -113,21 +114,31 @@ class Criu:
         """
         if os.geteuid() != 0:
             raise CriuMissing("checkpoints of live processes need root: CRIU restores processes with their pids")
-        name = found or next((Path(path) for path in (shutil.which("criu"), "/usr/sbin/criu") if path), Path())
-        if not name.is_file():
-            raise CriuMissing(
-                "criu is not installed. Debian 13, Ubuntu: `apt install criu`; Debian 12: docs/operating.md"
-            )
-        program = name.read_bytes()
-        if program.count(_CACHE_PATH) != 1:
-            raise CriuMissing(f"{name} is not a CRIU that is known here: it keeps its cache elsewhere than in /run")
+        names = [found] if found else [Path(path) for path in (shutil.which("criu"), *_PLACES) if path]
+        present = [name for name in dict.fromkeys(names) if name.is_file()]
+        if not present:
+            raise CriuMissing("criu is not installed: run docker/install-criu.sh; Debian 13: apt install criu")
+        for name in present:
+            try:
+                program, kernel = _patched(name), _ask_kernel(name)
+                break
+            except CriuMissing:
+                # An old one may stand beside one that works.
+                if name == present[-1]:
+                    raise
         directory.mkdir(parents=True, exist_ok=True)
-        kernel = _ask_kernel(name)
         copy = directory / "criu"
-        copy.write_bytes(program.replace(_CACHE_PATH, _CACHE_AS_FD))
+        copy.write_bytes(program)
         copy.chmod(0o700)
         (directory / "kernel").write_bytes(kernel)
         return cls(copy, directory / "kernel")
+
+
+def _patched(criu: Path) -> bytes:
+    program = criu.read_bytes()
+    if program.count(_CACHE_PATH) != 1:
+        raise CriuMissing(f"{criu} is not a CRIU that is known here: it keeps its cache elsewhere than in /run")
+    return program.replace(_CACHE_PATH, _CACHE_AS_FD)
 
 
 def _ask_kernel(criu: Path) -> bytes:

@@ -15,6 +15,7 @@ from pathlib import Path
 import orjson
 
 from sandboxes.calls import ToolCall
+from sandboxes.criu import Criu, CriuMissing
 from sandboxes.driver import SandboxError, SpecError
 from sandboxes.local import LocalDriver
 from sandboxes.localbox import kernel
@@ -48,7 +49,7 @@ def check(data_dir: Path) -> list[Requirement]:
         return found
     found += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors()]
     if all(requirement.ok for requirement in found if requirement.required):
-        found.append(_trial(data_dir))
+        found += [_trial(data_dir), _criu()]
     return found
 
 
@@ -114,6 +115,17 @@ def _descriptors() -> Requirement:
     ok = sandboxes >= 200
     remedy = "Raise it: ulimit -Hn 65536, or LimitNOFILE= of the service."
     return Requirement("descriptors", ok, f"{soft} (at most {hard}): {sandboxes} sandboxes", remedy, required=False)
+
+
+def _criu() -> Requirement:
+    remedy = "Without it a state with live processes (a server, a REPL) is reached by replaying its calls: right, but "
+    remedy += "slower. docs/operating.md, 'Checkpoints of live processes', says how to get it."
+    with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
+        try:
+            Criu.prepare(Path(folder))
+        except CriuMissing as error:
+            return Requirement("checkpoints", False, str(error), remedy, required=False)
+    return Requirement("checkpoints", True, "CRIU works: live processes are frozen and restored", "", required=False)
 
 
 def _trial(data_dir: Path) -> Requirement:

@@ -353,9 +353,9 @@ class Init:
 
     # -- what lives --------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def _settle(self, grace_s: tuple[float, ...] = processes.GRACE_S) -> None:
         """Find out what outlives the call, with some grace for what is just about to end."""
-        for pause in (*processes.GRACE_S, None):
+        for pause in (*grace_s, None):
             self.ended |= processes.reap()
             idle = {shell.pid for shell in self.shells.values()} | self._anchor_pids()
             left = {process for process in processes.living() if process[0] not in idle}
@@ -565,7 +565,7 @@ class Init:
         """Take over what a checkpoint brought back."""
         self.anchor = anchor
         self.shells = {shell.name: shell for shell in shells}
-        self._settle()
+        self._settle(())
 
     def _who_lives(self) -> str:
         kinds = {

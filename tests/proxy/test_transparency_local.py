@@ -178,7 +178,8 @@ def differences(group: list[list[ToolCall]], got: list[list[Told]], truth: list[
             if told[turn] != true[turn]:
                 one, two = (answer[1].decode(errors="replace").split("\\n") for answer in (true[turn], told[turn]))
                 changed = "\n".join(difflib.unified_diff(one, two, "alone", "told", n=0, lineterm=""))
-                found.append(f"rollout {name}, turn {turn}, {call.arguments}:\n{changed}")
+                before = [told.arguments.get("command", told.tool) for told in trajectory[:turn]]
+                found.append(f"rollout {name}, turn {turn}, {call.arguments}, after {before}:\n{changed}")
     return found
 
 
