@@ -32,7 +32,7 @@ class Mean:
     samples: int = 0
 
     def then(self, seconds: float) -> "Mean":
-        """Return the mean after another measurement: the first replaces the guess, later ones count a tenth at least."""
+        """Return the mean after another measurement: exact over the first ten, then the newest counts a tenth."""
         weight = max(0.1, 1 / (self.samples + 1))
         counted_s = min(seconds, 4 * self.seconds + 1e-4)
         return Mean(self.seconds + weight * (counted_s - self.seconds), self.samples + 1)

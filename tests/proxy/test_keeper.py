@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from proxy.engine import Engine
 from proxy.forest import Rollout
+from proxy.plan import KindCosts, Mean
 from proxy.tree import Node
 from sandboxes.driver import FrozenState, SandboxError, StateGone
-from sandboxes.memory import MemoryDriver, MemorySandbox
+from sandboxes.memory import MemoryDriver, MemorySandbox, _State
 from sandboxes.spec import EnvironmentSpec
+from snapshots.policy import Reuse
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
 from tests.proxy.rig import ask, engine
@@ -201,3 +204,112 @@ def test_the_snapshot_of_a_state_that_was_forgotten_meanwhile_is_not_kept(tmp_pa
         assert node.id not in held(running)
 
     kept(tmp_path, test)
+
+
+# What is learnt, and what is decided by it
+
+
+class Frozen(MemoryDriver):
+    """A memory driver that freezes live processes too, as images of 1000 bytes."""
+
+    def _adopt(self, spec: EnvironmentSpec, state: _State) -> MemorySandbox:
+        sandbox = FrozenSandbox(f"memory-{next(self._ids)}", spec, state, self)
+        self.live[sandbox.id] = sandbox
+        return sandbox
+
+
+class FrozenSandbox(MemorySandbox):
+    async def freeze(self) -> FrozenState:
+        jobs, self._state.jobs = self._state.jobs, 0
+        try:
+            frozen = await super().freeze()
+        finally:
+            self._state.jobs = jobs
+        if not jobs:
+            return frozen
+        parts = (f"image-{next(self._driver._ids)}-1000",)
+        return replace(frozen, kind="processes", size_bytes=1000, parts=parts)
+
+
+def test_images_of_live_processes_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, Frozen(), checkpoint_bytes=2500) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "echo 1 > a")
+            for number in range(5):
+                await ask(running, rollout, f"sleep {number} &")
+                await running.keeper.drain()
+            assert running.keeper.checkpoint_bytes == 5000
+            await running._sweep()
+            assert running.keeper.checkpoint_bytes == 2000
+            assert sum(snapshot.kind == "files" for snapshot in running.snapshots) == 2, "files are spared"
+            assert running.counts.evictions == 3
+
+    asyncio.run(go())
+
+
+def test_what_freezing_and_restoring_took_is_learnt_by_kind(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, Frozen()) as running:
+            cheap = KindCosts(Mean(0.001), Mean(0.001))
+            running.keeper.costs["memory"] = replace(running.keeper.costs["memory"], processes=cheap)
+            rollout = await running.tasks.rollout("task", "first")
+            for command in ("echo 1 > a", "sleep 9 &", "echo 2 > a"):
+                await ask(running, rollout, command)
+                await running.keeper.drain()
+            await running.pool.close_where(lambda _: True)
+            await ask(running, rollout, "pwd")
+            costs = running.keeper.costs["memory"]
+            assert (costs.files.freeze.samples, costs.processes.freeze.samples) == (1, 2)
+            assert (costs.files.restore.samples, costs.processes.restore.samples) == (0, 1)
+            assert costs.fresh.samples == 1
+            (used,) = [snapshot for snapshot in running.snapshots if snapshot.uses]
+            assert used.restore_s > 0
+
+    asyncio.run(go())
+
+
+def test_a_state_that_costs_more_to_freeze_than_it_saves_is_replayed(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, Frozen(), reuse=Reuse()) as running:
+            driver = "memory"
+            costs = running.keeper.costs[driver]
+            running.keeper.costs[driver] = replace(costs, processes=KindCosts(Mean(60.0, 9), Mean(60.0, 9)))
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "sleep 9 &")
+            await running.keeper.drain()
+            assert rollout.node.snapshot is None, "a minute of freezing to save a hundredth of a second"
+            await ask(running, rollout, "echo 1 > a")
+            await running.pool.close_where(lambda _: True)
+            assert (await ask(running, rollout, "cat a"))[0]["stdout"] == "1\n"
+            assert running.counts.replayed_calls == 2
+
+    asyncio.run(go())
+
+
+def test_a_state_with_more_rollouts_behind_it_is_expected_to_be_used_more_often(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            first = await running.tasks.rollout("task", "first")
+            await ask(running, first, "echo 1 > a")
+            await running.keeper.drain()
+            snapshot = snapshot_of(running, first.node)
+            before = running.keeper.prospect(snapshot, first.node).uses
+            others = [await running.tasks.rollout("task", f"r{number}") for number in range(3)]
+            assert running.keeper.prospect(snapshot, first.node).uses > before
+            for other in others:
+                await running.tasks.finish(other)
+            assert running.keeper.prospect(snapshot, first.node).uses == before
+
+    asyncio.run(go())
+
+
+def test_a_sandbox_that_was_wanted_where_none_stood_is_counted_once(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
+        reuse, node = running.keeper.reuse, rollout.node
+        await ask(running, rollout, "cat f1")
+        await ask(running, rollout, "cat f2")
+        assert node.wanted == 1
+        assert running.keeper.reuse.uses == reuse.uses + 1
+
+    kept(tmp_path, test, reuse=Reuse())
