@@ -112,7 +112,7 @@ def test_all_that_can_be_written_is_of_the_image_s_files(container_dir: Path) ->
             await run(
                 sandbox, "for d in /dev /dev/pts /dev/.box /sys /sys/fs/cgroup /proc; do touch $d/x && echo $d; done"
             )
-        ).out == ""  # noqa: E501
+        ).out == ""
         for path in ("/dev/shm/x", "/etc/hosts", "/etc/resolv.conf", "/etc/hostname", "/run/x"):
             assert "FILES" in str((await run(sandbox, f"echo x > {path}")).effect), path
         restored = (await sandbox.freeze()).payload
@@ -221,7 +221,7 @@ def test_links_do_not_lead_out_of_a_snapshot(container_dir: Path, tmp_path: Path
             copies = driver_states(driver)
             assert not any(
                 "host" in path.read_text() for path in copies.rglob("s*") if path.is_file() and not path.is_symlink()
-            )  # noqa: E501
+            )
 
     asyncio.run(go())
     assert sorted(path.name for path in outside.iterdir()) == ["secret"]

@@ -25,8 +25,8 @@ from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage,
 
 SPEC = EnvironmentSpec()
 LISTING = (
-    "cd / && find . -xdev -path ./proc -prune -o -printf '%p %y %m %u %g %l %T@ %n %s\\n' | grep -v ' d ' | sort;"
-    " find . -xdev -type d -printf '%p %m %u %g\\n' | sort; cat /root/* /opt/* /tmp/* 2>/dev/null"
+    "(cd / && find . -xdev -path ./proc -prune -o -printf '%p %y %m %u %g %l %T@ %n %s\\n' | grep -v ' d ' | sort;"
+    " find . -xdev -type d -printf '%p %m %u %g\\n' | sort; cat /root/* /opt/* /tmp/* 2>/dev/null)"
 )
 """Everything that a state has of files, but what counts as none: directories' times, sizes and link counts."""
 
@@ -124,7 +124,8 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
         sandbox = await driver.start(SPEC)
         for command in (
             "f() { echo \"f $1\"; }; a=(1 '2 3'); declare -A m=([k]='v w'); alias hi='echo hi'; set -u; umask 027",
-            "trap 'echo bye' USR1; shopt -s extglob; readonly R=r; export E='multi\nline'; pushd /tmp >/dev/null; set -- p q",
+            "trap 'echo bye' USR1; shopt -s extglob; readonly R=r; export E='multi\nline'; pushd /tmp >/dev/null",
+            "set -- p q",
             "ulimit -Sn 300",
         ):
             assert (await run(sandbox, command)).effect is Effect.SESSION
@@ -262,7 +263,7 @@ def test_a_container_that_is_killed_from_outside_is_an_error(container_dir: Path
         assert isinstance(sandbox, ContainerSandbox)
         call = asyncio.create_task(run(sandbox, "sleep 30; echo no"))
         await run(await driver.start(SPEC), "true")
-        subprocess.run(["docker", "kill", sandbox.container], capture_output=True, check=True)
+        await asyncio.to_thread(subprocess.run, ["docker", "kill", sandbox.container], capture_output=True, check=True)
         with pytest.raises(SandboxError, match="died"):
             await call
         assert not sandbox.alive
@@ -303,7 +304,7 @@ asyncio.run(go())
 
 
 @pytest.fixture
-def killed(container_dir: Path) -> Iterator[Callable[[], None]]:
+def killed(container_dir: Path) -> Callable[..., None]:
     """Starts an instance in a process of its own, with a sandbox and a spare, and kills it."""
 
     def kill(*, everything: bool = False) -> None:
@@ -322,11 +323,11 @@ def killed(container_dir: Path) -> Iterator[Callable[[], None]]:
         process.wait()
         process.stdout.close()
 
-    yield kill  # type: ignore[misc]
+    return kill
 
 
 def test_a_killed_instance_leaves_nothing_even_if_it_never_comes_back(
-    container_dir: Path, killed: Callable[[], None]
+    container_dir: Path, killed: Callable[..., None]
 ) -> None:
     killed()
     deadline = time.monotonic() + 10
@@ -374,7 +375,7 @@ def full() -> Iterator[str]:
     answer = (
         b"HTTP/1.1 500 Error\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
         % len(body)
-    )  # noqa: E501
+    )
 
     def serve() -> None:
         with contextlib.suppress(OSError):
