@@ -13,6 +13,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import docker
+from docker.models.containers import Container
 
 from bench.machine import console, median, table
 from bench.sandboxes import Timings, execute, timed
@@ -59,8 +60,7 @@ def theirs(image: str, state: str, count: int) -> Timings:
     """Return count times of each of Docker's own steps, in ms."""
     timings: Timings = {}
     client = docker.from_env()
-    waits = {"detach": True, "network_mode": "none", "auto_remove": True}
-    source = client.containers.run(image, ["sleep", "1000"], **waits)
+    source = _sleeper(client, image)
     try:
         source.exec_run(["bash", "-c", state])
         for number in range(count):
@@ -69,7 +69,7 @@ def theirs(image: str, state: str, count: int) -> Timings:
                 with timed(timings, COMMIT):
                     made = source.commit()
                 with timed(timings, START):
-                    fork = client.containers.run(made.id, ["sleep", "1000"], **waits)
+                    fork = _sleeper(client, str(made.id))
                 with timed(timings, EXEC):
                     said = fork.exec_run(["bash", "-c", f"test $(cat /tmp/last) = {number}"])
             assert said.exit_code == 0
@@ -79,6 +79,10 @@ def theirs(image: str, state: str, count: int) -> Timings:
         source.remove(force=True)
         client.close()
     return timings
+
+
+def _sleeper(client: docker.DockerClient, image: str) -> Container:
+    return client.containers.run(image, ["sleep", "1000"], detach=True, network_mode="none", auto_remove=True)
 
 
 def _forget(client: docker.DockerClient, image: str) -> None:
