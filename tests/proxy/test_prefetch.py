@@ -109,6 +109,7 @@ def test_the_most_valuable_comes_first_and_none_is_unlikely(described: Grown, co
 
 
 def test_no_rollout_is_led_to_a_state_that_was_set_aside() -> None:
-    nodes = chain(2, hits=50)
+    nodes = chain(1, hits=50)
+    assert nodes[1] in wanted({nodes[0]: 1})
     nodes[1].diverged = "lost"
     assert nodes[1] not in wanted({nodes[0]: 1})
