@@ -179,6 +179,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         """Begin a rollout at the root. A first call under a new name does the same."""
         opened = await engine.tasks.open(task)
         begun = engine.tasks.begin(opened, rollout, opened.tree, opened.tree.root)
+        engine.warm.saw(begun)
         return RolloutView(**_shown(engine, begun, request))
 
     @router.get("/tasks/{task}/rollouts")
@@ -231,7 +232,9 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
             raise Refused(404, "no-such-node", f"the tree of rollout {rollout!r} has no node {node}.")
         if start.detached:
             raise Refused(409, "forgotten", f"the state that rollout {rollout!r} stands at was forgotten.")
-        return RolloutView(**_shown(engine, engine.tasks.begin(found, name, source.tree, start), request))
+        begun = engine.tasks.begin(found, name, source.tree, start)
+        engine.warm.saw(begun)
+        return RolloutView(**_shown(engine, begun, request))
 
 
 def _state_routes(router: APIRouter, engine: Engine) -> None:

@@ -105,6 +105,7 @@ class Tasks:
         token = "fp_" + secrets.token_urlsafe(24)
         number = self._store.create_rollout(task.name, name, tree.id, node.id, token)
         rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
+        rollout.used_at = time.monotonic()
         self._enter(task, rollout)
         return rollout
 

@@ -1,6 +1,7 @@
 """Warm forks: made ahead, found by who comes, first to give way, never in anyone's way."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import NotFreezable, SandboxError
 from sandboxes.memory import Gate, MemoryDriver
 from tests.proxy.rig import ask, engine
+from tests.proxy.serving import serving
 
 
 def warmed(
@@ -83,6 +85,32 @@ def test_a_fork_is_ready_where_a_walking_rollout_will_leave_the_tree(tmp_path: P
         assert driver.executed == ["cat a; pwd"], "nothing was replayed"
 
     warmed(tmp_path, test)
+
+
+def test_a_rollout_that_is_begun_or_forked_finds_a_sandbox_where_it_stands(tmp_path: Path) -> None:
+    def warm() -> list[str]:
+        slots = proxy.client.get("/api/v1/sandboxes").json()
+        return [slot["node"] for slot in slots if slot["warm"] and slot["state"] == "idle"]
+
+    with serving(tmp_path, warm_sandboxes=4, memory_reserve_bytes=0) as proxy:
+        begun = proxy.client.post("/api/v1/tasks/task/rollouts", json={"rollout": "a"}).json()
+        patiently(lambda: warm() == [begun["node"]])
+        node = proxy.exec("a", "echo 1 > f").headers["x-forkpoint-node"]
+        proxy.exec("a", "echo 2 > f")
+        forked = proxy.client.post("/api/v1/tasks/task/rollouts/a/fork", json={"name": "b", "node": node}).json()
+        assert forked["node"] == node
+        patiently(lambda: node in warm())
+        assert proxy.exec("b", "cat f").json()["stdout"] == "1\n"
+        stats = proxy.client.get("/api/v1/stats").json()
+        assert stats["warm_used"] >= 2
+
+
+def patiently(true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        time.sleep(0.01)
+    pytest.fail("it never came true")
 
 
 def test_forks_that_were_asked_for_are_made_and_not_made_again_when_they_are_used(tmp_path: Path) -> None:
