@@ -79,7 +79,12 @@ class ContainerDriver:
 
     def _get_ready(self) -> None:
         told = self.daemon.check()
-        if told.get("Driver") != "overlay2" or ["Native Overlay Diff", "true"] not in (told.get("DriverStatus") or []):
+        facts = told.get("DriverStatus") or []
+        if (
+            told.get("Driver") != "overlay2"
+            or ["Native Overlay Diff", "true"] not in facts
+            or ["userxattr", "true"] in facts
+        ):
             raise SandboxError(
                 f"Docker at {self.daemon.where} stores its containers with {told.get('Driver')!r}; the driver "
                 'needs `overlay2` with native diffs: set "storage-driver" in /etc/docker/daemon.json.'
@@ -95,7 +100,10 @@ class ContainerDriver:
         self._sweep(own=True)
 
     def _sweep(self, *, own: bool) -> None:
-        """Remove the containers of dead instances on this machine. own: also those of this one, which is starting."""
+        """Remove the containers of dead instances on this machine, and images of those that are gone for good.
+
+        own: also the containers of this one, which is starting.
+        """
         for container, labels in self.daemon.labelled():
             if labels.get(INSTANCE) == self._instance:
                 dead = own
@@ -104,6 +112,11 @@ class ContainerDriver:
             if dead:
                 with contextlib.suppress(SandboxError):
                     self.daemon.remove(container)
+
+        for image, labels in self.daemon.images():
+            if labels.get(HOST) == socket.gethostname() and not Path(labels.get(PLACE, "/")).exists():
+                with contextlib.suppress(SandboxError):
+                    self.daemon.forget_image(image)
 
     async def _reap(self) -> None:
         """From time to time remove what died beside us."""
@@ -212,7 +225,7 @@ class ContainerDriver:
             await asyncio.to_thread(self.states.drop, state.parts)
             labels = {**self.stock.labels, ROOT: key}
             made = await asyncio.to_thread(
-                self.daemon.commit, sandbox.container, labels, f"forkpoint-root-{self._instance}"
+                self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
             )
         except NotFreezable as error:
             raise SpecError(

@@ -47,7 +47,7 @@ def check(data_dir: Path) -> list[Requirement]:
     found = [*_platform()]
     if not all(requirement.ok for requirement in found):
         return found
-    found += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors()]
+    found += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _docker()]
     if all(requirement.ok for requirement in found if requirement.required):
         found += [_trial(data_dir), _criu()]
     return found
@@ -126,6 +126,21 @@ def _criu() -> Requirement:
         except CriuMissing as error:
             return Requirement("checkpoints", False, str(error), remedy, required=False)
     return Requirement("checkpoints", True, "CRIU works: live processes are frozen and restored", "", required=False)
+
+
+def _docker() -> Requirement:
+    from sandboxes.containerbox.daemon import Daemon  # noqa: PLC0415 - the SDK takes a fifth of a second to load
+
+    name, remedy = "Docker", "Only for the container driver: docs/containers.md says what it needs."
+    daemon = Daemon()
+    try:
+        told = daemon.check()
+    except SandboxError as error:
+        return Requirement(name, False, str(error), remedy, required=False)
+    finally:
+        daemon.close()
+    detail = f"{told.get('ServerVersion')} at {daemon.where}, storage driver {told.get('Driver')}"
+    return Requirement(name, told.get("Driver") == "overlay2" and os.geteuid() == 0, detail, remedy, required=False)
 
 
 def _trial(data_dir: Path) -> Requirement:

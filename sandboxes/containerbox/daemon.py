@@ -147,11 +147,12 @@ class Daemon:
 
     # -- images ------------------------------------------------------------------------------------------------------
 
-    def commit(self, container: str, labels: Mapping[str, str], name: str) -> str:
+    def commit(self, container: str, labels: Mapping[str, str], name: tuple[str, str]) -> str:
         """Return the id of a new image: the container's files over its own image. 0.1 s and more by what they hold."""
+        repository, tag = name
         changes = [f'LABEL {key}="{value}"' for key, value in labels.items()]
         with self._errors():
-            made = self._docker().api.commit(container, repository=name, changes=changes, pause=False)
+            made = self._docker().api.commit(container, repository=repository, tag=tag, changes=changes, pause=False)
         return str(made["Id"])
 
     def images(self) -> list[tuple[str, dict[str, str]]]:

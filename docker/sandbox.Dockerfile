@@ -1,0 +1,8 @@
+# A sandbox for agents, of Debian packages alone. Any other image that has /bin/sh does as well.
+FROM debian:bookworm-slim
+
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends \
+        bash build-essential ca-certificates curl file git jq less make patch procps python3 python3-pip python3-pytest \
+        python3-venv ripgrep sqlite3 tree unzip vim-tiny xz-utils \
+    && rm -rf /var/lib/apt/lists/*
