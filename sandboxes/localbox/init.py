@@ -255,7 +255,11 @@ class Init:
     def _conclude(self, shell: Shell, ending: str, spared: set[processes.Process]) -> tuple[dict[str, Any], bytes]:
         code, changed, notes = 0, False, b""
         if ending == "dump":
-            code, changed, notes = self._take_dump(shell)
+            try:
+                code, changed = self._take_dump(shell)
+            except MalformedDump as error:
+                ending, code = "malformed", 1
+                notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
             code = self._reap_shell(shell)
         else:
@@ -269,7 +273,9 @@ class Init:
             output.drain(self.output_bytes)
         (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
         err += notes
-        if ending != "dump":
+        if ending == "malformed":
+            self._kill(shell)
+        elif ending != "dump":
             self._forget(shell)
         answer = self._answer(code, out, err, timed_out=ending == "timeout", truncated=out_cut or err_cut)
         return {**answer, "session_changed": changed, "host_full": ending == "host"}, out + err
@@ -280,12 +286,13 @@ class Init:
         lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
         return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
 
-    def _take_dump(self, shell: Shell) -> tuple[int, bool, bytes]:
-        try:
-            code, now = shell.finish_dump()
-        except MalformedDump as error:
-            self._forget(shell)
-            return 1, False, f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
+    def _take_dump(self, shell: Shell) -> tuple[int, bool]:
+        """Return the exit status that the dump tells, and whether the session is another now.
+
+        Raises:
+            MalformedDump: a command has interfered with it.
+        """
+        code, now = shell.finish_dump()
         # Compared with what the restored shell said of itself, not with what it was restored from: where bash
         # prints a thing differently the second time, nothing has changed.
         changed = now != shell.baseline
@@ -297,7 +304,7 @@ class Init:
                 self.sessions.pop(shell.name, None)
             else:
                 self.sessions[shell.name] = now
-        return code, changed, b""
+        return code, changed
 
     def _reap_shell(self, shell: Shell) -> int:
         """Return how a shell ended, which it has or is about to."""

@@ -215,6 +215,8 @@ def restore_script(session: Session | None, workdir: str) -> bytes:
     lines += [f"pushd -n -- {quote(folder)}" for folder in reversed(session["dirs"])]
     declared = {match[2] for line in session["variables"] if (match := _DECLARE.match(line))}
     lines += [f"unset -v {name}" for name in _BORN_WITH if name not in declared]
+    # Exported from birth; `declare -- NAME=value` alone would leave that so.
+    lines += [f"\\builtin declare +x {name}" for name in ("PWD", "OLDPWD", "SHLVL") if name in declared]
     if session["arguments"]:
         lines.append("set -- " + " ".join(quote(argument) for argument in session["arguments"]))
     # pushd prints where it stands; nobody asked.

@@ -237,4 +237,5 @@ def test_each_rollout_gets_the_answers_it_would_get_alone(
 ) -> None:
     trouble = Trouble(bench.engine, bench.driver, seed, kill, drop)
     got = bench.runner.run(bench.together(group, trouble))
-    assert differences(group, got, bench.runner.run(bench.apart(group))) == []
+    found = differences(group, got, bench.runner.run(bench.apart(group)))
+    assert not found, "\n".join(found)

@@ -164,6 +164,18 @@ def test_a_call_that_changes_a_server_s_memory_is_a_change_and_one_that_leaves_i
     in_sandbox(data_dir, test)
 
 
+@pytest.mark.parametrize("call", ["cd /tmp", "export -n PWD", "export OLDPWD=/", "export -n SHLVL", "declare -r Z=1"])
+def test_a_session_that_was_restored_says_of_its_variables_what_the_call_that_set_them_saw(
+    data_dir: Path, call: str
+) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        look = "declare -p PWD OLDPWD SHLVL Z 2>/dev/null; true"
+        said = (await run(sandbox, f"{call}; {look}")).out
+        assert (await run(sandbox, look)).out == said
+
+    in_sandbox(data_dir, test)
+
+
 def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "x=1; sleep 60 &")
