@@ -46,14 +46,12 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     socket.sethostname("sandbox")
     kernel.bring_up_loopback()
     os.umask(0o022)
-    # Later /proc/sys is read-only.
-    last_pid = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC) if privileged else -1
     rootfs.prepare(devices_from_host=not privileged)
     driver.sendall(pack({"ready": True}))
-    _begin(driver, last_pid)
+    _begin(driver)
 
 
-def _begin(driver: socket.socket, last_pid: int) -> None:
+def _begin(driver: socket.socket) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
     inbox = Inbox()
     message = _wait_for(driver, inbox)
@@ -63,13 +61,11 @@ def _begin(driver: socket.socket, last_pid: int) -> None:
     rootfs.switch(overlay, fields["binds"])
     os.close(overlay)
     checkpoint: dict[str, Any] | None = fields["checkpoint"]
-    restoring = None if checkpoint is None else Restoring(checkpoint, fields["program"], files, last_pid)
+    restoring = None if checkpoint is None else Restoring(checkpoint, fields["program"], files)
     if restoring is not None:
         driver.sendall(pack({"restoring": True}))
         _wait_for(driver, inbox)
         restoring.finish()
-    if last_pid >= 0:
-        os.close(last_pid)
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     confine.limit_resources(fields["disk_bytes"], fields["memory_bytes"], fields["pids"])
     confine.confine()

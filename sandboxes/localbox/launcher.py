@@ -107,8 +107,7 @@ class Launcher:
             return
         try:
             self.driver.close()
-            host_root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-            sandbox, reply, *files = message.fds
+            sandbox, reply, host_root, *files = message.fds
             kernel.setns(sandbox, init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
             os.chdir("/")
             operate(host_root, message.fields["program"], reply, files, survey=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import sandboxes
+from sandboxes.checkpoints import Checkpoints
 from sandboxes.driver import SandboxError
 from sandboxes.localbox.cgroup import Cgroups
 from sandboxes.localbox.channel import Channel, ChannelLost
-from sandboxes.localbox.checkpoints import Checkpoints
 from sandboxes.localbox.layers import Layers
 from sandboxes.localbox.wire import Message
 
@@ -44,7 +44,7 @@ class Machine:
         self.host_view = host_view
         self.layers = Layers(data_dir)
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
-        self.checkpoints = Checkpoints(data_dir, self.layers, self.ask, wanted=checkpoints)
+        self.checkpoints = Checkpoints(data_dir, wanted=checkpoints)
         self._launcher: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._spares: deque[Spare] = deque()

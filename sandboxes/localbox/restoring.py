@@ -6,10 +6,10 @@ from typing import Any
 
 from sandboxes.localbox import processes
 from sandboxes.localbox.anchor import Anchor
-from sandboxes.localbox.operate import operate
+from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.shell import Shell, new_pipes
 
-_OUT_OF_THE_WAY = 1000
+OUT_OF_THE_WAY = 1000
 """CRIU and its helpers get pids this far above those that have to be restored."""
 
 
@@ -29,12 +29,10 @@ class Restoring:
     """Under way from its making to `finish`.
 
     files: socket to the driver, the host's root, images, kernel features; all become ours.
-    last_pid: /proc/sys/kernel/ns_last_pid, opened while it could be written to.
     """
 
-    def __init__(self, checkpoint: dict[str, Any], program: list[str], files: list[int], last_pid: int) -> None:
+    def __init__(self, checkpoint: dict[str, Any], program: list[str], files: list[int]) -> None:
         self.checkpoint = checkpoint
-        self._last_pid = last_pid
         requests, answering = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
         theirs = [requests[0], answering[1]]
         self._anchor_ends = (requests[1], answering[0])
@@ -45,21 +43,20 @@ class Restoring:
             theirs += [yours[place] for place in sorted(map(int, shell["pipes"]))]
         theirs += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for _, path in sorted(checkpoint["mapped"].items())]
         reply, host_root, *rest = files
-        self._set_last_pid(max([*checkpoint["pids"], checkpoint["last_pid"]]) + _OUT_OF_THE_WAY)
+        self._host_root = host_root
+        set_last_pid(host_root, max([*checkpoint["pids"], checkpoint["last_pid"]]) + OUT_OF_THE_WAY)
         self._operator = os.fork()
         if self._operator == 0:
             operate(host_root, program, reply, [*rest, *theirs])
-        for fd in (*files, *theirs):
+        for fd in (reply, *rest, *theirs):
             os.close(fd)
 
     def finish(self) -> None:
         """Wait for CRIU to be gone; from then on pids are given as if it had never been here."""
         os.waitpid(self._operator, 0)
         processes.reap()
-        self._set_last_pid(self.checkpoint["last_pid"])
-
-    def _set_last_pid(self, pid: int) -> None:
-        os.pwrite(self._last_pid, str(pid).encode(), 0)
+        set_last_pid(self._host_root, self.checkpoint["last_pid"])
+        os.close(self._host_root)
 
     def adopted(self) -> tuple[Anchor, list[Shell]]:
         """Return this side of what came back."""

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.checkpoints import Mapped, changed_since_mapped
 from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
 from sandboxes.effects import Effect
 from sandboxes.localbox.answers import digest, execution, refuse, request
@@ -15,6 +16,7 @@ from sandboxes.localbox.bases import Base
 from sandboxes.localbox.channel import ChannelLost
 from sandboxes.localbox.layers import DEEP, Upper, mergeable, remove_tree
 from sandboxes.localbox.machine import Machine, Spare, ended
+from sandboxes.localbox.restoring import inherited
 from sandboxes.localbox.roots import Root
 from sandboxes.localbox.wire import Message
 from sandboxes.spec import EnvironmentSpec
@@ -109,8 +111,12 @@ class LocalSandbox:
             if images is None:
                 ready = await self._talk(fields, b"", mounted.fds)
             else:
-                checkpoints = self._machine.checkpoints
-                ready = await checkpoints.bring_back(images, state["checkpoint"], fields, mounted.fds, self._talk)
+
+                async def start(program: list[str], files: list[int]) -> None:
+                    await self._talk({**fields, "program": program}, b"", [*mounted.fds, *files])
+
+                await self._machine.checkpoints.bring_back(images, start, inherited(state["checkpoint"]))
+                ready = await self._talk({"op": "restored"})
         finally:
             for fd in mounted.fds:
                 os.close(fd)
@@ -248,18 +254,39 @@ class LocalSandbox:
         Raises:
             NotFreezable: CRIU cannot dump them, in its own words.
         """
-        assert self._process is not None
-        checkpoint = await self._machine.checkpoints.take(
-            self._process, tree, look=lambda: self._talk({"op": "look"}), upper=self._upper
-        )
+        told: dict[str, Any] = {}
+        layer: list[str] = []
+
+        async def start(program: list[str], files: list[int]) -> None:
+            assert self._process is not None
+            await self._machine.ask({"op": "operate", "program": program}, [self._process, *files])
+
+        async def held(mapped: Mapped) -> None:
+            told.update((await self._talk({"op": "look"})).fields)
+            told["checkpoint"]["mapped"] = mapped
+            if (path := changed_since_mapped(mapped, told["delta"])) is not None:
+                raise NotFreezable(f"{path} may have been changed since it was mapped")
+            if not told["empty"]:
+                layer.append(await asyncio.to_thread(self._copy_upper, told))
+
+        checkpoints, layers = self._machine.checkpoints, self._machine.layers
+        try:
+            images = await checkpoints.take(start, tree, held)
+        except BaseException:
+            await asyncio.to_thread(layers.drop, layer)
+            raise
         # Held for as long as nobody else can know of it.
-        self._held = checkpoint.parts
-        layers = (*checkpoint.layer, *self.stack)
-        payload = self._payload(checkpoint.told, layers) | {
-            "images": checkpoint.images,
-            "checkpoint": checkpoint.told["checkpoint"],
-        }
-        return FrozenState("local", "processes", payload, checkpoint.size_bytes, None, (*layers, checkpoint.images))
+        self._held = (*layer, images)
+        stack = (*layer, *self.stack)
+        payload = self._payload(told, stack) | {"images": images, "checkpoint": told["checkpoint"]}
+        added = await asyncio.to_thread(checkpoints.size_bytes, [images]) + sum(map(layers.size_bytes, layer))
+        return FrozenState("local", "processes", payload, added, None, (*stack, images))
+
+    def _copy_upper(self, told: dict[str, Any]) -> str:
+        """Make a layer of a copy of what the sandbox, which goes on writing, has written so far."""
+        copy = self._machine.layers.allocate()
+        self._machine.layers.copy(self._upper, copy)
+        return self._machine.layers.freeze(copy, {"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
 
     async def _seal(self) -> None:
         """Put what a call wrote into a layer of its own, whether or not its state will be kept.
