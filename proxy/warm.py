@@ -90,10 +90,10 @@ class Warm:
         return [slot for slot in self._pool.roster.slots if slot.warm]
 
     def ready(self, node: Node) -> int:
-        """Return how many sandboxes at node anyone may have, at once or soon."""
+        """Return how many sandboxes at node anyone may have, at once or, where its state is just being kept, soon."""
         shared = node.snapshot is not None or node.origin is None
         there = sum(
-            slot.state in (State.IDLE, State.FREEZING) and (shared or slot.owner is None)
+            slot.state is State.FREEZING or (slot.state is State.IDLE and (shared or slot.owner is None))
             for slot in self._pool.roster.at(node)
         )
         return there + sum(made is node for made in self._making.values())

@@ -14,6 +14,7 @@ from proxy.tree import Node
 from proxy.warm import available_bytes
 from sandboxes.calls import ToolCall
 from sandboxes.driver import NotFreezable, SandboxError
+from sandboxes.lifecycle import State
 from sandboxes.memory import Gate, MemoryDriver
 from tests.proxy.rig import ask, engine
 from tests.proxy.serving import serving
@@ -33,13 +34,13 @@ def warmed(
 
 async def settled(running: Engine) -> None:
     """Wait until nothing more is being made ready."""
-    for _ in range(3):
+    warm, quiet = running.warm, 0
+    warm._wake.set()
+    while quiet < 3:
+        await asyncio.sleep(0.003)
         await running.keeper.drain()
-        await running.warm.drain()
-        running.warm._wake.set()
-        await asyncio.sleep(0.01)
-    await running.warm.drain()
-    await running.keeper.drain()
+        await warm.drain()
+        quiet = 0 if warm._wake.is_set() or warm._making else quiet + 1
 
 
 async def begun(running: Engine, name: str, *commands: str) -> Rollout:
@@ -111,6 +112,17 @@ def patiently(true: Callable[[], bool]) -> None:
             return
         time.sleep(0.01)
     pytest.fail("it never came true")
+
+
+def test_where_a_state_is_just_being_kept_none_is_made_by_running_its_calls_again(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        both = [await running.tasks.rollout("task", name) for name in ("first", "second")]
+        await asyncio.gather(*(ask(running, rollout, "echo 1 > a") for rollout in both))
+        (slot,) = running.pool.roster.at(both[0].node)
+        assert slot.state is State.FREEZING
+        assert running.warm.ready(both[0].node) == 1
+
+    warmed(tmp_path, test)
 
 
 def test_forks_that_were_asked_for_are_made_and_not_made_again_when_they_are_used(tmp_path: Path) -> None:
