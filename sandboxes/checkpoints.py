@@ -25,9 +25,13 @@ Mapped = dict[str, str]
 
 
 class Checkpoints:
-    """Those of one driver, below data_dir. wanted: whether to use CRIU where it works."""
+    """Those of one driver, below data_dir. wanted: whether to use CRIU where it works.
 
-    def __init__(self, data_dir: Path, *, wanted: bool) -> None:
+    outer_session: see `Conversation`.
+    """
+
+    def __init__(self, data_dir: Path, *, wanted: bool, outer_session: bool = False) -> None:
+        self._outer_session = outer_session
         self._directory = data_dir / "checkpoints"
         self._own = data_dir / "criu"
         self._criu: Criu | None = None
@@ -129,7 +133,7 @@ class Checkpoints:
                 message = await reply.receive()
             if "error" in message.fields:
                 raise CriuRefused(str(message.fields["error"]))
-            criu = Conversation(socket.socket(fileno=message.fds[0]))
+            criu = Conversation(socket.socket(fileno=message.fds[0]), outer_session=self._outer_session)
             try:
                 yield criu, message.fields.get("mapped", {})
             finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import orjson
 
+from sandboxes.checkpoints import Checkpoints
 from sandboxes.containerbox.daemon import HOST, INSTANCE, PLACE, ROOT, Daemon
 from sandboxes.containerbox.roots import Root, Roots
 from sandboxes.containerbox.sandbox import ContainerSandbox
@@ -33,16 +34,18 @@ class ContainerDriver:
     """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
 
     spares: started containers that wait for each image, so that a restore takes milliseconds.
+    checkpoints: whether states with live processes are frozen, where CRIU works.
     """
 
     name = "container"
 
-    def __init__(self, data_dir: Path, *, spares: int = 2) -> None:
+    def __init__(self, data_dir: Path, *, spares: int = 2, checkpoints: bool = True) -> None:
         self.data_dir = data_dir.resolve()
         self.daemon = Daemon()
         self.states = States(self.data_dir / "states")
         self.stock = Stock(self.daemon, self.data_dir, spares=spares)
         self.roots = Roots(self.data_dir / "roots")
+        self.checkpoints = Checkpoints(self.data_dir, wanted=checkpoints, outer_session=True)
         self._bases = Bases(self.data_dir, privileged=True)
         self._sandboxes: set[ContainerSandbox] = set()
         self._lock: int | None = None
@@ -163,7 +166,8 @@ class ContainerDriver:
         """See `Driver.restore`: a spare, the copy laid over it, and its shells from their dumps."""
         copy, image = frozen.payload["copy"], frozen.payload["image"]
         with self.states.holding(copy):
-            if not self.states.there(copy):
+            images = frozen.payload.get("images")
+            if not self.states.there(copy) or not (images is None or images in self.checkpoints.all()):
                 raise StateGone(f"state {copy} is gone; replay its path instead")
             try:
                 return await self._launch(spec, image, frozen.payload["born_ns"], frozen)
@@ -173,11 +177,14 @@ class ContainerDriver:
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are copies; images of root states that nobody has used for long go too."""
         # What there was, and what lived, before the first await: see LocalDriver.collect.
-        there, before = self.states.all(), self._in_use()
-        kept = {name for name in set(keep) if self.states.there(name)}
+        there, before = self.states.all() | self.checkpoints.all(), self._in_use()
+        wanted = set(keep)
+        kept = {name for name in wanted if self.states.there(name)}
         size = await asyncio.to_thread(self.states.size_bytes, kept)
-        unneeded = there - kept - before - self._in_use() - set(self.states.held)
-        await asyncio.to_thread(self.states.drop, unneeded)
+        size += await asyncio.to_thread(self.checkpoints.size_bytes, wanted)
+        unneeded = there - wanted - before - self._in_use() - set(self.states.held)
+        await asyncio.to_thread(self.states.drop, unneeded - self.checkpoints.all())
+        await asyncio.to_thread(self.checkpoints.drop, unneeded)
         needed = {sandbox.image for sandbox in self.sandboxes.values()}
         for image in await asyncio.to_thread(self.roots.unused):
             if image not in needed:
@@ -186,7 +193,7 @@ class ContainerDriver:
         return size
 
     def _in_use(self) -> set[str]:
-        return {sandbox.copied for sandbox in self.sandboxes.values() if sandbox.copied is not None}
+        return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
     async def _root(self, spec: EnvironmentSpec) -> Root:
         """Return spec's root state; build it where it is not there (any more)."""
@@ -242,7 +249,7 @@ class ContainerDriver:
         self, spec: EnvironmentSpec, image: str, born_ns: int, frozen: FrozenState | None, *, spare: bool = True
     ) -> ContainerSandbox:
         box = await (self.stock.take if spare else self.stock.make)(image, spec.limits)
-        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states)
+        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states, self.checkpoints)
         self._sandboxes.add(sandbox)
         try:
             await sandbox.begin(frozen)

@@ -36,6 +36,7 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("pid", 2, "int"),
         ("leave_running", 3, "bool"),
         ("tcp_established", 5, "bool"),
+        ("shell_job", 7, "bool"),
         ("file_locks", 8, "bool"),
         ("log_level", 9, "int"),
         ("log_file", 10, "text"),
@@ -156,11 +157,14 @@ def _ask_kernel(criu: Path) -> bytes:
 
 
 class Conversation:
-    """One CRIU process, one request. Close it when done; CRIU then ends, and lets go of what it held."""
+    """One CRIU process, one request. Close it when done; CRIU then ends, and lets go of what it held.
 
-    def __init__(self, end: socket.socket) -> None:
+    outer_session: the tree's root is in a session of a process above it; restored, it is in CRIU's.
+    """
+
+    def __init__(self, end: socket.socket, *, outer_session: bool) -> None:
         end.setblocking(False)
-        self._end = end
+        self._end, self._outer_session = end, outer_session
 
     def close(self) -> None:
         self._end.close()
@@ -212,6 +216,7 @@ class Conversation:
             # The files of the same moment come with the images.
             "skip_file_rwx_check": True,
             "notify_scripts": held is not None,
+            "shell_job": self._outer_session,
             "timeout": _PATIENCE_S,
             **options,
         }

@@ -6,8 +6,9 @@ import os
 import select
 import time
 from pathlib import Path
+from typing import Any
 
-from sandboxes.containerbox.household import Household, kill, start_time
+from sandboxes.containerbox.household import Household, inner_of, kill, start_time
 from sandboxes.containerbox.texts import FIFOS
 
 ANSWER_S = 10.0
@@ -50,6 +51,17 @@ class Anchor:
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/oom_score_adj").write_text(SHELTERED)
         return self.bash
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of it: what the container calls its processes."""
+        return {"inner": inner_of(self.pid), "pids": [inner_of(pid) for pid in self.pids], "bash": self.bash}
+
+    def adopt(self, told: dict[str, Any]) -> None:
+        """Take over an anchor that was restored with its processes, in the place of the one that was here."""
+        self.pid = self.house.find(told["inner"]) or 0
+        self.pids = {pid for inner in told["pids"] if (pid := self.house.find(inner)) is not None}
+        self.bash = told["bash"]
+        self._started = start_time(self.pid)
 
     def look_after(self) -> None:
         """Have a new anchor started where the agent has killed this one; then what it had left is orphaned.

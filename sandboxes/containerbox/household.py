@@ -43,12 +43,7 @@ class Household:
     def find(self, inner: int) -> int | None:
         """Return the pid here of the process that the container calls inner."""
         for pid in self.pids():
-            try:
-                with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123 - many times a call
-                    line = next(line for line in file if line.startswith(b"NSpid:"))
-            except (OSError, StopIteration):
-                continue
-            if int(line.split()[-1]) == inner:
+            if inner_of(pid) == inner:
                 return pid
         return None
 
@@ -81,6 +76,32 @@ class Household:
                 # It ended meanwhile.
                 continue
         return found
+
+
+def inner_of(pid: int) -> int:
+    """Return what a container calls the process that is pid here; 0 where it is gone."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123 - many times a call
+            return int(next(line for line in file if line.startswith(b"NSpid:")).split()[-1])
+    except (OSError, StopIteration):
+        return 0
+
+
+def join(pid: int) -> None:
+    """Move this process into all control groups of another: what it starts then counts and is limited as theirs."""
+    places = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        place, _, kind = line.partition(" - ")
+        if kind.startswith("cgroup2 "):
+            places[""] = place.split()[4]
+        elif kind.startswith("cgroup "):
+            for option in kind.split()[2].split(","):
+                places[option] = place.split()[4]
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, kinds, path = line.split(":", 2)
+        if path == "/" or (mount := places.get(kinds.split(",")[0])) is None:
+            continue
+        (Path(mount) / path.lstrip("/") / "cgroup.procs").write_text("0")
 
 
 def start_time(pid: int) -> int | None:

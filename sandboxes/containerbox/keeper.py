@@ -21,6 +21,8 @@ from sandboxes.containerbox.anchor import Anchor, CannotStart
 from sandboxes.containerbox.shells import Shell, limit, read_limits
 from sandboxes.localbox import confine, delta, files, kernel, processes
 from sandboxes.localbox import session as sessions
+from sandboxes.localbox.operate import operate, set_last_pid
+from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.session import MalformedDump, Session
 from sandboxes.localbox.shell import Output
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
@@ -112,11 +114,15 @@ class Keeper:
         while (message := self._next()) is not None:
             match message.fields["op"]:
                 case "begin":
-                    self._begin(message.fields)
+                    self._begin(message)
                 case "exec" | "file":
                     self._call(message)
                 case "freeze":
                     self._freeze(message.fields)
+                case "dump":
+                    self._dump(message)
+                case "copy":
+                    self._copy(message.fields)
 
     def _next(self) -> Message | None:
         """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
@@ -142,8 +148,12 @@ class Keeper:
     def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
         self.driver.sendall(pack(fields, body))
 
-    def _begin(self, fields: dict[str, Any]) -> None:
-        """Become a sandbox: at the image's state, or at that of a copy; then start the shell that is asked first."""
+    def _begin(self, message: Message) -> None:
+        """Become a sandbox: at the image's state, or at that of a copy; then start the shell that is asked first.
+
+        With a checkpoint its processes come back instead, by a CRIU that the driver talks to.
+        """
+        fields = message.fields
         for name in ("workdir", "output_bytes", "born_ns", "sessions", "pristine"):
             setattr(self, name, fields[name])
         given = {name: value for name, value in self.inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
@@ -157,6 +167,9 @@ class Keeper:
             self.copied = (copy, self.signatures)
         else:
             self._look_at_files()
+        if fields["checkpoint"] is not None:
+            self._bring_back(fields["checkpoint"], fields["program"], message.fds)
+            return
         try:
             self._ready_shell(next(iter(self.sessions), "main"))
         except CannotStart as error:
@@ -353,9 +366,9 @@ class Keeper:
     def _kept(self) -> set[int]:
         return {self.house.pid, *self.anchor.pids}
 
-    def _settle(self) -> None:
+    def _settle(self, grace_s: tuple[float, ...] = processes.GRACE_S) -> None:
         """Find out what outlives the call, with some grace for what is just about to end."""
-        for pause in (*processes.GRACE_S, None):
+        for pause in (*grace_s, None):
             self.anchor.look_after()
             idle = {shell.pid for shell in self.shells.values()} | self._kept()
             left = {process for process in self.house.living() if process[0] not in idle}
@@ -468,10 +481,17 @@ class Keeper:
         return {"state": None, "witness": delta.digests(still, told, born_ns=self.born_ns, now_ns=now_ns)[1].hex()}
 
     def _freeze(self, fields: dict[str, Any]) -> None:
-        """Copy the container's own files to an empty directory, unless something lives. A checkpoint would go here."""
+        """Copy the container's own files to an empty directory.
+
+        Where something lives, name the process whose tree can be dumped, and wait to be told to copy then.
+        """
         if self.alive:
-            self._reply({"not_freezable": self._who_lives()})
+            why = self._outside_the_tree() if fields["checkpoint"] else self._who_lives()
+            self._reply({"not_freezable": why} if why else {"tree": household.inner_of(self._top())})
             return
+        self._copy(fields)
+
+    def _copy(self, fields: dict[str, Any]) -> None:
         self._look_at_files()
         folder = Path(fields["folder"])
         (folder / "diff").mkdir(parents=True)
@@ -485,7 +505,86 @@ class Keeper:
         (folder / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
         self.copied = (fields["becomes"], self.signatures)
         told = {"sessions": self.sessions, "pristine": self.pristine, "added_bytes": copy.added_bytes}
-        self._reply({**told, **self._state()})
+        checkpoint = self._remember() if self.alive else None
+        self._reply({**told, **self._state(), "delta": self.delta, "checkpoint": checkpoint})
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _outside_the_tree(self) -> str:
+        """Say what lives here that no checkpoint would hold; empty where there is nothing."""
+        if any(kind == "ipc" for kind, *_ in self.alive):
+            return "System V IPC objects exist, and a checkpoint does not hold them"
+        others = {pid for pid, _ in self.house.living()} - {self.house.pid}
+        if not processes.descend(others, self._top()):
+            return (
+                "processes live outside the tree of the container's anchor: this machine has no tini, or it was killed"
+            )
+        for name in list(self.shells):
+            # What a new shell says of itself would be lost on its way to us.
+            with contextlib.suppress(CannotStart):
+                self._ready_shell(name)
+        return ""
+
+    def _top(self) -> int:
+        """Return the root of the tree that holds all but pid 1."""
+        return next(iter(self.anchor.pids - {self.house.pid, self.anchor.pid}), self.anchor.pid)
+
+    def _dump(self, message: Message) -> None:
+        reply, host_root, *files = message.fds
+        if os.fork() == 0:
+            self._enter()
+            operate(host_root, message.fields["program"], reply, files, survey=True)
+        for fd in message.fds:
+            os.close(fd)
+        self._reply({})
+
+    def _enter(self) -> None:
+        """In a fork: move into the container's namespaces; children are born in its pid namespace."""
+        try:
+            every = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+            kernel.setns(self.house.init, every | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
+            os.chdir("/")
+        except OSError:
+            os._exit(1)
+
+    def _remember(self) -> dict[str, Any]:
+        """Return what must be known of the processes to take them over in another container."""
+        return {
+            "anchor": self.anchor.remember(),
+            "shells": [shell.remember() for shell in self.shells.values()],
+            "pids": sorted(household.inner_of(pid) for pid, _ in self.house.living()),
+        }
+
+    def _bring_back(self, checkpoint: dict[str, Any], program: list[str], fds: list[int]) -> None:
+        self.house.kill_except({self.house.pid})
+        shells = [Shell.prepare_again(told, self.anchor.box, bash=self.anchor.bash) for told in checkpoint["shells"]]
+        reply, host_root, *files = fds
+        last = max(checkpoint["pids"])
+        operator = os.fork()
+        if operator == 0:
+            household.join(self.house.pid)
+            self._enter()
+            set_last_pid(host_root, last + OUT_OF_THE_WAY)
+            operate(host_root, program, reply, files)
+        for fd in (reply, *files):
+            os.close(fd)
+        self._reply({})
+        while (message := self._next()) is not None and message.fields["op"] != "restored":
+            self._reply({})
+        os.waitpid(operator, 0)
+        after = os.fork()
+        if after == 0:
+            self._enter()
+            set_last_pid(host_root, last)
+            os._exit(0)
+        os.waitpid(after, 0)
+        os.close(host_root)
+        self.anchor.adopt(checkpoint["anchor"])
+        for shell, told in zip(shells, checkpoint["shells"], strict=True):
+            shell.adopt(told, self.house.find(told["inner"]) or 0)
+            self.shells[shell.name] = shell
+        self._settle(())
+        self._reply({})
 
     def _unchanged(self, path: str) -> str | None:
         copy, signatures = self.copied

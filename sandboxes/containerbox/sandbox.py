@@ -5,6 +5,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.checkpoints import Checkpoints, Mapped
 from sandboxes.containerbox.states import States
 from sandboxes.containerbox.stock import Box, Stock
 from sandboxes.driver import FrozenState, NotFreezable, SandboxError
@@ -19,13 +20,22 @@ from sandboxes.spec import EnvironmentSpec
 class ContainerSandbox:
     """See `sandboxes.driver.Sandbox`."""
 
-    def __init__(self, box: Box, spec: EnvironmentSpec, image: str, born_ns: int, stock: Stock, states: States) -> None:
+    def __init__(
+        self,
+        box: Box,
+        spec: EnvironmentSpec,
+        image: str,
+        born_ns: int,
+        stock: Stock,
+        states: States,
+        checkpoints: Checkpoints,
+    ) -> None:
         self.id = box.id
         self.image = image
         self.closed = False
-        self.copied: str | None = None
+        self.parts: tuple[str, ...] = ()
         self._box, self._spec, self._born_ns = box, spec, born_ns
-        self._stock, self._states = stock, states
+        self._stock, self._states, self._checkpoints = stock, states, checkpoints
         self._frozen: FrozenState | None = None
         self._closing: asyncio.Task[None] | None = None
         self._dead: str | None = None
@@ -57,10 +67,20 @@ class ContainerSandbox:
             "pristine": told["pristine"],
             "copy": "" if frozen is None else str(self._states.folder / frozen.payload["copy"]),
         }
+        checkpoint = None if frozen is None else frozen.payload.get("checkpoint")
+        fields["checkpoint"] = checkpoint
         if frozen is not None:
-            self.copied = frozen.payload["copy"]
-            self._frozen = frozen
-        await self._talk(fields)
+            self.parts = frozen.parts
+            self._frozen = frozen if checkpoint is None else None
+        if frozen is None or checkpoint is None:
+            await self._talk(fields)
+            return
+
+        async def start(program: list[str], files: list[int]) -> None:
+            await self._talk({**fields, "program": program}, b"", files)
+
+        await self._checkpoints.bring_back(frozen.payload["images"], start, [])
+        await self._talk({"op": "restored"})
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -133,15 +153,20 @@ class ContainerSandbox:
             return known
         name, folder = self._states.allocate()
         fields = {"op": "freeze", "folder": str(folder), "becomes": str(self._states.folder / name)}
+        possible = await self._checkpoints.possible()
+        images: tuple[str, ...] = ()
         try:
-            told = (await self._talk(fields)).fields
+            told = (await self._talk({**fields, "checkpoint": possible})).fields
+            if "tree" in told:
+                told, images = await self._checkpoint(int(told["tree"]), fields)
         except asyncio.CancelledError:
             self._die("its freezing was cancelled")
             raise
         if "not_freezable" in told:
-            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}")
+            why = "" if possible else f"; {self._checkpoints.missing}"
+            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}{why}")
         self._states.keep(name)
-        self.copied = name
+        self.parts = (name, *images)
         payload = {
             "copy": name,
             "image": self.image,
@@ -150,8 +175,26 @@ class ContainerSandbox:
             "pristine": told["pristine"],
         }
         added = int(told["added_bytes"])
-        self._frozen = FrozenState("container", "copy", payload, added, digest(told["state"]), (name,))
+        if images:
+            payload |= {"images": images[0], "checkpoint": told["checkpoint"]}
+            added += await asyncio.to_thread(self._checkpoints.size_bytes, images)
+            return FrozenState("container", "processes", payload, added, None, self.parts)
+        self._frozen = FrozenState("container", "files", payload, added, digest(told["state"]), self.parts)
         return self._frozen
+
+    async def _checkpoint(self, tree: int, fields: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Dump the processes below tree, and copy the files of the same moment; they run on."""
+        told: dict[str, Any] = {}
+
+        async def start(program: list[str], files: list[int]) -> None:
+            await self._talk({"op": "dump", "program": program}, b"", files)
+
+        async def held(mapped: Mapped) -> None:
+            told.update((await self._talk({**fields, "op": "copy"})).fields)
+            if mapped:
+                raise NotFreezable(f"{min(mapped.values())} is mapped from below the container's file system")
+
+        return told, (await self._checkpoints.take(start, tree, held),)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 

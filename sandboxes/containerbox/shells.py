@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from sandboxes.containerbox import household, posix
 from sandboxes.containerbox.texts import SHELL_FIFOS, SHELL_TEXTS
@@ -55,12 +56,6 @@ class Shell:
 
     def prepare(self, workdir: str, environment: Mapping[str, str], inherited: set[str]) -> None:
         """Make the directory with all that the shell will open."""
-        self.folder.mkdir(mode=0o755)
-        for name in SHELL_FIFOS:
-            os.mkfifo(self.folder / name)
-            # Whoever a command becomes may open /dev/stdout again.
-            (self.folder / name).chmod(0o666)
-            self._fds[name] = os.open(self.folder / name, _RIGHTS)
         if self.bash:
             script, loop = sessions.restore_script(self.session, workdir), sessions.LOOP
             if self.session is None:
@@ -71,12 +66,40 @@ class Shell:
         else:
             script = posix.restore_script(self.session, workdir, dict(environment), inherited, self.folder.name)
             loop = posix.loop(self.folder.name)
-        for name, text in zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True):
+        self._furnish(dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True)))
+
+    def _furnish(self, texts: Mapping[str, bytes]) -> None:
+        self.folder.mkdir(mode=0o755)
+        for name in SHELL_FIFOS:
+            os.mkfifo(self.folder / name)
+            # Whoever a command becomes may open /dev/stdout again.
+            (self.folder / name).chmod(0o666)
+            self._fds[name] = os.open(self.folder / name, _RIGHTS)
+        for name, text in texts.items():
             (self.folder / name).write_bytes(text)
             (self.folder / name).chmod(0o644)
             self._fds[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         self.dump_fd = self._fds["dump"]
         self.out, self.err = Output(self._fds["out"]), Output(self._fds["err"])
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of an idle shell: this side of it, and the texts it was given."""
+        texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
+        facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
+        return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
+
+    @classmethod
+    def prepare_again(cls, told: Mapping[str, Any], box: Path, *, bash: bool) -> "Shell":
+        """Make what a shell that will be restored has open, under the names that it knows."""
+        shell = cls(told["name"], told["session"], box / told["folder"], bash=bash)
+        shell._furnish({name: text.encode("latin-1") for name, text in told["texts"].items()})
+        return shell
+
+    def adopt(self, told: Mapping[str, Any], pid: int) -> None:
+        """Note as which process it came back."""
+        self.pid, self.inner = pid, told["inner"]
+        self.baseline, self.jobs, self.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
+        self.limits = {name: (soft, hard) for name, (soft, hard) in told["limits"].items()}
 
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
         """Note as which process it runs, and which limits it was born with; set those that the session had changed."""

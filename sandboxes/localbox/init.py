@@ -560,7 +560,7 @@ class Init:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
         if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
-        if self.anchor is None or not processes.is_root_of_all(self.anchor.pid):
+        if self.anchor is None or not processes.descend((pid for pid, _ in processes.living()), self.anchor.pid):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
         return ""
 

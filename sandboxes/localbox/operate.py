@@ -73,6 +73,7 @@ def _stand_at(root: int) -> None:
 
 def _execute(program: list[str], end: int, files: list[int]) -> None:
     try:
+        os.setsid()
         images, features, *inherited = files
         places = {SOCKET_FD: end, IMAGES_FD: images, KERNEL_FD: features}
         places |= {INHERITED_FD + at: fd for at, fd in enumerate(inherited)}

@@ -117,9 +117,9 @@ def written_paths() -> set[str]:
     return found
 
 
-def is_root_of_all(root: int) -> bool:
-    """Whether every living process but pid 1 descends from root, or is root."""
-    parents = {pid: _parent(pid) for pid, _ in living()}
+def descend(pids: Iterable[int], root: int) -> bool:
+    """Whether each of pids, which hold all their parents up to root, descends from root, or is root."""
+    parents = {pid: _parent(pid) for pid in pids}
     return all(_descends(pid, root, parents) for pid in parents)
 
 

@@ -176,8 +176,8 @@ def _text(tar: tarfile.TarFile, name: str, text: str) -> None:
 class OnImage(ContainerDriver):
     """A container driver that gives specs without an image one."""
 
-    def __init__(self, data_dir: Path, image: str = BASH_IMAGE, *, spares: int = 1) -> None:
-        super().__init__(data_dir, spares=spares)
+    def __init__(self, data_dir: Path, image: str = BASH_IMAGE, *, spares: int = 1, checkpoints: bool = False) -> None:
+        super().__init__(data_dir, spares=spares, checkpoints=checkpoints)
         self.image = image
 
     def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:

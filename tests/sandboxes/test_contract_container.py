@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.driver import Driver
+from tests.machine import require_criu
 from tests.sandboxes.contract import DriverContract
 from tests.sandboxes.docker import BUSYBOX_IMAGE, SH_IMAGE, OnImage
 
@@ -11,6 +12,15 @@ class TestContainerDriver(DriverContract):
     @pytest.fixture
     def driver(self, container_dir: Path) -> Driver:
         return OnImage(container_dir)
+
+
+class TestContainerDriverWithCriu(DriverContract):
+    checkpoints = True
+
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        require_criu()
+        return OnImage(container_dir, checkpoints=True)
 
 
 class TestContainerDriverOnDash(DriverContract):
