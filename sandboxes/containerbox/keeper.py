@@ -266,7 +266,11 @@ class Keeper:
     def _conclude(self, shell: Shell, ending: str, spared: set[int]) -> tuple[dict[str, Any], bytes]:
         code, changed, notes = 0, False, b""
         if ending == "dump":
-            code, changed, notes = self._take_dump(shell)
+            try:
+                code, changed = self._take_dump(shell)
+            except MalformedDump as error:
+                ending, code = "malformed", 1
+                notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
             if household.exiting(self.house.pid):
                 raise Ended("the container ended during a call")
@@ -292,12 +296,13 @@ class Keeper:
         lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
         return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
 
-    def _take_dump(self, shell: Shell) -> tuple[int, bool, bytes]:
-        try:
-            code, now = shell.finish_dump()
-        except MalformedDump as error:
-            self._kill(shell)
-            return 1, False, f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
+    def _take_dump(self, shell: Shell) -> tuple[int, bool]:
+        """Return the exit status that the dump tells, and whether the session is another now.
+
+        Raises:
+            MalformedDump: a command has interfered with it.
+        """
+        code, now = shell.finish_dump()
         # Compared with what the restored shell said of itself, not with what it was restored from: where a shell
         # prints a thing differently the second time, nothing has changed.
         changed = now != shell.baseline
@@ -308,7 +313,7 @@ class Keeper:
                 self.sessions.pop(shell.name, None)
             else:
                 self.sessions[shell.name] = now
-        return code, changed, b""
+        return code, changed
 
     def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes]:
         """Run a file operation in a child that has moved into the container's files, with its rights and no more."""
