@@ -27,8 +27,9 @@ from sandboxes.roster import Slot
 
 log = structlog.get_logger()
 
-_PAUSE_S = 0.002
-"""Between two looks at what rollouts did: calls that come together are looked at together."""
+_THINKS_S = 0.005
+"""A rollout whose last call was this long ago is thinking, and worth looking ahead for; one in full run soon stands
+elsewhere. Looks are as far apart."""
 _SHARE = 50
 """A look is followed by a pause at least this many times as long: looking takes no more than 2 % of a core."""
 _AT_ONCE = 2
@@ -103,12 +104,16 @@ class Warm:
         await self._wake.wait()
         self._wake.clear()
         began = time.perf_counter()
-        trees = {rollout.tree for rollout in self._seen if not rollout.finished} | self._asked_for() | self._left
-        self._seen.clear()
+        before = time.monotonic() - _THINKS_S
+        thinking = {rollout for rollout in self._seen if rollout.used_at < before}
+        self._seen -= thinking
+        trees = {rollout.tree for rollout in thinking if not rollout.finished} | self._asked_for() | self._left
         self._left.clear()
-        if self.most and not self._short_of_memory():
+        if trees and self.most and not self._short_of_memory():
             await self._make(self._wanted(trees))
-        await asyncio.sleep(max(_PAUSE_S, _SHARE * (time.perf_counter() - began)))
+        await asyncio.sleep(max(_THINKS_S, _SHARE * (time.perf_counter() - began)))
+        if self._seen:
+            self._wake.set()
 
     async def drain(self) -> None:
         """Wait for the warm forks that are being made."""
@@ -137,7 +142,8 @@ class Warm:
         for tree in trees:
             running = [r for r in self._walkers.of(tree.id) if r.cached and now - r.used_at < self._idle_s]
             # One whose call is being answered has a sandbox at work for it.
-            walking = Counter(rollout.node for rollout in running if not rollout.waiting)
+            thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKS_S)
+            walking = Counter(rollout.node for rollout in thinking)
             asked = {tree.root: self._at_root(tree, running)}
             worth = targets(walking, asked, ready=self.ready, saved_s=partial(self._saved_s, tree))
             found += [(tree, target) for target in worth if target.node not in self._cooling]

@@ -40,7 +40,7 @@ async def settled(running: Engine) -> None:
         await asyncio.sleep(0.003)
         await running.keeper.drain()
         await warm.drain()
-        quiet = 0 if warm._wake.is_set() or warm._making else quiet + 1
+        quiet = 0 if warm._wake.is_set() or warm._seen or warm._making else quiet + 1
 
 
 async def begun(running: Engine, name: str, *commands: str) -> Rollout:
