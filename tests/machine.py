@@ -39,7 +39,7 @@ def require_criu() -> None:
     """Skip the test, with the reason, where CRIU does not work; in the project's own CI it has to."""
     require_sandboxes()
     if missing := _missing_criu():
-        assert not os.environ.get("FORKPOINT_CI"), missing
+        assert not os.environ.get("FORKPOINT_NEEDS_CRIU"), missing
         pytest.skip(missing)
 
 
