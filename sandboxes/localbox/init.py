@@ -15,15 +15,14 @@ import time
 from typing import Any
 
 from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs
-from sandboxes.localbox import session as sessions
-from sandboxes.localbox.anchor import Anchor, AnchorLost, CannotStart
+from sandboxes.localbox.anchor import Anchor, CannotStart
+from sandboxes.localbox.changes import WATCH_S, Changes
 from sandboxes.localbox.restoring import Restoring
-from sandboxes.localbox.session import MalformedDump, Session
+from sandboxes.localbox.session import MalformedDump
 from sandboxes.localbox.shell import Output, Shell
+from sandboxes.localbox.shells import Shells
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
-READY_S = 10.0
-WATCH_S = 0.1
 TIMED_OUT, OVER_DISK = 124, 137
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
@@ -96,28 +95,12 @@ class Init:
     def __init__(self, driver: socket.socket, inbox: Inbox, roots: delta.Roots, fields: dict[str, Any]) -> None:
         self.driver = driver
         self.inbox = inbox
-        self.roots = roots
-        self.environment: dict[str, str] = fields["environment"]
-        self.workdir: str = fields["workdir"]
         self.output_bytes: int = fields["output_bytes"]
-        self.disk_bytes: int = fields["disk_bytes"]
-        self.below_bytes: int = fields["below_bytes"]
-        self.born_ns: int = fields["born_ns"]
-        self.reserve_bytes: int = fields["reserve_bytes"]
         self.seals: bool = fields["seals"]
-        self.anchor: Anchor | None = None
-        self.shells: dict[str, Shell] = {}
-        self.sessions: dict[str, Session] = fields["sessions"]
-        self.pristine: Session | None = fields["pristine"]
-        told = fields["delta"]
-        self.base: delta.Delta | None = (
-            None if told is None else {path: (what, at) for path, (what, at) in told.items()}
-        )
-        self.delta = self.base
-        self.signatures: dict[str, delta.Signature] = {}
+        self.shells = Shells(fields["environment"], fields["workdir"], fields["sessions"], fields["pristine"])
+        self.changes = Changes(roots, fields)
         self.alive: frozenset[Any] = frozenset()
         self.calls = 0
-        self.ended: dict[int, int] = {}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +111,7 @@ class Init:
         """
         told: dict[str, Any] = {}
         try:
-            self._ready_shell("main")
+            self.shells.ready("main")
         except CannotStart as error:
             told = {"cannot_start": str(error)}
         socket.send_fds(self.driver, [pack(told, fds=1)], [namespace])
@@ -152,7 +135,7 @@ class Init:
         while (message := self.inbox.take()) is None:
             poll = select.poll()
             poll.register(self.driver, select.POLLIN)
-            outputs = self._outputs() if self.alive else {}
+            outputs = self.shells.outputs if self.alive else {}
             for fd in outputs:
                 poll.register(fd, select.POLLIN)
             for fd, _ in poll.poll(None if not self.alive else 1000):
@@ -160,7 +143,7 @@ class Init:
                     outputs[fd].drain(self.output_bytes)
                 elif not self._receive():
                     return None
-            self.ended |= processes.reap()
+            self.shells.reap()
         return message
 
     def _receive(self) -> bool:
@@ -176,8 +159,8 @@ class Init:
     def _call(self, message: Message) -> None:
         fields = message.fields
         self.calls += 1
-        self.ended |= processes.reap()
-        alive_before, free = self.alive, self._free_bytes()
+        self.shells.reap()
+        alive_before, free = self.alive, self.changes.free_bytes()
         turns_before = processes.turns(self._living())
         started = time.perf_counter()
         touched: str | None
@@ -192,31 +175,31 @@ class Init:
         effects = {
             "session": changed,
             "processes": worked or self.alive != alive_before,
-            "files": self._look_at_files(),
+            "files": self.changes.look(),
         }
-        wrote = self.seals and bool(self.signatures) and not self.alive
-        discard = wrote and self.delta is not None and self.delta == self.base
-        seal = wrote and not discard and not delta.linked(self.signatures)
-        if self._free_bytes() < min(free, self.reserve_bytes):
+        wrote = self.seals and self.changes.written and not self.alive
+        discard = wrote and self.changes.undone
+        seal = wrote and not discard and not self.changes.linked
+        if self.changes.free_bytes() < min(free, self.changes.reserve_bytes):
             answer["host_full"] = True
         self._reply({**answer, **effects, **self._state(), "discard": discard, "seal": seal}, body)
         if discard or seal:
             # What was written goes away or into a layer: the driver is told at once what it would ask next.
             self._pause(discard=discard)
         elif not self.alive:
-            self._renew([touched] if touched else [])
+            self.shells.renew([touched] if touched else [])
 
     def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes, str]:
         name = fields["session"]
         spared = processes.living() if self.alive else set()
         try:
-            shell = self._ready_shell(name)
+            shell = self.shells.ready(name)
         except CannotStart as error:
             return self._answer(127, b"", f"{error}\n".encode()), f"{error}\n".encode(), name
-        others = {s.pid for s in self.shells.values() if s is not shell}
+        others = {other.pid for other in self.shells if other is not shell}
         if spared or others:
             # The anchor goes with its shells, unless others have to stay.
-            others |= self._anchor_pids()
+            others |= self.shells.anchor_pids
         spared |= {process for process in processes.living() if process[0] in others}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
@@ -225,7 +208,7 @@ class Init:
     def _wait(self, shell: Shell, timeout_s: float) -> str:
         """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
         deadline = time.monotonic() + timeout_s
-        watch = _DiskWatch(self)
+        over_disk = self.changes.disk_watch()
         poll = select.poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
         for fd in (*outputs, shell.dump_fd, shell.death):
@@ -245,34 +228,33 @@ class Init:
                 return "dump"
             if shell.death in events:
                 return "died"
-            if (over := watch.over()) is not None:
+            if (over := over_disk()) is not None:
                 return over
 
     def _conclude(self, shell: Shell, ending: str, spared: set[processes.Process]) -> tuple[dict[str, Any], bytes]:
         code, changed, notes = 0, False, b""
         if ending == "dump":
             try:
-                code, changed = self._take_dump(shell)
+                code, changed = self.shells.take_dump(shell)
             except MalformedDump as error:
                 ending, code = "malformed", 1
                 notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
-            code = self._reap_shell(shell)
+            code = self.shells.status(shell)
         else:
-            self.ended |= processes.kill_except(spared, first=shell.pid)
+            self.shells.kill_except(spared, first=shell.pid)
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             if ending == "disk":
-                notes = (
-                    f"\n[forkpoint: killed: the sandbox may hold {self.disk_bytes >> 20} MB of new files]\n".encode()
-                )
+                megabytes = self.changes.disk_bytes >> 20
+                notes = f"\n[forkpoint: killed: the sandbox may hold {megabytes} MB of new files]\n".encode()
         for output in (shell.out, shell.err):
             output.drain(self.output_bytes)
         (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
         err += notes
         if ending == "malformed":
-            self._kill(shell)
+            self.shells.kill(shell)
         elif ending != "dump":
-            self._forget(shell)
+            self.shells.forget(shell)
         answer = self._answer(code, out, err, timed_out=ending == "timeout", truncated=out_cut or err_cut)
         return {**answer, "session_changed": changed, "host_full": ending == "host"}, out + err
 
@@ -281,35 +263,6 @@ class Init:
     ) -> dict[str, Any]:
         lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
         return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
-
-    def _take_dump(self, shell: Shell) -> tuple[int, bool]:
-        """Return the exit status that the dump tells, and whether the session is another now.
-
-        Raises:
-            MalformedDump: a command has interfered with it.
-        """
-        code, now = shell.finish_dump()
-        # Compared with what the restored shell said of itself, not with what it was restored from: where bash
-        # prints a thing differently the second time, nothing has changed.
-        changed = now != shell.baseline
-        if changed:
-            # A session that is as if nothing had happened in it is none: naming one changes nothing.
-            shell.session = None if now == self.pristine else now
-            shell.baseline = now
-            if shell.session is None:
-                self.sessions.pop(shell.name, None)
-            else:
-                self.sessions[shell.name] = now
-        return code, changed
-
-    def _reap_shell(self, shell: Shell) -> int:
-        """Return how a shell ended, which it has or is about to."""
-        if self.anchor is not None:
-            try:
-                return self.anchor.wait(shell.pid)
-            except AnchorLost:
-                self._drop_anchor()
-        return self.ended.get(shell.pid, 137)
 
     def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes, str | None]:
         """Run a file operation in a child; like a command's, its time and its memory are bounded."""
@@ -334,7 +287,7 @@ class Init:
             os.close(fd)
         data, whole = self._read_all(reading, fields["timeout_s"])
         os.close(reading)
-        self.ended |= processes.kill_except(spared)
+        self.shells.kill_except(spared)
         head, _, body = data.partition(b"\n")
         if not whole or not head:
             status, media_type, body = files.problem(507, "File operation failed", "it ran out of time, memory or disk")
@@ -344,10 +297,10 @@ class Init:
 
     def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
         output = Output(fd)
-        deadline, watch = time.monotonic() + timeout_s, _DiskWatch(self)
+        deadline, over_disk = time.monotonic() + timeout_s, self.changes.disk_watch()
         poll = select.poll()
         poll.register(fd, select.POLLIN | select.POLLHUP)
-        while time.monotonic() < deadline and watch.over() is None:
+        while time.monotonic() < deadline and over_disk() is None:
             events = poll.poll(WATCH_S * 1000)
             output.drain(sys.maxsize)
             if events and events[0][1] & select.POLLHUP and not events[0][1] & select.POLLIN:
@@ -359,151 +312,26 @@ class Init:
     def _settle(self, grace_s: tuple[float, ...] = processes.GRACE_S) -> None:
         """Find out what outlives the call, with some grace for what is just about to end."""
         for pause in (*grace_s, None):
-            self.ended |= processes.reap()
-            idle = {shell.pid for shell in self.shells.values()} | self._anchor_pids()
+            self.shells.reap()
+            idle = self.shells.idle_pids
             left = {process for process in processes.living() if process[0] not in idle}
             if left <= self.alive or pause is None:
                 break
             time.sleep(pause)
         # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
-        held = {("descriptors", name, shell.runs) for name, shell in self.shells.items() if shell.holds_more()}
+        held = {("descriptors", shell.name, shell.runs) for shell in self.shells if shell.holds_more()}
         objects = processes.ipc_objects()
         alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set())
         if alive:
             # These shells are not replaced after the call: what they know of their children lives on with them.
-            alive |= {("jobs", name, *shell.jobs) for name, shell in self.shells.items() if shell.jobs}
+            alive |= {("jobs", shell.name, *shell.jobs) for shell in self.shells if shell.jobs}
         self.alive = frozenset(alive)
 
     def _living(self) -> list[processes.Process]:
         """Return the processes among what is alive."""
         return [(entry[0], entry[1]) for entry in self.alive if isinstance(entry[0], int)]
 
-    def _ready_shell(self, name: str) -> Shell:
-        """Return session name's shell when it has said what it is; start it where there is none.
-
-        Raises:
-            CannotStart: bash is gone, or broken.
-        """
-        shell = self.shells.get(name)
-        if shell is None:
-            shell = self._start_shell(name)
-        if shell.baseline is None:
-            ending = self._await_first_dump(shell)
-            if ending:
-                raise CannotStart(ending)
-        return shell
-
-    def _start_shell(self, name: str) -> Shell:
-        place = {"environment": self.environment, "workdir": self.workdir}
-        session = self.sessions.get(name)
-        try:
-            shell = Shell.start(self._ready_anchor(), name, session, **place)  # type: ignore[arg-type]
-        except AnchorLost:
-            # The agent's processes may have killed it; the next one is as good.
-            self._drop_anchor()
-            try:
-                shell = Shell.start(self._ready_anchor(), name, session, **place)  # type: ignore[arg-type]
-            except AnchorLost as error:
-                raise CannotStart(f"no process can be started in this sandbox: {error}") from error
-        self.shells[name] = shell
-        return shell
-
-    def _ready_anchor(self) -> Anchor:
-        if self.anchor is None:
-            try:
-                self.anchor = Anchor.start()
-            except OSError as error:
-                raise CannotStart(f"no process can be started in this sandbox: {error.strerror}") from error
-        return self.anchor
-
-    def _drop_anchor(self) -> None:
-        if self.anchor is not None:
-            self.anchor.close()
-            self.anchor = None
-
-    def _anchor_pids(self) -> set[int]:
-        return set() if self.anchor is None else {self.anchor.pid}
-
-    def _await_first_dump(self, shell: Shell) -> str | None:
-        poll = select.poll()
-        poll.register(shell.dump_fd, select.POLLIN)
-        poll.register(shell.death, select.POLLIN)
-        deadline = time.monotonic() + READY_S
-        try:
-            while time.monotonic() < deadline:
-                events = {fd for fd, _ in poll.poll(READY_S * 1000)}
-                if shell.dump_fd in events and shell.read_dump():
-                    _, shell.baseline = shell.finish_dump()
-                    if shell.session is None:
-                        self.pristine = shell.baseline
-                    else:
-                        # These come with the command, not before: see `command_text`.
-                        shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
-                    return None
-                if shell.death in events:
-                    break
-        except MalformedDump:
-            pass
-        shell.err.drain(4096)
-        reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
-        self._kill(shell)
-        return f"/bin/bash does not start in this sandbox: {reason}"
-
-    def _kill(self, shell: Shell) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(shell.death, signal.SIGKILL)
-        self._reap_shell(shell)
-        self._forget(shell)
-
-    def _forget(self, shell: Shell) -> None:
-        shell.close()
-        if self.shells.get(shell.name) is shell:
-            del self.shells[shell.name]
-
-    def _renew(self, names: list[str]) -> None:
-        """Replace the shells of names by fresh ones restored from their dumps: a session is what its dump says."""
-        for name in names:
-            if name in self.shells:
-                self._kill(self.shells[name])
-            with contextlib.suppress(CannotStart):
-                self._start_shell(name)
-
-    def _outputs(self) -> dict[int, Output]:
-        return {output.fd: output for shell in self.shells.values() for output in (shell.out, shell.err)}
-
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    def _look_at_files(self) -> bool:
-        """Update the delta; return whether anything differs from before."""
-        now = delta.signatures(self.roots.upper)
-        if now == self.signatures:
-            return False
-        self.signatures = now
-        if self.base is None or self.delta is None:
-            return True
-        before = self.delta
-        try:
-            self.delta = delta.merge(self.base, self.roots)
-        except delta.TooLarge:
-            self.delta = None
-            return True
-        return self.delta != before
-
-    def _state(self) -> dict[str, Any]:
-        if self.delta is None:
-            return {"state": None, "witness": None}
-        told, now_ns = sessions.digest(self.sessions), time.time_ns()
-        if not self.alive:
-            exact, content = delta.digests(self.delta, told, born_ns=self.born_ns, now_ns=now_ns)
-            return {"state": [exact.hex(), content.hex()], "witness": None}
-        # What lives may go on writing where it writes: only the rest says what the call itself did.
-        written = processes.written_paths()
-        still = {path: entry for path, entry in self.delta.items() if path not in written}
-        return {"state": None, "witness": delta.digests(still, told, born_ns=self.born_ns, now_ns=now_ns)[1].hex()}
-
-    def _free_bytes(self) -> int:
-        found = os.fstatvfs(self.roots.upper)
-        return found.f_bavail * found.f_frsize
+    # -- states ------------------------------------------------------------------------------------------------------
 
     def _pause(self, *, discard: bool = False, root: bool = False, checkpoint: bool = False) -> None:
         """Get ready for other layers below: no shell may stand in the old ones. Tell the driver of the state.
@@ -514,43 +342,33 @@ class Init:
         if alive and (not checkpoint or root or (why := self._outside_the_tree())):
             self._reply({"not_freezable": why if checkpoint and not root else self._who_lives()})
             return
-        self._look_at_files()
-        linked = delta.linked(self.signatures)
+        self.changes.look()
+        linked = self.changes.linked
         if linked and not discard and not root:
             # Over a frozen layer, writing to one name of a file leaves its other names behind: a later call would
             # see the difference.
             self._reply({"not_freezable": f"hard links would not stay one file: {', '.join(linked[:4])}"})
             return
-        if alive and self.anchor is not None:
-            for name in list(self.shells):
-                # What a new shell says of itself would be lost on its way to us.
-                with contextlib.suppress(CannotStart):
-                    self._ready_shell(name)
-            self._reply({"tree": self.anchor.pid})
+        if alive and self.shells.anchor is not None:
+            self.shells.ready_all()
+            self._reply({"tree": self.shells.anchor.pid})
             return
-        if self.signatures:
-            for shell in list(self.shells.values()):
-                self._kill(shell)
-            self._drop_anchor()
+        if self.changes.written:
+            self.shells.end()
         self._reply(self._told())
 
     def _told(self) -> dict[str, Any]:
-        return {
-            "sessions": self.sessions,
-            "pristine": self.pristine,
-            "delta": self.delta,
-            "size_bytes": delta.size_bytes(self.roots.upper) if self.signatures else 0,
-            "empty": not self.signatures,
-            **self._state(),
-        }
+        known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
+        return {**known, **self.changes.told(), **self._state()}
+
+    def _state(self) -> dict[str, Any]:
+        return self.changes.state(self.shells.sessions, alive=bool(self.alive))
 
     def _look(self) -> None:
         """Tell of the state while all processes stand still, and what must be known of them to take them over."""
-        self._look_at_files()
-        assert self.anchor is not None
+        self.changes.look()
         checkpoint = {
-            "anchor": self.anchor.remember(),
-            "shells": [shell.remember() for shell in self.shells.values()],
+            **self.shells.remember(),
             "pids": sorted(pid for pid, _ in processes.living()),
             "last_pid": processes.last_pid(),
         }
@@ -560,14 +378,14 @@ class Init:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
         if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
-        if self.anchor is None or not processes.descend((pid for pid, _ in processes.living()), self.anchor.pid):
+        anchor = self.shells.anchor
+        if anchor is None or not processes.descend((pid for pid, _ in processes.living()), anchor.pid):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
         return ""
 
     def adopt(self, anchor: Anchor, shells: list[Shell]) -> None:
         """Take over what a checkpoint brought back."""
-        self.anchor = anchor
-        self.shells = {shell.name: shell for shell in shells}
+        self.shells.adopt(anchor, shells)
         self._settle(())
 
     def _who_lives(self) -> str:
@@ -582,36 +400,7 @@ class Init:
     def _switched(self, message: Message) -> None:
         """Go on over other layers; message carries the new upper and lower directories, if they did change."""
         if message.fds:
-            os.close(self.roots.upper)
-            os.close(self.roots.lower)
-            self.roots = delta.Roots(message.fds[0], message.fds[1], self.roots.root)
-            self.base = self.delta
-            self.signatures = {}
-            self.below_bytes += message.fields["added_bytes"]
+            upper, lower = message.fds
+            self.changes.switched(upper, lower, message.fields["added_bytes"])
         self._reply({})
-        self._renew(list(self.sessions) or ["main"])
-
-
-class _DiskWatch:
-    """Tells when the sandbox's new files exceed their limit; looks closely only when the disk's free space fell."""
-
-    def __init__(self, init: Init) -> None:
-        self.init = init
-        self.free = init._free_bytes()  # noqa: SLF001 - one concept in two classes
-        self.looked = time.monotonic()
-        self.limit = init.disk_bytes
-        self.step = min(self.limit // 8, 16 << 20)
-
-    def over(self) -> str | None:
-        now = time.monotonic()
-        if now - self.looked < WATCH_S / 2:
-            return None
-        self.looked = now
-        free = self.init._free_bytes()  # noqa: SLF001
-        if free < self.init.reserve_bytes:
-            return "host"
-        if self.free - free < self.step:
-            return None
-        self.free = free
-        used = self.init.below_bytes + delta.size_bytes(self.init.roots.upper)
-        return "disk" if used > self.limit else None
+        self.shells.renew(list(self.shells.sessions) or ["main"])
