@@ -12,7 +12,8 @@ states with the least
 The call's own seconds, the same for every policy, are left out; so are sandboxes that stand further up, which would
 make all policies look better. The root state is always kept. Seconds of calls: `executed_seconds` where the recording
 has them (shell, SQL); 0.5 to 5 s, log-uniform by a digest of the call, for API calls, which have none. Freezing and
-restoring cost what the local driver takes here, measured at the start; with `--processes` what is asked there.
+restoring files cost what the local driver takes here, measured at the start; live processes what CRIU took for a shell
+and some jobs on two cores, or what `--processes` says. Much of a total is restores that no policy can avoid.
 """
 
 import asyncio
@@ -287,7 +288,7 @@ def show(kind: str, costs: KindCosts, found: Sequence[tuple[str, Traces]]) -> No
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", type=Path, default=WORKLOADS, help="directory of recorded traces")
-    parser.add_argument("--processes", type=float, nargs=2, metavar=("FREEZE_S", "RESTORE_S"), default=(0.15, 0.15))
+    parser.add_argument("--processes", type=float, nargs=2, metavar=("FREEZE_S", "RESTORE_S"), default=(0.05, 0.04))
     options = parser.parse_args()
     sys.setrecursionlimit(20_000)
     found = [(file.stem, read_traces(file)) for file in sorted(options.workloads.glob("*.jsonl"))]

@@ -57,7 +57,7 @@ class Costs:
     fresh: Mean = Mean(0.0065)
     replay_overhead: Mean = Mean(0.004)
     files: KindCosts = KindCosts(Mean(0.0006), Mean(0.006))
-    processes: KindCosts = KindCosts(Mean(0.15), Mean(0.15))
+    processes: KindCosts = KindCosts(Mean(0.05), Mean(0.04))
 
     def of(self, kind: Kind) -> KindCosts:
         return self.processes if kind == "processes" else self.files
