@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_when_the_proxy_stops_loses_no_answer(folder: Path) 
 
 @needs_root
 def test_no_free_descriptor_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_are_some(folder: Path) -> None:
-    with served(folder) as proxy, client_of(proxy) as client:
+    with served(folder, warm_sandboxes="0") as proxy, client_of(proxy) as client:
         assert proxy.process is not None
         assert out(exec_(client, "r", "cd /tmp; echo kept > f; cat f")) == "kept\n"
         assert out(exec_(client, "r", "cat f; date > /dev/null")) == "kept\n"

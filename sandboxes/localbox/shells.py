@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sandboxes.localbox import processes
-from sandboxes.localbox.anchor import Anchor, AnchorLost, CannotStart
+from sandboxes.localbox.anchor import BASH, Anchor, AnchorLost, CannotStart
 from sandboxes.localbox.session import MalformedDump, Session
 from sandboxes.localbox.shell import Output, Shell
 
@@ -151,7 +151,7 @@ class Shells:
             try:
                 shell = self._start_once(name)
             except AnchorLost as error:
-                raise CannotStart(f"no process can be started in this sandbox: {error}") from error
+                raise CannotStart(f"{BASH} does not start in this sandbox: {error}") from error
         self._shells[name] = shell
         return shell
 
@@ -190,4 +190,4 @@ class Shells:
         shell.err.drain(4096)
         reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
         self.kill(shell)
-        raise CannotStart(f"/bin/bash does not start in this sandbox: {reason}")
+        raise CannotStart(f"{BASH} does not start in this sandbox: {reason}")
