@@ -165,17 +165,61 @@ def mounts_below(folder: Path) -> list[str]:
 
 def assert_nothing_left(proxy: Proxy, processes: set[Process], groups: list[Path]) -> None:
     """Assert that an ended proxy left no process, mount, control group, lock and nothing half written."""
-    local, snapshots = proxy.data / "data" / "local", proxy.data / "data" / "snapshots"
-    assert alive(processes) == set()
-    assert mounts_below(proxy.data) == []
-    assert [group for group in groups if group.exists()] == []
-    assert list((local / "uppers").iterdir()) == []
-    assert [layer.name for layer in (local / "layers").iterdir() if not (layer / "meta.json").exists()] == []
-    kept = [snapshot for snapshot in snapshots.iterdir() if snapshot.is_dir()]
-    assert [snapshot.name for snapshot in kept if not (snapshot / "manifest.json").exists()] == []
-    assert list((proxy.data / "data" / "journal").iterdir()) == []
-    with (local / "lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert leftovers(proxy, processes, groups) == []
+
+
+def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list[str]:
+    """Return what an ended proxy left: processes, mounts, control groups, locks, and files that are half written."""
+    data = proxy.data / "data"
+    found = [f"process {pid}" for pid, _ in alive(processes)]
+    found += [f"mount {line}" for line in mounts_below(proxy.data)]
+    found += [f"control group {group}" for group in groups if group.exists()]
+    found += [str(path) for folder in ("local/uppers", "container/boxes", "journal") for path in _inside(data / folder)]
+    for folder, whole in (("local/layers", "meta.json"), ("container/states", "meta.json")):
+        found += [f"half written: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
+    kept = [path for path in _inside(data / "snapshots") if path.is_dir()]
+    found += [f"half written: {path}" for path in kept if not (path / "manifest.json").exists()]
+    return found + [f"locked: {lock}" for lock in data.glob("*/lock") if _locked(lock)]
+
+
+def unnamed(proxy: Proxy) -> list[Path]:
+    """Return the parts of kept states on disk that no snapshot and no root state names. For a proxy just started."""
+    data = proxy.data / "data"
+    named: set[str] = set()
+    for manifest in data.glob("snapshots/*/manifest.json"):
+        named |= set(json.loads(manifest.read_bytes())["parts"])
+    for root in data.glob("local/roots/*.json"):
+        named |= set(json.loads(root.read_bytes())["layers"])
+    kinds = ("local/layers", "local/checkpoints", "container/states", "container/checkpoints")
+    return [path for kind in kinds for path in _inside(data / kind) if path.name not in named]
+
+
+def is_sandbox(pid: int) -> bool:
+    """Say whether pid is the first process of a pid namespace: with it, all others of its sandbox end."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
+    return len(inner) > 1 and inner[-1] == "1"
+
+
+def process(pid: int) -> Process | None:
+    """Return the process that is pid now; None where there is none."""
+    return None if (now := _stat(pid)) is None else (pid, now[2])
+
+
+def _inside(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _locked(path: Path) -> bool:
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _descendants(pid: int) -> set[Process]:

@@ -18,6 +18,7 @@ from tests.machine import (
     alive,
     assert_nothing_left,
     data_directory,
+    is_sandbox,
     needs_root,
     require_sandboxes,
     served,
@@ -210,13 +211,3 @@ def commands(proxy: Proxy) -> set[str]:
         except OSError:
             continue
     return found
-
-
-def is_sandbox(pid: int) -> bool:
-    """Say whether pid is the first process of a pid namespace: with it, all others of its sandbox end."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
-    return len(inner) > 1 and inner[-1] == "1"

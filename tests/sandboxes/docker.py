@@ -88,11 +88,16 @@ def _missing() -> str:
         daemon.close()
     if told.get("Driver") != "overlay2":
         return f"Docker's storage driver is {told.get('Driver')}, not overlay2"
-    _make_image(BASH_IMAGE, "bash", COMMANDS)
+    make_bash_image()
     _make_image(SH_IMAGE, "dash", [name for name in COMMANDS if name != "python3"])
     if shutil.which("busybox"):
         _make_image(BUSYBOX_IMAGE, "", [])
     return ""
+
+
+def make_bash_image() -> None:
+    """Import the image that has bash and Python into the daemon that DOCKER_HOST names."""
+    _make_image(BASH_IMAGE, "bash", COMMANDS)
 
 
 def _make_image(name: str, shell: str, commands: list[str]) -> None:
