@@ -47,8 +47,8 @@ async def measure(driver: LocalDriver, begin: str, answers: str, count: int, clo
     return timings, frozen.size_bytes
 
 
-async def run(folder: Path, count: int, megabytes: int) -> None:
-    driver = LocalDriver(folder)
+async def run(folder: Path, images: Path | None, count: int, megabytes: int) -> None:
+    driver = LocalDriver(folder, images=images)
     await driver.open()
     try:
         subjects = {
@@ -58,7 +58,12 @@ async def run(folder: Path, count: int, megabytes: int) -> None:
         }
         for name, (begin, answers) in subjects.items():
             timings, size = await measure(driver, begin, answers, count, 16 if "MB" not in name else 4)
-            shown = table(f"{name}: {size / 1e6:.1f} MB", "", "median ms", "max ms")
+            shown = table(
+                f"{name}: {size / 1e6:.1f} MB, images {'on a tmpfs' if images else 'on disk'}",
+                "",
+                "median ms",
+                "max ms",
+            )
             for what, times in timings.items():
                 shown.add_row(what, f"{median(times):.1f}", f"{max(times):.1f}")
             console.print(shown)
@@ -71,11 +76,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=15)
     parser.add_argument("--megabytes", type=int, default=200)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="forkpoint-bench-", dir="/var/tmp"))
+    places = ("/var/tmp", "/dev/shm")  # noqa: S108
+    folders = [Path(tempfile.mkdtemp(prefix="forkpoint-bench-", dir=place)) for place in places]
     try:
-        asyncio.run(run(folder, options.count, options.megabytes))
+        for images in (None, folders[1]):
+            asyncio.run(run(folders[0], images, options.count, options.megabytes))
     finally:
-        remove_tree(folder)
+        for folder in folders:
+            remove_tree(folder)
 
 
 if __name__ == "__main__":

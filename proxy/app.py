@@ -68,7 +68,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _drivers(settings: Settings) -> dict[str, Driver]:
     makers: dict[str, Any] = {
-        "local": lambda: LocalDriver(settings.data / "local"),
+        "local": lambda: LocalDriver(settings.data / "local", images=settings.checkpoint_dir),
         "container": lambda: _containers(settings),
         "memory": MemoryDriver,
     }
@@ -78,7 +78,9 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
 def _containers(settings: Settings) -> Driver:
     from sandboxes.container import ContainerDriver  # noqa: PLC0415 - the Docker SDK takes a fifth of a second to load
 
-    return ContainerDriver(settings.data / "container", spares=settings.container_spares)
+    return ContainerDriver(
+        settings.data / "container", spares=settings.container_spares, images=settings.checkpoint_dir
+    )
 
 
 def _behind(engine: Engine) -> FastAPI:

@@ -31,6 +31,9 @@ class Settings(BaseSettings):
     sandbox_idle_s: float = Field(default=120.0, gt=0, description="an idle sandbox is closed after this")
     container_spares: int = Field(default=2, ge=0, description="started containers that wait, for each image in use")
     snapshot_bytes: int = Field(default=20 << 30, ge=0, description="kept layers; the least valuable go first")
+    checkpoint_dir: Path | None = Field(
+        default=None, description="where images of live processes go, if not below data: a tmpfs is faster"
+    )
     checkpoint_bytes: int = Field(default=4 << 30, ge=0, description="of them, those with images of live processes")
     warm_sandboxes: int = Field(
         default=8, ge=0, description="made ahead where they will be wanted; at most half of max_sandboxes; 0: none"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import secrets
 import socket
@@ -25,14 +26,18 @@ Mapped = dict[str, str]
 
 
 class Checkpoints:
-    """Those of one driver, below data_dir. wanted: whether to use CRIU where it works.
+    """Those of one driver, below data_dir, or below elsewhere. wanted: whether to use CRIU where it works.
 
     outer_session: see `Conversation`.
     """
 
-    def __init__(self, data_dir: Path, *, wanted: bool, outer_session: bool = False) -> None:
+    def __init__(
+        self, data_dir: Path, *, wanted: bool, elsewhere: Path | None = None, outer_session: bool = False
+    ) -> None:
         self._outer_session = outer_session
-        self._directory = data_dir / "checkpoints"
+        # A name that no other data directory's has.
+        own = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
+        self._directory = data_dir / "checkpoints" if elsewhere is None else elsewhere / f"forkpoint-{own}"
         self._own = data_dir / "criu"
         self._criu: Criu | None = None
         self._preparing = asyncio.Lock()

@@ -34,18 +34,20 @@ class ContainerDriver:
     """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
 
     spares: started containers that wait for each image, so that a restore takes milliseconds.
-    checkpoints: whether states with live processes are frozen, where CRIU works.
+    checkpoints: whether states with live processes are frozen, where CRIU works. images: as in `LocalDriver`.
     """
 
     name = "container"
 
-    def __init__(self, data_dir: Path, *, spares: int = 2, checkpoints: bool = True) -> None:
+    def __init__(
+        self, data_dir: Path, *, spares: int = 2, checkpoints: bool = True, images: Path | None = None
+    ) -> None:
         self.data_dir = data_dir.resolve()
         self.daemon = Daemon()
         self.states = States(self.data_dir / "states")
         self.stock = Stock(self.daemon, self.data_dir, spares=spares)
         self.roots = Roots(self.data_dir / "roots")
-        self.checkpoints = Checkpoints(self.data_dir, wanted=checkpoints, outer_session=True)
+        self.checkpoints = Checkpoints(self.data_dir, wanted=checkpoints, elsewhere=images, outer_session=True)
         self._bases = Bases(self.data_dir, privileged=True)
         self._sandboxes: set[ContainerSandbox] = set()
         self._lock: int | None = None

@@ -31,15 +31,16 @@ _PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 class LocalDriver:
     """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
 
-    checkpoints: whether states with live processes are frozen, where CRIU works.
+    checkpoints: whether states with live processes are frozen, where CRIU works. images: where their images go instead
+        of the data directory: a tmpfs.
     """
 
     name = "local"
 
-    def __init__(self, data_dir: Path, *, checkpoints: bool = True) -> None:
+    def __init__(self, data_dir: Path, *, checkpoints: bool = True, images: Path | None = None) -> None:
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
-        self.machine = Machine(self.data_dir, self.bases.host_view, checkpoints=checkpoints)
+        self.machine = Machine(self.data_dir, self.bases.host_view, checkpoints=checkpoints, images=images)
         self.roots = Roots(self.data_dir / "roots", self.machine.layers)
         self._sandboxes: set[LocalSandbox] = set()
         self._lock: int | None = None

@@ -569,7 +569,7 @@ class Keeper:
         if operator == 0:
             household.join(self.house.pid)
             self._enter()
-            set_last_pid(host_root, last + OUT_OF_THE_WAY)
+            _in_child(lambda: set_last_pid(host_root, last + OUT_OF_THE_WAY))
             operate(host_root, program, reply, files)
         for fd in (reply, *files):
             os.close(fd)
@@ -580,7 +580,7 @@ class Keeper:
         after = os.fork()
         if after == 0:
             self._enter()
-            set_last_pid(host_root, last)
+            _in_child(lambda: set_last_pid(host_root, last))
             os._exit(0)
         os.waitpid(after, 0)
         os.close(host_root)
@@ -624,6 +624,17 @@ class Keeper:
             return "disk" if delta.size_bytes(self.roots.upper) > self.disk_bytes else None
 
         return over
+
+
+def _in_child(work: Callable[[], None]) -> None:
+    """Do work in a child, which is born in another pid namespace than this process is in."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager

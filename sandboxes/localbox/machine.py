@@ -39,12 +39,12 @@ class Spare:
 class Machine:
     """Open for as long as its driver is. host_view: where the launcher, and nobody else, sees the host's root."""
 
-    def __init__(self, data_dir: Path, host_view: Path, *, checkpoints: bool) -> None:
+    def __init__(self, data_dir: Path, host_view: Path, *, checkpoints: bool, images: Path | None) -> None:
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
-        self.checkpoints = Checkpoints(data_dir, wanted=checkpoints)
+        self.checkpoints = Checkpoints(data_dir, wanted=checkpoints, elsewhere=images)
         self._launcher: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._spares: deque[Spare] = deque()

@@ -52,18 +52,15 @@ def operate(host_root: int, program: list[str], reply: int, files: list[int], *,
 
 
 def set_last_pid(host_root: int, last: int) -> None:
-    """Have the pids of our children's namespace be given from after last on.
+    """Have the pids of this process's namespace be given from after last on.
 
     By way of the host's /proc, for the sandbox's is read-only.
     """
-    pid = os.fork()
-    if pid == 0:
-        try:
-            fd = os.open("proc/sys/kernel/ns_last_pid", os.O_WRONLY, dir_fd=host_root)
-            os.write(fd, str(last).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+    fd = os.open("proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC, dir_fd=host_root)
+    try:
+        os.write(fd, str(last).encode())
+    finally:
+        os.close(fd)
 
 
 def _stand_at(root: int) -> None:

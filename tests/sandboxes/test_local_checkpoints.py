@@ -249,6 +249,24 @@ def test_collecting_deletes_the_images_of_what_is_not_kept(data_dir: Path) -> No
     driven(data_dir, test)
 
 
+def test_images_may_lie_elsewhere_and_go_from_there(data_dir: Path, tmp_path: Path) -> None:
+    def there() -> list[str]:
+        return [path.name for path in tmp_path.glob("*/*")]
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, images=tmp_path)) as driver:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "sleep 1000 &")
+            frozen = await sandbox.freeze()
+            assert there() == [frozen.payload["images"]]
+            assert (await run(await driver.restore(SPEC, frozen), "pgrep -c sleep")).out == "1\n"
+            await sandbox.close()
+            await driver.collect([])
+            assert there() == []
+
+    asyncio.run(go())
+
+
 def test_nothing_of_criu_is_left_in_the_sandbox_or_on_the_machine(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
