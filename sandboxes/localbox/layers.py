@@ -241,7 +241,8 @@ def remove_tree(path: Path) -> None:
     def retry(_function: object, name: str, _error: object) -> None:
         for folder in (Path(name).parent, Path(name)):
             with contextlib.suppress(OSError):
-                if not folder.is_symlink():
+                # What the tree lies in is not ours.
+                if not folder.is_symlink() and folder.is_relative_to(path):
                     folder.chmod(0o700)
         with contextlib.suppress(OSError):
             if Path(name).is_dir() and not Path(name).is_symlink():

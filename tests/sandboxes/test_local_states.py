@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -502,3 +503,18 @@ def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, prog
             assert (a.state and a.state.content) == (b.state and b.state.content), program
 
     asyncio.run(go())
+
+
+def test_removing_a_tree_leaves_what_it_lies_in_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    tree, real = tmp_path / "tree", shutil.rmtree
+    tree.mkdir()
+
+    def fails_first(path: Path, onerror: Callable[..., None]) -> None:
+        monkeypatch.setattr(shutil, "rmtree", real)
+        onerror(os.rmdir, str(path), None)
+
+    monkeypatch.setattr(shutil, "rmtree", fails_first)
+    remove_tree(tree)
+    assert not tree.exists()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755

@@ -1,0 +1,132 @@
+"""A Docker daemon of a test's own, which may be killed and started again, and what is left when it has ended."""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sandboxes.localbox.layers import remove_tree
+from tests.machine import is_sandbox, mounts_below, wait_until
+
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass
+class Dockerd:
+    """`dockerd` with all that it has below folder. Its containers have no network; the machine's daemon is not touched.
+
+    parent: the control group above all of its containers.
+    """
+
+    folder: Path
+    parent: str = field(default_factory=lambda: f"forkpoint-dockerd-{secrets.token_hex(4)}")
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def host(self) -> str:
+        """What DOCKER_HOST has to be."""
+        return f"unix://{self.folder}/sock"
+
+    def start(self) -> None:
+        """Start it; return when it answers."""
+        places = ("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "pid")
+        options = [word for name, place in places for word in (name, f"{self.folder}/{place}")]
+        options += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--cgroup-parent", f"/{self.parent}"]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                ["dockerd", "--host", self.host, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        wait_until(self._answers, "dockerd does not answer")
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Stop it in order, with whatever containers it still has."""
+        if self.process is None:
+            return
+        for container in self.ask("ps", "--all", "--quiet").split():
+            self.ask("rm", "--force", container)
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(30)
+        self.process = None
+
+    def ask(self, *words: str) -> str:
+        """Return what the `docker` command prints."""
+        command = ["docker", "--host", self.host, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+    def pids(self) -> list[int]:
+        """Return the first process of every container that runs; needs no daemon that answers."""
+        found = {int(pid) for group in self.groups() for pid in _members(group)}
+        return sorted(pid for pid in found if is_sandbox(pid))
+
+    def groups(self) -> list[Path]:
+        """Return the control groups of its containers."""
+        return [group for parent in self._parents() for group in parent.rglob("*") if group.is_dir()]
+
+    def leftovers(self) -> list[str]:
+        """Return what a daemon that has ended left on the machine."""
+        found = [f"mount {line}" for line in mounts_below(self.folder)]
+        found += [f"process {pid} of dockerd" for pid in _naming(str(self.folder))]
+        return found + [f"control group {group}" for group in self.groups()]
+
+    def clear(self) -> None:
+        """Remove its files and what of it was left."""
+        for pid in _naming(str(self.folder)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for line in reversed(mounts_below(self.folder)):
+            subprocess.run(["umount", "--lazy", line.split()[4]], check=False)
+        for group in sorted({*self.groups(), *self._parents()}, reverse=True):
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        remove_tree(self.folder)
+
+    def _answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "log").read_text(errors="replace")[-3000:]
+        return bool(self.ask("version", "--format", "{{.Server.Version}}").strip())
+
+    def _parents(self) -> list[Path]:
+        return [place / self.parent for place in (_GROUPS, *_GROUPS.iterdir()) if (place / self.parent).is_dir()]
+
+
+@contextlib.contextmanager
+def dockerd() -> Iterator[Dockerd]:
+    """Run a daemon of one's own on a real disk; at the end nothing of it is left."""
+    daemon = Dockerd(Path(tempfile.mkdtemp(prefix="forkpoint-dockerd-", dir="/var/lib")))
+    try:
+        daemon.start()
+        yield daemon
+    finally:
+        try:
+            daemon.stop()
+        finally:
+            daemon.clear()
+
+
+def _members(group: Path) -> list[str]:
+    try:
+        return (group / "cgroup.procs").read_text().split()
+    except OSError:
+        return []
+
+
+def _naming(text: str) -> list[int]:
+    """Return the processes whose command line names a text."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if text.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found

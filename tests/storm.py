@@ -1,0 +1,228 @@
+"""Rollouts by the hundred while sandboxes, the proxy and dockerd are killed at random; and what is left after it."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.dockerd import Dockerd
+from tests.machine import Process, Proxy, alive, is_sandbox, leftovers, process, unnamed, wait_until
+from tests.sandboxes.docker import BASH_IMAGE
+from tests.trajectories import SETUP, WORK, Turn, choices, trajectory
+
+CALL_S = 180.0
+"""A call that is not answered in so long, however often it is asked again, counts as given up."""
+_AGAIN = {429, 503, 507}
+_WEIGHTS = {"sandbox": 8, "proxy": 2, "dockerd": 1, "both": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """An answer that is not what the trajectory is told alone."""
+
+    rollout: str
+    turn: int
+    expected: Turn
+    told: Any
+    how: str
+
+
+class GivenUp(Exception):  # noqa: N818 - says how a rollout ended
+    """A rollout got no answer."""
+
+
+@dataclass
+class Storm:
+    """A storm over one proxy. rollouts: how many, by the driver of their tasks.
+
+    errors, kills: how many of each kind. hidden: answers of calls that were taken, lost with the proxy that gave them.
+    """
+
+    proxy: Proxy
+    dockerd: Dockerd | None
+    rollouts: dict[str, int]
+    seed: int
+    every_s: float = 1.0
+    length: int = 10
+    at_once: int = 12
+    tasks: int = 3
+    calls: int = 0
+    hidden: int = 0
+    wrong: list[Wrong] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    sources: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    processes: set[Process] = field(default_factory=set)
+    groups: set[Path] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._dice = random.Random(self.seed)  # noqa: S311 - dice of a test
+        self._lock = threading.Lock()
+        self._client = httpx.Client(base_url=self.proxy.url, timeout=120, trust_env=False)
+
+    # -- rollouts ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Let all rollouts run to their ends in the storm; then have every trajectory told again, in calm."""
+        with self._client:
+            for driver in self.rollouts:
+                for number in range(self.tasks):
+                    self._put(f"{driver}-{number}", driver)
+            walks = [
+                (f"{driver}-{number % self.tasks}", self.seed + number % self.tasks, choices(number, self.length))
+                for driver, count in self.rollouts.items()
+                for number in range(count)
+            ]
+            self._dice.shuffle(walks)
+            with ThreadPoolExecutor(self.at_once) as threads:
+                told = [threads.submit(self._walk, f"r{number}", *walk) for number, walk in enumerate(walks)]
+                while wait(told, timeout=self._dice.uniform(0.2, 1.8) * self.every_s).not_done:
+                    self._strike()
+                for walk in told:
+                    walk.result()
+                again = sorted(set(walks))
+                told = [threads.submit(self._walk, f"again{number}", *walk) for number, walk in enumerate(again)]
+                for walk in told:
+                    walk.result()
+
+    def _put(self, task: str, driver: str) -> None:
+        spec = {"driver": driver, "workdir": WORK, "setup": SETUP}
+        if driver == "container":
+            spec["image"] = BASH_IMAGE
+        self._client.put(f"/api/v1/tasks/{task}", json=spec).raise_for_status()
+
+    def _walk(self, rollout: str, task: str, seed: int, chosen: Sequence[int]) -> None:
+        for number, turn in enumerate(trajectory(seed, chosen)):
+            try:
+                self._check(rollout, number, turn, self._ask(task, rollout, number, turn))
+            except GivenUp as reason:
+                with self._lock:
+                    self.given_up.append(f"{task}/{rollout}, call {number}, {turn.command!r}: {reason}")
+                return
+
+    def _check(self, rollout: str, number: int, turn: Turn, answer: httpx.Response | None) -> None:
+        with self._lock:
+            self.calls += 1
+            if answer is None:
+                self.hidden += 1
+                return
+            how = answer.headers["cache-status"]
+            self.sources[how.removeprefix("forkpoint; ")] += 1
+            told = answer.json()
+            if (told["stdout"], told["stderr"], told["exit_code"]) != (turn.out, "", turn.code):
+                self.wrong.append(Wrong(rollout, number, turn, told, how))
+
+    def _ask(self, task: str, rollout: str, number: int, turn: Turn) -> httpx.Response | None:
+        """Ask until there is an answer; None where it was given to a connection that the proxy's death had ended."""
+        deadline, unsure, said = time.monotonic() + CALL_S, False, ""
+        while time.monotonic() < deadline:
+            try:
+                if unsure and self._taken(task, rollout) > number:
+                    return None
+                unsure = False
+                answer = self._client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": turn.command})
+            except httpx.TransportError:
+                self._count("connection")
+                unsure = True
+                time.sleep(0.05)
+                continue
+            if answer.is_success:
+                return answer
+            said = answer.text
+            self._count(f"{answer.status_code} {answer.json()['type'].rpartition(':')[2]}")
+            if answer.status_code not in _AGAIN:
+                break
+            time.sleep(0.2)
+        raise GivenUp(said)
+
+    def _taken(self, task: str, rollout: str) -> int:
+        """Return how many calls the proxy says that this rollout has made."""
+        shown = self._client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}?limit=1")
+        if shown.status_code in _AGAIN:
+            raise httpx.ReadError("not ready yet")
+        return int(shown.json()["calls"]) if shown.status_code != 404 else 0
+
+    def _count(self, error: str) -> None:
+        with self._lock:
+            self.errors[error] += 1
+
+    # -- kills -------------------------------------------------------------------------------------------------------
+
+    def _strike(self) -> None:
+        kinds = [kind for kind in _WEIGHTS if self.dockerd is not None or kind in ("sandbox", "proxy")]
+        kind = self._dice.choices(kinds, [_WEIGHTS[kind] for kind in kinds])[0]
+        if kind == "sandbox":
+            kind = self._kill_sandbox()
+        if kind in ("dockerd", "both"):
+            assert self.dockerd is not None
+            self.dockerd.kill()
+        if kind in ("proxy", "both"):
+            self.kill_proxy()
+        if kind in ("dockerd", "both"):
+            assert self.dockerd is not None
+            # Down for a while: what is asked of it meanwhile fails.
+            time.sleep(self._dice.uniform(0, 0.5))
+            self.dockerd.start()
+        if kind in ("proxy", "both"):
+            self.proxy.start()
+        self.kills[kind] += 1
+
+    def _kill_sandbox(self) -> str:
+        here = {("local", found) for found in self.proxy.processes() if is_sandbox(found[0])}
+        if self.dockerd is not None:
+            here |= {("container", found) for pid in self.dockerd.pids() if (found := process(pid))}
+        if not here:
+            return "none to kill"
+        driver, (pid, began) = self._dice.choice(sorted(here))
+        if process(pid) == (pid, began):
+            os.kill(pid, signal.SIGKILL)
+        return f"sandbox, {driver}"
+
+    def kill_proxy(self) -> None:
+        """Kill it; its descendants must be gone soon after."""
+        self._note()
+        self.proxy.kill()
+
+    def _note(self) -> None:
+        """Remember what there is now, so that none of it is missed among what is left."""
+        self.processes |= self.proxy.processes()
+        self.groups |= set(self.proxy.groups())
+        if self.dockerd is not None:
+            self.processes |= {found for pid in self.dockerd.pids() if (found := process(pid))}
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def leftovers(self, after_s: float) -> list[str]:
+        """Kill the proxy once more, start it, wait, stop it, and return what is left of it all."""
+        self.kill_proxy()
+        before = set(self.processes)
+        wait_until(lambda: not alive(before), f"{alive(before)} outlive the proxy")
+        self.proxy.start()
+        found = [f"named by nothing: {path}" for path in unnamed(self.proxy)]
+        time.sleep(after_s)
+        self._note()
+        # Nobody asked for a sandbox since the restart.
+        found += [f"process {pid} of before" for pid, _ in alive(before)]
+        self.proxy.stop()
+        found += leftovers(self.proxy, self.processes, sorted(self.groups))
+        if self.dockerd is not None:
+            found += [f"container {line}" for line in self.dockerd.ask("ps", "-a", "--format", "{{.Names}}").split()]
+            dangling = self.dockerd.ask("images", "--filter", "dangling=true", "--quiet").split()
+            found += [f"image {image}" for image in dangling]
+            networks = self.dockerd.ask("network", "ls", "--format", "{{.Name}}").split()
+            found += [f"network {name}" for name in networks if name not in ("bridge", "host", "none")]
+            found += [f"volume {name}" for name in self.dockerd.ask("volume", "ls", "--quiet").split()]
+            found += [f"control group {group}" for group in self.dockerd.groups()]
+            self.dockerd.stop()
+            found += self.dockerd.leftovers()
+        return found
