@@ -85,7 +85,8 @@ def _folders(top: Path, depth: int) -> Iterator[Path]:
     if depth and top.is_dir() and not top.is_symlink():
         with os.scandir(top) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
+                # What not everybody may read, no sandbox sees.
+                if entry.is_dir(follow_symlinks=False) and _everybody_reads(Path(entry.path)):
                     yield from _folders(Path(entry.path), depth - 1)
 
 
