@@ -21,6 +21,7 @@ from sandboxes.containerbox.anchor import Anchor, CannotStart
 from sandboxes.containerbox.shells import Shell, limit, read_limits
 from sandboxes.localbox import confine, delta, files, kernel, processes
 from sandboxes.localbox import session as sessions
+from sandboxes.localbox.changes import WATCH_S, disk_watch, free_bytes
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.session import MalformedDump, Session
@@ -28,7 +29,6 @@ from sandboxes.localbox.shell import Output
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
 READY_S = 10.0
-WATCH_S = 0.1
 TIMED_OUT, OVER_DISK, KILLED = 124, 137, 137
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -604,26 +604,10 @@ class Keeper:
         return "; ".join(sorted({kinds.get(str(kind), f"process {kind} lives") for kind, *_ in self.alive})[:5])
 
     def _free_bytes(self) -> int:
-        found = os.fstatvfs(self.roots.upper)
-        return found.f_bavail * found.f_frsize
+        return free_bytes(self.roots.upper)
 
     def _disk_watch(self) -> Callable[[], str | None]:
-        """Return what tells when new files exceed their limit; it looks closely only when free space fell."""
-        free, looked, step = self._free_bytes(), time.monotonic(), min(self.disk_bytes // 8, 16 << 20)
-
-        def over() -> str | None:
-            nonlocal free, looked
-            if time.monotonic() - looked < WATCH_S / 2:
-                return None
-            looked, now = time.monotonic(), self._free_bytes()
-            if now < self.reserve_bytes:
-                return "host"
-            if free - now < step:
-                return None
-            free = now
-            return "disk" if delta.size_bytes(self.roots.upper) > self.disk_bytes else None
-
-        return over
+        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes)
 
 
 def _in_child(work: Callable[[], None]) -> None:

@@ -1,7 +1,6 @@
 """One live container, seen from the driver's side."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -11,13 +10,13 @@ from sandboxes.containerbox.stock import Box, Stock
 from sandboxes.driver import FrozenState, NotFreezable, SandboxError
 from sandboxes.effects import Effect
 from sandboxes.localbox.answers import digest, execution, refuse, request
-from sandboxes.localbox.channel import ChannelLost
-from sandboxes.localbox.sandbox import ENVIRONMENT, GRACE_S, RESERVE_BYTES
+from sandboxes.localbox.sandbox import ENVIRONMENT, RESERVE_BYTES
+from sandboxes.localbox.talk import Talk
 from sandboxes.localbox.wire import Message
 from sandboxes.spec import EnvironmentSpec
 
 
-class ContainerSandbox:
+class ContainerSandbox(Talk):
     """See `sandboxes.driver.Sandbox`."""
 
     def __init__(
@@ -30,7 +29,7 @@ class ContainerSandbox:
         states: States,
         checkpoints: Checkpoints,
     ) -> None:
-        self.id = box.id
+        super().__init__(box.id, box.channel)
         self.image = image
         self.closed = False
         self.parts: tuple[str, ...] = ()
@@ -38,11 +37,6 @@ class ContainerSandbox:
         self._stock, self._states, self._checkpoints = stock, states, checkpoints
         self._frozen: FrozenState | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._dead: str | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._dead is None and self._box.channel.lost is None
 
     @property
     def container(self) -> str:
@@ -73,7 +67,10 @@ class ContainerSandbox:
             self.parts = frozen.parts
             self._frozen = frozen if checkpoint is None else None
         if frozen is None or checkpoint is None:
-            await self._talk(fields)
+            begun = await self._talk(fields)
+            if "cannot_start" in begun.fields:
+                self._die(str(begun.fields["cannot_start"]))
+                raise SandboxError(f"sandbox {self.id} died: {begun.fields['cannot_start']}")
             return
 
         async def start(program: list[str], files: list[int]) -> None:
@@ -109,40 +106,11 @@ class ContainerSandbox:
         Raises:
             SandboxError: the container is dead, or silent for longer than the call may take.
         """
-        try:
-            return await self._talk(fields, body, fds or [], within_s=timeout_s + GRACE_S)
-        except asyncio.CancelledError:
-            self._die("its call was cancelled")
-            raise
+        return await self._run(fields, body, timeout_s, fds or [])
 
-    async def _talk(
-        self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
-    ) -> Message:
-        return await self._hear(self._box.channel.request(fields, body, fds or []), within_s)
-
-    async def _hear(self, coming: Coroutine[Any, Any, Message], within_s: float) -> Message:
-        if self._dead is not None:
-            coming.close()
-            raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
-        try:
-            async with asyncio.timeout(within_s):
-                answer = await coming
-        except TimeoutError as error:
-            self._die("it gave no answer in time")
-            raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
-        except ChannelLost as error:
-            self._die(str(error))
-            raise SandboxError(f"sandbox {self.id} died: {error}") from error
-        for kind in ("error", "cannot_start"):
-            if kind in answer.fields:
-                self._die(str(answer.fields[kind]))
-                raise SandboxError(f"sandbox {self.id} died: {answer.fields[kind]}")
-        return answer
-
-    def _die(self, reason: str) -> None:
-        self._dead = self._dead or reason
+    def _kill(self) -> None:
         # Its keeper then kills the container.
-        self._box.channel.close(reason)
+        self._channel.close(self._dead or "closed")
 
     # -- freezing ----------------------------------------------------------------------------------------------------
 

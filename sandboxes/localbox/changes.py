@@ -91,27 +91,37 @@ class Changes:
 
     def free_bytes(self) -> int:
         """Return what the machine's disk has left."""
-        found = os.fstatvfs(self.roots.upper)
-        return found.f_bavail * found.f_frsize
+        return free_bytes(self.roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """Return what tells when new files exceed their limit ("disk"), or the machine's disk is full ("host").
+        """See `disk_watch`."""
+        below = self._below_bytes
+        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=below)
 
-        It looks closely only when the disk's free space fell.
-        """
-        free, looked, step = self.free_bytes(), time.monotonic(), min(self.disk_bytes // 8, 16 << 20)
 
-        def over() -> str | None:
-            nonlocal free, looked
-            if time.monotonic() - looked < WATCH_S / 2:
-                return None
-            looked, now = time.monotonic(), self.free_bytes()
-            if now < self.reserve_bytes:
-                return "host"
-            if free - now < step:
-                return None
-            free = now
-            used = self._below_bytes + delta.size_bytes(self.roots.upper)
-            return "disk" if used > self.disk_bytes else None
+def free_bytes(folder: int) -> int:
+    """Return the bytes that the disk of a directory has left."""
+    found = os.fstatvfs(folder)
+    return found.f_bavail * found.f_frsize
 
-        return over
+
+def disk_watch(upper: int, limit: int, reserve: int, *, below_bytes: int = 0) -> Callable[[], str | None]:
+    """Return what tells when a sandbox's new files exceed limit bytes ("disk"), or less than reserve is free ("host").
+
+    It looks closely only when the disk's free space fell. below_bytes: what lies in layers already.
+    """
+    free, looked, step = free_bytes(upper), time.monotonic(), min(limit // 8, 16 << 20)
+
+    def over() -> str | None:
+        nonlocal free, looked
+        if time.monotonic() - looked < WATCH_S / 2:
+            return None
+        looked, now = time.monotonic(), free_bytes(upper)
+        if now < reserve:
+            return "host"
+        if free - now < step:
+            return None
+        free = now
+        return "disk" if below_bytes + delta.size_bytes(upper) > limit else None
+
+    return over

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -13,16 +12,14 @@ from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
 from sandboxes.effects import Effect
 from sandboxes.localbox.answers import digest, execution, refuse, request
 from sandboxes.localbox.bases import Base
-from sandboxes.localbox.channel import ChannelLost
 from sandboxes.localbox.layers import DEEP, Upper, mergeable, remove_tree
 from sandboxes.localbox.machine import Machine, Spare, ended
 from sandboxes.localbox.restoring import inherited
 from sandboxes.localbox.roots import Root
+from sandboxes.localbox.talk import Talk
 from sandboxes.localbox.wire import Message
 from sandboxes.spec import EnvironmentSpec
 
-GRACE_S = 60.0
-"""How long over its own time a call may keep pid 1 busy (killing, comparing files); then the sandbox counts as dead."""
 RESERVE_BYTES = 64 << 20
 """With less free disk than this, a call's failure may be the machine's: an error, not a result."""
 ENVIRONMENT = {
@@ -38,7 +35,7 @@ ENVIRONMENT = {
 }
 
 
-class LocalSandbox:
+class LocalSandbox(Talk):
     """See `sandboxes.driver.Sandbox`."""
 
     def __init__(
@@ -52,7 +49,7 @@ class LocalSandbox:
         *,
         seals: bool,
     ) -> None:
-        self.id = spare.id
+        super().__init__(spare.id, spare.channel)
         self.stack = layers
         self.closed = False
         self._seals = seals
@@ -64,22 +61,16 @@ class LocalSandbox:
         self._base = base
         self._root = root
         self._upper: Upper = machine.layers.allocate()
-        self._channel = spare.channel
         self._process: int | None = spare.process
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._switching = asyncio.Lock()
-        self._dead: str | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The driver's storage units that must not be collected while this sandbox is open."""
         return (*self.stack, *self._held)
-
-    @property
-    def alive(self) -> bool:
-        return self._dead is None and self._channel.lost is None
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
@@ -162,48 +153,13 @@ class LocalSandbox:
         """
         await self._settle()
         self._sealed = None
-        try:
-            return await self._talk(fields, body, fds or [], within_s=timeout_s + GRACE_S)
-        except asyncio.CancelledError:
-            self._die("its call was cancelled")
-            raise
-
-    async def _talk(
-        self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
-    ) -> Message:
-        return await self._hear(self._channel.request(fields, body, fds or []), within_s)
-
-    async def _listen(self) -> Message:
-        """Return what pid 1 says unasked: after a call that wrote, what state it left."""
-        return await self._hear(self._channel.receive(), GRACE_S)
-
-    async def _hear(self, coming: Coroutine[Any, Any, Message], within_s: float) -> Message:
-        if self._dead is not None:
-            coming.close()
-            raise SandboxError(f"sandbox {self.id} died: {self._dead or 'it was closed'}")
-        try:
-            async with asyncio.timeout(within_s):
-                answer = await coming
-        except TimeoutError as error:
-            self._die("it gave no answer in time")
-            raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
-        except ChannelLost as error:
-            self._die(str(error))
-            raise SandboxError(f"sandbox {self.id} died: {error}") from error
-        if "error" in answer.fields:
-            self._die(str(answer.fields["error"]))
-            raise SandboxError(f"sandbox {self.id} died: {answer.fields['error']}")
-        return answer
+        return await self._run(fields, body, timeout_s, fds or [])
 
     async def _settle(self) -> None:
         """Wait for what the last call left to do."""
         if self._pending is not None:
             await asyncio.shield(self._pending)
             self._pending = None
-
-    def _die(self, reason: str) -> None:
-        self._dead = self._dead or reason
-        self._kill()
 
     def _kill(self) -> None:
         if self._process is not None:

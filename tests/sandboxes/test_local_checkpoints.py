@@ -168,7 +168,7 @@ def test_a_restored_sandbox_is_as_confined_and_as_limited_as_any(data_dir: Path)
         assert "Seccomp:\t2" in there
         bomb = "python3 -c 'x = bytearray(3 << 30); print(len(x))'"
         other = await driver.restore(SPEC, frozen)
-        assert (await run(other, bomb)).code == 137
+        assert (await run(other, bomb, timeout_s=60)).code == 137
         assert (await run(other, "pgrep -c sleep")).out == "1\n"
 
     driven(data_dir, test)

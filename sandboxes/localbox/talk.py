@@ -1,0 +1,72 @@
+"""A sandbox's driver side talks to who runs its calls, pid 1 or a container's keeper; one that fails is dead."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from sandboxes.driver import SandboxError
+from sandboxes.localbox.channel import Channel, ChannelLost
+from sandboxes.localbox.wire import Message
+
+GRACE_S = 60.0
+"""How long over its own time a call may keep the other side busy (killing, comparing files); then it counts as dead."""
+
+
+class Talk:
+    """What the sandboxes of both drivers have in common. `dead`: why it is, if it is."""
+
+    def __init__(self, name: str, channel: Channel) -> None:
+        self.id = name
+        self._channel = channel
+        self._dead: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._dead is None and self._channel.lost is None
+
+    def _kill(self) -> None:
+        """End all that runs in the sandbox, now."""
+        raise NotImplementedError
+
+    def _die(self, reason: str) -> None:
+        self._dead = self._dead or reason
+        self._kill()
+
+    async def _run(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int]) -> Message:
+        """Send a call and return its answer. Cancelled, the sandbox is dead: nobody knows how far it came.
+
+        Raises:
+            SandboxError: it is dead, or silent for longer than the call may take.
+        """
+        try:
+            return await self._talk(fields, body, fds, within_s=timeout_s + GRACE_S)
+        except asyncio.CancelledError:
+            self._die("its call was cancelled")
+            raise
+
+    async def _talk(
+        self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
+    ) -> Message:
+        return await self._hear(self._channel.request(fields, body, fds or []), within_s)
+
+    async def _listen(self) -> Message:
+        """Return what the other side says unasked."""
+        return await self._hear(self._channel.receive(), GRACE_S)
+
+    async def _hear(self, coming: Coroutine[Any, Any, Message], within_s: float) -> Message:
+        if self._dead is not None:
+            coming.close()
+            raise SandboxError(f"sandbox {self.id} died: {self._dead}")
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await coming
+        except TimeoutError as error:
+            self._die("it gave no answer in time")
+            raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
+        except ChannelLost as error:
+            self._die(str(error))
+            raise SandboxError(f"sandbox {self.id} died: {error}") from error
+        if "error" in answer.fields:
+            self._die(str(answer.fields["error"]))
+            raise SandboxError(f"sandbox {self.id} died: {answer.fields['error']}")
+        return answer
