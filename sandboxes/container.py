@@ -14,7 +14,7 @@ from pathlib import Path
 import orjson
 
 from sandboxes.checkpoints import Checkpoints
-from sandboxes.containerbox.daemon import HOST, INSTANCE, PLACE, ROOT, Daemon
+from sandboxes.containerbox.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Daemon
 from sandboxes.containerbox.roots import Root, Roots
 from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.containerbox.states import States
@@ -102,16 +102,17 @@ class ContainerDriver:
         self.data_dir.chmod(0o711)
         self.states.open()
         self.roots.open()
-        self._sweep(own=True)
+        self._sweep()
 
-    def _sweep(self, *, own: bool) -> None:
+    def _sweep(self) -> None:
         """Remove the containers of dead instances on this machine, and images of those that are gone for good.
 
-        own: also the containers of this one, which is starting.
+        Of this instance, those that it does not know: an earlier process made them, or a daemon that went away did not
+        say that it had.
         """
         for container, labels in self.daemon.labelled():
             if labels.get(INSTANCE) == self._instance:
-                dead = own
+                dead = labels.get(SANDBOX) not in self.stock.names
             else:
                 dead = labels.get(HOST) == socket.gethostname() and _is_dead(Path(labels.get(PLACE, "/")))
             if dead:
@@ -128,7 +129,7 @@ class ContainerDriver:
         while True:
             await asyncio.sleep(REAP_S)
             with contextlib.suppress(SandboxError, SpecError):
-                await asyncio.to_thread(self._sweep, own=False)
+                await asyncio.to_thread(self._sweep)
 
     async def aclose(self) -> None:
         """See `Driver.aclose`. Idempotent."""

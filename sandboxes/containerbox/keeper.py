@@ -39,10 +39,10 @@ class Ended(Exception):  # noqa: N818 - says what happened
 
 def run(channel: int, fields: dict[str, Any]) -> None:
     """Be a container's keeper until the driver lets go."""
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     driver = socket.socket(fileno=channel)
     house = household.Household(fields["pid"], fields["container"])
+    _end_with_parent(house.init)
     try:
         # So that /proc/sysvipc shows the container's.
         namespace = os.open(f"/proc/{house.pid}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
@@ -56,6 +56,25 @@ def run(channel: int, fields: dict[str, Any]) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(house.init, signal.SIGKILL)
+
+
+def _end_with_parent(init: int) -> None:
+    """Have the container killed when the doorman ends, whatever this process is doing then.
+
+    By a handler: a doorman whose driver was killed ends at once, and a SIGKILL from it would come before this process
+    has seen its own channel close, and leave the container to the next start.
+    """
+    own = os.getpid()
+
+    def end(_number: int, _frame: object) -> None:
+        # Not in those that it forks, which run as the agent.
+        if os.getpid() == own:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(init, signal.SIGKILL)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _narrow(pid: int) -> None:

@@ -46,12 +46,16 @@ class Box:
 
 
 class Stock:
-    """Makes, keeps and removes containers. spares: how many wait for each kind."""
+    """Makes, keeps and removes containers. spares: how many wait for each kind.
+
+    names: of those that are being made or live. A container of this instance under another name is nobody's.
+    """
 
     def __init__(self, daemon: Daemon, data_dir: Path, *, spares: int) -> None:
         self.daemon = daemon
         self.boxes = data_dir / "boxes"
         self.labels = {PLACE: str(data_dir), HOST: socket.gethostname()}
+        self.names: set[str] = set()
         self._wanted = spares
         self._spares: OrderedDict[Kind, list[Box]] = OrderedDict()
         self._starts = asyncio.Semaphore(STARTS)
@@ -189,6 +193,7 @@ class Stock:
 
     async def _make(self, image: str, limits: Limits, name: str, folder: Path) -> Box:
         await asyncio.to_thread(_furnish_box, folder)
+        self.names.add(name)
         try:
             async with self._starts:
                 labels = {**self.labels, SANDBOX: name}
@@ -196,6 +201,7 @@ class Stock:
                     self.daemon.run, image, f"forkpoint-{name}", str(folder / "box"), limits, labels
                 )
         except BaseException:
+            self.names.discard(name)
             await asyncio.to_thread(remove_tree, folder)
             raise
         ours, theirs = socket.socketpair()
@@ -238,9 +244,10 @@ class Stock:
     async def throw_away(self, box: Box) -> None:
         """Kill a container, and return when nothing is left of it. Its keeper kills it when its channel closes."""
         box.channel.close()
-        # What fails here is swept at the next start.
+        # What fails here is swept later.
         with contextlib.suppress(SandboxError):
             await asyncio.to_thread(self.daemon.remove, box.container)
+        self.names.discard(box.id)
         await asyncio.to_thread(remove_tree, box.folder)
 
 

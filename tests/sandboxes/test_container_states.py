@@ -20,6 +20,7 @@ from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.driver import SandboxError, SpecError, StateGone
 from sandboxes.effects import Effect
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
+from tests.machine import wait_until
 from tests.sandboxes.box import file, opened, run
 from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers
 
@@ -307,23 +308,56 @@ asyncio.run(go())
 def killed(container_dir: Path) -> Callable[..., None]:
     """Starts an instance in a process of its own, with a sandbox and a spare, and kills it."""
 
-    def kill(*, everything: bool = False) -> None:
+    def kill(*, keepers: int | None = None) -> None:
+        """keepers: a signal that they get first, SIGCONT follows."""
         process = subprocess.Popen(
             [sys.executable, "-c", PROXY, str(container_dir), BASH_IMAGE], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert len(containers(container_dir)) == 2
-        if everything:
-            # With its keepers, who else would end the containers.
-            children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True)
-            for pid in children.stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
+        found = [pid for doorman in children(process.pid) for pid in children(doorman)]
+        assert len(found) == 2
+        if keepers is not None:
+            for pid in found:
+                os.kill(pid, keepers)
+        doormen = children(process.pid)
         process.kill()
         process.wait()
         process.stdout.close()
+        wait_until(lambda: not any(Path(f"/proc/{doorman}").exists() for doorman in doormen), "the doorman lives")
+        if keepers == signal.SIGSTOP:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     return kill
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_keeper_that_learns_first_that_its_parent_has_ended_ends_its_container(
+    container_dir: Path, killed: Callable[..., None]
+) -> None:
+    killed(keepers=signal.SIGSTOP)
+    wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=10)
+
+
+def test_a_container_that_the_daemon_made_without_saying_so_is_removed_while_others_live(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        labels = {**driver.stock.labels, "forkpoint.sandbox": "lost"}
+        options = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+        create = ["docker", "create", *options, BASH_IMAGE, "true"]
+        await asyncio.to_thread(subprocess.run, create, capture_output=True, check=True)
+        assert len(containers(container_dir)) == 2
+        await asyncio.to_thread(driver._sweep)
+        assert len(containers(container_dir)) == 1
+        assert (await run(sandbox, "echo on")).out == "on\n"
+
+    driven(OnImage(container_dir, spares=0), test)
 
 
 def test_a_killed_instance_leaves_nothing_even_if_it_never_comes_back(
@@ -342,9 +376,9 @@ def test_what_was_killed_with_all_its_processes_is_removed_by_its_next_start_or_
     async def nothing(_driver: ContainerDriver) -> None:
         assert containers(container_dir) == []
 
-    killed(everything=True)
+    killed(keepers=signal.SIGKILL)
     driven(OnImage(container_dir), nothing)
-    killed(everything=True)
+    killed(keepers=signal.SIGKILL)
     driven(OnImage(data_dir / "another"), nothing)
 
 
