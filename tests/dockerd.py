@@ -13,6 +13,7 @@ from pathlib import Path
 from sandboxes.localbox.layers import remove_tree
 from tests.machine import is_sandbox, mounts_below, wait_until
 
+STARTS = 3
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -33,21 +34,27 @@ class Dockerd:
         return f"unix://{self.folder}/sock"
 
     def start(self) -> None:
-        """Start it; return when it answers."""
+        """Start it; return when it answers. Again where it ends, as a service manager does: containerd can be late."""
         places = ("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "pid")
         options = [word for name, place in places for word in (name, f"{self.folder}/{place}")]
         options += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--cgroup-parent", f"/{self.parent}"]
-        with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                ["dockerd", "--host", self.host, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
-        wait_until(self._answers, "dockerd does not answer")
+        for _ in range(STARTS):
+            with (self.folder / "log").open("ab") as log:
+                self.process = subprocess.Popen(
+                    ["dockerd", "--host", self.host, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+            wait_until(self._answers_or_ended, "dockerd does not answer", within_s=60)
+            if self.process.poll() is None:
+                return
+        raise AssertionError((self.folder / "log").read_text(errors="replace")[-3000:])
 
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+        # Its containerd ends with it. Where the machine's init is slow to reap that, the next one waits for it in vain.
+        (self.folder / "exec" / "containerd" / "containerd.pid").unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Stop it in order, with whatever containers it still has."""
@@ -71,17 +78,23 @@ class Dockerd:
 
     def groups(self) -> list[Path]:
         """Return the control groups of its containers."""
-        return [group for parent in self._parents() for group in parent.rglob("*") if group.is_dir()]
+        # os.walk passes over what goes away meanwhile.
+        return [Path(at, name) for parent in self._parents() for at, names, _ in os.walk(parent) for name in names]
 
-    def leftovers(self) -> list[str]:
-        """Return what a daemon that has ended left on the machine."""
-        found = [f"mount {line}" for line in mounts_below(self.folder)]
-        found += [f"process {pid} of dockerd" for pid in _naming(str(self.folder))]
-        return found + [f"control group {group}" for group in self.groups()]
+    def living(self) -> list[str]:
+        """Return the processes in its containers, with a daemon or without."""
+        return [f"process {pid} in {group}" for group in self.groups() for pid in _members(group)]
+
+    def remains(self) -> list[str]:
+        """Return what a daemon that has ended left of its own: killed as it starts a container, it forgets that."""
+        found = [f"process {pid} of dockerd" for pid in _naming(str(self.folder))]
+        # The mount of its data on itself stays until the machine goes down.
+        mounts = [line for line in mounts_below(self.folder) if line.split()[4] != str(self.folder / "data")]
+        return found + [f"mount {line}" for line in mounts] + [f"control group {group}" for group in self.groups()]
 
     def clear(self) -> None:
         """Remove its files and what of it was left."""
-        for pid in _naming(str(self.folder)):
+        for pid in {*_naming(str(self.folder)), *self.pids()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for line in reversed(mounts_below(self.folder)):
@@ -91,10 +104,9 @@ class Dockerd:
                 group.rmdir()
         remove_tree(self.folder)
 
-    def _answers(self) -> bool:
+    def _answers_or_ended(self) -> bool:
         assert self.process is not None
-        assert self.process.poll() is None, (self.folder / "log").read_text(errors="replace")[-3000:]
-        return bool(self.ask("version", "--format", "{{.Server.Version}}").strip())
+        return bool(self.process.poll() is not None or self.ask("version", "--format", "{{.Server.Version}}").strip())
 
     def _parents(self) -> list[Path]:
         return [place / self.parent for place in (_GROUPS, *_GROUPS.iterdir()) if (place / self.parent).is_dir()]

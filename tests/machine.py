@@ -116,9 +116,9 @@ class Proxy:
         return _descendants(self.process.pid)
 
     def groups(self) -> list[Path]:
-        """Return the control groups of this instance."""
-        said = json.loads((self.data / "data" / "local" / "instance.json").read_bytes())
-        return [Path(group) for group in said["cgroups"]]
+        """Return the control groups of this instance of the local driver."""
+        said = self.data / "data" / "local" / "instance.json"
+        return [Path(group) for group in json.loads(said.read_bytes())["cgroups"]] if said.exists() else []
 
     def view(self, path: str) -> Any:
         return httpx.get(f"{self.url}/api/v1/{path}", timeout=30).raise_for_status().json()

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tests.dockerd import Dockerd
-from tests.machine import Process, Proxy, alive, is_sandbox, leftovers, process, unnamed, wait_until
+from tests.machine import Process, Proxy, alive, is_sandbox, leftovers, process, unnamed
 from tests.sandboxes.docker import BASH_IMAGE
 from tests.trajectories import SETUP, WORK, Turn, choices, trajectory
 
@@ -45,6 +45,8 @@ class Storm:
     """A storm over one proxy. rollouts: how many, by the driver of their tasks.
 
     errors, kills: how many of each kind. hidden: answers of calls that were taken, lost with the proxy that gave them.
+    gone_s: seconds from the last restart until nothing that lived before it was left. remains: what dockerd left of its
+    own, which nobody can ask it to remove.
     """
 
     proxy: Proxy
@@ -64,10 +66,12 @@ class Storm:
     kills: Counter[str] = field(default_factory=Counter)
     processes: set[Process] = field(default_factory=set)
     groups: set[Path] = field(default_factory=set)
+    gone_s: float = 0.0
+    remains: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._dice = random.Random(self.seed)  # noqa: S311 - dice of a test
-        self._lock = threading.Lock()
+        self._lock, self._over = threading.Lock(), threading.Event()
         self._client = httpx.Client(base_url=self.proxy.url, timeout=120, trust_env=False)
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
@@ -86,8 +90,12 @@ class Storm:
             self._dice.shuffle(walks)
             with ThreadPoolExecutor(self.at_once) as threads:
                 told = [threads.submit(self._walk, f"r{number}", *walk) for number, walk in enumerate(walks)]
-                while wait(told, timeout=self._dice.uniform(0.2, 1.8) * self.every_s).not_done:
-                    self._strike()
+                try:
+                    while wait(told, timeout=self._dice.uniform(0.2, 1.8) * self.every_s).not_done:
+                        self._strike()
+                except BaseException:
+                    self._over.set()
+                    raise
                 for walk in told:
                     walk.result()
                 again = sorted(set(walks))
@@ -125,7 +133,7 @@ class Storm:
     def _ask(self, task: str, rollout: str, number: int, turn: Turn) -> httpx.Response | None:
         """Ask until there is an answer; None where it was given to a connection that the proxy's death had ended."""
         deadline, unsure, said = time.monotonic() + CALL_S, False, ""
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._over.is_set():
             try:
                 if unsure and self._taken(task, rollout) > number:
                     return None
@@ -189,7 +197,7 @@ class Storm:
         return f"sandbox, {driver}"
 
     def kill_proxy(self) -> None:
-        """Kill it; its descendants must be gone soon after."""
+        """Kill it, having looked at what it has."""
         self._note()
         self.proxy.kill()
 
@@ -203,15 +211,20 @@ class Storm:
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def leftovers(self, after_s: float) -> list[str]:
-        """Kill the proxy once more, start it, wait, stop it, and return what is left of it all."""
+        """Kill the proxy once more, start it, wait until nothing of before lives, at most after_s, and stop it.
+
+        Return what is left of it all.
+        """
         self.kill_proxy()
         before = set(self.processes)
-        wait_until(lambda: not alive(before), f"{alive(before)} outlive the proxy")
         self.proxy.start()
+        ready = time.monotonic()
         found = [f"named by nothing: {path}" for path in unnamed(self.proxy)]
-        time.sleep(after_s)
+        # Without a rollout nothing is made: what lived before goes, and is not replaced.
+        while alive(before) and time.monotonic() < ready + after_s:
+            time.sleep(0.1)
+        self.gone_s = time.monotonic() - ready
         self._note()
-        # Nobody asked for a sandbox since the restart.
         found += [f"process {pid} of before" for pid, _ in alive(before)]
         self.proxy.stop()
         found += leftovers(self.proxy, self.processes, sorted(self.groups))
@@ -222,7 +235,7 @@ class Storm:
             networks = self.dockerd.ask("network", "ls", "--format", "{{.Name}}").split()
             found += [f"network {name}" for name in networks if name not in ("bridge", "host", "none")]
             found += [f"volume {name}" for name in self.dockerd.ask("volume", "ls", "--quiet").split()]
-            found += [f"control group {group}" for group in self.dockerd.groups()]
             self.dockerd.stop()
-            found += self.dockerd.leftovers()
+            found += self.dockerd.living()
+            self.remains = self.dockerd.remains()
         return found

@@ -1,0 +1,74 @@
+"""The container driver behind the whole proxy, as a client sees it."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.machine import Proxy, assert_nothing_left, data_directory, served
+from tests.sandboxes.docker import BASH_IMAGE, containers, remove_images, require_docker
+
+HIT, MISS = "forkpoint; hit", "forkpoint; fwd=miss; stored"
+SPEC = {"driver": "container", "image": BASH_IMAGE, "setup": ["echo seed > /root/log"]}
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    require_docker()
+    with data_directory() as folder:
+        # Containers reach their boxes through it, by whatever user.
+        folder.chmod(0o711)
+        try:
+            with served(folder, drivers=json.dumps(["container"]), container_spares="0") as running:
+                yield running
+        finally:
+            remove_images(folder / "data" / "container")
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=proxy.url, timeout=60) as client:
+        client.put("/api/v1/tasks/task", json=SPEC).raise_for_status()
+        yield client
+
+
+def exec_(client: httpx.Client, rollout: str, command: str) -> tuple[str, str, str]:
+    """Return what a call prints, how it was come by, and where the rollout stands then."""
+    answer = client.post(f"/t/task/r/{rollout}/shell/exec", json={"command": command}).raise_for_status()
+    return answer.json()["stdout"], answer.headers["cache-status"], answer.headers["x-forkpoint-node"]
+
+
+def test_a_second_rollout_hits_then_diverges_and_all_go_on_after_a_kill(proxy: Proxy, client: httpx.Client) -> None:
+    walked = [exec_(client, "a", command) for command in ("cd /tmp; X=1; echo a >> ~/log", "pwd; echo $X; cat ~/log")]
+    assert [(out, how) for out, how, _ in walked] == [("", MISS), ("/tmp\n1\nseed\na\n", MISS)]
+    assert walked[0][2] == walked[1][2], "what only looks leads nowhere"
+    again = [exec_(client, "b", command) for command in ("cd /tmp; X=1; echo a >> ~/log", "pwd; echo $X; cat ~/log")]
+    assert again == [(out, HIT, node) for out, _, node in walked]
+
+    out, how, parted = exec_(client, "b", "echo b >> ~/log; cat ~/log; echo $X")
+    assert (out, how) == ("seed\na\nb\n1\n", MISS)
+    assert parted != walked[1][2]
+    assert exec_(client, "a", "cat ~/log; pwd")[:2] == ("seed\na\n/tmp\n", MISS)
+
+    processes = proxy.processes()
+    proxy.kill()
+    proxy.start()
+    assert exec_(client, "b", "cat ~/log; echo $X; pwd") == ("seed\na\nb\n1\n/tmp\n", MISS, parted)
+    assert exec_(client, "a", "cat ~/log; pwd")[:2] == ("seed\na\n/tmp\n", HIT)
+
+    client.post("/api/v1/tasks/task/rollouts/b/fork", json={"name": "c"}).raise_for_status()
+    assert exec_(client, "c", "cat ~/log; echo $X; pwd") == ("seed\na\nb\n1\n/tmp\n", HIT, parted)
+    assert exec_(client, "c", "echo c >> ~/log; cat ~/log")[:2] == ("seed\na\nb\nc\n", MISS)
+    assert exec_(client, "b", "echo b >> ~/log; cat ~/log")[:2] == ("seed\na\nb\nb\n", MISS)
+
+    processes |= proxy.processes()
+    proxy.stop()
+    assert containers(proxy.data / "data" / "container") == []
+    assert_nothing_left(proxy, processes, [])
+
+
+def test_an_image_that_is_missing_is_refused_with_what_to_do(client: httpx.Client) -> None:
+    answer = client.put("/api/v1/tasks/other", json={"driver": "container", "image": "no-such-image:1"})
+    assert answer.status_code == 422
+    assert "docker pull no-such-image:1" in answer.json()["detail"]

@@ -1,0 +1,53 @@
+"""Rollouts under kill -9 of sandboxes, of the proxy and of dockerd: no wrong answer, nothing left. See `storm`."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dockerd import dockerd
+from tests.machine import data_directory, require_sandboxes, served
+from tests.sandboxes.docker import make_bash_image, require_docker
+from tests.storm import Storm
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with data_directory() as made:
+        # Containers reach their boxes through it, by whatever user.
+        made.chmod(0o711)
+        yield made
+
+
+def seed() -> int:
+    chosen = int.from_bytes(os.urandom(3), "big")
+    print(f"seed {chosen}")
+    return chosen
+
+
+def assert_nothing_wrong_or_left(storm: Storm) -> None:
+    storm.run()
+    assert storm.wrong == []
+    assert storm.given_up == []
+    assert storm.kills.total() > 0
+    assert storm.leftovers(after_s=60.0) == []
+
+
+def test_a_storm_of_kills_changes_no_answer_and_leaves_nothing(folder: Path) -> None:
+    require_sandboxes()
+    with served(folder) as proxy:
+        assert_nothing_wrong_or_left(Storm(proxy, None, {"local": 40}, seed(), every_s=0.5))
+
+
+def test_a_storm_of_kills_of_containers_and_their_daemon_changes_no_answer_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_docker()
+    with dockerd() as daemon:
+        monkeypatch.setenv("DOCKER_HOST", daemon.host)
+        make_bash_image()
+        with served(folder, drivers=json.dumps(["container"]), max_sandboxes="16") as proxy:
+            storm = Storm(proxy, daemon, {"container": 15}, seed(), every_s=1.0, tasks=2)
+            assert_nothing_wrong_or_left(storm)
