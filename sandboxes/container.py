@@ -15,6 +15,7 @@ import orjson
 
 from sandboxes.checkpoints import Checkpoints
 from sandboxes.containerbox.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Daemon
+from sandboxes.containerbox.orphans import kill_orphans
 from sandboxes.containerbox.roots import Root, Roots
 from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.containerbox.states import States
@@ -27,7 +28,7 @@ from sandboxes.spec import EnvironmentSpec
 VERSION = 1
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
 _PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
-REAP_S = 60.0
+REAP_S = 30.0
 
 
 class ContainerDriver:
@@ -108,7 +109,7 @@ class ContainerDriver:
         """Remove the containers of dead instances on this machine, and images of those that are gone for good.
 
         Of this instance, those that it does not know: an earlier process made them, or a daemon that went away did not
-        say that it had.
+        say that it had, or has forgotten them itself.
         """
         for container, labels in self.daemon.labelled():
             if labels.get(INSTANCE) == self._instance:
@@ -118,7 +119,7 @@ class ContainerDriver:
             if dead:
                 with contextlib.suppress(SandboxError):
                     self.daemon.remove(container)
-
+        kill_orphans(self.stock.boxes, self.stock.names)
         for image, labels in self.daemon.images():
             if labels.get(HOST) == socket.gethostname() and not Path(labels.get(PLACE, "/")).exists():
                 with contextlib.suppress(SandboxError):

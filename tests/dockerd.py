@@ -83,7 +83,8 @@ class Dockerd:
 
     def living(self) -> list[str]:
         """Return the processes in its containers, with a daemon or without."""
-        return [f"process {pid} in {group}" for group in self.groups() for pid in _members(group)]
+        found = {int(pid) for group in self.groups() for pid in _members(group)}
+        return [f"process {pid} in a container" for pid in sorted(found)]
 
     def remains(self) -> list[str]:
         """Return what a daemon that has ended left of its own: killed as it starts a container, it forgets that."""

@@ -16,6 +16,7 @@ import pytest
 
 from sandboxes.container import ContainerDriver
 from sandboxes.containerbox.daemon import Daemon
+from sandboxes.containerbox.orphans import kill_orphans
 from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.driver import SandboxError, SpecError, StateGone
 from sandboxes.effects import Effect
@@ -343,6 +344,19 @@ def test_a_keeper_that_learns_first_that_its_parent_has_ended_ends_its_container
 ) -> None:
     killed(keepers=signal.SIGSTOP)
     wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=10)
+
+
+def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        living, forgotten = await driver.start(SPEC), await driver.start(SPEC)
+        # As after a kill of the daemon: it runs on, and nobody knows its name.
+        driver.stock.names.discard(forgotten.id)
+        assert kill_orphans(driver.stock.boxes, driver.stock.names) == 1
+        with pytest.raises(SandboxError, match="died"):
+            await run(forgotten, "echo on")
+        assert (await run(living, "echo on")).out == "on\n"
+
+    driven(OnImage(container_dir, spares=0), test)
 
 
 def test_a_container_that_the_daemon_made_without_saying_so_is_removed_while_others_live(container_dir: Path) -> None:
