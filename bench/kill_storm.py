@@ -39,7 +39,7 @@ def report(storm: Storm, storm_s: float, left: list[str]) -> None:
         "calls compared": f"{storm.calls - storm.hidden}",
         "answers lost with a proxy, asked again later": f"{storm.hidden}",
         "how answered": counted(storm.sources),
-        "kills": f"{storm.kills.total()}: {counted(storm.kills)}",
+        "kills": f"{storm.kills.total()}",
         "errors told to clients": counted(storm.errors),
         "rollouts not answered": f"{len(storm.given_up)}",
         "wrong answers": f"{len(storm.wrong)}",
@@ -50,6 +50,7 @@ def report(storm: Storm, storm_s: float, left: list[str]) -> None:
     }.items():
         shown.add_row(name, value)
     console.print(shown)
+    console.print(f"killed: {counted(storm.kills)}", markup=False)
     for line in [*(str(wrong) for wrong in storm.wrong), *storm.given_up, *left][:40]:
         console.print(line, markup=False)
 
