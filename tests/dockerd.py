@@ -100,10 +100,15 @@ class Dockerd:
                 os.kill(pid, signal.SIGKILL)
         for line in reversed(mounts_below(self.folder)):
             subprocess.run(["umount", "--lazy", line.split()[4]], check=False)
+        remove_tree(self.folder)
+        wait_until(self._ungrouped, f"control groups of {self.parent} stay")
+
+    def _ungrouped(self) -> bool:
+        """Remove the control groups; False while the kernel holds some, for what was killed."""
         for group in sorted({*self.groups(), *self._parents()}, reverse=True):
             with contextlib.suppress(OSError):
                 group.rmdir()
-        remove_tree(self.folder)
+        return not self._parents()
 
     def _answers_or_ended(self) -> bool:
         assert self.process is not None
