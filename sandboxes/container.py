@@ -104,6 +104,7 @@ class ContainerDriver:
         self.states.open()
         self.roots.open()
         self._sweep()
+        self._sweep_images()
 
     def _sweep(self) -> None:
         """Remove the containers of dead instances on this machine, and images of those that are gone for good.
@@ -122,6 +123,14 @@ class ContainerDriver:
         kill_orphans(self.stock.boxes, self.stock.names)
         for image, labels in self.daemon.images():
             if labels.get(HOST) == socket.gethostname() and not Path(labels.get(PLACE, "/")).exists():
+                with contextlib.suppress(SandboxError):
+                    self.daemon.forget_image(image)
+
+    def _sweep_images(self) -> None:
+        """Remove the images that an earlier process had committed, and was killed before it noted them as roots."""
+        known = self.roots.images()
+        for image, labels in self.daemon.images():
+            if labels.get(INSTANCE) == self._instance and image not in known:
                 with contextlib.suppress(SandboxError):
                     self.daemon.forget_image(image)
 

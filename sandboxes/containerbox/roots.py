@@ -1,7 +1,9 @@
 """The root states of specs: images that set-up has made, noted in a small file each, and kept while they are used."""
 
+import contextlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,8 +48,20 @@ class Roots:
         draft.write_text(json.dumps(asdict(root)))
         draft.rename(self._folder / f"{key}.json")
 
+    def images(self) -> set[str]:
+        """Return the images of all root states that are known."""
+        return _images(self._folder.glob("*.json"))
+
     def unused(self) -> set[str]:
         """Return the images that nobody has started from lately."""
         since = time.time() - KEPT_S
-        old = [path for path in self._folder.glob("*.json") if path.stat().st_mtime < since]
-        return {Root(**json.loads(path.read_bytes())).image for path in old}
+        return _images(path for path in self._folder.glob("*.json") if path.stat().st_mtime < since)
+
+
+def _images(notes: Iterable[Path]) -> set[str]:
+    found = set()
+    for note in notes:
+        # One that a loss of power has damaged tells nothing; its root state is built again.
+        with contextlib.suppress(ValueError, TypeError):
+            found.add(Root(**json.loads(note.read_bytes())).image)
+    return found

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.container import ContainerDriver
-from sandboxes.containerbox.daemon import Daemon
+from sandboxes.containerbox.daemon import INSTANCE, Daemon
 from sandboxes.containerbox.orphans import kill_orphans
 from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.driver import SandboxError, SpecError, StateGone
@@ -344,6 +344,27 @@ def test_a_keeper_that_learns_first_that_its_parent_has_ended_ends_its_container
 ) -> None:
     killed(keepers=signal.SIGSTOP)
     wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=10)
+
+
+def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_start(container_dir: Path) -> None:
+    async def ran(driver: ContainerDriver) -> set[str]:
+        sandbox = await driver.start(EnvironmentSpec(setup=("echo 1 > /root/a",)))
+        assert (await run(sandbox, "cat /root/a")).out == "1\n"
+        return {
+            image for image, labels in driver.daemon.images() if labels.get(INSTANCE) == driver.stock.labels[INSTANCE]
+        }
+
+    async def twice(driver: ContainerDriver) -> None:
+        before = await ran(driver)
+        assert driver.roots.images() <= before
+        for note in (container_dir / "roots").iterdir():
+            note.unlink()
+
+    async def again(driver: ContainerDriver) -> None:
+        assert await ran(driver) == driver.roots.images()
+
+    driven(OnImage(container_dir, spares=0), twice)
+    driven(OnImage(container_dir, spares=0), again)
 
 
 def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(container_dir: Path) -> None:
