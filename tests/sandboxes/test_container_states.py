@@ -356,7 +356,7 @@ def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_sta
 
     async def twice(driver: ContainerDriver) -> None:
         before = await ran(driver)
-        assert driver.roots.images() <= before
+        assert before <= driver.roots.images()
         for note in (container_dir / "roots").iterdir():
             note.unlink()
 
