@@ -354,7 +354,7 @@ def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_sta
             image for image, labels in driver.daemon.images() if labels.get(INSTANCE) == driver.stock.labels[INSTANCE]
         }
 
-    async def twice(driver: ContainerDriver) -> None:
+    async def unnoted(driver: ContainerDriver) -> None:
         before = await ran(driver)
         assert before <= driver.roots.images()
         for note in (container_dir / "roots").iterdir():
@@ -363,7 +363,7 @@ def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_sta
     async def again(driver: ContainerDriver) -> None:
         assert await ran(driver) == driver.roots.images()
 
-    driven(OnImage(container_dir, spares=0), twice)
+    driven(OnImage(container_dir, spares=0), unnoted)
     driven(OnImage(container_dir, spares=0), again)
 
 
