@@ -377,6 +377,23 @@ def test_equal_databases_have_one_identity_and_a_changed_one_another(tmp_path: P
     driven(tmp_path, test)
 
 
+def test_a_change_that_the_server_has_not_counted_yet_is_no_old_identity(tmp_path: Path, shop: Cluster) -> None:
+    shop.create("busy")
+
+    async def test(driver: PostgresDriver) -> None:
+        spec = EnvironmentSpec(driver="postgres", databases={"shop": Database(dsn=shop.dsn, source="busy")})
+        first = await driver.identity(spec)
+        with shop.connect("busy") as connection:
+            # What is counted within a second of the last count is counted later.
+            connection.execute("SELECT 1")
+            connection.execute("UPDATE item SET stock = stock + 1 WHERE id = 1")
+            with pytest.raises(SpecError, match="has other sessions"):
+                await driver.identity(spec)
+        assert await driver.identity(spec) != first
+
+    driven(tmp_path, test)
+
+
 def test_a_clock_s_answer_is_for_this_rollout_alone(tmp_path: Path, shop: Cluster) -> None:
     statements = ("SELECT now()", "SELECT random()", "SELECT gen_random_uuid()", "SELECT 1", "SELECT 'now' AS word")
     shareable = [a.shareable for a in said(tmp_path, shop, *statements)]
