@@ -26,6 +26,7 @@ from sandboxes.driver import Driver
 from sandboxes.local import LocalDriver
 from sandboxes.memory import MemoryDriver
 from sandboxes.sqlite import SqliteDriver
+from sandboxes.upstream import HttpDriver
 
 log = structlog.get_logger()
 
@@ -75,6 +76,7 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
         "container": lambda: _containers(settings),
         "sqlite": lambda: SqliteDriver(settings.data / "sqlite"),
         "postgres": lambda: _postgres(settings),
+        "http": lambda: HttpDriver(settings.data / "http"),
         "memory": MemoryDriver,
     }
     return {name: makers[name]() for name in settings.drivers}

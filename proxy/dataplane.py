@@ -42,7 +42,6 @@ _CACHE_STATUS = {
 _REMEMBERED = 8192
 _REMEMBERED_BYTES = 2048
 """How many addresses and calls are remembered, and the largest body of such a call."""
-_LISTER = "~lists"
 _RESENT = 4096
 """How many named requests are remembered, in case they are sent again."""
 
@@ -145,14 +144,26 @@ class DataPlane:
 
     async def _constant(self, task: str, call: Call, exchange: Exchange) -> None:
         """Answer what is the same at all states of a task: asked once, by a rollout of its own that no URL can name."""
-        asking = await self.engine.tasks.rollout(task, _LISTER)
-        name = (asking.tree.id, call.key)
+        tree = (await self.engine.tasks.open(task)).tree
+        name = (tree.id, call.key)
         answer = self._constants.get(name)
         if answer is not None:
+            self.engine.counts.answered(Outcome.HIT, answer.record.seconds)
             await exchange.answer(self._answers.of(answer.record), AT_ONCE)
             return
-        answer = await self.engine.step.run(asking, call.call, call.key)
-        _remember(self._constants, name, answer)
+        # One for each call: they need not wait for one another.
+        asking = await self.engine.tasks.rollout(task, f"~{call.key.hex()[:32]}")
+        passing = exchange.passing() if call.streams else None
+        try:
+            answer = await self.engine.step.run(asking, call.call, call.key, passing)
+        finally:
+            if not asking.waiting:
+                await self.engine.tasks.finish(asking)
+        if not answer.record.private:
+            _remember(self._constants, name, answer)
+        if passing is not None and passing.started:
+            await passing.finish()
+            return
         await exchange.answer(self._answers.of(answer.record), _told(answer))
 
     async def _act(self, task: str, meaning: Meaning, exchange: Exchange, rollout: Rollout | None) -> None:

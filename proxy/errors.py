@@ -111,6 +111,8 @@ def problem_of(error: BaseException) -> Problem:
 def _of_sandbox(error: SandboxError) -> tuple[int, str, str]:
     if isinstance(error, ServerError):
         # The next attempt begins with another sandbox.
+        if error.status:
+            return error.status, "tool-server", "The tool server says that it failed"
         told = (504, "The tool server says nothing") if error.silent else (502, "The tool server failed")
         return told[0], "tool-server", told[1]
     return 503, "sandbox", "The sandbox failed"

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from proxy.canonical import canonical_json
 from sandboxes.calls import ToolCall
-from sandboxes.spec import EnvironmentSpec, Server
+from sandboxes.spec import EnvironmentSpec, Server, Upstream
 
 _SHIPPED = Path(__file__).parent / "dialects" / "rules"
 _VERSION = 1
@@ -46,9 +46,13 @@ class Rule(BaseModel):
     drop: tuple[str, ...] = Field(default=(), description="fields of a JSON body that the key leaves out")
     archives: bool = Field(default=False, description="uploaded archives count by their contents")
     effect: Literal["read", "change"] | None = Field(default=None, description="on the server's memory; else by method")
+    stateless: bool = Field(default=False, description="a call whose answer hangs on the call alone: once for all")
     cache: Literal["always", "never"] = "always"
     commutes: bool = Field(default=False, description="may change places with others that wait at the same time")
     rollout: str = Field(default="", description="where the rollout's name is, if not in the URL; 'fresh': a new one")
+    names: str = Field(
+        default="", pattern=r"^(body:.+)?$", description="of `open` to an upstream: where its answer names the session"
+    )
     parent: str = Field(default="", description="of `open`: the rollout that it forks from")
     reply: Reply | None = Field(default=None, description="answered by the proxy; of a call, the server is not asked")
 
@@ -56,6 +60,8 @@ class Rule(BaseModel):
     def _replies(self) -> "Rule":
         if self.do in ("health", "close") and self.reply is None:
             raise ValueError(f"`do = {self.do!r}` is answered by the proxy: say with what, in `reply`")
+        if self.stateless and (self.do != "call" or self.effect == "change"):
+            raise ValueError("what is `stateless` is a `call`, and changes nothing")
         method, _, path = self.on.partition(" ")
         if not method or not path.startswith("/"):
             raise ValueError(f"`on` is a method and a path, as 'POST /run': {self.on!r}")
@@ -84,7 +90,7 @@ class Rules(BaseModel):
     rule: tuple[Rule, ...] = ()
 
 
-def rules_of(server: Server) -> Rules:
+def rules_of(server: Server | Upstream) -> Rules:
     """Return the rules for a server's requests, its own first.
 
     Raises:
@@ -95,7 +101,8 @@ def rules_of(server: Server) -> Rules:
         own = tuple(Rule.model_validate(rule) for rule in server.rules)
     except ValidationError as error:
         raise RulesError(f"a rule of the server cannot be read: {error.errors()[0]['msg']}") from error
-    return shipped.model_copy(update={"rule": own + shipped.rule})
+    bind = server.bind if isinstance(server, Upstream) else ()
+    return shipped.model_copy(update={"rule": own + shipped.rule, "bind": bind + shipped.bind})
 
 
 def identity(spec: EnvironmentSpec) -> str:

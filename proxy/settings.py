@@ -24,7 +24,9 @@ class Settings(BaseSettings):
     data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
     log: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "memory"], ...] = ("local", "sqlite")
+    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "http", "memory"], ...] = (
+        "local", "sqlite", "http",
+    )  # fmt: skip
     default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")
     max_sandboxes: int = Field(default=64, ge=1, description="live at once")
     sandbox_patience_s: float = Field(default=60.0, gt=0, description="wait for a free sandbox, then 503")

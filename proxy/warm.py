@@ -140,6 +140,9 @@ class Warm:
         self._cooling = {node: until for node, until in self._cooling.items() if until > now}
         found: list[tuple[Tree, Target]] = []
         for tree in trees:
+            if tree.spec.upstreams:
+                # What is replayed ahead would be sent to somebody else's server.
+                continue
             running = [r for r in self._walkers.of(tree.id) if r.cached and now - r.used_at < self._idle_s]
             # One whose call is being answered has a sandbox at work for it.
             thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKS_S)

@@ -15,11 +15,14 @@ class SandboxError(RuntimeError):
 
 
 class ServerError(SandboxError):
-    """A tool server in a sandbox failed: it crashed, is silent, or what it says is no HTTP."""
+    """A tool server failed: it crashed, is silent, or what it says is no HTTP.
 
-    def __init__(self, text: str, *, silent: bool = False) -> None:
+    status: of one elsewhere, what it answered itself, 429 or 500 and above; else 0.
+    """
+
+    def __init__(self, text: str, *, silent: bool = False, status: int = 0) -> None:
         super().__init__(text)
-        self.silent = silent
+        self.silent, self.status = silent, status
 
 
 class StateGone(SandboxError):  # noqa: N818 - it says what happened to the state

@@ -20,7 +20,7 @@ _IN_MEMORY = 1 << 20
 
 def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return what a sandbox must know to start, and to find, spec's server of that name (pure)."""
-    server = spec.servers[name]
+    server = spec.hosted[name]
     return {
         "name": name,
         "command": server.command,

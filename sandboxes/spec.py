@@ -4,7 +4,7 @@ import re
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
@@ -59,6 +59,58 @@ class Server(BaseModel):
     answer_bytes: int = Field(
         default=32 << 20, ge=0, le=1 << 28, description="of a recorded answer; a longer one passes, and is not recorded"
     )
+
+
+class Farewell(BaseModel):
+    """What an upstream is told when nobody needs a session any more. `{session}` stands for its name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["POST", "PUT", "DELETE"] = "POST"
+    path: Annotated[str, Field(pattern=r"^/[\x21-\x7e]*$")]
+    body: Any = None
+
+
+class Upstream(BaseModel):
+    """A server outside Forkpoint's care: a URL, no sandbox. Driver `http` sends it requests, and to no other host."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    upstream: str = Field(
+        pattern=r"^https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[\x21\x24-\x3b\x3d\x40-\x7e]*)?$",
+        max_length=2048,
+        description="http or https, host, port, and a path before all others; no user, query or fragment",
+    )
+    mode: Literal["replay", "pass"] = Field(
+        default="replay",
+        description="'pass': no call is shared. 'replay': those are whose answer is known to come again: stateless "
+        "ones by rule, and those behind a rule's `open`, which begins afresh",
+    )
+    dialect: str = "http"
+    rules: tuple[dict[str, Any], ...] = Field(default=(), description="rules of one's own, before those of the dialect")
+    bind: tuple[str, ...] = Field(
+        default=(), description="fields of JSON bodies, both ways, that hold a session's name, beside the dialect's"
+    )
+    lost: tuple[Annotated[int, Field(ge=400, le=499)], ...] = Field(
+        default=(), description="statuses that say that a session is gone: it is built again, and nothing is recorded"
+    )
+    farewell: Farewell | None = Field(default=None, description="sent when a session that a rule opened is let go")
+    timeout_s: float | None = Field(
+        default=None, gt=0, le=86_400, description="of silence, before an answer or in it; limits.timeout_s by default"
+    )
+    answer_bytes: int = Field(
+        default=32 << 20, ge=0, le=1 << 28, description="of a recorded answer; a longer one passes, and is not recorded"
+    )
+
+
+def _kind_of_server(value: Any) -> str:
+    outside = isinstance(value, Upstream) or (isinstance(value, dict) and "upstream" in value)
+    return "upstream" if outside else "server"
+
+
+AnyServer = Annotated[
+    Annotated[Server, Tag("server")] | Annotated[Upstream, Tag("upstream")], Discriminator(_kind_of_server)
+]
 
 
 class McpServer(BaseModel):
@@ -126,8 +178,9 @@ class EnvironmentSpec(BaseModel):
     frozen_at: datetime = Field(
         default=datetime.fromisoformat("2026-01-01T00:00:00+00:00"), description="what a frozen clock shows"
     )
-    servers: dict[EndpointName, Server] = Field(
-        default_factory=dict, description="tool servers inside the sandbox, by the name of their endpoint"
+    servers: dict[EndpointName, AnyServer] = Field(
+        default_factory=dict,
+        description="tool servers by the name of their endpoint: inside the sandbox, or for driver http elsewhere",
     )
     mcp_servers: dict[EndpointName, McpServer] = Field(
         default_factory=dict, description="of the mcp endpoint: the `mcpServers` of any client's configuration"
@@ -144,6 +197,16 @@ class EnvironmentSpec(BaseModel):
     def shared(self) -> bool:
         """Whether all tasks with this root state have one tree."""
         return self.driver in SQL_DRIVERS if self.share is None else self.share == "on"
+
+    @property
+    def hosted(self) -> dict[str, Server]:
+        """The tool servers that run inside the sandbox."""
+        return {name: server for name, server in self.servers.items() if isinstance(server, Server)}
+
+    @property
+    def upstreams(self) -> dict[str, Upstream]:
+        """The servers that run elsewhere."""
+        return {name: server for name, server in self.servers.items() if isinstance(server, Upstream)}
 
     @property
     def frozen_ms(self) -> int | None:
@@ -209,14 +272,26 @@ class EnvironmentSpec(BaseModel):
 
     @model_validator(mode="after")
     def _servers_fit(self) -> "EnvironmentSpec":
-        if (self.servers or self.mcp_servers) and self.driver not in SERVER_DRIVERS:
+        if (self.hosted or self.mcp_servers) and self.driver not in SERVER_DRIVERS:
             raise ValueError(f"driver {self.driver!r} runs no servers: {', '.join(sorted(SERVER_DRIVERS))} do")
+        if self.upstreams and self.driver != "http":
+            raise ValueError(f"driver {self.driver!r} sends nothing to an `upstream`: driver 'http' does")
         taken = sorted(RESERVED_ENDPOINTS & self.servers.keys())
         if taken:
             raise ValueError(f"endpoint {taken[0]!r} is built in: give the server another name")
-        ports = [server.port for server in self.servers.values()]
+        ports = [server.port for server in self.hosted.values()]
         if len(set(ports)) < len(ports):
             raise ValueError("two servers have one port: they share a loopback")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_but_upstreams(self) -> "EnvironmentSpec":
+        if self.driver == "http":
+            if not self.upstreams:
+                raise ValueError("driver 'http' needs `servers` with an `upstream`")
+            sandbox = [name for name in ("archives", "files", "setup", "env") if getattr(self, name)]
+            if sandbox:
+                raise ValueError(f"driver 'http' has no sandbox: leave {', '.join(sandbox)} out")
         return self
 
     @model_validator(mode="after")

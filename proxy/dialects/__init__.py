@@ -49,14 +49,14 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     Raises:
         Refused: 404, it has no such endpoint.
     """
-    if endpoint in DIALECTS:
+    if endpoint in DIALECTS and not spec.upstreams:
         return BuiltIn(DIALECTS[endpoint], spec)
-    if endpoint == "mcp":
+    if endpoint == "mcp" and not spec.upstreams:
         return Mcp(spec)
     if endpoint in spec.servers:
         server = spec.servers[endpoint]
         return Declared(endpoint, server, rules_of(server))
     built_in = ["sql"] if spec.databases else []
-    built_in += ["mcp", "shell"] if spec.driver not in SQL_DRIVERS else []
+    built_in += ["mcp", "shell"] if spec.driver not in SQL_DRIVERS and not spec.upstreams else []
     there = ", ".join(sorted([*built_in, *spec.servers]))
     raise Refused(404, "no-such-endpoint", f"endpoints here are: {there}.")

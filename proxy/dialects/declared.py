@@ -17,7 +17,8 @@ from proxy.rules import Reply, Rule, Rules, without
 from proxy.wire import named
 from sandboxes.calls import ToolCall
 from sandboxes.http1 import HOP_BY_HOP, BadRequest, request_head
-from sandboxes.spec import Server
+from sandboxes.members import OUR_NAME, member, renamed
+from sandboxes.spec import Server, Upstream
 
 NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
@@ -27,8 +28,6 @@ NOISE = HOP_BY_HOP | {
 """Headers that say nothing of what is asked."""
 _OURS = frozenset({"x-forkpoint-task", "x-forkpoint-rollout"})
 _PLACES = frozenset({"origin", "referer"})
-OUR_NAME = "forkpoint-rollout"
-"""Stands for the rollout's name where it is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,12 @@ class Declared:
 
     headers_matter = True
 
-    def __init__(self, endpoint: str, server: Server, rules: Rules) -> None:
+    def __init__(self, endpoint: str, server: Server | Upstream, rules: Rules) -> None:
         self._endpoint, self._rules = endpoint, rules
-        self._upstream = f"127.0.0.1:{server.port}"
-        self._origins = (f"http://{self._upstream}", f"http://localhost:{server.port}")
+        self._origins, self._prefix = _places(server)
+        self._upstream = urlsplit(self._origins[0]).netloc
+        self._outside = isinstance(server, Upstream)
+        self._opens = any(rule.do == "open" for rule in rules.rule)
         self._routes = [_route(rule) for rule in rules.rule]
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ class Declared:
         if rule.do == "health":
             assert rule.reply is not None
             return _local(rule.reply)
-        rollout = self._rollout(request, rule, fields)
+        rollout = "" if rule.stateless else self._rollout(request, rule, fields)
         if rule.do == "close":
             assert rule.reply is not None
             return Close(rollout, self._bound_reply(rule.reply, rollout))
@@ -75,7 +76,7 @@ class Declared:
         for route in self._routes:
             if request.method in route.methods or "*" in route.methods:
                 found = route.path.fullmatch(path)
-                if found is not None and all(_at(fields.json, at) == want for at, want in route.rule.when.items()):
+                if found is not None and all(member(fields.json, at) == want for at, want in route.rule.when.items()):
                     return route.rule, found.groupdict()
         return _PLAIN, {}
 
@@ -101,6 +102,7 @@ class Declared:
     def _call(self, request: Request, rule: Rule, fields: "_Fields", rollout: str) -> Call:
         body, bound = self._unbound(request.body, fields, rollout)
         headers = self._forwarded(request)
+        self._refuse_escapes(request.path)
         try:
             request_head(request.method, request.target, headers, self._upstream, len(body))
         except BadRequest as error:
@@ -110,6 +112,7 @@ class Declared:
         }  # fmt: skip
         arguments |= {"effect": rule.effect} if rule.effect else {}
         arguments |= {"cache": "never"} if rule.cache == "never" else {}
+        arguments |= self._outsider(rule) if self._outside else {}
         tool = _tool(rule, request, fields)
         told = {"args": self._args(request, rule, body), "headers": self._in_key(headers)}
         return Call(
@@ -120,15 +123,33 @@ class Declared:
             commutes=rule.commutes,
             bound=bound,
             streams=not bound,
+            constant=rule.stateless,
         )
+
+    def _outsider(self, rule: Rule) -> dict[str, Any]:
+        """Return what a call to a server elsewhere must say, for its driver to know what it may do."""
+        told: dict[str, Any] = {"stateless": True} if rule.stateless else {}
+        told |= {"session": "opens" if rule.do == "open" else "within"} if self._opens else {}
+        told |= {"names": rule.names} if rule.names else {}
+        return told | ({"bind": list(self._rules.bind)} if self._rules.bind else {})
+
+    def _refuse_escapes(self, path: str) -> None:
+        """Refuse a path that a server could take for one outside its prefix.
+
+        Raises:
+            Refused: 400.
+        """
+        segments = re.split(r"[/\\]", unquote(path)) if self._prefix else ()
+        if any(segment.partition(";")[0] in (".", "..") for segment in segments):
+            raise Refused(400, "request", "a path with . or .. segments may leave what its upstream names. Resolve it.")
 
     def _unbound(self, body: bytes, fields: "_Fields", rollout: str) -> tuple[bytes, bool]:
         """Return body with our name for the rollout in the place of its client's."""
         if not self._rules.bind:
             return body, False
         value = fields.json
-        if isinstance(value, dict) and any(isinstance(_at(value, at), str) for at in self._rules.bind):
-            body = orjson.dumps(_renamed(value, self._rules.bind, rollout, OUR_NAME))
+        if isinstance(value, dict) and any(isinstance(member(value, at), str) for at in self._rules.bind):
+            body = orjson.dumps(renamed(value, self._rules.bind, rollout, OUR_NAME))
         return body, True
 
     def _forwarded(self, request: Request) -> Headers:
@@ -139,7 +160,9 @@ class Declared:
             if name in _OURS or (name in ("authorization", "x-api-key") and "fp_" in value):
                 continue
             if name in _PLACES and value.startswith(ours):
-                value = self._origins[0] + value.removeprefix(request.base).removeprefix(ours)  # noqa: PLW2901
+                below = value.removeprefix(request.base)
+                place = below.removeprefix(ours) if below == value else self._prefix + below
+                value = self._origins[0] + (place if name != "origin" else "")  # noqa: PLW2901
             kept.append((name, value))
         return tuple(kept)
 
@@ -171,7 +194,7 @@ class Declared:
         if self._rules.bind and told.body:
             said = json_value(told.body)
             if said is not None and isinstance(said[0], dict):
-                body = orjson.dumps(_renamed(said[0], self._rules.bind, OUR_NAME, self._known_as(request)))
+                body = orjson.dumps(renamed(said[0], self._rules.bind, OUR_NAME, self._known_as(request)))
                 length = str(len(body))
                 headers = tuple((n, length if n.lower() == "content-length" else v) for n, v in headers)
                 return Told(told.status, headers, body)
@@ -183,12 +206,15 @@ class Declared:
 
     def _placed(self, name: str, value: str, request: Request) -> str:
         if name in ("location", "content-location"):
-            for origin in self._origins:
-                if value == origin or value.startswith(f"{origin}/"):
-                    return request.base + value.removeprefix(origin)
-            return request.base + value if value.startswith("/") and not value.startswith("//") else value
+            for place in (*(origin + self._prefix for origin in self._origins), self._prefix):
+                below = value.removeprefix(place)
+                if value.startswith(place) and (below.startswith("/") or (below == "" and place)):
+                    return value if below.startswith("//") and not place else request.base + below
+            return self._origins[0] + value if value.startswith("/") and not value.startswith("//") else value
         if name == "set-cookie":
             prefix = urlsplit(request.base).path
+            value = re.sub(rf"(;\s*path=){re.escape(self._prefix)}(?=/|;|$)", r"\1", value, flags=re.IGNORECASE)
+            value = re.sub(r"(;\s*path=)(?=;|$)", r"\1/", value, flags=re.IGNORECASE)
             value = re.sub(r";\s*domain=[^;]*", "", value, flags=re.IGNORECASE)
             return re.sub(r"(;\s*path=)/", lambda found: f"{found[1]}{prefix}/", value, flags=re.IGNORECASE)
         return value
@@ -232,11 +258,19 @@ class _Fields:
                 return dict(parse_qsl(self._request.query)).get(name, "")
             case "path":
                 return self.captures.get(name, "")
-        value = _at(self.json, name)
+        value = member(self.json, name)
         return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 _PLAIN = Rule(on="* /")
+
+
+def _places(server: Server | Upstream) -> tuple[tuple[str, ...], str]:
+    """Return the origins that a server may call itself by, and the path that stands before all of its own."""
+    if isinstance(server, Server):
+        return (f"http://127.0.0.1:{server.port}", f"http://localhost:{server.port}"), ""
+    place = urlsplit(server.upstream)
+    return (f"{place.scheme}://{place.netloc}",), place.path.rstrip("/")
 
 
 def _members(request: Request) -> Any:
@@ -289,31 +323,10 @@ def _name(text: str) -> str:
     return named("rollout", text)
 
 
-def _at(value: Any, path: str) -> Any:
-    for part in path.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(part)
-    return value
-
-
 def _chosen(value: dict[str, Any], rule: Rule) -> dict[str, Any]:
     """Return the fields of a body that count."""
     if rule.pick:
-        return {path: _at(value, path) for path in rule.pick}
+        return {path: member(value, path) for path in rule.pick}
     for path in rule.drop:
         value = without(value, path.split("."))
     return value
-
-
-def _renamed(value: dict[str, Any], paths: tuple[str, ...], before: str, after: str) -> dict[str, Any]:
-    for path in paths:
-        value = _replaced(value, path.split("."), before, after)
-    return value
-
-
-def _replaced(value: dict[str, Any], path: list[str], before: str, after: str) -> dict[str, Any]:
-    inner = value.get(path[0])
-    if len(path) == 1:
-        return {**value, path[0]: inner.replace(before, after)} if isinstance(inner, str) and before else value
-    return {**value, path[0]: _replaced(inner, path[1:], before, after)} if isinstance(inner, dict) else value

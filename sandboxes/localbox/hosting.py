@@ -54,7 +54,7 @@ class Hosting(Talk):
 
     def is_hosted(self, call: ToolCall) -> bool:
         """Whether call is for one of the servers."""
-        return call.endpoint == "mcp" or call.endpoint in self._hosted.servers
+        return call.endpoint == "mcp" or call.endpoint in self._hosted.hosted
 
     async def serve(self, call: ToolCall, listener: Listener | None) -> Execution:
         """Have a server answer call; listener hears the answer while it comes.
@@ -70,17 +70,17 @@ class Hosting(Talk):
         Raises:
             ServerError: one of them did not get ready.
         """
-        names = [name for name, server in self._hosted.servers.items() if server.start == "root"]
+        names = [name for name, server in self._hosted.hosted.items() if server.start == "root"]
         if names:
             orders = [order(name, self._hosted, self._environment) for name in names]
-            within_s = sum(self._hosted.servers[name].ready_s for name in names)
+            within_s = sum(self._hosted.hosted[name].ready_s for name in names)
             self._hear_of_server(await self._run({"op": "start", "servers": orders}, b"", within_s, []))
         for name in self._hosted.mcp_servers:
             # Greeted once, when it starts: its first client finds it as any later one does.
             await self._ask_mcp(name, "ping", {}, read=True)
 
     async def _forward(self, call: ToolCall, listener: Listener | None) -> Execution:
-        server = self._hosted.servers[call.endpoint]
+        server = self._hosted.hosted[call.endpoint]
         head = serving.request(call, server.port)
         asked = {"op": "serve", "server": order(call.endpoint, self._hosted, self._environment)}
         connected = self._hear_of_server(await self.ask(asked, b"", server.ready_s))
