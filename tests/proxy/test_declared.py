@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from proxy.dialects.declared import OUR_NAME, Declared
+from proxy.dialects.declared import Declared
 from proxy.dialects.kinds import Call, Close, Local, Open, Request, Told
 from proxy.errors import Problem, Refused
 from proxy.rules import RulesError, identity, rules_of
+from sandboxes.members import OUR_NAME
 from sandboxes.spec import EnvironmentSpec, Server
 
 JSON = (("content-type", "application/json"),)
