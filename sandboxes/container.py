@@ -6,8 +6,9 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -54,6 +55,7 @@ class ContainerDriver:
         self._instance = ""
         self._reaper: asyncio.Task[None] | None = None
         self._building: dict[str, asyncio.Lock] = {}
+        self._configs: dict[str, dict[str, Any]] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -158,6 +160,20 @@ class ContainerDriver:
             digest.update((await asyncio.to_thread(self._bases.archive_identity, Path(source))).encode())
         return digest.hexdigest()
 
+    async def config(self, image: str) -> dict[str, Any]:
+        """Return an image's id and what its containers are started with by default, in Docker's words.
+
+        Raises:
+            SpecError: Docker has no such image.
+        """
+        known = self._configs.get(image)
+        if known is None:
+            known = await asyncio.to_thread(self.daemon.config, image)
+            if image == known["Id"]:
+                # What a name means may change; what an id means does not.
+                self._configs[image] = known
+        return known
+
     async def start(self, spec: EnvironmentSpec) -> ContainerSandbox:
         """See `Driver.start`. The root state of a spec is built once, as an image; then a spare is taken."""
         root = await self._root(spec)
@@ -256,8 +272,9 @@ class ContainerDriver:
     async def _launch(
         self, spec: EnvironmentSpec, image: str, born_ns: int, frozen: FrozenState | None, *, spare: bool = True
     ) -> ContainerSandbox:
+        born_with = variables(await self.config(image))
         box = await (self.stock.take if spare else self.stock.make)(image, spec.limits)
-        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states, self.checkpoints)
+        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states, self.checkpoints, born_with)
         self._sandboxes.add(sandbox)
         try:
             await sandbox.begin(frozen)
@@ -267,6 +284,11 @@ class ContainerDriver:
         if spare:
             self.stock.restock()
         return sandbox
+
+
+def variables(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that an image's containers are born with (pure)."""
+    return dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
 
 
 def _image(spec: EnvironmentSpec) -> str:

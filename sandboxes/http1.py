@@ -7,7 +7,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import httptools
 
@@ -41,6 +41,15 @@ class Listener(Protocol):
 
     async def head(self, status: int, headers: Headers) -> None: ...
     async def data(self, chunk: bytes) -> None: ...
+
+
+@runtime_checkable
+class Departing(Listener, Protocol):
+    """One whose client may leave, and wants what it began then to go on without it."""
+
+    async def left(self) -> None:
+        """Return once the client has left."""
+        ...
 
 
 def end_to_end(headers: Iterable[tuple[str, str]], *, without: frozenset[str] = frozenset()) -> Headers:

@@ -18,9 +18,11 @@ from typing import Any
 
 import orjson
 
+from sandboxes import process
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
 from sandboxes.effects import Effect, StateDigest
+from sandboxes.http1 import Listener
 from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]
@@ -140,7 +142,7 @@ class MemorySandbox:
         self.alive = True
         self._spec, self._state, self._driver = spec, state, driver
 
-    async def execute(self, call: ToolCall) -> Execution:
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         self._require_alive()
         driver = self._driver
         try:
@@ -154,7 +156,12 @@ class MemorySandbox:
         self._require_alive()
         before = self._state.parts()
         result = self._run(call)
-        driver.executed.append(str(call.arguments.get("command", call.tool)))
+        driver.executed.append(_told(call))
+        if listener is not None:
+            await listener.head(200, (("Content-Type", result.media_type),))
+            for kind, data in process.frames(result.body):
+                if kind != process.END:
+                    await listener.data(process.frame(kind, data))
         after = self._state.parts()
         flags = (Effect.FILES, Effect.SESSION, Effect.PROCESSES)
         effect = Effect.NONE
@@ -197,7 +204,20 @@ class MemorySandbox:
             else:
                 self._state.sessions[name] = session
             return ToolResult(200, "application/json", orjson.dumps(answer))
-        return self._file(call)
+        return self._process(call) if call.endpoint == "process" else self._file(call)
+
+    def _process(self, call: ToolCall) -> ToolResult:
+        """Run `sh -c COMMAND` in a session of its own, of which nothing stays; any other program prints its words."""
+        argv, arguments = list(call.arguments["argv"]), call.arguments
+        session = _fresh(self._spec)
+        session.cwd = arguments.get("cwd") or session.cwd
+        session.variables |= arguments.get("env") or {}
+        command = argv[-1] if "-c" in argv[1:-1] or argv[1:2] == ["-lc"] else shlex.join(argv)
+        told = _Shell(self._state, session, self._driver).run(command)
+        frames = process.Frames()
+        frames.add(process.OUT, told["stdout"].encode() + call.body)
+        frames.add(process.ERR, told["stderr"].encode())
+        return ToolResult(200, process.MEDIA_TYPE, frames.end(told["exit_code"]))
 
     def _file(self, call: ToolCall) -> ToolResult:
         path, state = str(call.arguments["path"]), self._state
@@ -215,6 +235,12 @@ class MemorySandbox:
         del state.files[path]
         state.written.pop(path, None)
         return ToolResult(204, "application/octet-stream", b"")
+
+
+def _told(call: ToolCall) -> str:
+    if call.endpoint == "process":
+        return str(call.arguments["argv"][-1])
+    return str(call.arguments.get("command", call.tool))
 
 
 def _fresh(spec: EnvironmentSpec) -> _Session:

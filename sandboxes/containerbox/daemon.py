@@ -92,6 +92,15 @@ class Daemon:
         found: str = self._again(lambda: self._docker().images.get(name), image=name).id
         return found
 
+    def config(self, image: str) -> dict[str, Any]:
+        """Return what an image's containers are started with by default: `Env`, `Cmd`, `WorkingDir`, `User` and so on.
+
+        Raises:
+            SpecError: the daemon has no such image.
+        """
+        found = self._again(lambda: self._docker().images.get(image), image=image)
+        return {"Id": found.id, **(found.attrs.get("Config") or {})}
+
     # -- containers --------------------------------------------------------------------------------------------------
 
     def run(self, image: str, name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> Started:

@@ -18,6 +18,7 @@ from typing import Any
 
 from sandboxes.containerbox import copies, household, rooms
 from sandboxes.containerbox.anchor import Anchor, CannotStart
+from sandboxes.containerbox.processes import Launch
 from sandboxes.containerbox.servers import ContainerServers
 from sandboxes.containerbox.shells import Shell, limit, read_limits
 from sandboxes.localbox import confine, delta, files, kernel, processes
@@ -25,6 +26,7 @@ from sandboxes.localbox import session as sessions
 from sandboxes.localbox.changes import WATCH_S, disk_watch, free_bytes
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
+from sandboxes.localbox.running import Running, failed
 from sandboxes.localbox.servers import Log, ServerFailed
 from sandboxes.localbox.session import MalformedDump, Session
 from sandboxes.localbox.shell import Output
@@ -141,7 +143,7 @@ class Keeper:
             match message.fields["op"]:
                 case "begin":
                     self._begin(message)
-                case "exec" | "file" | "serve":
+                case "exec" | "file" | "serve" | "process":
                     self._call(message)
                 case "start":
                     self._start_servers(message.fields["servers"])
@@ -227,6 +229,8 @@ class Keeper:
             answer, body = self._exec(fields, message.body)
         elif fields["op"] == "serve":
             answer, body = self._serve(fields["server"]), b""
+        elif fields["op"] == "process":
+            answer, body = self._process(fields, message.body), b""
         else:
             answer, body = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
@@ -269,6 +273,47 @@ class Keeper:
                 self.inbox.feed(data, carried)
             watch()
         return {"read": message.fields["read"], "log": message.fields["log"] and self.servers.log(order["name"])}
+
+    def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
+        """Run a process of its own; the driver gets a socket on which its output comes."""
+        heard, to = socket.socketpair()
+        launch = Launch(self.anchor, self.house, self.user[0])
+        with to, heard:
+            socket.send_fds(self.driver, [pack({"connected": True}, fds=1)], [heard.fileno()])
+            heard.close()
+            spared = {pid for pid, _ in self.house.living()}
+            try:
+                running = launch.begin(fields, stdin, to)
+                return self._conclude_process(running, launch, spared, fields)
+            except (CannotStart, OSError) as error:
+                self._mind({self.house.init} if household.exiting(self.house.pid) else set())
+                return failed(to, str(error))
+            finally:
+                launch.end()
+
+    def _conclude_process(
+        self, running: Running, launch: Launch, spared: set[int], fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        until, detach = time.monotonic() + fields["timeout_s"], bool(fields["arguments"].get("detach"))
+        ending = running.pump(until, self.driver.fileno(), self._disk_watch(), self._client_left, detach=detach)
+        if household.exiting(self.house.pid):
+            raise Ended("the container ended during a call")
+        if ending in {"timeout", "disk", "host"}:
+            self.house.kill_except(spared)
+        elif ending == "left":
+            for fd in running.outputs:
+                self.servers.drain_stray(fd)
+        answer = running.conclude(ending, lambda: self.anchor.status(launch.inner, otherwise=KILLED), self.disk_bytes)
+        return {**answer, "detached": detach}
+
+    def _client_left(self) -> bool:
+        """Hear what the driver says during a call: that its client has left, or nothing ever again."""
+        data, fds = receive(self.driver)
+        if not data:
+            sys.exit(0)
+        self.inbox.feed(data, fds)
+        message = self.inbox.take()
+        return message is not None and message.fields["op"] == "leave"
 
     def _watch(self) -> Callable[[], None]:
         """Return what ends the servers when the sandbox holds too much, and this process when nobody needs it."""

@@ -1,6 +1,7 @@
 """One live container, seen from the driver's side."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -29,10 +30,11 @@ class ContainerSandbox(Hosting):
         stock: Stock,
         states: States,
         checkpoints: Checkpoints,
+        born_with: Mapping[str, str],
     ) -> None:
         super().__init__(box.id, box.channel)
         # Its environment is the image's, which the keeper knows, and below that the spec's and the server's.
-        self.hosts(spec, {}, states.folder, stock.read_only)
+        self.hosts(spec, {}, states.folder, stock.read_only, born_with)
         self.image = image
         self.closed = False
         self.parts: tuple[str, ...] = ()

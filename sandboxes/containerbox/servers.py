@@ -44,7 +44,7 @@ class ContainerServers(Servers):
 
     def __init__(self, anchor: Anchor, house: Household) -> None:
         self._anchor, self._house = anchor, house
-        self._servers = {}
+        self._servers, self._strays = {}, []
         self._prepared: list[tuple[dict[str, Any], dict[str, int]]] = []
 
     def prepare_again(self, told: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from sandboxes.localbox.wire import Message
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sqlbox.results import Failure, failure
 
+_WITH_PATHS = {"shell": {"put", "get", "delete"}, "archive": {"stat", "pack", "extract"}}
 SQL_GRACE_S = 2.0
 """How long after its time a statement that does not let itself be stopped is ended with its process."""
 
@@ -28,10 +29,8 @@ def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
             return problem(400, "Bad command", "a shell command cannot contain NUL: remove it")
         return None
     path = call.arguments.get("path")
-    if (
-        call.endpoint == "shell"
-        and call.tool in {"put", "get", "delete"}
-        and not (isinstance(path, str) and path.startswith("/") and "\0" not in path)
+    if call.tool in _WITH_PATHS.get(call.endpoint, ()) and not (
+        isinstance(path, str) and path.startswith("/") and "\0" not in path
     ):
         return problem(400, "Bad path", "path must be absolute and without NUL")
     if call.tool == "put" and checksum_differs(call.arguments.get("sha256"), call.body):

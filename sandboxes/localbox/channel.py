@@ -42,6 +42,12 @@ class Channel:
             await self._send(pack(fields, body, len(fds)), fds)
         return await answer
 
+    async def tell(self, fields: dict[str, Any]) -> None:
+        """Send what gets no answer. Nothing happens where the other end is gone."""
+        async with self._sending:
+            if self.lost is None:
+                await self._send(pack(fields), ())
+
     async def receive(self) -> Message:
         """Return the next message that nobody has asked for."""
         if self._early:

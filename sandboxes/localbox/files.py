@@ -1,4 +1,5 @@
-"""put, get, delete and unpack: file operations inside the sandbox's root, each in a short-lived child of pid 1.
+"""put, get, delete, unpack and what `archives` has: operations inside the sandbox's root, each in a child of pid 1 that
+lives as long as it takes.
 
 A child, because paths are the agent's: it holds none of pid 1's descriptors, so no link of /proc leads out; it may
 block or run out of memory, and is then killed like any command.
@@ -14,6 +15,7 @@ import stat
 import tarfile
 from typing import Any
 
+from sandboxes.localbox import archives
 from sandboxes.sqlbox import inside
 
 _CHUNK = 1 << 20
@@ -43,9 +45,9 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
             case "sql":
                 return _sql(fields)
             case _:
-                return problem(
-                    404, "No such tool", f"the shell endpoint has no tool {tool!r}: use exec, put, get, delete"
-                )
+                return archives.perform(tool, fields, body)
+    except archives.NotPossible as refusal:
+        return problem(refusal.status, "Archive operation failed", str(refusal))
     except Refused as refusal:
         return problem(refusal.status, refusal.title, str(refusal))
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -7,15 +7,18 @@ from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import orjson
 
 from sandboxes import serving
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.driver import ServerError
+from sandboxes.driver import SandboxError, ServerError
 from sandboxes.http1 import Garbage, Listener, exchange
 from sandboxes.localbox.answers import execution
+from sandboxes.localbox.executing import Conversation, is_process, refused
+from sandboxes.localbox.executing import request as process_request
 from sandboxes.localbox.talk import Talk
 from sandboxes.localbox.wire import Message
 from sandboxes.mcp import PROGRESS_TOKEN, Heard, Line
@@ -36,12 +39,15 @@ class Hosting(Talk):
         environment: Mapping[str, str],
         folder: Path,
         known_reads: dict[str, frozenset[str]],
+        born_with: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Note what this sandbox hosts.
 
         folder: where long answers lie while they come. known_reads: by definition of an MCP server, the tools that it
-        says change nothing; shared by the driver's sandboxes.
+        says change nothing; shared by the driver's sandboxes. born_with: the image's variables, which a process of its
+        own has too.
         """
+        self._born_with = born_with
         self._hosted, self._environment, self._folder, self._known_reads = spec, environment, folder, known_reads
 
     async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
@@ -53,8 +59,8 @@ class Hosting(Talk):
         raise NotImplementedError
 
     def is_hosted(self, call: ToolCall) -> bool:
-        """Whether call is for one of the servers."""
-        return call.endpoint == "mcp" or call.endpoint in self._hosted.hosted
+        """Whether call is for one of the servers, or for a process of its own."""
+        return is_process(call) or call.endpoint == "mcp" or call.endpoint in self._hosted.hosted
 
     async def serve(self, call: ToolCall, listener: Listener | None) -> Execution:
         """Have a server answer call; listener hears the answer while it comes.
@@ -62,7 +68,35 @@ class Hosting(Talk):
         Raises:
             ServerError: the server failed. SandboxError: the sandbox did. It is dead in both cases.
         """
+        if is_process(call):
+            return await self.run_process(call, listener)
         return await (self._mcp(call) if call.endpoint == "mcp" else self._forward(call, listener))
+
+    async def run_process(self, call: ToolCall, listener: Listener | None) -> Execution:
+        """Run a process of its own; listener hears its output while it comes. Its ending is in the answer alone.
+
+        Where listener's client leaves, the process goes on without it, and its answer is nobody else's.
+
+        Raises:
+            SandboxError: the sandbox failed; it is dead.
+        """
+        refusal = refused(call)
+        if refusal is not None:
+            return refusal
+        timeout_s = float(call.arguments.get("timeout_s") or self._hosted.limits.timeout_s)
+        asked = process_request(call, self._hosted, self._born_with, timeout_s)
+        connected = await self.ask(asked, call.body, timeout_s)
+        conversation = Conversation(listener)
+        try:
+            leave = self._channel.tell({"op": "leave"})
+            await conversation.hear(connected.fds[0], leave, within_s=timeout_s)
+            return conversation.execution(self._concluded(await self._listen()))
+        except asyncio.CancelledError:
+            self._die("its call was cancelled")
+            raise
+        except SandboxError as error:
+            self._die(str(error))
+            raise
 
     async def start_servers(self) -> None:
         """Start those that run in the root state.

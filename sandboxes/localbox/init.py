@@ -18,11 +18,13 @@ from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs
 from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes
 from sandboxes.localbox.restoring import Restoring
+from sandboxes.localbox.running import Running, death_of, failed, new_pipes, open_terminal
 from sandboxes.localbox.servers import Log, ServerFailed, Servers
 from sandboxes.localbox.session import MalformedDump
 from sandboxes.localbox.shell import Output, Shell
 from sandboxes.localbox.shells import Shells
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
+from sandboxes.process import PROGRAM, TEXT_FD, text
 
 TIMED_OUT, OVER_DISK = 124, 137
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
@@ -123,7 +125,7 @@ class Init:
             if message is None:
                 return
             match message.fields["op"]:
-                case "exec" | "file" | "serve":
+                case "exec" | "file" | "serve" | "process":
                     self._call(message)
                 case "start":
                     self._start(message.fields["servers"])
@@ -179,6 +181,8 @@ class Init:
             answer, body, touched = self._exec(fields, message.body)
         elif fields["op"] == "serve":
             answer, body, touched = self._serve(fields["server"]), b"", None
+        elif fields["op"] == "process":
+            answer, body, touched = self._process(fields, message.body), b"", None
         else:
             answer, body, touched = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
@@ -319,6 +323,59 @@ class Init:
                 sys.exit(0)
             watch()
         return {"read": message.fields["read"], "log": message.fields["log"] and self.servers.log(order["name"])}
+
+    def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
+        """Run a process of its own; the driver gets a socket on which its output comes."""
+        heard, to = socket.socketpair()
+        with to, heard:
+            socket.send_fds(self.driver, [pack({"connected": True}, fds=1)], [heard.fileno()])
+            heard.close()
+            spared = processes.living()
+            try:
+                running, pid = self._launch(fields, stdin, to)
+            except (CannotStart, OSError) as error:
+                return failed(to, str(error))
+            until = time.monotonic() + fields["timeout_s"]
+            detach = bool(fields["arguments"].get("detach"))
+            over_disk = self.changes.disk_watch()
+            ending = running.pump(until, self.driver.fileno(), over_disk, self._client_left, detach=detach)
+            if ending in {"timeout", "disk", "host"}:
+                self.shells.kill_except(spared)
+            elif ending == "left":
+                for fd in running.outputs:
+                    self.servers.drain_stray(fd)
+            answer = running.conclude(ending, lambda: self.shells.status_of(pid), self.changes.disk_bytes)
+            return {**answer, "detached": detach}
+
+    def _launch(self, fields: dict[str, Any], stdin: bytes, to: socket.socket) -> tuple[Running, int]:
+        asked, terminal = fields["arguments"], ""
+        if asked.get("tty"):
+            master, terminal = open_terminal("/dev/ptmx", asked.get("size"))
+            ours, theirs = {1: master}, {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)}
+        else:
+            ours, theirs = new_pipes(stdin=bool(stdin))
+        theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
+        places = f"0<>{terminal} 1>&0 2>&0 {TEXT_FD}<&-" if terminal else f"{TEXT_FD}<&-"
+        os.pwrite(
+            theirs[TEXT_FD], text(asked, fields["environment"], uid=os.getuid(), places=places, terminal=terminal), 0
+        )
+        try:
+            pid = self.shells.launch({}, theirs, PROGRAM)
+            return Running(ours, stdin, death_of(pid), to), pid
+        except BaseException:
+            for fd in ours.values():
+                os.close(fd)
+            raise
+        finally:
+            for fd in theirs.values():
+                os.close(fd)
+
+    def _client_left(self) -> bool:
+        """Hear what the driver says during a call: that its client has left, or nothing ever again."""
+        if not self._receive():
+            sys.exit(0)
+        message = self.inbox.take()
+        return message is not None and message.fields["op"] == "leave"
 
     def _watch(self) -> Callable[[], None]:
         """Return what ends the servers when the sandbox holds too much, or the driver is gone."""

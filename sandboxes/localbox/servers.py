@@ -100,6 +100,7 @@ class Servers:
     def __init__(self, shells: Shells) -> None:
         self._shells = shells
         self._servers: dict[str, Server] = {}
+        self._strays: list[Log] = []
 
     def __iter__(self) -> Iterator[Server]:
         return iter(list(self._servers.values()))
@@ -107,7 +108,12 @@ class Servers:
     @property
     def outputs(self) -> dict[int, Log]:
         """Their streams by descriptor, for who drains them."""
-        return {server.log.fd: server.log for server in self if server.log.fd >= 0}
+        logs = (*(server.log for server in self), *self._strays)
+        return {log.fd: log for log in logs if log.fd >= 0}
+
+    def drain_stray(self, fd: int) -> None:
+        """From now on take the output of a process that its client has left."""
+        self._strays.append(Log(fd))
 
     def connect(self, order: dict[str, Any], watch: Callable[[], None]) -> tuple[list[int], bool]:
         """Return descriptors that lead to the server that order names, and whether it was started for that.
@@ -135,9 +141,10 @@ class Servers:
 
     def close_log(self, fd: int) -> None:
         """Let go of a log that nobody writes to any more."""
-        for server in self:
-            if server.log.fd == fd:
-                server.log.close()
+        log = self.outputs.get(fd)
+        if log is not None:
+            log.close()
+        self._strays = [log for log in self._strays if log.fd >= 0]
 
     def adopt(self, told: list[dict[str, Any]], ends: list[int]) -> None:
         """Take over those that a checkpoint brought back; ends: our ends of their pipes, in the order of `pipes`."""

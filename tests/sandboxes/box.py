@@ -10,9 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
+from sandboxes import process
 from sandboxes.calls import Execution, ToolCall
-from sandboxes.driver import Driver, Sandbox
+from sandboxes.driver import Driver, Sandbox, execute
 from sandboxes.effects import Effect
+from sandboxes.http1 import Listener
 from sandboxes.local import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
 
@@ -47,6 +49,23 @@ async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_
 async def file(sandbox: Sandbox, tool: str, path: str, body: bytes = b"", **more: Any) -> tuple[int, bytes]:
     result = (await sandbox.execute(ToolCall("shell", tool, {"path": path, **more}, body))).result
     return result.status, result.body
+
+
+class Ran:
+    """What a process of its own answered, and what running it taught."""
+
+    def __init__(self, execution: Execution) -> None:
+        assert execution.result.media_type == process.MEDIA_TYPE, execution.result.body
+        body = execution.result.body
+        self.out, self.err = process.output(body, process.OUT), process.output(body, process.ERR)
+        self.ending = process.ending(body)
+        self.effect, self.state, self.shareable = execution.effect, execution.state, execution.shareable
+
+
+async def ran(sandbox: Sandbox, *argv: str, stdin: bytes = b"", listener: Listener | None = None, **more: Any) -> Ran:
+    """Run a process of its own in sandbox."""
+    asked = {"argv": list(argv), "env": {}, "cwd": None, "user": None, "tty": False, "timeout_s": 20.0, **more}
+    return Ran(await execute(sandbox, ToolCall("process", "run", asked, stdin), listener))
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import pytest
 from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SpecError
 from sandboxes.effects import Effect
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import file, opened, run
+from tests.sandboxes.box import file, opened, ran, run
 
 Test = Callable[[Driver], Awaitable[None]]
 SPEC = EnvironmentSpec()
@@ -246,5 +246,33 @@ class DriverContract:
             await asyncio.gather(run(one, "echo one > /tmp/f"), run(two, "echo two > /tmp/f"))
             said = await asyncio.gather(run(one, "cat /tmp/f"), run(two, "cat /tmp/f"))
             assert [answer.out for answer in said] == ["one\n", "two\n"]
+
+        driven(driver, test)
+
+    def test_a_process_of_its_own_shares_files_and_no_session(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "x=5; cd /tmp")
+            told = await ran(sandbox, "/bin/sh", "-c", "pwd; echo $x$y > made; exit 3", env={"y": "6"})
+            assert (told.out, told.err, told.ending.exit_code) == (b"/root\n", b"", 3)
+            assert told.effect is Effect.FILES
+            assert (await run(sandbox, "cat /root/made; pwd; echo $x")).out == "6\n/tmp\n5\n"
+            told = await ran(sandbox, "cat", "made", cwd="/root")
+            assert (told.out, told.effect) == (b"6\n", Effect.NONE)
+            assert (await ran(sandbox, "no-such-program")).ending.exit_code == 127
+
+        driven(driver, test)
+
+    def test_what_a_process_leaves_running_is_state(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await driver.start(SPEC)
+            told = await ran(sandbox, "/bin/sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
+            assert (told.ending.exit_code, told.effect, told.state) == (0, Effect.PROCESSES, None)
+            if not self.checkpoints:
+                with pytest.raises(NotFreezable):
+                    await sandbox.freeze()
+                return
+            restored = await driver.restore(SPEC, await sandbox.freeze())
+            count = "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
+            assert (await ran(restored, "/bin/sh", "-c", count)).out == b"1\n"
 
         driven(driver, test)

@@ -17,7 +17,7 @@ from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.driver import FrozenState, SandboxError
 from sandboxes.spec import EnvironmentSpec
 
-BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:1" for kind in ("bash", "sh", "busybox"))
+BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:2" for kind in ("bash", "sh", "busybox"))
 COMMANDS = [
     "cat",
     "chmod",
@@ -51,6 +51,7 @@ COMMANDS = [
     "sed",
     "seq",
     "setpriv",
+    "setsid",
     "sleep",
     "sort",
     "stat",

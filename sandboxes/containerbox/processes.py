@@ -1,0 +1,107 @@
+"""A process of its own in a container, held from outside: its streams are FIFOs in a directory of the box."""
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from sandboxes.containerbox.anchor import ANSWER_S, Anchor, CannotStart
+from sandboxes.containerbox.household import Household
+from sandboxes.containerbox.shells import RIGHTS
+from sandboxes.containerbox.texts import BOX, SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.localbox.running import Running, death_of, open_terminal
+from sandboxes.process import text
+
+_START = "start"
+"""A FIFO on which the process hears that it is known here, and may become what it is to be."""
+_SHUT = "[ -z \"$BASH_VERSION\" ] || eval 'exec 29<&- 30<&- 31<&- 32<&- 33>&-'"
+
+
+class Launch:
+    """One process on its way: `running` once `begin` has returned. inner: what the container calls it."""
+
+    def __init__(self, anchor: Anchor, house: Household, uid: int) -> None:
+        self._anchor, self._house, self._uid = anchor, house, uid
+        self._folder = anchor.new_folder()
+        self._held: dict[str, int] = {}
+        self.inner = 0
+
+    def begin(self, fields: Mapping[str, Any], stdin: bytes, to: socket.socket) -> Running:
+        """Start it; its output goes to `to`.
+
+        Raises:
+            CannotStart: the container's shell is gone. OSError: a terminal or a FIFO cannot be made.
+        """
+        asked, ends = fields["arguments"], {}
+        self._furnish()
+        try:
+            terminal = ""
+            if asked.get("tty"):
+                multiplexer = f"/proc/{self._house.pid}/root/dev/pts/ptmx"
+                ends[1], terminal = open_terminal(multiplexer, asked.get("size"))
+            else:
+                ends = self._ends(stdin=bool(stdin))
+            self._write(asked, fields["environment"], terminal, stdin=bool(stdin))
+            self._anchor.look_after()
+            pid, self.inner = self._anchor.start(self._folder.name)
+            death = death_of(pid)
+            self._await_open(death)
+            os.write(self._held[_START], b"\n")
+            return Running(ends, stdin, death, to)
+        except BaseException:
+            for fd in ends.values():
+                os.close(fd)
+            raise
+
+    def end(self) -> None:
+        """Remove what was made for it; whoever holds its streams goes on holding them."""
+        for fd in self._held.values():
+            os.close(fd)
+        for path in self._folder.glob("*"):
+            path.unlink()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+    def _furnish(self) -> None:
+        self._folder.mkdir(mode=0o755)
+        for name in (*SHELL_FIFOS, _START):
+            os.mkfifo(self._folder / name)
+            (self._folder / name).chmod(0o666)
+            # Open at both ends, until the process has opened them: nobody waits for another.
+            self._held[name] = os.open(self._folder / name, RIGHTS)
+
+    def _ends(self, *, stdin: bool) -> dict[int, int]:
+        reads = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+        ends = {place: os.open(self._folder / name, reads) for place, name in ((1, "out"), (2, "err"))}
+        if stdin:
+            writes = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+            ends[0] = os.open(self._folder / "go", writes)
+        return ends
+
+    def _write(self, asked: Mapping[str, Any], env: Mapping[str, str], terminal: str, *, stdin: bool) -> None:
+        here = f"{BOX}/{self._folder.name}"
+        places = f"0<>{terminal} 1>&0 2>&0" if terminal else f"0<{f'{here}/go' if stdin else '/dev/null'}"
+        places += "" if terminal else f" 1>{here}/out 2>{here}/err"
+        ready = f"{_SHUT}\necho >{here}/dump\nread -r fp_start <{here}/{_START}"
+        script = text(asked, env, uid=self._uid, places=places, ready=ready, terminal=terminal)
+        for name in SHELL_TEXTS:
+            path = self._folder / name
+            path.write_bytes(script if name == "restore" else b"")
+            path.chmod(0o644)
+
+    def _await_open(self, death: int) -> None:
+        """Wait until the process has its streams; then let go of our other ends, so that they end when it does."""
+        deadline = time.monotonic() + ANSWER_S
+        dump = self._held["dump"]
+        while time.monotonic() < deadline:
+            readable, _, _ = select.select([dump, death, self._house.init], [], [], ANSWER_S)
+            if dump in readable:
+                break
+            if readable:
+                os.close(death)
+                raise CannotStart("no process can be started in this sandbox: it ended at once")
+        for name in SHELL_FIFOS:
+            os.close(self._held.pop(name))

@@ -1,0 +1,126 @@
+"""stat, pack and extract: paths and tar archives as Docker's `archive` endpoint has them, in a child of pid 1's.
+
+Called by `files.perform`, so within the sandbox's root and with the agent's rights.
+"""
+
+import io
+import json
+import os
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator
+from typing import Any
+
+MEDIA_TYPE = "application/vnd.forkpoint.archive"
+"""A line of JSON on the path, then the archive."""
+MOST_BYTES = 512 << 20
+
+
+class NotPossible(Exception):  # noqa: N818 - becomes an answer
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+
+
+def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
+    """Return an HTTP status, a media type and a body.
+
+    Raises:
+        NotPossible: the operation cannot be carried out. OSError: nor this one, in the kernel's words.
+    """
+    if tool not in {"stat", "pack", "extract"}:
+        raise NotPossible(404, f"there is no tool {tool!r}: use exec, put, get, delete")
+    if tool == "stat":
+        return 200, "application/json", json.dumps(look(fields["path"])).encode()
+    if tool == "pack":
+        head = json.dumps(look(fields["path"])).encode()
+        return 200, MEDIA_TYPE, head + b"\n" + _pack(fields["path"])
+    _extract(fields["path"], body, whole_kinds=bool(fields.get("no_overwrite")))
+    return 200, "application/octet-stream", b""
+
+
+def look(path: str) -> dict[str, Any]:
+    """Return what there is at path; a link is itself, unless path ends with a slash or a dot."""
+    found = os.lstat(path)
+    told = {"name": _base(path), "size": found.st_size, "mode": found.st_mode, "mtime_ns": found.st_mtime_ns}
+    return {**told, "link": os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""}  # noqa: PTH115
+
+
+def _base(path: str) -> str:
+    stripped = path.rstrip("/")
+    return os.path.basename(stripped) if stripped else "/"  # noqa: PTH119 - pathlib is not loaded here
+
+
+class _Bounded(io.BytesIO):
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > MOST_BYTES:
+            raise NotPossible(413, f"what is there is larger than {MOST_BYTES >> 20} MB: copy it in parts")
+        return super().write(data)
+
+
+def _pack(path: str) -> bytes:
+    buffer, base = _Bounded(), _base(path)
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        archive.add(path, arcname="" if base == "/" else base, filter=_plain)
+    return buffer.getvalue()
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    # Owners by number, times in whole seconds, as Docker tells them.
+    member.uname = member.gname = ""
+    member.mtime = int(member.mtime)
+    return member
+
+
+def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
+    if not stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
+        raise NotPossible(400, f"extraction point is not a directory: {path}")
+    try:
+        with tarfile.open(fileobj=io.BytesIO(body), mode="r:*") as archive:
+            _require_whole(archive)
+            # Inside the sandbox's own root: wherever the archive's links lead stays in it.
+            archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
+            archive.extractall(path, members=_cleared(archive, path, whole_kinds=whole_kinds), numeric_owner=True)  # noqa: S202
+    except (tarfile.TarError, EOFError, ValueError) as error:
+        raise NotPossible(400, f"the body is no whole tar archive: {error}") from error
+
+
+def _require_whole(archive: tarfile.TarFile) -> None:
+    """Look at all of an archive before any of it is unpacked: the library takes half of one for a shorter one.
+
+    Raises:
+        tarfile.TarError: it ends before its end.
+    """
+    members, source = archive.getmembers(), archive.fileobj
+    assert source is not None
+    if members and members[-1].isreg() and members[-1].size:
+        source.seek(members[-1].offset_data + members[-1].size - 1)
+        if not source.read(1):
+            raise tarfile.ReadError("its last file is cut off")
+    source.seek(archive.offset)
+    rest = source.read(tarfile.BLOCKSIZE)
+    if rest.strip(b"\0") or len(rest) not in {0, tarfile.BLOCKSIZE}:
+        raise tarfile.ReadError("it is cut off")
+
+
+def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Iterator[tarfile.TarInfo]:
+    """Yield the members under names that stay below target; what stands in the way of one is removed first."""
+    for member in archive:
+        parts = [part for part in member.name.split("/") if part not in {"", "."}]
+        if ".." in parts:
+            raise NotPossible(400, f"{member.name!r} leads out of the archive")
+        member.name = "/".join(parts)
+        if not parts:
+            continue
+        place = os.path.join(target, member.name)  # noqa: PTH118
+        if os.path.lexists(place):
+            is_folder = stat.S_ISDIR(os.lstat(place).st_mode)
+            if whole_kinds and is_folder != member.isdir():
+                kinds = ("directory", "non-directory") if is_folder else ("non-directory", "directory")
+                raise NotPossible(400, f'cannot overwrite {kinds[0]} "{place}" with {kinds[1]} "{target}"')
+            if is_folder and not member.isdir():
+                shutil.rmtree(place)
+            elif not is_folder:
+                os.unlink(place)  # noqa: PTH108
+        yield member

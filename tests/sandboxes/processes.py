@@ -1,0 +1,188 @@
+"""What a process of its own promises beyond the contract, of sandboxes that are real."""
+
+import asyncio
+import io
+import json
+import tarfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sandboxes.calls import ToolCall
+from sandboxes.driver import Driver, Sandbox
+from sandboxes.effects import Effect
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.box import opened, ran, run
+
+SPEC = EnvironmentSpec()
+
+
+async def archive(sandbox: Sandbox, tool: str, path: str, body: bytes = b"", **more: Any) -> tuple[int, bytes]:
+    result = (await sandbox.execute(ToolCall("archive", tool, {"path": path, **more}, body))).result
+    return result.status, result.body
+
+
+class Audience:
+    """A client of a process; it leaves once it has heard something."""
+
+    def __init__(self) -> None:
+        self.heard: list[bytes] = []
+        self._something = asyncio.Event()
+
+    async def head(self, status: int, headers: Any) -> None:
+        assert (status, headers) == (200, (("Content-Type", "application/vnd.forkpoint.process"),))
+
+    async def data(self, chunk: bytes) -> None:
+        self.heard.append(chunk)
+        self._something.set()
+
+    async def left(self) -> None:
+        await self._something.wait()
+
+
+class ProcessesSuite:
+    """Subclass with a `driver` fixture, and where sandboxes have other specs, `spec`."""
+
+    spec = SPEC
+
+    def driven(self, driver: Driver, test: Callable[[Sandbox], Awaitable[None]]) -> None:
+        async def go() -> None:
+            async with opened(driver):
+                await test(await driver.start(self.spec))
+
+        asyncio.run(go())
+
+    def test_streams_are_told_apart_and_stdin_is_read_to_its_end(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            data = b"0123456789abcdef" * (1 << 16)
+            told = await ran(sandbox, "sh", "-c", "cat; echo err >&2", stdin=data)
+            assert (told.out == data, told.err, told.ending.truncated) == (True, b"err\n", False)
+            assert (await ran(sandbox, "cat")).out == b""
+
+        self.driven(driver, test)
+
+    def test_its_environment_is_what_docker_gives_one(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = (await ran(sandbox, "env", env={"A": "b c'd\n", "É": "ü"})).out.decode()
+            lines = told.splitlines()
+            assert lines[0].startswith("PATH=")
+            assert lines[1] == "HOSTNAME=sandbox"
+            assert told.endswith("A=b c'd\n\nÉ=ü\nHOME=/root\n")
+            assert not {"_", "SHLVL", "PWD", "TERM"} & {line.partition("=")[0] for line in lines}
+            assert (await ran(sandbox, "sh", "-c", 'echo "$0" "$#" "$@"', "zero", "a b", "'")).out == b"zero 2 a b '\n"
+
+        self.driven(driver, test)
+
+    def test_what_cannot_start_says_why_as_docker_does(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            start = b"OCI runtime exec failed: exec failed: unable to start container process: "
+            told = [
+                await ran(sandbox, "nosuch"),
+                await ran(sandbox, "/no/such"),
+                await ran(sandbox, "/etc/passwd"),
+                await ran(sandbox, "pwd", cwd="/no/such"),
+                await ran(sandbox, "id", user="nosuch"),
+            ]
+            assert [(t.out, t.ending.exit_code) for t in told] == [
+                (start + b'exec: "nosuch": executable file not found in $PATH: unknown\r\n', 127),
+                (start + b'exec: "/no/such": stat /no/such: no such file or directory: unknown\r\n', 127),
+                (start + b'exec: "/etc/passwd": permission denied: unknown\r\n', 126),
+                (start + b'chdir to cwd ("/no/such") set in config.json failed: no such file or directory: unknown\r\n',
+                 126),
+                (b"unable to find user nosuch: no matching entries in passwd file\r\n", 126),
+            ]  # fmt: skip
+
+        self.driven(driver, test)
+
+    def test_it_runs_as_whom_it_is_told(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            look = "id -u; id -g; echo $HOME"
+            assert (await ran(sandbox, "sh", "-c", look, user="daemon")).out == b"1\n1\n/usr/sbin\n"
+            assert (await ran(sandbox, "sh", "-c", look, user="1234:5")).out == b"1234\n5\n/\n"
+
+        self.driven(driver, test)
+
+    def test_a_terminal_is_its_own(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = await ran(sandbox, "sh", "-c", "test -t 0 && test -t 2 && echo $TERM >/dev/tty; exit 4", tty=True)
+            assert (told.out, told.err, told.ending.exit_code) == (b"xterm\r\n", b"", 4)
+
+        self.driven(driver, test)
+
+    def test_a_background_child_that_holds_its_output_does_not_hold_its_end(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = await ran(sandbox, "sh", "-c", "sleep 1000 & echo started")
+            assert (told.out, told.ending.exit_code, told.effect) == (b"started\n", 0, Effect.PROCESSES)
+            assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "1\n"
+
+        self.driven(driver, test)
+
+    def test_one_whose_time_is_up_is_killed_with_all_that_it_started(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = await ran(sandbox, "sh", "-c", "echo on; sleep 1000 & sleep 1000", timeout_s=0.5)
+            assert (told.out, told.ending.timed_out, told.shareable) == (b"on\n", True, False)
+            assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "0\n"
+
+        self.driven(driver, test)
+
+    def test_a_signal_is_an_exit_code(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            assert (await ran(sandbox, "sh", "-c", "kill -9 $$")).ending.exit_code == 137
+
+        self.driven(driver, test)
+
+    def test_one_whose_client_leaves_goes_on_and_is_nobody_elses_answer(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            audience = Audience()
+            loop = "echo go; while :; do echo tick; echo t >>/tmp/ticks; sleep 0.05; done"
+            told = await ran(sandbox, "sh", "-c", loop, listener=audience)
+            assert (audience.heard[0][8:].startswith(b"go\n"), told.ending.exit_code) == (True, None)
+            assert (told.shareable, told.effect & Effect.PROCESSES) == (False, Effect.PROCESSES)
+            look = "a=$(wc -l </tmp/ticks); while [ $(wc -l </tmp/ticks) = $a ]; do sleep 0.02; done; echo more"
+            assert (await run(sandbox, look)).out == "more\n"
+
+        self.driven(driver, test)
+
+    def test_a_detached_one_is_only_started(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = await ran(sandbox, "sleep", "1000", detach=True)
+            assert (told.ending.exit_code, told.shareable, told.effect) == (None, True, Effect.PROCESSES)
+            assert (await ran(sandbox, "nosuch", detach=True)).ending.exit_code == 127
+
+        self.driven(driver, test)
+
+    def test_archives_go_in_and_out_with_owners_modes_links_and_times(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            await run(sandbox, "mkdir -p /tmp/in/sub; echo old > /tmp/in/f; ln -s nowhere /tmp/in/link")
+            assert await archive(sandbox, "extract", "/tmp/in", _tar()) == (200, b"")
+            look = "cd /tmp/in; stat -c '%n %a %u:%g %Y' f sub; readlink link; cat f link"
+            assert (await run(sandbox, look)).out == "f 640 7:8 1000\nsub 755 0:0 2000\nf\nnew\nnew\n"
+            status, body = await archive(sandbox, "pack", "/tmp/in")
+            head, _, packed = body.partition(b"\n")
+            with tarfile.open(fileobj=io.BytesIO(packed)) as found:
+                members = {m.name: (m.type, m.mode, m.uid, m.mtime, m.linkname) for m in found}
+            assert (status, json.loads(head)["name"]) == (200, "in")
+            assert members["in/f"] == (tarfile.REGTYPE, 0o640, 7, 1000, "")
+            assert members["in/link"][4] == "f"
+            assert (await archive(sandbox, "stat", "/no/such"))[0] == 404
+            assert (await archive(sandbox, "extract", "/tmp/in/f", _tar()))[0] == 400
+            assert (await archive(sandbox, "extract", "/tmp/in", _tar()[:700]))[0] == 400
+            assert (await archive(sandbox, "extract", "/tmp", b"no archive"))[0] == 400
+            told = json.loads((await archive(sandbox, "stat", "/tmp/in/link"))[1])
+            assert (told["name"], told["link"]) == ("link", "f")
+
+        self.driven(driver, test)
+
+
+def _tar() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as made:
+        for name, kind, mode, mtime in (("sub", tarfile.DIRTYPE, 0o755, 2000), ("f", tarfile.REGTYPE, 0o640, 1000)):
+            member = tarfile.TarInfo(name)
+            member.type, member.mode, member.mtime = kind, mode, mtime
+            if name == "f":
+                member.size, member.uid, member.gid = 4, 7, 8
+            made.addfile(member, io.BytesIO(b"new\n"))
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "f"
+        made.addfile(link)
+    return buffer.getvalue()
