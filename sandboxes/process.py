@@ -167,7 +167,7 @@ def _bytes(word: str) -> str:
 _LOOK = r"""
 fp_fail() {
     printf 'OCI runtime exec failed: exec failed: unable to start container process: %s: unknown\r\n' "$1"
-    exit "$2"
+    exit 126
 }
 fp_name=${fp_user%%:*} fp_group= fp_to= fp_gid=0 fp_home=/ fp_groups=
 case $fp_user in *:*) fp_group=${fp_user#*:};; esac
@@ -204,25 +204,31 @@ if [ -n "$fp_group" ]; then
     esac
     fp_gid=${fp_found:-$fp_group}
 fi
+case $fp_cwd in
+/*) ;;
+*) printf 'OCI runtime exec failed: exec failed: Cwd must be an absolute path: unknown\r\n'; exit 126;;
+esac
 cd -- "$fp_cwd" 2>/dev/null ||
-    fp_fail "chdir to cwd (\"$fp_cwd\") set in config.json failed: no such file or directory" 126
+    fp_fail "chdir to cwd (\"$fp_cwd\") set in config.json failed: no such file or directory"
 case $1 in
 */*)
-    if [ ! -e "$1" ]; then fp_fail "exec: \"$1\": stat $1: no such file or directory" 127; fi
-    if [ -d "$1" ] || [ ! -x "$1" ]; then fp_fail "exec: \"$1\": permission denied" 126; fi;;
+    if [ ! -e "$1" ]; then fp_fail "exec: \"$1\": stat $1: no such file or directory"; fi
+    if [ -d "$1" ] || [ ! -x "$1" ]; then fp_fail "exec: \"$1\": permission denied"; fi;;
 *)
     fp_rest=$PATH: fp_found=
     while [ -n "$fp_rest" ]; do
         fp_1=${fp_rest%%:*} fp_rest=${fp_rest#*:}
         if [ -x "${fp_1:-.}/$1" ] && [ ! -d "${fp_1:-.}/$1" ]; then fp_found=yes; break; fi
     done
-    if [ -z "$fp_found" ]; then fp_fail "exec: \"$1\": executable file not found in \$PATH" 127; fi;;
+    if [ -z "$fp_found" ]; then fp_fail "exec: \"$1\": executable file not found in \$PATH"; fi;;
 esac
 case $1 in *=*) set -- /bin/sh -c 'exec "$0" "$@"' "$@";; esac
 fp_env=/usr/bin/env
 if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
 """
-"""Whose process, where, and whether its program is there: all of it read inside, where no link leads out."""
+"""Whose process, where, and whether its program is there: all of it read inside, where no link leads out.
+
+Texts and the exit code are those of Docker 20.10 with runc 1.1."""
 
 _BECOME = r"""
 if [ "$fp_to" != "$fp_uid" ] || [ -n "$fp_group" ]; then

@@ -83,7 +83,8 @@ class Anchor:
 
     def new_folder(self) -> Path:
         """Return a name in the box that no shell has had."""
-        return self.box / str(next(self._numbers))
+        # Those of shells that were restored bring their own.
+        return next(path for number in self._numbers if not (path := self.box / str(number)).exists())
 
     def start(self, name: str) -> tuple[int, int]:
         """Start the shell in directory name; return its pid on this machine and its own.

@@ -285,7 +285,7 @@ class Keeper:
             try:
                 running = launch.begin(fields, stdin, to)
                 return self._conclude_process(running, launch, spared, fields)
-            except (CannotStart, OSError) as error:
+            except CannotStart as error:
                 self._mind({self.house.init} if household.exiting(self.house.pid) else set())
                 return failed(to, str(error))
             finally:

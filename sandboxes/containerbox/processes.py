@@ -33,7 +33,7 @@ class Launch:
         """Start it; its output goes to `to`.
 
         Raises:
-            CannotStart: the container's shell is gone. OSError: a terminal or a FIFO cannot be made.
+            CannotStart: the container's shell is gone. OSError: the machine refuses a terminal or a FIFO.
         """
         asked, ends = fields["arguments"], {}
         self._furnish()

@@ -333,7 +333,7 @@ class Init:
             spared = processes.living()
             try:
                 running, pid = self._launch(fields, stdin, to)
-            except (CannotStart, OSError) as error:
+            except CannotStart as error:
                 return failed(to, str(error))
             until = time.monotonic() + fields["timeout_s"]
             detach = bool(fields["arguments"].get("detach"))

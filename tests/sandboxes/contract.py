@@ -258,7 +258,7 @@ class DriverContract:
             assert (await run(sandbox, "cat /root/made; pwd; echo $x")).out == "6\n/tmp\n5\n"
             told = await ran(sandbox, "cat", "made", cwd="/root")
             assert (told.out, told.effect) == (b"6\n", Effect.NONE)
-            assert (await ran(sandbox, "no-such-program")).ending.exit_code == 127
+            assert (await ran(sandbox, "no-such-program")).ending.exit_code in {126, 127}
 
         driven(driver, test)
 
@@ -273,6 +273,7 @@ class DriverContract:
                 return
             restored = await driver.restore(SPEC, await sandbox.freeze())
             count = "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
-            assert (await ran(restored, "/bin/sh", "-c", count)).out == b"1\n"
+            told = await ran(restored, "/bin/sh", "-c", count)
+            assert (told.out, told.err) == (b"1\n", b"")
 
         driven(driver, test)

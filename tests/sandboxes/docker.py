@@ -121,7 +121,7 @@ def _folders(tar: tarfile.TarFile) -> None:
         entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if folder == "tmp" else 0o755
         tar.addfile(entry)
     _link(tar, "bin", "usr/bin")
-    _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\n")
+    _text(tar, "etc/passwd", "root:x:0:0:root:/root:/bin/sh\ndaemon:x:1:1::/usr/sbin:/bin/sh\n")
     _text(tar, "etc/group", "root:x:0:\n")
 
 

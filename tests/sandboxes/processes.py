@@ -83,8 +83,8 @@ class ProcessesSuite:
                 await ran(sandbox, "id", user="nosuch"),
             ]
             assert [(t.out, t.ending.exit_code) for t in told] == [
-                (start + b'exec: "nosuch": executable file not found in $PATH: unknown\r\n', 127),
-                (start + b'exec: "/no/such": stat /no/such: no such file or directory: unknown\r\n', 127),
+                (start + b'exec: "nosuch": executable file not found in $PATH: unknown\r\n', 126),
+                (start + b'exec: "/no/such": stat /no/such: no such file or directory: unknown\r\n', 126),
                 (start + b'exec: "/etc/passwd": permission denied: unknown\r\n', 126),
                 (start + b'chdir to cwd ("/no/such") set in config.json failed: no such file or directory: unknown\r\n',
                  126),
@@ -146,7 +146,7 @@ class ProcessesSuite:
         async def test(sandbox: Sandbox) -> None:
             told = await ran(sandbox, "sleep", "1000", detach=True)
             assert (told.ending.exit_code, told.shareable, told.effect) == (None, True, Effect.PROCESSES)
-            assert (await ran(sandbox, "nosuch", detach=True)).ending.exit_code == 127
+            assert (await ran(sandbox, "nosuch", detach=True)).ending.exit_code == 126
 
         self.driven(driver, test)
 
