@@ -178,7 +178,7 @@ class DataPlane:
                         await tasks.finish(ended)
                 await exchange.local(meaning.answer)
             case Open():
-                begun = await tasks.opened(task, meaning.rollout, meaning.parent)
+                begun = await tasks.opened(task, meaning.rollout, meaning.parent, meaning.spec)
                 exchange.extra = meaning.headers
                 await self._act(task, meaning.then, exchange, begun)
             case Call():

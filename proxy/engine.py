@@ -48,7 +48,10 @@ class Engine:
             reserve_bytes=settings.memory_reserve_bytes,
         )  # fmt: skip
         self.step = Step(self.attach, self.store, self.journal, self.counts, self.warm)
-        self.tasks = Tasks(self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec)
+        self.tasks = Tasks(
+            self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
+            any_image=settings.any_image,
+        )  # fmt: skip
         self.ready = False
         self._chores: list[asyncio.Task[None]] = []
 

@@ -10,6 +10,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from proxy.canonical import canonical_json
+from sandboxes import process
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec, Server, Upstream
 
@@ -119,6 +120,8 @@ def identity(spec: EnvironmentSpec) -> str:
 
 def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
     """Return of an answer to call what a replay of it must tell again."""
+    if call.endpoint == "process":
+        return process.by_stream(body)
     server = spec.servers.get(call.endpoint)
     unsteady = rules_of(server).unsteady if server is not None else ()
     if not unsteady:

@@ -28,6 +28,9 @@ class Settings(BaseSettings):
         "local", "sqlite", "http",
     )  # fmt: skip
     default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")
+    any_image: bool = Field(
+        default=False, description="a create request's image that no driver here has means default_spec, not 404"
+    )
     max_sandboxes: int = Field(default=64, ge=1, description="live at once")
     sandbox_patience_s: float = Field(default=60.0, gt=0, description="wait for a free sandbox, then 503")
     sandbox_idle_s: float = Field(default=120.0, gt=0, description="an idle sandbox is closed after this")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from proxy.attach import tree_key
+from proxy.environments import Wanted, spec_for
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task, Walkers
 from proxy.journal import Journal
@@ -29,9 +30,11 @@ class Tasks:
         drivers: Mapping[str, Driver],
         walkers: Walkers,
         default_spec: EnvironmentSpec,
+        *,
+        any_image: bool = False,
     ) -> None:
         self._store, self._journal, self._keeper, self._pool, self._drivers = store, journal, keeper, pool, drivers
-        self._walkers, self._default_spec = walkers, default_spec
+        self._walkers, self._default_spec, self._any_image = walkers, default_spec, any_image
         self._tasks: dict[str, Task] = {}
         self._trees: dict[int, Tree] = {}
         self._opening: dict[str, asyncio.Lock] = {}
@@ -104,12 +107,17 @@ class Tasks:
         task = await self.open(task_name)
         return task.rollouts.get(name)
 
-    async def opened(self, task_name: str, name: str, parent: str = "") -> Rollout:
+    async def opened(self, task_name: str, name: str, parent: str = "", wanted: Wanted | None = None) -> Rollout:
         """Return the rollout of this name, or a new one: at the root, or where a running one, parent, stands.
 
+        wanted: what its client asks for; another environment than the task's own has a tree of its own.
+
         Raises:
-            Refused: 404, no such parent runs.
+            Refused: 404, no such parent runs, or there is no such image; 400, no environment can be as wanted.
+            SpecError: what is wanted cannot be used.
         """
+        if wanted is not None and not parent:
+            return await self._in_environment(task_name, name, wanted)
         if not parent:
             return await self.rollout(task_name, name)
         task = await self.open(task_name)
@@ -117,6 +125,18 @@ class Tasks:
         if source is None:
             raise Refused(404, "no-such-rollout", f"there is no rollout {parent!r} that runs, to fork from.")
         return self.begin(task, name, source.tree, source.node)
+
+    async def _in_environment(self, task_name: str, name: str, wanted: Wanted) -> Rollout:
+        running = self.rollouts.get((task_name, name))
+        if running is not None:
+            return running
+        task = await self.open(task_name)
+        given = None if task.origin is None else task.spec
+        spec = spec_for(wanted, given, self._default_spec, self._drivers.keys(), any_image=self._any_image)
+        key = await tree_key(self._drivers, spec)
+        # Look again: another first request may have come in meanwhile.
+        tree = self._tree(task_name, key, spec)
+        return task.rollouts.get(name) or self.begin(task, name, tree, tree.root)
 
     def begin(self, task: Task, name: str, tree: Tree, node: Node) -> Rollout:
         """Start a rollout at node.
@@ -243,13 +263,7 @@ class Tasks:
 
     def _admit(self, name: str, spec: EnvironmentSpec | None, key: str, created_at: float) -> Task:
         spec_now = spec or self._default_spec
-        tree = self._trees.get(self._store.tree_id(name, key, spec_now) or 0)
-        if tree is None:
-            tree = self._own(self._store.tree(name, key, spec_now))
-        if spec_now.shared:
-            self._store.share(name, tree.id)
-            # Equal but for where the databases came from: the newest place is the one that is surely there.
-            tree.spec = spec_now
+        tree = self._tree(name, key, spec_now)
         known = self._tasks.get(name)
         origin = None if spec is None else spec.model_dump_json()
         rollouts = known.rollouts if known else {}
@@ -258,6 +272,17 @@ class Tasks:
         if known is None:
             self._read_rollouts(task)
         return task
+
+    def _tree(self, task: str, key: str, spec: EnvironmentSpec) -> Tree:
+        """Return a task's tree under this root key, reading it back or making it where it is not open."""
+        tree = self._trees.get(self._store.tree_id(task, key, spec) or 0)
+        if tree is None:
+            tree = self._own(self._store.tree(task, key, spec))
+        if spec.shared:
+            self._store.share(task, tree.id)
+            # Equal but for where the databases came from: the newest place is the one that is surely there.
+            tree.spec = spec
+        return tree
 
     def _read_rollouts(self, task: Task) -> None:
         self._journal.fold()

@@ -56,6 +56,11 @@ def output(body: bytes, kind: int) -> bytes:
     return b"".join(data for found, data in frames(body) if found == kind)
 
 
+def by_stream(body: bytes) -> bytes:
+    """Return an answer's streams one after the other: in which order they came depends on the moment."""
+    return b"".join(frame(kind, output(body, kind)) for kind in (OUT, ERR, END))
+
+
 def ending(body: bytes) -> Ending:
     """Return what an answer's last frame says."""
     told: dict[str, Any] = {}

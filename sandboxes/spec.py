@@ -303,7 +303,7 @@ class EnvironmentSpec(BaseModel):
 
 SERVER_DRIVERS = frozenset({"local", "container"})
 """Drivers that run tool servers in their sandboxes."""
-RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "r"})
+RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "r"})
 """Names that a URL has for something else."""
 
 _DATABASE_FIELDS: dict[str, tuple[set[str], set[str]]] = {

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proxy.canonical import CallKey
+from proxy.environments import Wanted
 from proxy.errors import Problem
 from sandboxes.calls import ToolCall
 
@@ -75,13 +76,15 @@ class Call:
 class Open:
     """A new rollout, at the root or where its parent stands; then what the request asks for beside.
 
-    headers: what its client is told beside the answer.
+    headers: what its client is told beside the answer. spec: the environment that the request names, see
+    `environments.spec_for`; None for the task's own.
     """
 
     rollout: str
     then: "Local | Call"
     parent: str = ""
     headers: Headers = ()
+    spec: Wanted | None = None
 
 
 @dataclass(frozen=True, slots=True)
