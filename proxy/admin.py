@@ -5,11 +5,12 @@ import time
 from collections import Counter
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Query, Request, Response
 
 from proxy.engine import Engine
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task
+from proxy.overview import Totals
 from proxy.resources import (
     Batch,
     NodeName,
@@ -22,6 +23,10 @@ from proxy.resources import (
     sandbox_view,
     snapshot_view,
 )
+from proxy.routes_live import live_routes
+from proxy.routes_tree import tree_routes
+from proxy.routes_visit import visit_routes
+from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, TaskName, no_rollout, node_of, running
 from proxy.store import StoreError
 from proxy.tree import Node
 from proxy.views import (
@@ -37,33 +42,11 @@ from proxy.views import (
     rollout_view,
     task_view,
 )
-from proxy.wire import NAME_PATTERN
 from sandboxes.driver import NotFreezable
 from sandboxes.spec import EnvironmentSpec
 from snapshots.snapshot import Snapshot
 
-TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]
-RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="a rollout's name")]
-NodePath = Annotated[NodeName, Path(description="a node as X-Forkpoint-Node names it, n12")]
-NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
-
-PROBLEM: dict[str, Any] = {
-    "description": "problem details (RFC 9457): type, title, status, detail",
-    "content": {
-        "application/problem+json": {
-            "schema": {
-                "type": "object",
-                "properties": {
-                    "type": {"type": "string"},
-                    "title": {"type": "string"},
-                    "status": {"type": "integer"},
-                    "detail": {"type": "string"},
-                },
-                "required": ["type", "title", "status", "detail"],
-            }
-        }
-    },
-}
+_PASSED_SHOWN = 50
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
 
 
@@ -74,14 +57,21 @@ def control_plane(engine: Engine) -> APIRouter:
     _tree_routes(router, engine)
     _rollout_routes(router, engine)
     _state_routes(router, engine)
+    tree_routes(router, engine)
+    visit_routes(router, engine)
+    live_routes(router, engine)
     return router
 
 
 def _task_routes(router: APIRouter, engine: Engine) -> None:
     @router.get("/tasks")
-    async def list_tasks() -> list[TaskSummary]:
-        """List every task."""
-        return [TaskSummary(task=row["name"], **_only(row, TaskSummary)) for row in engine.store.tasks()]
+    async def list_tasks(
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000
+    ) -> list[TaskSummary]:
+        """List the tasks by name, with what each one's rollouts were answered."""
+        totals = await engine.overview.totals()
+        rows = engine.store.tasks(offset=offset, limit=limit)
+        return [_summary(row, totals.get(row["name"]) or Totals()) for row in rows]
 
     @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
     async def put_task(task: TaskName, response: Response, spec: EnvironmentSpec | None = None) -> TaskView:
@@ -127,15 +117,17 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
     ) -> TreeView:
         """Show the tree, or what lies below a node, parents first."""
         found = await engine.tasks.find(task)
-        top = found.tree.root if node is None else _node(found, node)
+        top = found.tree.root if node is None else node_of(found, node)
         return reader.tree(found, top, depth=depth, limit=limit)
 
     @router.get("/tasks/{task}/nodes/{node}")
     async def get_node(task: TaskName, node: NodePath) -> NodeDetail:
-        """Show a node: its call, answer, effect, seconds, hits, snapshot and observations."""
+        """Show a node: its call, answer, effect, seconds, hits, who passed, and why its state is kept or not."""
         found = await engine.tasks.find(task)
-        shown = _node(found, node)
-        return reader.detail(found, shown, _snapshot_of(engine, shown))
+        shown = node_of(found, node)
+        passed = await engine.passed(found.tree, shown, _PASSED_SHOWN)
+        kept = engine.keeper.outlook(shown, found.tree)
+        return reader.detail(found, shown, _snapshot_of(engine, shown), kept, passed)
 
     @router.delete("/tasks/{task}/nodes/{node}")
     async def forget_node(
@@ -145,14 +137,14 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
     ) -> Forgotten:
         """Forget a node and all that came from it: their calls run again."""
         found = await engine.tasks.find(task)
-        count, ended = await engine.tasks.forget(found, _node(found, node), end_rollouts=end_rollouts)
+        count, ended = await engine.tasks.forget(found, node_of(found, node), end_rollouts=end_rollouts)
         return Forgotten(nodes=count, rollouts=ended)
 
     @router.post("/tasks/{task}/nodes/{node}/pin")
     async def pin_node(task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
         """Keep a node's snapshot whatever the budget says, or stop doing so."""
         found = await engine.tasks.find(task)
-        pinned = _node(found, node)
+        pinned = node_of(found, node)
         pinned.pinned = pin is None or pin.pinned
         engine.store.save_node(pinned)
         return reader.detail(found, pinned, _snapshot_of(engine, pinned))
@@ -161,7 +153,7 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
     async def snapshot_node(task: TaskName, node: NodePath) -> NodeDetail:
         """Take a node's snapshot now. Where it has one, nothing is done."""
         found = await engine.tasks.find(task)
-        kept = _node(found, node)
+        kept = node_of(found, node)
         try:
             await engine.attach.keep(found.tree, kept)
         except NotFreezable as reason:
@@ -204,7 +196,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         engine.journal.fold()
         rows = engine.store.rollouts(task, name=rollout)
         if not rows:
-            raise _no_rollout(task, rollout)
+            raise no_rollout(task, rollout)
         row = rows[-1]
         live = found.rollouts.get(rollout)
         tree = engine.tasks.tree(row["tree"])
@@ -214,7 +206,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
     @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
     async def finish_rollout(task: TaskName, rollout: RolloutName) -> None:
         """Finish a rollout: its sandbox is free for others, its name for a new one."""
-        await engine.tasks.finish(await _running(engine, task, rollout))
+        await engine.tasks.finish(await running(engine, task, rollout))
 
     @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
     async def fork_rollout(
@@ -225,7 +217,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         node: Annotated[NodeName | None, Body()] = None,
     ) -> RolloutView:
         """Begin a rollout where another stands, or at a node: for tree search."""
-        source = await _running(engine, task, rollout)
+        source = await running(engine, task, rollout)
         found = await engine.tasks.find(task)
         start = source.node if node is None else source.tree.nodes.get(int(node[1:]))
         if start is None:
@@ -287,28 +279,13 @@ def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
     return snapshot_view(snapshot, engine.store.task_of(snapshot.tree), worth)
 
 
-def _node(task: Task, name: str) -> Node:
-    node = task.tree.nodes.get(int(name[1:]))
-    if node is None:
-        raise Refused(404, "no-such-node", f"the tree of {task.name!r} has no node {name}. GET …/tree lists them.")
-    return node
-
-
-async def _running(engine: Engine, task: str, name: str) -> Rollout:
-    rollout = (await engine.tasks.find(task)).rollouts.get(name)
-    if rollout is None:
-        raise _no_rollout(task, name)
-    return rollout
-
-
-def _no_rollout(task: str, name: str) -> Refused:
-    return Refused(404, "no-such-rollout", f"no rollout {name!r} runs in task {task!r}. GET …/rollouts lists them.")
-
-
 def _shown(engine: Engine, rollout: Rollout, request: Request) -> dict[str, Any]:
     row = engine.store.rollouts(rollout.task, name=rollout.name)[-1]
     return rollout_view(row, str(request.base_url), rollout)
 
 
-def _only(row: dict[str, Any], model: type[TaskSummary]) -> dict[str, Any]:
-    return {name: row[name] for name in model.model_fields if name in row}
+def _summary(row: dict[str, Any], totals: Totals) -> TaskSummary:
+    told = {name: getattr(totals, name) for name in (*Totals.__slots__, "hit_rate")}
+    return TaskSummary(
+        task=row["name"], created_at=row["created_at"], nodes=row["nodes"], rollouts=row["rollouts"], **told
+    )

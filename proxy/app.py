@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from proxy.admin import PROBLEM, control_plane
+from proxy.admin import control_plane
 from proxy.dataplane import DataPlane
 from proxy.engine import Engine
 from proxy.errors import FORESEEN, MEDIA_TYPE, Refused, problem_of
@@ -21,6 +21,7 @@ from proxy.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.metrics import Metrics
 from proxy.openapi import data_plane_paths
 from proxy.protocol import protocol_for
+from proxy.routing import PROBLEM
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.local import LocalDriver
@@ -48,11 +49,14 @@ def run(settings: Settings) -> None:
 
 def server(application: DataPlane) -> uvicorn.Server:
     """Return the web server of an application; it has yet to be run on a listening socket."""
-    return uvicorn.Server(
+    return _Server(
+        application.engine,
         uvicorn.Config(
             application,
             loop="uvloop",
             http=protocol_for(application),
+            ws="websockets-sansio",
+            ws_max_size=1 << 20,
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -62,8 +66,20 @@ def server(application: DataPlane) -> uvicorn.Server:
             # A model thinks for longer than the library's 5 s; closing meanwhile would race with its agent's next call.
             timeout_keep_alive=120,
             timeout_graceful_shutdown=30,
-        )
+        ),
     )
+
+
+class _Server(uvicorn.Server):
+    """One that ends, when it is told to, what would go on for ever."""
+
+    def __init__(self, engine: Engine, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.hang_up()
+        await super().shutdown(sockets)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -28,6 +28,8 @@ log = structlog.get_logger()
 
 NOBODY = 0
 """Stands for a rollout where the control plane asks for a sandbox."""
+VISITOR = -1
+"""Stands for a rollout where somebody looks at a state: in a sandbox of its own, which takes nobody's."""
 
 
 class StateLost(RuntimeError):  # noqa: N818 - it says what happened to the state
@@ -73,6 +75,24 @@ class Attach:
         await self._keeper.give_back(slot, tree)
         return True
 
+    @asynccontextmanager
+    async def fork(self, tree: Tree, node: Node, *, spare: bool = False) -> AsyncIterator[Sandbox]:
+        """Give a throw-away sandbox at node: what is done in it is recorded nowhere, and it is closed after the block.
+
+        spare: made only where nobody else wants its place.
+
+        Raises:
+            StateLost: neither a snapshot nor a replay leads to node.
+            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+        """
+        slot = await self._bring(tree, node, None if spare else VISITOR, Timing())
+        slot.owner, slot.warm = VISITOR, False
+        assert slot.sandbox is not None
+        try:
+            yield slot.sandbox
+        finally:
+            await self._pool.close(slot)
+
     async def keep(self, tree: Tree, node: Node) -> None:
         """Take node's snapshot now; where it has one, nothing is done.
 
@@ -99,7 +119,10 @@ class Attach:
         self._pool.roster.stand(slot, node)
 
     async def _bring(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
-        """Lease a sandbox that stands at node to a rollout; without an owner it is a warm fork, made from nobody's."""
+        """Lease a sandbox that stands at node to a rollout, or a visitor.
+
+        Without an owner it is a warm fork, made from nobody's.
+        """
         failed: dict[Node, SandboxError] = {}
         first = True
         while True:
@@ -112,7 +135,7 @@ class Attach:
             if plan is None:
                 # A snapshot that only the machine stood in the way of is no lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
-            if first and owner and (plan.way is not Way.STANDING or plan.suffix):
+            if first and _is_rollout(owner) and (plan.way is not Way.STANDING or plan.suffix):
                 self._keeper.wanted(node)
             first = False
             with timing.measure("restore_s"):
@@ -124,7 +147,7 @@ class Attach:
                     return slot
 
     def _standing(self, node: Node, owner: int | None) -> Slot | None:
-        if owner is None:
+        if owner is None or owner == VISITOR:
             return None
         # A state that lives in one sandbox only is left to its rollout: taking it could make it unreachable.
         return self._pool.roster.standing(node, owner, shared=node.snapshot is not None or node.origin is None)
@@ -240,7 +263,7 @@ class Attach:
         barrier = node.origin
         while barrier is not None and barrier.reproducible:
             barrier = barrier.source.origin
-        if owner and barrier is not None and not barrier.target.diverged and not node.detached:
+        if _is_rollout(owner) and barrier is not None and not barrier.target.diverged and not node.detached:
             lost = tree.set_aside(barrier, why)
             self._store.save_divergence(barrier, lost)
         return StateLost(why)
@@ -266,6 +289,10 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
     except RulesError as error:
         raise SpecError(str(error)) from error
     return root_key(canonical_json(spec.root()), await driver.identity(spec) + rules)
+
+
+def _is_rollout(owner: int | None) -> bool:
+    return owner not in (None, NOBODY, VISITOR)
 
 
 def _require_its_due(record: Record, execution: Execution) -> None:

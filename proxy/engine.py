@@ -2,18 +2,26 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import structlog
 
 from proxy.attach import Attach
+from proxy.browse import passed
 from proxy.counts import Counts
 from proxy.forest import Walkers
 from proxy.journal import Journal
 from proxy.keeper import Keeper
+from proxy.overview import Overview
+from proxy.pulse import Pulse
 from proxy.settings import Settings
 from proxy.step import Step
 from proxy.store import Store
+from proxy.sums import Sums
 from proxy.tasks import Tasks
+from proxy.tree import Node, Tree
+from proxy.views import Passed
+from proxy.visits import Visits
 from proxy.warm import Warm, available_bytes
 from sandboxes.driver import Driver
 from sandboxes.pool import Pool
@@ -23,6 +31,9 @@ log = structlog.get_logger()
 
 _FOLD_EVERY_S = 2.0
 _SWEEP_EVERY_S = 10.0
+_BEAT_EVERY_S = 1.0
+_VISITS_SHARE = 4
+"""Of the sandboxes that may live, one in so many may be a person's."""
 
 
 class Engine:
@@ -52,7 +63,11 @@ class Engine:
             self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
             any_image=settings.any_image,
         )  # fmt: skip
+        self.visits = Visits(self.attach, most=max(2, settings.max_sandboxes // _VISITS_SHARE))
+        self.sums, self.overview = Sums(walkers), Overview(self.store)
+        self.pulse = Pulse(self.counts, lambda: len(self.pool.roster), self.tasks.running_in)
         self.ready = False
+        self.closing = asyncio.Event()
         self._chores: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -70,13 +85,27 @@ class Engine:
             loop.create_task(self._every(_FOLD_EVERY_S, "fold", self.journal.trickle)),
             loop.create_task(self._every(_SWEEP_EVERY_S, "sweep", self._sweep)),
             loop.create_task(self._every(0.0, "warm", self.warm.work)),
+            loop.create_task(self._every(_BEAT_EVERY_S, "pulse", self.pulse.beat)),
         ]
         self.ready = True
         log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
 
+    def hang_up(self) -> None:
+        """End what would go on for ever: streams of events, terminals."""
+        self.closing.set()
+        self.pulse.close()
+
+    async def passed(self, tree: Tree, node: Node, limit: int) -> list[Passed]:
+        """Return the latest rollouts that a call led to node."""
+        self.journal.fold()
+        ask = partial(passed, tree=tree.id, node=node.id, most=limit)
+        rows = await asyncio.to_thread(self.store.apart, ask)
+        return [Passed(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
+
     async def aclose(self) -> None:
         """Let the calls under way end, keep what is known, and leave no sandbox behind."""
         self.ready = False
+        self.hang_up()
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)

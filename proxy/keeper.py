@@ -16,7 +16,7 @@ from proxy.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SandboxError, StateGone
 from sandboxes.pool import Pool
 from sandboxes.roster import Slot
-from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, victims, worth_keeping
+from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, victims, why, worth_keeping
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
 
@@ -253,6 +253,21 @@ class Keeper:
             return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes)
         held = "pinned" if node.pinned else "leased" if snapshot.leases else ""
         return self._describe(node, snapshot.tree, snapshot.driver, snapshot_kind(snapshot), snapshot, held)
+
+    def outlook(self, node: Node, tree: Tree) -> str:
+        """Say in words why node's state is kept, or why not."""
+        snapshot = self._snapshots.get(node.snapshot)
+        if snapshot is not None:
+            return f"kept: {why(self.prospect(snapshot, node))}"
+        if node.unfreezable:
+            return f"not kept: it cannot be frozen: {node.unfreezable}"
+        if tree.spec.cache == "never":
+            return "not kept: the task's calls are never cached"
+        prospect = self._describe(node, tree.id, tree.spec.driver, kind_of(node), None, "")
+        if not prospect.reproducible:
+            return "not kept, and no replay reaches it: it lives in its sandbox only, if at all"
+        cost_s = self.costs[tree.spec.driver].of(kind_of(node)).freeze.seconds
+        return f"not kept: {why(prospect)}, and keeping it takes {cost_s:.3g} s; it is rebuilt by replay"
 
     def _worth_freezing(self, node: Node, tree: Tree) -> bool:
         if node.snapshot is not None or node.detached or node.unfreezable:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from proxy.admin import PROBLEM
 from proxy.dialects.shell import MAX_COMMAND_BYTES, MAX_TIMEOUT_S, SESSION_PATTERN
+from proxy.routing import PROBLEM
 from proxy.wire import NAME_PATTERN
 
 _EXEC = {

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from proxy.attach import VISITOR
 from proxy.keeper import snapshot_kind
 from proxy.plan import Costs
 from proxy.tree import Node
@@ -163,6 +164,8 @@ def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -
 
 
 def _why_it_lives(slot: Slot, rollout: str | None) -> str:
+    if slot.owner == VISITOR:
+        return "somebody looks at this state"
     if slot.state is not State.IDLE:
         making = "is made ready" if slot.warm else "runs a call, or is brought to where one will run"
         return {State.FREEZING: "its state is being kept", State.STARTING: "starts"}.get(slot.state, making)

@@ -7,11 +7,11 @@ connection directly (a transaction of two rows: 0.1 ms, against 0.2 ms through t
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 import sqlite_utils
@@ -24,6 +24,7 @@ from sandboxes.calls import ToolCall, ToolResult, content_type
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.spec import EnvironmentSpec
 
+T = TypeVar("T")
 _COMPRESS_FROM = 1024
 _TREES_OF = "SELECT id FROM trees WHERE task = {} UNION SELECT tree FROM shares WHERE task = {}"
 _NUMBERED = ("trees", "nodes", "records", "rollouts", "blobs")
@@ -66,6 +67,12 @@ class Store:
         with closing(sqlite3.connect(self._path)) as connection:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
+    def apart(self, ask: Callable[[sqlite3.Connection], T]) -> T:
+        """Ask on a connection of its own that can only read. Blocking, for a thread: for what looks at many rows."""
+        with closing(sqlite3.connect(self._path)) as connection:
+            connection.execute("PRAGMA query_only=1")
+            return ask(connection)
+
     def check_writable(self) -> None:
         """Write something small.
 
@@ -86,14 +93,15 @@ class Store:
                 (name, spec, time.time()),
             )
 
-    def tasks(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Return the tasks, or the one of that name, with how many rollouts and nodes each has."""
+    def tasks(self, name: str | None = None, *, offset: int = 0, limit: int = -1) -> list[dict[str, Any]]:
+        """Return the tasks by name, or the one of that name, with how many rollouts and nodes each has."""
         counts = (
             "(SELECT COUNT(*) FROM rollouts r WHERE r.task = t.name) AS rollouts, "
             f"(SELECT COUNT(*) FROM nodes n WHERE n.tree IN ({_TREES_OF.format('t.name', 't.name')})) AS nodes"
         )
         where = "WHERE t.name = :name" if name is not None else ""
-        return list(self.database.query(f"SELECT t.*, {counts} FROM tasks t {where} ORDER BY t.name", {"name": name}))
+        sql = f"SELECT t.*, {counts} FROM tasks t {where} ORDER BY t.name LIMIT :limit OFFSET :offset"
+        return list(self.database.query(sql, {"name": name, "limit": limit, "offset": offset}))
 
     def delete_task(self, name: str) -> None:
         """Delete a task with its trees, rollouts, steps and the answers that nothing else needs.

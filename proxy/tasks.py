@@ -107,6 +107,11 @@ class Tasks:
         task = await self.open(task_name)
         return task.rollouts.get(name)
 
+    def running_in(self, task_name: str) -> list[Rollout]:
+        """Return the rollouts of a task that run, as far as it is open."""
+        task = self._tasks.get(task_name)
+        return [] if task is None else list(task.rollouts.values())
+
     async def opened(self, task_name: str, name: str, parent: str = "", wanted: Wanted | None = None) -> Rollout:
         """Return the rollout of this name, or a new one: at the root, or where a running one, parent, stands.
 

@@ -9,12 +9,17 @@ from pydantic import BaseModel, Field
 from proxy.forest import Outcome, Rollout, Task
 from proxy.resources import SnapshotView, node_name
 from proxy.store import Store
+from proxy.titles import exit_code
 from proxy.tree import Node, Record, Tree, children
 from sandboxes.calls import ToolResult
 from sandboxes.spec import EnvironmentSpec
 
 EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
 Flag = Literal["pinned", "diverged", "unreproducible", "private"]
+SHOWN_CHARS = 64 << 10
+"""Of a text in an answer; the rest is downloaded."""
+_SHOWN_ITEMS = 1000
+_PARSED_BYTES = 16 << 20
 
 
 class CallView(BaseModel):
@@ -26,11 +31,15 @@ class CallView(BaseModel):
 
 
 class AnswerView(BaseModel):
-    """A recorded answer. Text and JSON are shown, other bytes only by their size."""
+    """A recorded answer. Text and JSON are shown, other bytes only by their size.
+
+    truncated: long texts in it are cut, and `…/answer` has all of it.
+    """
 
     status: int
     media_type: str
     size_bytes: int
+    truncated: bool = False
     json_: Any = Field(default=None, serialization_alias="json")
     text: str | None = None
 
@@ -62,8 +71,20 @@ class NodeView(BaseModel):
     children: int
 
 
+class Passed(BaseModel):
+    """A rollout that a call led to a node; turn: its first call that did."""
+
+    task: str
+    rollout: str
+    turn: int
+    finished: bool
+
+
 class NodeDetail(NodeView):
-    """A node with its answer, its snapshot (or why it has none), and the nodes that its calls lead to."""
+    """A node with its answer, its snapshot, and the nodes that its calls lead to.
+
+    kept: why its state is kept, or why not, in words. passed: the latest rollouts that came here.
+    """
 
     answer: AnswerView | None
     recorded_at: float | None
@@ -72,6 +93,8 @@ class NodeDetail(NodeView):
     unfreezable: str
     snapshot_detail: SnapshotView | None
     leads_to: list[str]
+    kept: str = ""
+    passed: list[Passed] = []
 
 
 class TreeView(BaseModel):
@@ -97,10 +120,21 @@ class TaskView(BaseModel):
 
 
 class TaskSummary(BaseModel):
+    """A task, with what its rollouts were answered over all times; up to some seconds old."""
+
     task: str
     created_at: float
     nodes: int
     rollouts: int
+    running: int = 0
+    calls: int = 0
+    hits: int = 0
+    waits: int = 0
+    misses: int = 0
+    bypasses: int = 0
+    hit_rate: float = 0.0
+    executed_s: float = 0.0
+    saved_s: float = 0.0
 
 
 class RolloutView(BaseModel):
@@ -164,7 +198,9 @@ class Reader:
     def node(self, node: Node, rollouts: list[str]) -> NodeView:
         return NodeView(**self._node(node, rollouts))
 
-    def detail(self, task: Task, node: Node, snapshot: SnapshotView | None) -> NodeDetail:
+    def detail(
+        self, task: Task, node: Node, snapshot: SnapshotView | None, kept: str = "", passed: list[Passed] | None = None
+    ) -> NodeDetail:
         origin = node.origin
         return NodeDetail(
             **self._node(node, self._standing(task).get(node, [])),
@@ -175,6 +211,8 @@ class Reader:
             unfreezable=node.unfreezable,
             snapshot_detail=snapshot,
             leads_to=sorted({node_name(r.target) for r in node.records.values() if not r.observation}),
+            kept=kept,
+            passed=passed or [],
         )
 
     def call(self, record: Record) -> CallView:
@@ -214,7 +252,7 @@ class Reader:
             "snapshot": node.snapshot is not None,
             "rollouts": sorted(rollouts),
             "observations": [self._observation(r) for r in node.records.values() if r.observation],
-            "flags": _flags(node),
+            "flags": flags(node),
             "children": len(children(node)),
         }
 
@@ -235,22 +273,37 @@ class Reader:
 
 
 def answer_view(result: ToolResult) -> AnswerView:
-    """Return what of an answer can be shown."""
+    """Return what of an answer can be shown: of long ones the beginning."""
     view = AnswerView(status=result.status, media_type=result.media_type, size_bytes=len(result.body))
-    if result.media_type.endswith("json"):
-        return view.model_copy(update={"json_": orjson.loads(result.body)})
-    with contextlib.suppress(UnicodeDecodeError):
-        return view.model_copy(update={"text": result.body.decode()})
-    return view
+    if result.media_type.partition(";")[0].endswith("json") and len(result.body) <= _PARSED_BYTES:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            shown, cut = bounded(orjson.loads(result.body))
+            return view.model_copy(update={"json_": shown, "truncated": cut})
+    try:
+        text = result.body.decode()
+    except UnicodeDecodeError:
+        return view
+    return view.model_copy(update={"text": text[:SHOWN_CHARS], "truncated": len(text) > SHOWN_CHARS})
 
 
-def exit_code(result: ToolResult) -> int | None:
-    """Return the exit code that an answer tells, None where it tells none."""
-    if result.media_type != "application/json":
-        return None
-    value = orjson.loads(result.body)
-    code = value.get("exit_code") if isinstance(value, dict) else None
-    return code if isinstance(code, int) else None
+def bounded(value: Any) -> tuple[Any, bool]:
+    """Return a JSON value with its long texts and lists cut, and whether any was (pure)."""
+    cut = False
+
+    def shown(part: Any) -> Any:
+        nonlocal cut
+        if isinstance(part, str) and len(part) > SHOWN_CHARS:
+            cut = True
+            return part[:SHOWN_CHARS]
+        if isinstance(part, list):
+            cut = cut or len(part) > _SHOWN_ITEMS
+            return [shown(item) for item in part[:_SHOWN_ITEMS]]
+        if isinstance(part, dict):
+            cut = cut or len(part) > _SHOWN_ITEMS
+            return {name: shown(item) for name, item in list(part.items())[:_SHOWN_ITEMS]}
+        return part
+
+    return shown(value), cut
 
 
 def task_view(task: Task, row: dict[str, Any]) -> TaskView:
@@ -282,12 +335,13 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> di
     }
 
 
-def _flags(node: Node) -> list[Flag]:
+def flags(node: Node) -> list[Flag]:
+    """Return what is to be said of a node."""
     origin = node.origin
-    flags: list[tuple[Flag, bool]] = [
+    found: list[tuple[Flag, bool]] = [
         ("pinned", node.pinned),
         ("diverged", bool(node.diverged)),
         ("unreproducible", origin is not None and not origin.reproducible),
         ("private", origin is not None and origin.private),
     ]
-    return [flag for flag, on in flags if on]
+    return [flag for flag, on in found if on]

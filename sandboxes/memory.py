@@ -11,7 +11,7 @@ import itertools
 import posixpath
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -23,6 +23,7 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.http1 import Listener
+from sandboxes.looking import GONE, Entry, SessionLook, StateLook
 from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]
@@ -180,6 +181,30 @@ class MemorySandbox:
         data = _canonical(payload)
         parts = (f"{blake2b(data, digest_size=16).hexdigest()}-{len(data)}",)
         return FrozenState("memory", "files", payload, len(data), self._state.digest(), parts)
+
+    async def look(self) -> StateLook:
+        """See `LookingSandbox.look`. The root state is the files of the spec."""
+        self._require_alive()
+        root: dict[str, bytes | None] = {path: text.encode() for path, text in self._spec.files.items()}
+        now = self._state.files
+        files = {
+            path: repr(now.get(path, "gone")) for path in root.keys() | now if root.get(path, b"-") != now.get(path)
+        }
+        sessions = {name: SessionLook(s.cwd, dict(s.variables)) for name, s in self._state.sessions.items()}
+        return StateLook(files, sessions, SessionLook(self._spec.workdir, dict(self._spec.env)))
+
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, Entry]:
+        """See `LookingSandbox.entries`."""
+        self._require_alive()
+        return {path: self._entry(path, content_bytes) for path in paths}
+
+    def _entry(self, path: str, content_bytes: int) -> Entry:
+        if path not in self._state.files:
+            return GONE
+        data = self._state.files[path]
+        if data is _DIRECTORY:
+            return Entry("directory", 0o755)
+        return Entry("file", 0o644, size_bytes=len(data), content=data if len(data) <= content_bytes else None)
 
     async def close(self) -> None:
         self.kill()

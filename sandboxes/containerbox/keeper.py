@@ -153,6 +153,9 @@ class Keeper:
                     self._dump(message)
                 case "copy":
                     self._copy(message.fields)
+                case "describe":
+                    self._look_at_files()
+                    self._reply({"delta": self.delta, "sessions": self.sessions, "pristine": self.pristine})
 
     def _next(self) -> Message | None:
         """Wait for a request; meanwhile take the output of what lives, so that it does not block."""

@@ -13,8 +13,10 @@ from sandboxes.effects import Effect
 from sandboxes.http1 import Listener
 from sandboxes.localbox.answers import digest, execution, refuse, request, sql_execution
 from sandboxes.localbox.hosting import Hosting
+from sandboxes.localbox.looks import state_look
 from sandboxes.localbox.sandbox import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.localbox.wire import Message
+from sandboxes.looking import StateLook
 from sandboxes.spec import EnvironmentSpec
 
 
@@ -131,6 +133,10 @@ class ContainerSandbox(Hosting):
             SandboxError: the container is dead, or silent for longer than the call may take.
         """
         return await self._run(fields, body, timeout_s, fds or [])
+
+    async def look(self) -> StateLook:
+        """See `LookingSandbox.look`."""
+        return state_look(await self._talk({"op": "describe"}))
 
     def _kill(self) -> None:
         # Its keeper then kills the container.

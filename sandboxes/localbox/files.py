@@ -36,8 +36,8 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
         match tool:
             case "put":
                 return _put(fields["path"], fields.get("mode"), body)
-            case "get":
-                return _get(fields["path"], fields["limit_bytes"])
+            case "get" | "entries":
+                return _look(tool, fields)
             case "delete":
                 return _delete(fields["path"])
             case "unpack":
@@ -132,6 +132,36 @@ def _type(mode: int) -> str:
         if is_type(mode):
             return name
     return "other"
+
+
+def _look(tool: str, fields: dict[str, Any]) -> tuple[int, str, bytes]:
+    if tool == "get":
+        return _get(fields["path"], fields["limit_bytes"])
+    return _entries(fields["paths"], fields["content_bytes"])
+
+
+def _entries(paths: list[str], content_bytes: int) -> tuple[int, str, bytes]:
+    """Answer with what is at each path, links not followed; for the driver, no agent can ask for it."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found[path] = _entry(path, content_bytes)
+    return 200, "application/json", json.dumps(found).encode()
+
+
+def _entry(path: str, content_bytes: int) -> dict[str, Any]:
+    status = os.lstat(path)
+    told = {
+        "kind": _type(status.st_mode), "mode": stat.S_IMODE(status.st_mode), "uid": status.st_uid,
+        "gid": status.st_gid, "size_bytes": status.st_size,
+    }  # fmt: skip
+    if stat.S_ISLNK(status.st_mode):
+        return {**told, "target": os.readlink(path)}  # noqa: PTH115
+    if stat.S_ISREG(status.st_mode) and status.st_size <= content_bytes:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as file:  # noqa: PTH123
+            return {**told, "content": file.read(content_bytes).decode("latin-1")}
+    return told
 
 
 def _delete(path: str) -> tuple[int, str, bytes]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -19,13 +19,17 @@ from sandboxes.http1 import Garbage, Listener, exchange
 from sandboxes.localbox.answers import execution
 from sandboxes.localbox.executing import Conversation, is_process, refused
 from sandboxes.localbox.executing import request as process_request
+from sandboxes.localbox.looks import entries_of
 from sandboxes.localbox.talk import Talk
 from sandboxes.localbox.wire import Message
+from sandboxes.looking import Entry
 from sandboxes.mcp import PROGRESS_TOKEN, Heard, Line
 from sandboxes.serving import Spool, mcp_order, order
 from sandboxes.spec import EnvironmentSpec
 
 MCP_TYPE = "application/vnd.forkpoint.mcp+json"
+LOOK_S = 30.0
+"""Of looking at files."""
 MCP_BYTES = 32 << 20
 """Of one message of an MCP server."""
 
@@ -57,6 +61,12 @@ class Hosting(Talk):
     def _concluded(self, answer: Message) -> Message:
         """Begin what a call leaves to do."""
         raise NotImplementedError
+
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, Entry]:
+        """See `LookingSandbox.entries`."""
+        arguments = {"paths": list(paths), "content_bytes": content_bytes}
+        fields = {"op": "file", "tool": "entries", "arguments": arguments, "timeout_s": LOOK_S}
+        return entries_of(self._concluded(await self.ask(fields, b"", LOOK_S)), paths)
 
     def is_hosted(self, call: ToolCall) -> bool:
         """Whether call is for one of the servers, or for a process of its own."""

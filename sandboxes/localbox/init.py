@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs
+from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal
 from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes
 from sandboxes.localbox.restoring import Restoring
@@ -131,8 +131,8 @@ class Init:
                     self._start(message.fields["servers"])
                 case "pause":
                     self._pause(root=message.fields["root"], checkpoint=message.fields["checkpoint"])
-                case "look":
-                    self._look()
+                case "look" | "describe" | "terminal":
+                    self._show(message.fields)
                 case "switched":
                     self._switched(message)
 
@@ -498,6 +498,27 @@ class Init:
         self.shells.adopt(anchor, shells)
         self.servers.adopt(servers, logs)
         self._settle(())
+
+    def _show(self, fields: dict[str, Any]) -> None:
+        """Serve who looks at this state."""
+        if fields["op"] == "look":
+            self._look()
+        elif fields["op"] == "terminal":
+            self._terminal(fields["size"])
+        else:
+            self.changes.look()
+            known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
+            self._reply({"delta": self.changes.now, **known})
+
+    def _terminal(self, size: list[int]) -> None:
+        session = self.shells.sessions.get("main")
+        try:
+            end = terminal.start_shell(session, self.shells.environment, self.shells.workdir, (size[0], size[1]))
+        except OSError as error:
+            self._reply({"failed": f"no terminal can be had: {error.strerror}"})
+            return
+        socket.send_fds(self.driver, [pack({}, fds=1)], [end])
+        os.close(end)
 
     def _who_lives(self) -> str:
         kinds = {

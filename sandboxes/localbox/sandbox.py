@@ -15,10 +15,13 @@ from sandboxes.localbox.answers import digest, execution, refuse, request, sql_e
 from sandboxes.localbox.bases import Base
 from sandboxes.localbox.hosting import Hosting
 from sandboxes.localbox.layers import DEEP, Upper, mergeable, remove_tree
+from sandboxes.localbox.looks import state_look
 from sandboxes.localbox.machine import Machine, Spare, ended
+from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.restoring import inherited
 from sandboxes.localbox.roots import Root
 from sandboxes.localbox.wire import Message
+from sandboxes.looking import StateLook
 from sandboxes.spec import EnvironmentSpec
 
 RESERVE_BYTES = 64 << 20
@@ -172,11 +175,25 @@ class LocalSandbox(Hosting):
         self._sealed = None
         return await self._run(fields, body, timeout_s, fds or [])
 
+    async def look(self) -> StateLook:
+        """See `LookingSandbox.look`."""
+        await self._settle()
+        return state_look(await self._talk({"op": "describe"}))
+
     async def _settle(self) -> None:
         """Wait for what the last call left to do."""
         if self._pending is not None:
             await asyncio.shield(self._pending)
             self._pending = None
+
+    async def open_terminal(self, columns: int, rows: int) -> Pty:
+        """See `TerminalSandbox.open_terminal`."""
+        await self._settle()
+        self._sealed = None
+        told = await self._talk({"op": "terminal", "size": [columns, rows]})
+        if not told.fds:
+            raise SandboxError(f"sandbox {self.id}: {told.fields['failed']}")
+        return Pty(told.fds[0])
 
     def _kill(self) -> None:
         if self._process is not None:

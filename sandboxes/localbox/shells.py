@@ -26,7 +26,7 @@ class Shells:
     def __init__(
         self, environment: dict[str, str], workdir: str, sessions: dict[str, Session], pristine: Session | None
     ) -> None:
-        self._environment, self._workdir = environment, workdir
+        self.environment, self.workdir = environment, workdir
         self.sessions, self.pristine = sessions, pristine
         self.anchor: Anchor | None = None
         self._ended: dict[int, int] = {}
@@ -158,7 +158,7 @@ class Shells:
     def _start(self, name: str) -> Shell:
         session = self.sessions.get(name)
         shell = self._under_the_anchor(
-            lambda anchor: Shell.start(anchor, name, session, environment=self._environment, workdir=self._workdir)
+            lambda anchor: Shell.start(anchor, name, session, environment=self.environment, workdir=self.workdir)
         )
         self._shells[name] = shell
         return shell

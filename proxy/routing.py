@@ -1,0 +1,71 @@
+"""What the routes of the control plane have in common: the names in their paths, and what these stand for."""
+
+from typing import Annotated, Any
+
+from fastapi import Body, Path
+
+from proxy.engine import Engine
+from proxy.errors import Refused
+from proxy.forest import Rollout, Task
+from proxy.resources import NodeName
+from proxy.tree import Node
+from proxy.wire import NAME_PATTERN
+
+TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]
+RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="a rollout's name")]
+NodePath = Annotated[NodeName, Path(description="a node as X-Forkpoint-Node names it, n12")]
+NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
+
+PROBLEM: dict[str, Any] = {
+    "description": "problem details (RFC 9457): type, title, status, detail",
+    "content": {
+        "application/problem+json": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "type": {"type": "string"},
+                    "title": {"type": "string"},
+                    "status": {"type": "integer"},
+                    "detail": {"type": "string"},
+                },
+                "required": ["type", "title", "status", "detail"],
+            }
+        }
+    },
+}
+
+
+def node_of(task: Task, name: str) -> Node:
+    """Return a node of a task's tree.
+
+    Raises:
+        Refused: 404, there is none of this name.
+    """
+    node = task.tree.nodes.get(int(name[1:]))
+    if node is None:
+        raise Refused(404, "no-such-node", f"the tree of {task.name!r} has no node {name}. GET …/tree lists them.")
+    return node
+
+
+async def running(engine: Engine, task: str, name: str) -> Rollout:
+    """Return a rollout that runs.
+
+    Raises:
+        Refused: 404, none of this name does.
+    """
+    rollout = (await engine.tasks.find(task)).rollouts.get(name)
+    if rollout is None:
+        raise no_rollout(task, name)
+    return rollout
+
+
+def no_rollout(task: str, name: str) -> Refused:
+    return Refused(404, "no-such-rollout", f"no rollout {name!r} runs in task {task!r}. GET …/rollouts lists them.")
+
+
+def standing(task: Task) -> dict[Node, list[str]]:
+    """Return the names of the rollouts that run in a task, by where they stand."""
+    found: dict[Node, list[str]] = {}
+    for rollout in task.rollouts.values():
+        found.setdefault(rollout.node, []).append(rollout.name)
+    return found

@@ -1,0 +1,60 @@
+"""A terminal in a sandbox, opened by pid 1; `pty` is the driver's side of it."""
+
+import fcntl
+import os
+import signal
+import struct
+import termios
+
+from sandboxes.localbox import kernel
+from sandboxes.localbox import session as sessions
+from sandboxes.localbox.anchor import BASH
+from sandboxes.localbox.session import Session
+
+_INTERACTIVE = b"""
+shopt -s expand_aliases; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '
+"""
+
+
+def start_shell(session: Session | None, environment: dict[str, str], workdir: str, size: tuple[int, int]) -> int:
+    """In pid 1: start a bash on a new terminal, as session; return our end.
+
+    It is started outside the anchor's tree: no checkpoint is taken of a sandbox that somebody types in.
+
+    Raises:
+        OSError: no terminal, or no process, can be had.
+    """
+    master, slave = os.openpty()
+    try:
+        set_size(slave, *size)
+        if os.fork() == 0:
+            _become_shell(slave, session, environment, workdir)
+    except OSError:
+        os.close(master)
+        raise
+    finally:
+        os.close(slave)
+    return master
+
+
+def _become_shell(slave: int, session: Session | None, environment: dict[str, str], workdir: str) -> None:
+    try:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        script = os.memfd_create("text", os.MFD_CLOEXEC)
+        os.pwrite(script, sessions.restore_script(session, workdir) + _INTERACTIVE, 0)
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        places = {0: slave, 1: slave, 2: slave, sessions.RESTORE_FD: script, sessions.DUMP_FD: null}
+        kernel.place_descriptors(places)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        told = environment if session is None else {}
+        argv = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{sessions.RESTORE_FD}", "-i"]
+        os.execve(BASH, argv, {"PATH": os.defpath, **told})  # noqa: S606
+    finally:
+        os._exit(127)
+
+
+def set_size(fd: int, columns: int, rows: int) -> None:
+    """Say how large a terminal's window is; what runs in it is told."""
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

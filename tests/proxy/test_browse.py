@@ -1,0 +1,122 @@
+"""Trees a part at a time: pages of children, folded chains, sums, outlines, search, answers, and who passed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+def get(proxy: Running, path: str, status: int = 200) -> Any:
+    answer = proxy.client.get(f"/api/v1/{path}")
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def walk(proxy: Running, task: str, rollout: str, *commands: str) -> list[str]:
+    return [proxy.exec(rollout, command, task=task).headers["x-forkpoint-node"] for command in commands]
+
+
+def test_children_come_by_page_with_what_lies_below_them(proxy: Running) -> None:
+    for name in "abc":
+        walk(proxy, "pages", name, f"echo {name} > f", f"echo {name}{name} > f")
+    walk(proxy, "pages", "again", "echo b > f", "cat f", "echo bb > f")
+    root = get(proxy, "tasks/pages/tree")["root"]
+    page = get(proxy, f"tasks/pages/nodes/{root}/children?limit=2&order=hits")
+    assert (page["total"], page["below"]["nodes"], page["below"]["hits"], page["below"]["rollouts"]) == (3, 7, 2, 4)
+    first, second = page["children"]
+    assert (first["nodes"][0]["title"], first["below"]["hits"], first["below"]["saved_s"]) == ("echo b > f", 2, 0.02)
+    assert (first["length"], second["below"]["hits"]) == (2, 0)
+    assert first["last"]["rollouts"] == ["again", "b"]
+    (rest,) = get(proxy, f"tasks/pages/nodes/{root}/children?offset=2")["children"]
+    assert rest["nodes"][0]["title"] == "echo c > f"
+
+
+def test_a_chain_of_single_children_folds_into_one_run(proxy: Running) -> None:
+    nodes = walk(proxy, "chain", "r", *(f"X={n}" for n in range(50)))
+    walk(proxy, "chain", "other", *(f"X={n}" for n in range(50)), "echo 1 > f")
+    walk(proxy, "chain", "third", *(f"X={n}" for n in range(50)), "echo 2 > f")
+    root = get(proxy, "tasks/chain/tree")["root"]
+    (chain,) = get(proxy, f"tasks/chain/nodes/{root}/children?fold=3")["children"]
+    assert [node["id"] for node in chain["nodes"]] == nodes[:3]
+    assert (chain["length"], chain["last"]["id"], chain["last"]["children"]) == (50, nodes[-1], 2)
+
+
+def test_an_outline_has_every_node_once_after_its_parent(proxy: Running) -> None:
+    walk(proxy, "outline", "a", "echo 1 > f", "cat f", "echo 2 > f")
+    walk(proxy, "outline", "b", "echo 1 > f", "echo 3 > f")
+    told = get(proxy, "tasks/outline/outline")
+    listed = [int(node["id"][1:]) for node in get(proxy, "tasks/outline/tree")["nodes"]]
+    assert (told["ids"], told["total"], told["truncated"]) == (listed, 4, False)
+    assert told["parents"] == [-1, 0, 1, 1]
+    assert (told["hits"], told["saved_ms"], told["observations"]) == ([0, 1, 0, 0], [0, 10, 0, 0], [0, 1, 0, 0])
+    assert [mark & 32 for mark in told["marks"]] == [0, 0, 32, 32]
+    assert get(proxy, "tasks/outline/outline?limit=2")["truncated"]
+
+
+def test_calls_are_found_by_their_text_whatever_its_case(proxy: Running) -> None:
+    long = "echo " + "x" * 3000 + " NEEDLE"
+    one, two, three = walk(proxy, "search", "r", "echo 'a Needle\t%_\\\"' > f", "cat f; echo needle", long + " > g")
+    found = get(proxy, "tasks/search/search?q=NEEDLE")["found"]
+    assert [(hit["node"], hit["observation"]) for hit in found] == [(one, False), (two, True), (three, False)]
+    assert two == one
+    for part in ("%25_", "%5C%22", "a%20needle%09"):
+        assert len(get(proxy, f"tasks/search/search?q={part}")["found"]) == 1
+    assert get(proxy, "tasks/search/search?q=session")["found"] == [], "names of arguments are not their text"
+    assert get(proxy, "tasks/search/search?q=needle&limit=2")["truncated"]
+    get(proxy, "tasks/search/search?q=", 422)
+
+
+def test_a_long_answer_is_cut_in_views_and_whole_in_its_download(proxy: Running) -> None:
+    (node,) = walk(proxy, "long", "r", f"echo {'y' * 200_000} > f")
+    proxy.exec("r", "cat f", task="long")
+    shown = get(proxy, f"tasks/long/nodes/{node}")
+    (seen,) = shown["observations"]
+    download = proxy.client.get(f"/api/v1/tasks/long/nodes/{node}/answer?record={seen['record']}")
+    assert len(download.json()["stdout"]) == 200_001
+    assert download.headers["content-type"] == "application/octet-stream"
+    assert download.headers["content-disposition"].startswith("attachment")
+    assert "sandbox" in download.headers["content-security-policy"]
+    assert proxy.client.get(f"/api/v1/tasks/long/nodes/{node}/answer").json()["exit_code"] == 0
+    get(proxy, f"tasks/long/nodes/{node}/answer?record=99999", 404)
+    get(proxy, f"tasks/long/nodes/{get(proxy, 'tasks/long/tree')['root']}/answer", 404)
+
+
+def test_a_node_says_who_came_and_why_it_is_kept(proxy: Running) -> None:
+    (node,) = walk(proxy, "who", "first", "echo 1 > f")
+    walk(proxy, "who", "second", "pwd", "echo 1 > f")
+    proxy.client.post(f"/api/v1/tasks/who/nodes/{node}/snapshot").raise_for_status()
+    shown = get(proxy, f"tasks/who/nodes/{node}")
+    assert [(passed["rollout"], passed["turn"]) for passed in shown["passed"]] == [("second", 1), ("first", 0)]
+    assert shown["kept"].startswith("kept: saves")
+    assert [passed["rollout"] for passed in get(proxy, f"tasks/who/nodes/{node}/rollouts?limit=1")] == ["second"]
+    (unkept,) = walk(proxy, "who", "third", "sleep 9 &")
+    assert "not kept" in get(proxy, f"tasks/who/nodes/{unkept}")["kept"]
+
+
+def test_tasks_are_listed_with_what_their_rollouts_were_answered(proxy: Running) -> None:
+    for name in ("a", "b", "c"):
+        walk(proxy, "totals", name, "echo 1 > f", "cat f")
+    proxy.client.delete("/api/v1/tasks/totals/rollouts/c")
+    proxy.engine.overview._until = 0
+    get(proxy, "tasks/totals/rollouts")  # brings the steps into the store
+    (told,) = [task for task in get(proxy, "tasks") if task["task"] == "totals"]
+    assert (told["calls"], told["hits"], told["misses"], told["running"], told["rollouts"]) == (6, 4, 2, 2, 3)
+    assert told["hit_rate"] == pytest.approx(4 / 6)
+    assert (told["executed_s"], told["saved_s"]) == (pytest.approx(0.02), pytest.approx(0.04))
+    assert len(get(proxy, "tasks?limit=1")) == 1
+
+
+def test_names_and_commands_with_markup_come_back_as_they_are(proxy: Running) -> None:
+    hostile = "echo '<script>alert(1)</script>\x1b[2J' > f"
+    (node,) = walk(proxy, "markup", "r", hostile)
+    assert get(proxy, f"tasks/markup/nodes/{node}")["call"]["arguments"]["command"] == hostile
+    assert proxy.client.get("/api/v1/tasks/%3Cscript%3E").status_code == 422
+    assert proxy.client.get("/api/v1/tasks/markup/nodes/%3Cb%3E").status_code == 422
