@@ -76,18 +76,22 @@ class Record:
 _LOOKS_DRAWN = re.compile(rb"[0-9]{10}|[0-9]\.[0-9]{6}|[0-9a-f]{12}|[0-9]{2}:[0-9]{2}:[0-9]{2}", re.IGNORECASE)
 """Times, random numbers, ids: a second run would hardly say them again."""
 _LOOKED_AT_BYTES = 1 << 16
+_FORWARDED = frozenset({"target", "server"})
+"""What the arguments of a call to a tool server, or to an MCP server, have, and no other's."""
 
 
 def doubtful(call: ToolCall, execution: Execution) -> bool:
     """Say whether a replay may well fail to reach what execution reached: it is beside live processes, and then all
     that was told must come again.
 
-    Calls to a tool server that wrote no file and told nothing that looks drawn or timed are not in doubt: a replay
-    that leaves other things in its memory, of which nobody was told, is as good as the first run.
+    Calls to a server that wrote no file and told nothing that looks drawn or timed are not in doubt: a replay that
+    leaves other things in its memory, of which nobody was told, is as good as the first run. Unless something beside
+    may be writing files meanwhile: a replay is given at another moment, and would find others.
     """
     if execution.state is not None or not execution.effect:
         return False
-    plain = execution.effect is Effect.PROCESSES and "target" in call.arguments
+    plain = execution.effect is Effect.PROCESSES and not _FORWARDED.isdisjoint(call.arguments)
+    plain = plain and not execution.restless
     return not plain or _LOOKS_DRAWN.search(execution.result.body[:_LOOKED_AT_BYTES]) is not None
 
 

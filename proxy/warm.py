@@ -160,7 +160,10 @@ class Warm:
 
     def _saved_s(self, tree: Tree, node: Node) -> float:
         plan = plan_restore(node, standing=lambda _: False, costs=self._keeper.costs[tree.spec.driver])
-        return 0.0 if plan is None else plan.cost_s
+        # A replay that may reach another state is begun for who needs it, not ahead: a snapshot may be on its way.
+        if plan is None or any(record.doubtful for record in plan.suffix):
+            return 0.0
+        return plan.cost_s
 
     async def _make(self, wanted: list[tuple[Tree, Target]]) -> None:
         nodes = {target.node for _, target in wanted}

@@ -49,6 +49,8 @@ class Execution:
         replay must reach it; it names no state.
     shareable: False where the answer holds for this rollout and moment alone: a timeout, the time of day. It is kept in
         the rollout's own history, no other rollout is answered from it, and a state that the call made is private.
+    restless: beside live processes, whether files or the processes themselves changed lately: what lives may be writing
+        by itself, and then this state is another one moments later.
     """
 
     result: ToolResult
@@ -57,3 +59,4 @@ class Execution:
     state: StateDigest | None = field(default=None)
     witness: bytes | None = field(default=None)
     shareable: bool = True
+    restless: bool = False

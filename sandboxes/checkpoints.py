@@ -23,6 +23,16 @@ Start = Callable[[list[str], list[int]], Awaitable[Any]]
 """Has CRIU started in a sandbox: given its path and arguments, and the descriptors that `operate` takes."""
 Mapped = dict[str, str]
 """CRIU's names of mapped files that it cannot open by itself -> their paths."""
+_ATTEMPTS = 8
+"""What runs below may start programs all the time. CRIU must be told of the files that they map before it makes them
+stand still, so it may meet one that nobody knew of. Each attempt knows those that the ones before have seen."""
+
+
+_UNKNOWN_FILE = "Can't lookup mount="
+
+
+class _MetAnother(NotFreezable):
+    """CRIU met a mapped file that it was not told of."""
 
 
 class Checkpoints:
@@ -78,6 +88,15 @@ class Checkpoints:
             NotFreezable: CRIU cannot dump them, in its own words.
             SandboxError: the sandbox or the machine failed.
         """
+        seen: Mapped = {}
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return await self._take(start, tree, held, seen)
+            except _MetAnother:
+                continue
+        return await self._take(start, tree, held, seen)
+
+    async def _take(self, start: Start, tree: int, held: Callable[[Mapped], Awaitable[None]], seen: Mapped) -> str:
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
         images.mkdir(parents=True)
@@ -85,19 +104,21 @@ class Checkpoints:
         stood_still = False
         try:
             async with self._operation(images, start) as (criu, mapped):
+                seen |= mapped
+                told = dict(seen)
 
                 async def stand_still() -> None:
                     nonlocal stood_still
-                    await held(mapped)
+                    await held(told)
                     stood_still = True
 
-                await criu.dump(tree, images, stand_still, external=mapped)
+                await criu.dump(tree, images, stand_still, external=told)
             if not stood_still:
                 raise NotFreezable("CRIU ended before the processes stood still")  # noqa: TRY301
         except BaseException as error:
             await asyncio.to_thread(remove_tree, images)
             if isinstance(error, CriuRefused):
-                raise NotFreezable(f"CRIU: {error}") from error
+                raise (_MetAnother if _UNKNOWN_FILE in str(error) else NotFreezable)(f"CRIU: {error}") from error
             if isinstance(error, ChannelLost | TimeoutError | OSError):
                 raise SandboxError(f"CRIU could not be started: {error}") from error
             raise

@@ -23,7 +23,7 @@ from sandboxes.containerbox.servers import ContainerServers
 from sandboxes.containerbox.shells import Shell, limit, read_limits
 from sandboxes.localbox import confine, delta, files, kernel, processes
 from sandboxes.localbox import session as sessions
-from sandboxes.localbox.changes import WATCH_S, disk_watch, free_bytes
+from sandboxes.localbox.changes import WATCH_S, Stillness, disk_watch, free_bytes
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.running import Running, failed
@@ -130,6 +130,7 @@ class Keeper:
         self.signatures: dict[str, delta.Signature] = {}
         self.copied: tuple[str, dict[str, delta.Signature]] = ("", {})
         self.alive: frozenset[Any] = frozenset()
+        self.stillness = Stillness()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -241,11 +242,9 @@ class Keeper:
         self._settle()
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
         worked = not read and processes.worked(turns_before, processes.turns(self._living()))
-        effects = {
-            "session": changed,
-            "processes": worked or self.alive != alive_before,
-            "files": self._look_at_files(),
-        }
+        came_or_went, wrote_files = self.alive != alive_before, self._look_at_files()
+        self.stillness.saw(stirred=came_or_went or wrote_files)
+        effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         if self._free_bytes() < min(free, self.reserve_bytes):
             answer["host_full"] = True
         self._reply({**answer, **effects, **self._state()}, body)
@@ -610,7 +609,8 @@ class Keeper:
         # What lives may go on writing where it writes: only the rest says what the call itself did.
         written = self.house.written_paths()
         still = {path: entry for path, entry in self.delta.items() if path not in written}
-        return {"state": None, "witness": delta.digests(still, told, born_ns=self.born_ns, now_ns=now_ns)[1].hex()}
+        witness = delta.digests(still, told, born_ns=self.born_ns, now_ns=now_ns)[1].hex()
+        return {"state": None, "witness": witness, "restless": self.stillness.restless}
 
     def _freeze(self, fields: dict[str, Any]) -> None:
         """Copy the container's own files to an empty directory.
@@ -624,7 +624,7 @@ class Keeper:
         self._copy(fields)
 
     def _copy(self, fields: dict[str, Any]) -> None:
-        self._look_at_files()
+        self.stillness.saw(stirred=self._look_at_files())
         folder = Path(fields["folder"])
         (folder / "diff").mkdir(parents=True)
         target = os.open(folder / "diff", _FOLDER)
@@ -646,7 +646,10 @@ class Keeper:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
         if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
-        others = {pid for pid, _ in self.house.living()} - {self.house.pid}
+
+        def others() -> set[int]:
+            return {pid for pid, _ in self.house.living()} - {self.house.pid}
+
         if not processes.descend(others, self._top()):
             return (
                 "processes live outside the tree of the container's anchor: this machine has no tini, or it was killed"
@@ -685,6 +688,7 @@ class Keeper:
             "anchor": self.anchor.remember(),
             "shells": [shell.remember() for shell in self.shells.values()],
             "servers": [server.remember() for server in self.servers],
+            "restless": self.stillness.restless,
             "pids": sorted(household.inner_of(pid) for pid, _ in self.house.living()),
         }
 
@@ -714,6 +718,7 @@ class Keeper:
         os.waitpid(after, 0)
         os.close(host_root)
         self.anchor.adopt(checkpoint["anchor"])
+        self.stillness.saw(stirred=checkpoint["restless"])
         for shell, told in zip(shells, checkpoint["shells"], strict=True):
             shell.adopt(told, self.house.find(told["inner"]) or 0)
             self.shells[shell.name] = shell

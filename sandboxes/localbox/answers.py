@@ -98,4 +98,5 @@ def execution(answer: Message, seconds: float, served: ToolResult | None = None)
         if fields[name]:
             effect |= flag
     witness = fields["witness"] and bytes.fromhex(fields["witness"])
-    return Execution(result, effect, seconds, digest(fields["state"]), witness or None)
+    state, restless = digest(fields["state"]), bool(fields.get("restless"))
+    return Execution(result, effect, seconds, state, witness or None, restless=restless)

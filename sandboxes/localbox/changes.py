@@ -10,6 +10,30 @@ from sandboxes.localbox import session as sessions
 from sandboxes.localbox.session import Session
 
 WATCH_S = 0.1
+QUIET_S = 2.0
+"""How long files and the set of processes have to stand still beside what lives, until it counts as writing nothing."""
+
+
+class Stillness:
+    """Whether what lives in a sandbox may be writing files by itself.
+
+    Which process wrote a file cannot be told. But what writes again and again is seen to before long: a call beside it
+    finds other files than the last one left. Until then, and from then on, each state is another one moments later.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stirred_at = clock() - QUIET_S
+
+    @property
+    def restless(self) -> bool:
+        """Whether anything stirred lately: since then, nothing that was looked at was another than before."""
+        return self._clock() - self._stirred_at < QUIET_S
+
+    def saw(self, *, stirred: bool) -> None:
+        """Note whether files, or who lives, are others than they were."""
+        if stirred:
+            self._stirred_at = self._clock()
 
 
 class Changes:

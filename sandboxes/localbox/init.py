@@ -16,7 +16,7 @@ from typing import Any
 
 from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal
 from sandboxes.localbox.anchor import Anchor, CannotStart
-from sandboxes.localbox.changes import WATCH_S, Changes
+from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
 from sandboxes.localbox.restoring import Restoring
 from sandboxes.localbox.running import Running, death_of, failed, new_pipes, open_terminal
 from sandboxes.localbox.servers import Log, ServerFailed, Servers
@@ -73,7 +73,7 @@ def _begin(driver: socket.socket) -> None:
     confine.confine()
     init = Init(driver, inbox, delta.Roots(upper, lower, root), fields)
     if restoring is not None:
-        init.adopt(*restoring.adopted())
+        init.adopt(*restoring.adopted(), restless=restoring.checkpoint["restless"])
     init.serve(namespace)
 
 
@@ -104,6 +104,7 @@ class Init:
         self.servers = Servers(self.shells)
         self.changes = Changes(roots, fields)
         self.alive: frozenset[Any] = frozenset()
+        self.stillness = Stillness()
         self.calls = 0
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -190,11 +191,9 @@ class Init:
         self._settle()
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
         worked = not read and processes.worked(turns_before, processes.turns(self._living()))
-        effects = {
-            "session": changed,
-            "processes": worked or self.alive != alive_before,
-            "files": self.changes.look(),
-        }
+        came_or_went, wrote_files = self.alive != alive_before, self.changes.look()
+        self.stillness.saw(stirred=came_or_went or wrote_files)
+        effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         wrote = self.seals and self.changes.written and not self.alive
         discard = wrote and self.changes.undone
         seal = wrote and not discard and not self.changes.linked
@@ -451,7 +450,7 @@ class Init:
         if alive and (not checkpoint or root or (why := self._outside_the_tree())):
             self._reply({"not_freezable": why if checkpoint and not root else self._who_lives()})
             return
-        self.changes.look()
+        self.stillness.saw(stirred=self.changes.look())
         linked = self.changes.linked
         if linked and not discard and not root:
             # Over a frozen layer, writing to one name of a file leaves its other names behind: a later call would
@@ -471,13 +470,18 @@ class Init:
         return {**known, **self.changes.told(), **self._state()}
 
     def _state(self) -> dict[str, Any]:
-        return self.changes.state(self.shells.sessions, alive=bool(self.alive))
+        alive = bool(self.alive)
+        return {
+            **self.changes.state(self.shells.sessions, alive=alive),
+            "restless": alive and self.stillness.restless,
+        }
 
     def _look(self) -> None:
         """Tell of the state while all processes stand still, and what must be known of them to take them over."""
-        self.changes.look()
+        self.stillness.saw(stirred=self.changes.look())
         checkpoint = {
             **self.shells.remember(),
+            "restless": self.stillness.restless,
             "servers": [server.remember() for server in self.servers],
             "pids": sorted(pid for pid, _ in processes.living()),
             "last_pid": processes.last_pid(),
@@ -489,12 +493,21 @@ class Init:
         if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
         anchor = self.shells.anchor
-        if anchor is None or not processes.descend((pid for pid, _ in processes.living()), anchor.pid):
+        if anchor is None or not processes.descend(lambda: (pid for pid, _ in processes.living()), anchor.pid):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
         return ""
 
-    def adopt(self, anchor: Anchor, shells: list[Shell], servers: list[dict[str, Any]], logs: list[int]) -> None:
+    def adopt(
+        self,
+        anchor: Anchor,
+        shells: list[Shell],
+        servers: list[dict[str, Any]],
+        logs: list[int],
+        *,
+        restless: bool,
+    ) -> None:
         """Take over what a checkpoint brought back."""
+        self.stillness.saw(stirred=restless)
         self.shells.adopt(anchor, shells)
         self.servers.adopt(servers, logs)
         self._settle(())

@@ -27,6 +27,8 @@ def operate(host_root: int, program: list[str], reply: int, files: list[int], *,
     is inherited. To be called in a fork.
     """
     code = 1
+    # Open until this process ends, for that is how the driver learns that CRIU has.
+    channel = socket.socket(fileno=reply)
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = os.open("/", os.O_PATH | os.O_CLOEXEC)
@@ -41,12 +43,12 @@ def operate(host_root: int, program: list[str], reply: int, files: list[int], *,
         if not ours.recv(1 << 12):
             raise OSError("CRIU does not start")  # noqa: TRY301
         _stand_at(root)
-        socket.send_fds(socket.socket(fileno=reply), [pack(told, fds=1)], [ours.fileno()])
+        socket.send_fds(channel, [pack(told, fds=1)], [ours.fileno()])
         ours.close()
         os.waitpid(pid, 0)
         code = 0
     except OSError as error:
-        os.write(reply, pack({"error": str(error)}))
+        channel.sendall(pack({"error": str(error)}))
     finally:
         os._exit(code)
 

@@ -3,13 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 Process = tuple[int, int]
 """A pid and its start time in ticks: together they name one process, also after its pid is used again."""
 
 GRACE_S = (0.001, 0.002, 0.004, 0.008, 0.015)
 """How long what a command left is given to end: the right side of `> >(tee log)` outlives its command by moments."""
+_LOOKS = 5
 
 
 def living() -> set[Process]:
@@ -117,10 +118,16 @@ def written_paths() -> set[str]:
     return found
 
 
-def descend(pids: Iterable[int], root: int) -> bool:
-    """Whether each of pids, which hold all their parents up to root, descends from root, or is root."""
-    parents = {pid: _parent(pid) for pid in pids}
-    return all(_descends(pid, root, parents) for pid in parents)
+def descend(listed: Callable[[], Iterable[int]], root: int) -> bool:
+    """Whether each of the pids that listed returns, all parents up to root among them, descends from root, or is root.
+
+    One that ends while it is looked at seems to have lost its parent, so nobody is found guilty at first sight.
+    """
+    for _ in range(_LOOKS):
+        parents = {pid: _parent(pid) for pid in listed()}
+        if all(_descends(pid, root, parents) for pid in parents):
+            return True
+    return False
 
 
 def _parent(pid: int) -> int:

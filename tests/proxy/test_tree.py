@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,6 +180,13 @@ def test_what_a_replay_would_hardly_say_again_is_in_doubt() -> None:
         assert told(body)
     for body in (b'{"value": 42}', b"done", b"", b"0.5 of 100", b"line 12345"):
         assert not told(body)
+
+
+@pytest.mark.parametrize("arguments", [{"target": "/x"}, {"server": "memory", "method": "tools/call", "params": {}}])
+def test_a_plain_call_to_a_server_is_in_doubt_while_something_beside_it_may_be_writing(arguments: Any) -> None:
+    call, said = ToolCall("api", "x", arguments), ToolResult(200, "text/plain", b"ok")
+    for restless in (False, True):
+        assert doubtful(call, Execution(said, Effect.PROCESSES, 0.1, witness=b"w", restless=restless)) is restless
 
 
 def test_files_and_commands_beside_live_processes_are_in_doubt_and_known_states_are_not() -> None:

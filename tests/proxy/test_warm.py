@@ -54,6 +54,20 @@ def places(running: Engine) -> list[Node]:
     return [slot.place for slot in running.warm.standing() if isinstance(slot.place, Node)]
 
 
+def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "echo 1 > a")
+        await settled(running)
+        node, record = first.node, first.node.origin
+        assert record is not None
+        running.keeper.drop(node)
+        assert running.warm._saved_s(first.tree, node) > 0
+        record.doubtful = True
+        assert running.warm._saved_s(first.tree, node) == 0
+
+    warmed(tmp_path, test)
+
+
 def test_once_a_rollout_has_begun_a_fork_waits_at_the_root_for_the_next(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a")
@@ -192,8 +206,11 @@ def test_one_that_cannot_be_made_costs_no_answer_and_is_not_tried_again_at_once(
     ran: list[ToolCall] = []
 
     async def test(running: Engine, _driver: MemoryDriver) -> None:
-        await begun(running, "first", "sleep 9 &")
+        first = await begun(running, "first", "sleep 9 &")
         await begun(running, "second", "sleep 9 &")
+        assert first.node.origin is not None
+        # As if a replay had reached it before.
+        first.node.origin.doubtful = False
         await running.pool.close_where(lambda slot: not slot.warm)
         for number in range(5):
             await begun(running, f"walks{number}", "sleep 9 &")

@@ -34,6 +34,7 @@ class Answer:
         self.effect = execution.effect
         self.state = execution.state
         self.witness = execution.witness
+        self.restless = execution.restless
 
     @property
     def told(self) -> tuple[str, str, int, Effect]:

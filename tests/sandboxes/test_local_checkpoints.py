@@ -206,6 +206,35 @@ def test_criu_s_own_reason_is_told(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
+def test_what_starts_programs_all_the_time_is_dumped_all_the_same(data_dir: Path) -> None:
+    """CRIU must be told of mapped files before it looks, so each dump is likely to meet one that nobody knew of."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "while :; do date +%N > tick; head -c 1 /dev/zero; env true; done > /dev/null 2>&1 &")
+        for _ in range(4):
+            frozen = await sandbox.freeze()
+            await run(sandbox, "true")
+        copy = await driver.restore(SPEC, frozen)
+        waits = 'a=$(cat tick); for i in {1..90}; do [ "$(cat tick)" = "$a" ] || break; sleep .1; done; echo $i'
+        assert int((await run(copy, waits)).out) < 90
+
+    driven(data_dir, test)
+
+
+def test_beside_what_may_be_writing_a_state_is_restless_and_a_restored_one_is_too(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        assert not (await run(sandbox, "echo one > file")).restless
+        assert (await run(sandbox, "sleep 1000 &")).restless
+        assert (await run(sandbox, "true")).restless
+        copy = await driver.restore(SPEC, await sandbox.freeze())
+        assert (await run(copy, "true")).restless
+        assert not (await run(copy, "kill %1; wait")).restless
+
+    driven(data_dir, test)
+
+
 def test_a_file_that_was_replaced_while_it_runs_is_not_taken_for_the_new_one(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
