@@ -7,7 +7,8 @@ framework route serves half the requests of a bare application), so the way of a
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,10 @@ import structlog
 from proxy.answers import AT_ONCE, HIT_STATUS, Answers, RawHeaders, response
 from proxy.canonical import CallKey
 from proxy.dialects import dialect_of
-from proxy.dialects.kinds import Call, Close, Dialect, Local, Meaning, Open, Request
+from proxy.dialects.kinds import Call, Cancel, Close, Dialect, Local, Meaning, Open, Request
 from proxy.engine import Engine
 from proxy.errors import Problem, Refused, problem_of
+from proxy.events import Events
 from proxy.exchange import Exchange, raw, told_by
 from proxy.forest import Outcome, Rollout
 from proxy.step import Answer
@@ -61,6 +63,7 @@ class DataPlane:
         self._calls: dict[Hashable, Call] = {}
         self._dialects: dict[tuple[int, str], Dialect] = {}
         self._constants: dict[tuple[int, CallKey], Answer] = {}
+        self._cancels: dict[tuple[int, str], Events] = {}
         self._resent: OrderedDict[tuple[int, str], tuple[CallKey, asyncio.Future[Answer]]] = OrderedDict()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -68,7 +71,7 @@ class DataPlane:
             await self._behind(scope, receive, send)
             return
         self._under_way += 1
-        exchange = Exchange(send)
+        exchange = Exchange(send, receive)
         try:
             await self._serve(scope, receive, exchange)
         except _Hangup:
@@ -153,17 +156,15 @@ class DataPlane:
             return
         # One for each call: they need not wait for one another.
         asking = await self.engine.tasks.rollout(task, f"~{call.key.hex()[:32]}")
-        passing = exchange.passing() if call.streams else None
+        listener = exchange.listener(call)
         try:
-            answer = await self.engine.step.run(asking, call.call, call.key, passing)
+            running = asyncio.ensure_future(self.engine.step.run(asking, call.call, call.key, listener))
+            answer = await exchange.until(running, call)
         finally:
             if not asking.waiting:
                 await self.engine.tasks.finish(asking)
         if not answer.record.private:
             _remember(self._constants, name, answer)
-        if passing is not None and passing.started:
-            await passing.finish()
-            return
         await exchange.answer(self._answers.of(answer.record), _told(answer))
 
     async def _act(self, task: str, meaning: Meaning, exchange: Exchange, rollout: Rollout | None) -> None:
@@ -176,6 +177,12 @@ class DataPlane:
                 if ended is not None:
                     async with ended.turn:
                         await tasks.finish(ended)
+                await exchange.local(meaning.answer)
+            case Cancel():
+                wanting = rollout or tasks.rollouts.get((task, meaning.rollout))
+                events = None if wanting is None else self._cancels.get((wanting.id, meaning.name))
+                if events is not None:
+                    events.cancel()
                 await exchange.local(meaning.answer)
             case Open():
                 begun = await tasks.opened(task, meaning.rollout, meaning.parent, meaning.spec)
@@ -201,15 +208,27 @@ class DataPlane:
                 self._remember_sent(name, call.key, done)
             await exchange.answer(self._answers.of(record), AT_ONCE)
             return
-        passing = exchange.passing() if call.streams else None
-        running = asyncio.ensure_future(step.run(rollout, call.call, call.key, passing, commutes=call.commutes))
+        listener = exchange.listener(call)
+        running = asyncio.ensure_future(step.run(rollout, call.call, call.key, listener, commutes=call.commutes))
         if call.request_id:
             self._remember_sent(name, call.key, running)
-        answer = await asyncio.shield(running)
-        if passing is not None and passing.started:
-            await passing.finish()
-            return
+        with self._cancellable(rollout, call, exchange.events):
+            answer = await exchange.until(running, call)
         await exchange.answer(self._answers.of(answer.record), _told(answer))
+
+    @contextmanager
+    def _cancellable(self, rollout: Rollout, call: Call, events: Events | None) -> Iterator[None]:
+        """Let a call be found by the name under which its client may cancel it."""
+        name = (rollout.id, call.cancel)
+        if not call.cancel or events is None:
+            yield
+            return
+        self._cancels[name] = events
+        try:
+            yield
+        finally:
+            if self._cancels.get(name) is events:
+                del self._cancels[name]
 
     def _remember_sent(self, name: tuple[int, str], key: CallKey, answer: asyncio.Future[Answer]) -> None:
         def forget(done: asyncio.Future[Answer]) -> None:

@@ -1,29 +1,76 @@
 """One request's way back to its client, in the form that its dialect has for it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 from proxy.answers import RawHeaders, Ready
-from proxy.dialects.kinds import Dialect, Headers, Local, Request, Told
+from proxy.dialects.kinds import Call, Dialect, Eventful, Headers, Local, Request, Told
 from proxy.errors import Problem
+from proxy.events import COMMENT_S, Events
 from proxy.passing import Passing
+from proxy.step import Answer
 
 Send = Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
 
 
 class Exchange:
     """Knows what a request meant once it is `understood`. extra: headers for its answer, whatever that is."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, receive: Receive) -> None:
+        self._send, self._receive = send, receive
         self._dialect: Dialect | None = None
         self._request: Request | None = None
         self._passing: Passing | None = None
+        self.events: Events | None = None
         self.extra: Headers = ()
 
     def understood(self, dialect: Dialect, request: Request) -> None:
         """Note who reads this request."""
         self._dialect, self._request = dialect, request
+
+    def listener(self, call: Call) -> Passing | Events | None:
+        """Return what hears the answer to call while it comes, for its client, if anything does."""
+        if call.events:
+            self.events = self._eventful()
+        if not call.streams:
+            return None
+        return self.events or self.passing()
+
+    async def until(self, made: "asyncio.Future[Answer]", call: Call) -> Answer:
+        """Return the answer when it is made. Meanwhile its client is told that it is not forgotten, where it can be."""
+        if self.events is None:
+            return await asyncio.shield(made)
+        leaving = asyncio.ensure_future(self._left()) if call.hangup else None
+        try:
+            while not made.done():
+                awaited: set[asyncio.Future[Any]] = {made} if leaving is None else {made, leaving}
+                await asyncio.wait(awaited, timeout=COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
+                if leaving is not None and leaving.done():
+                    self.events.cancel()
+                    leaving = None
+                elif not made.done():
+                    await self.events.comment()
+            return made.result()
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+
+    async def _left(self) -> None:
+        """Return once the client has left. Its request has been read to the end."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    def _eventful(self) -> Events:
+        dialect, request = cast("Eventful", self._dialect), self._request
+        assert request is not None
+        return Events(
+            self._send,
+            lambda said: dialect.event(said, request),
+            self.extra,
+            speaks=dialect.takes_events(request),
+        )
 
     def passing(self) -> Passing:
         """Return what passes an answer on while it comes."""
@@ -42,6 +89,16 @@ class Exchange:
         """Send a recorded answer; told: headers on how it was come by."""
         assert self._dialect is not None
         assert self._request is not None
+        if self._passing is not None and self._passing.started:
+            await self._passing.finish()
+            return
+        if self.events is not None and self.events.started:
+            own = tuple(
+                (name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.told]
+            )
+            dialect = cast("Eventful", self._dialect)
+            await self.events.finish(dialect.last_event(Told(ready.status, own, ready.body), self._request))
+            return
         mine = told_by(ready, self._dialect, self._request)
         headers = raw(mine.headers) + ready.headers[ready.told :] + told
         await self._respond(mine.status, headers, mine.body)
@@ -57,6 +114,9 @@ class Exchange:
         local = None
         if self._dialect is not None and self._request is not None:
             local = self._dialect.problem(problem, self._request)
+        if self.events is not None and self.events.started:
+            await self.events.finish(b"event: message\ndata: " + (local.body if local else b"") + b"\n\n")
+            return
         local = local or Local(problem.status, problem.body(), ())
         headers = raw(local.headers) or list(problem.headers())
         if problem.status == 413:

@@ -44,6 +44,15 @@ class Listener(Protocol):
 
 
 @runtime_checkable
+class Cancellable(Listener, Protocol):
+    """One whose client may want no answer any more, and wants the server to know."""
+
+    async def cancelled(self) -> None:
+        """Return once it is so."""
+        ...
+
+
+@runtime_checkable
 class Departing(Listener, Protocol):
     """One whose client may leave, and wants what it began then to go on without it."""
 

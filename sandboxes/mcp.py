@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from sandboxes.http1 import Garbage
+from sandboxes.http1 import Cancellable, Garbage, Listener
 
 VERSION = "2025-11-25"
 _ID = 1
@@ -25,6 +25,7 @@ _REFUSED = {
     "roots/list": "List roots not supported",
 }
 """What a client that does not offer these says, in the official SDK's words."""
+_CANCEL = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": _ID}}
 _HELLO = {
     "protocolVersion": VERSION,
     "capabilities": {},
@@ -37,11 +38,22 @@ class Heard:
     """What a server said to a request. answer: its result or error, as members of a JSON-RPC response.
 
     asked: whether it wanted something of its client meanwhile (sampling, elicitation), on which the answer may hang.
+    cancelled: whether it was told that nobody wants the answer any more.
     """
 
     answer: dict[str, Any] = field(default_factory=dict)
     notifications: list[dict[str, Any]] = field(default_factory=list)
     asked: bool = False
+    cancelled: bool = False
+
+    @property
+    def shareable(self) -> bool:
+        """Whether others may be told the same."""
+        return not (self.asked or self.cancelled)
+
+
+CANCEL_S = 5.0
+"""How long a server that was told to cancel may take to answer, whatever it says then. Some give no answer any more."""
 
 
 class Line:
@@ -73,21 +85,42 @@ class Line:
         await self._send({"jsonrpc": "2.0", "method": "notifications/initialized"}, silence_s)
         return dict(heard.answer["result"])
 
-    async def ask(self, method: str, params: dict[str, Any], *, silence_s: float) -> Heard:
-        """Send a request and hear all that is said until its response.
+    async def ask(
+        self, method: str, params: dict[str, Any], *, silence_s: float, listener: Listener | None = None
+    ) -> Heard:
+        """Send a request and hear all that is said until its response. listener: hears notifications, as they come.
 
         Raises:
             Garbage: what is said is no JSON-RPC, or too much. OSError: the server hung up.
-            TimeoutError: nothing for silence_s.
+            TimeoutError: nothing for silence_s, or for `CANCEL_S` after it was told to cancel.
         """
         await self._send({"jsonrpc": "2.0", "id": _ID, "method": method, "params": params}, silence_s)
         heard = Heard()
+        hearing = asyncio.ensure_future(self._hear(heard, silence_s, listener))
+        cancelling = asyncio.ensure_future(listener.cancelled()) if isinstance(listener, Cancellable) else None
+        try:
+            awaited: set[asyncio.Future[None]] = {hearing} if cancelling is None else {hearing, cancelling}
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if not hearing.done():
+                heard.cancelled = True
+                await self._send(_CANCEL, silence_s)
+                async with asyncio.timeout(CANCEL_S):
+                    await hearing
+            await hearing
+            return heard
+        finally:
+            for task in (hearing, cancelling):
+                if task is not None:
+                    task.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+
+    async def _hear(self, heard: Heard, silence_s: float, listener: Listener | None) -> None:
         while True:
             message = await self._next(silence_s)
             if "method" not in message:
                 if message.get("id") == _ID:
                     heard.answer = {kind: message[kind] for kind in ("result", "error") if kind in message}
-                    return heard
+                    return
             elif "id" in message:
                 ping = message["method"] == "ping"
                 heard.asked = heard.asked or not ping
@@ -95,7 +128,10 @@ class Line:
                 reply = {"result": {}} if ping else {"error": {"code": -32600, "message": refusal}}
                 await self._send({"jsonrpc": "2.0", "id": message["id"], **reply}, silence_s)
             else:
-                heard.notifications.append({"method": message["method"], "params": message.get("params", {})})
+                note = {"method": message["method"], "params": message.get("params", {})}
+                heard.notifications.append(note)
+                if listener is not None:
+                    await listener.data(orjson.dumps(note))
 
     async def _send(self, message: dict[str, Any], silence_s: float) -> None:
         view = memoryview(orjson.dumps(message) + b"\n")

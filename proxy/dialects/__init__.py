@@ -57,6 +57,7 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
         server = spec.servers[endpoint]
         return Declared(endpoint, server, rules_of(server))
     built_in = ["sql"] if spec.databases else []
-    built_in += ["mcp", "shell"] if spec.driver not in SQL_DRIVERS and not spec.upstreams else []
+    built_in += ["mcp"] if not spec.upstreams else []
+    built_in += ["shell"] if spec.driver not in SQL_DRIVERS and not spec.upstreams else []
     there = ", ".join(sorted([*built_in, *spec.servers]))
     raise Refused(404, "no-such-endpoint", f"endpoints here are: {there}.")

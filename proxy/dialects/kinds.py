@@ -57,6 +57,8 @@ class Call:
     request_id: of a request that may be sent again: the second joins the first. commutes: whether it may change places
     with others of its kind that are waiting. bound: whether its answer names the rollout, so that each client has its
     own form of it (`Dialect.answer`). streams: whether it may reach its client while it comes.
+    events: whether its client may be sent server-sent events meanwhile (`Eventful`). cancel: the name under which its
+    client may cancel it (`Cancel`), if it may; hangup: whether it does so by leaving.
     existing: whether rollout must run already: its name is one that we gave. constant: whether the answer is the same
     for all states of the task, as a list of tools.
     """
@@ -68,6 +70,9 @@ class Call:
     commutes: bool = False
     bound: bool = False
     streams: bool = False
+    events: bool = False
+    cancel: str = ""
+    hangup: bool = False
     existing: bool = False
     constant: bool = False
 
@@ -95,7 +100,16 @@ class Close:
     answer: Local
 
 
-Meaning = Local | Call | Open | Close
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """A rollout's client wants no answer any more to the call that it gave this name."""
+
+    rollout: str
+    name: str
+    answer: Local
+
+
+Meaning = Local | Call | Open | Close | Cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +143,20 @@ class Dialect(Protocol):
 
     def problem(self, problem: Problem, request: Request) -> Local | None:
         """Return what went wrong in this protocol's own form; None where it has none."""
+        ...
+
+
+class Eventful(Dialect, Protocol):
+    """One whose clients may be sent events while a call is run."""
+
+    def takes_events(self, request: Request) -> bool:
+        """Whether who sent request does."""
+        ...
+
+    def event(self, said: bytes, request: Request) -> bytes:
+        """Return what a server said meanwhile as an event for who sent request; empty where it wants none of it."""
+        ...
+
+    def last_event(self, told: Told, request: Request) -> bytes:
+        """Return the event that answers request, all others having been sent."""
         ...

@@ -6,14 +6,14 @@ A tool call is the call; its key is the tool's name and arguments, not the reque
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
 
 from proxy.canonical import call_key
 from proxy.dialects import mcp_tools
-from proxy.dialects.kinds import Call, Close, Local, Meaning, Open, Request, Told
+from proxy.dialects.kinds import Call, Cancel, Close, Local, Meaning, Open, Request, Told
 from proxy.errors import Problem, Refused
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
@@ -33,6 +33,10 @@ _READS = frozenset({"resources/read", "prompts/get", "completion/complete"})
 _STATUS = {-32700: 400, -32600: 400, -32602: 400, -32601: 404, -32022: 400}
 """Of errors, on the modern wire; before it they are answers of status 200."""
 _NOT_FOUND, _INVALID, _UNSUPPORTED = -32601, -32602, -32022
+_NO_SUCH = dict.fromkeys(
+    ("resources/subscribe", "resources/unsubscribe", "subscriptions/listen"),
+    "subscriptions are not supported behind Forkpoint: a resource is read at the rollout's state, with resources/read.",
+)
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 """A parser may silently make a float of one."""
 _VERSION_META = "io.modelcontextprotocol/protocolVersion"
@@ -56,6 +60,7 @@ class Mcp:
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
         self._names = tuple(spec.mcp_servers)
+        self._tools = mcp_tools.of(spec)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -69,7 +74,7 @@ class Mcp:
             return Local(405, headers=(("allow", "POST, DELETE"),))
         asked = _asked(request)
         if asked.id is None:
-            return Local(202, headers=())
+            return self._notified(asked, request)
         match asked.method:
             case "initialize":
                 return self._begin(asked, request, server)
@@ -83,7 +88,14 @@ class Mcp:
                 return self._list(asked, request, server)
             case method if method in _READS:
                 return self._ask(asked, request, self._only(server), asked.params)
-        raise _Error(_NOT_FOUND, f"there is no method {asked.method!r} behind Forkpoint.")
+        raise _Error(_NOT_FOUND, _NO_SUCH.get(asked.method, f"there is no method {asked.method!r} behind Forkpoint."))
+
+    def _notified(self, asked: _Asked, request: Request) -> Meaning:
+        """Say what a notification means: one that cancels a call is for its server, all others are for nobody."""
+        taken, rollout = Local(202, headers=()), request.rollout or request.header(_SESSION)
+        if asked.method != "notifications/cancelled" or not rollout:
+            return taken
+        return Cancel(rollout, _cancel_name(asked.params.get("requestId")), taken)
 
     def _server(self, request: Request) -> str:
         """Return the server that the path names; empty for all of them."""
@@ -134,20 +146,23 @@ class Mcp:
         if asked.params.get("cursor") is not None:
             raise _Error(_INVALID, "lists come whole: there is no cursor.")
         if not (server or self._names):
-            return _result(asked, {_LISTS[asked.method]: mcp_tools.LISTED if asked.method == "tools/list" else []})
+            return _result(asked, {_LISTS[asked.method]: self._listed() if asked.method == "tools/list" else []})
         asking = ",".join([server] if server else self._names)
         return self._ask(asked, request, asking, {}, constant=True)
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [tool.listed() for tool in self._tools.values()]
 
     def _tool(self, asked: _Asked, request: Request, server: str) -> Call:
         name, arguments = asked.params.get("name"), asked.params.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise _Error(_INVALID, "tools/call takes a name, and arguments as an object.")
-        if not server and name in mcp_tools.BUILT_IN:
+        if not server and name in self._tools:
             try:
-                call = mcp_tools.BUILT_IN[name](arguments, self._spec)
+                call = self._tools[name].call(arguments, self._spec)
             except Refused as error:
                 raise _Error(_INVALID, str(error)) from error
-            return self._named(request, call, call)
+            return replace(self._named(request, call), events=True)
         if not server and len(self._names) > 1:
             server, _, name = name.partition("__")
         elif not server and self._names:
@@ -156,7 +171,9 @@ class Mcp:
             raise _Error(_INVALID, f"there is no tool {asked.params['name']!r}: tools/list says which there are.")
         # What is not of the wire but of the call goes on: a server may look at other members too.
         params = {**asked.params, "name": name, "arguments": arguments}
-        return self._ask(asked, request, server, params)
+        asking = self._ask(asked, request, server, params)
+        # On the wire without sessions, who closes the stream has cancelled.
+        return replace(asking, streams=True, events=True, cancel=_cancel_name(asked.id), hangup=asked.modern)
 
     def _ask(
         self, asked: _Asked, request: Request, server: str, params: dict[str, Any], *, constant: bool = False
@@ -164,12 +181,12 @@ class Mcp:
         told = {member: value for member, value in params.items() if member != "_meta"}
         tool = str(params["name"]) if asked.method == "tools/call" else asked.method
         call = ToolCall("mcp", tool, {"server": server, "method": asked.method, "params": told})
-        return self._named(request, call, call, constant=constant)
+        return self._named(request, call, constant=constant)
 
-    def _named(self, request: Request, call: ToolCall, keyed: ToolCall, *, constant: bool = False) -> Call:
+    def _named(self, request: Request, call: ToolCall, *, constant: bool = False) -> Call:
         rollout = "" if constant else self._rollout(request)
         return Call(
-            call, call_key(keyed), rollout=rollout, bound=True, constant=constant,
+            call, call_key(call), rollout=rollout, bound=True, constant=constant,
             existing=not request.rollout and not constant,
         )  # fmt: skip
 
@@ -178,21 +195,36 @@ class Mcp:
     def answer(self, told: Told, request: Request) -> Told:
         """See `Dialect.answer`: the recorded result under this request's id."""
         asked = _asked(request)
-        if asked.method == "tools/call" and dict(told.headers).get("content-type") != mcp_tools.RECORDED:
-            said: dict[str, Any] = {"result": mcp_tools.shown(told)}
-        else:
-            said = orjson.loads(told.body)
-        if asked.method == "tools/list" and "result" in said and not self._server(request):
-            said["result"] = {**said["result"], "tools": [*mcp_tools.LISTED, *said["result"]["tools"]]}
-        progress = asked.params["_meta"].get("progressToken")
-        notes = (_for(note, progress, modern=asked.modern) for note in said.get("notifications", []))
-        messages = [note for note in notes if note is not None]
+        said = self._said(told, asked, request)
+        notes = (_for(note, asked) for note in said.get("notifications", []))
+        messages = [_event(orjson.dumps(note)) for note in notes if note is not None]
         local = _answered(asked, said)
-        if messages or not _takes_json(request):
-            events = [*messages, orjson.loads(local.body)]
-            body = b"".join(b"event: message\ndata: " + orjson.dumps(event) + b"\n\n" for event in events)
-            return Told(200, _STREAM, body)
+        if messages or not _takes(request, "application/json"):
+            return Told(200, _STREAM, b"".join([*messages, _event(local.body)]))
         return Told(local.status, local.headers, local.body)
+
+    def _said(self, told: Told, asked: _Asked, request: Request) -> dict[str, Any]:
+        """Return what a record says: notifications, and a result or an error."""
+        if asked.method == "tools/call" and dict(told.headers).get("content-type") != mcp_tools.RECORDED:
+            return {"result": mcp_tools.shown(self._tools[asked.params["name"]], told)}
+        said: dict[str, Any] = orjson.loads(told.body)
+        if asked.method == "tools/list" and "result" in said and not self._server(request):
+            said["result"] = {**said["result"], "tools": [*self._listed(), *said["result"]["tools"]]}
+        return said
+
+    def takes_events(self, request: Request) -> bool:
+        """See `Eventful.takes_events`."""
+        return _takes(request, "text/event-stream")
+
+    def event(self, said: bytes, request: Request) -> bytes:
+        """See `Eventful.event`."""
+        note = _for(orjson.loads(said), _asked(request))
+        return b"" if note is None else _event(orjson.dumps(note))
+
+    def last_event(self, told: Told, request: Request) -> bytes:
+        """See `Eventful.last_event`."""
+        asked = _asked(request)
+        return _event(_answered(asked, self._said(told, asked, request)).body)
 
     def problem(self, problem: Problem, request: Request) -> Local | None:
         """See `Dialect.problem`: a JSON-RPC error. A session that is gone is 404, on which clients begin another."""
@@ -282,19 +314,31 @@ def _answered(asked: _Asked, said: dict[str, Any], status: int | None = None) ->
     return Local(200, orjson.dumps(body), _JSON)
 
 
-def _for(note: dict[str, Any], progress: Any, *, modern: bool) -> dict[str, Any] | None:
-    """Return a recorded notification for a client with this progress token; None where it wants none of it."""
-    params = note.get("params", {})
+def _for(note: dict[str, Any], asked: _Asked) -> dict[str, Any] | None:
+    """Return a server's notification for who asked, under its progress token; None where it wants none of it."""
+    params, progress = note.get("params", {}), asked.params["_meta"].get("progressToken")
     if note["method"] == "notifications/progress":
         if progress is None:
             return None
         params = {**params, "progressToken": progress}
-    elif modern:
+    elif asked.modern:
         # Logs are for who asks for them there, and changes of lists for who subscribes.
         return None
     return {"jsonrpc": "2.0", "method": note["method"], "params": params}
 
 
-def _takes_json(request: Request) -> bool:
+def _event(message: bytes) -> bytes:
+    return b"event: message\ndata: " + message + b"\n\n"
+
+
+def _cancel_name(request_id: object) -> str:
+    """Return the name of a call for who may cancel it: 1 and "1" are two."""
+    return repr(request_id)
+
+
+def _takes(request: Request, media_type: str) -> bool:
+    """Whether a client takes answers of a type. One that says nothing takes JSON."""
     accepted = request.header("accept")
-    return not accepted or "application/json" in accepted or "*/*" in accepted
+    if media_type in accepted or f"{media_type.partition('/')[0]}/*" in accepted:
+        return True
+    return media_type == "application/json" and (not accepted or "*/*" in accepted)

@@ -130,7 +130,7 @@ class Keeper:
         self.signatures: dict[str, delta.Signature] = {}
         self.copied: tuple[str, dict[str, delta.Signature]] = ("", {})
         self.alive: frozenset[Any] = frozenset()
-        self.stillness = Stillness()
+        self.stillness, self.held_from = Stillness(), 0.0
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class Keeper:
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
         worked = not read and processes.worked(turns_before, processes.turns(self._living()))
         came_or_went, wrote_files = self.alive != alive_before, self._look_at_files()
-        self.stillness.saw(stirred=came_or_went or wrote_files)
+        self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         if self._free_bytes() < min(free, self.reserve_bytes):
             answer["host_full"] = True
@@ -619,12 +619,15 @@ class Keeper:
         """
         if self.alive:
             why = self._outside_the_tree() if fields["checkpoint"] else self._who_lives()
+            self.held_from = time.monotonic()
             self._reply({"not_freezable": why} if why else {"tree": household.inner_of(self._top())})
             return
         self._copy(fields)
 
     def _copy(self, fields: dict[str, Any]) -> None:
-        self.stillness.saw(stirred=self._look_at_files())
+        self.stillness.saw(wrote=self._look_at_files())
+        if self.alive:
+            self.stillness.stood_still(time.monotonic() - self.held_from)
         folder = Path(fields["folder"])
         (folder / "diff").mkdir(parents=True)
         target = os.open(folder / "diff", _FOLDER)
@@ -718,7 +721,7 @@ class Keeper:
         os.waitpid(after, 0)
         os.close(host_root)
         self.anchor.adopt(checkpoint["anchor"])
-        self.stillness.saw(stirred=checkpoint["restless"])
+        self.stillness.saw(wrote=checkpoint["restless"])
         for shell, told in zip(shells, checkpoint["shells"], strict=True):
             shell.adopt(told, self.house.find(told["inner"]) or 0)
             self.shells[shell.name] = shell

@@ -23,17 +23,23 @@ class Stillness:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._stirred_at = clock() - QUIET_S
+        self._wrote_at = self._moved_at = clock() - QUIET_S
 
     @property
     def restless(self) -> bool:
         """Whether anything stirred lately: since then, nothing that was looked at was another than before."""
-        return self._clock() - self._stirred_at < QUIET_S
+        return self._clock() - max(self._wrote_at, self._moved_at) < QUIET_S
 
-    def saw(self, *, stirred: bool) -> None:
-        """Note whether files, or who lives, are others than they were."""
-        if stirred:
-            self._stirred_at = self._clock()
+    def saw(self, *, wrote: bool, moved: bool = False) -> None:
+        """Note whether files are others than they were, and whether other processes live than did."""
+        if wrote:
+            self._wrote_at = self._clock()
+        if moved:
+            self._moved_at = self._clock()
+
+    def stood_still(self, seconds: float) -> None:
+        """Note that nothing could run for so long, as for a dump: what writes had no chance to be seen."""
+        self._wrote_at += seconds
 
 
 class Changes:

@@ -80,7 +80,7 @@ class Hosting(Talk):
         """
         if is_process(call):
             return await self.run_process(call, listener)
-        return await (self._mcp(call) if call.endpoint == "mcp" else self._forward(call, listener))
+        return await (self._mcp(call, listener) if call.endpoint == "mcp" else self._forward(call, listener))
 
     async def run_process(self, call: ToolCall, listener: Listener | None) -> Execution:
         """Run a process of its own; listener hears its output while it comes. Its ending is in the answer alone.
@@ -146,15 +146,15 @@ class Hosting(Talk):
         finally:
             spool.close()
 
-    async def _mcp(self, call: ToolCall) -> Execution:
+    async def _mcp(self, call: ToolCall, listener: Listener | None) -> Execution:
         method, params, names = (call.arguments[member] for member in ("method", "params", "server"))
         if "," in names:
             return await self._list_all(method, params, names.split(","))
         read = method != "tools/call" or await self._read_only(names, params.get("name"))
-        heard, answer = await self._ask_mcp(names, method, dict(params), read=read)
+        heard, answer = await self._ask_mcp(names, method, dict(params), listener, read=read)
         told = {"notifications": heard.notifications, **heard.answer}
         result = ToolResult(200, MCP_TYPE, orjson.dumps(told))
-        return replace(execution(answer, float(answer.fields["seconds"]), result), shareable=not heard.asked)
+        return replace(execution(answer, float(answer.fields["seconds"]), result), shareable=heard.shareable)
 
     async def _list_all(self, method: str, params: dict[str, Any], names: list[str]) -> Execution:
         """Return one list of what several servers have; what is called has its server's name before its own."""
@@ -182,8 +182,10 @@ class Hosting(Talk):
             self._known_reads[self._hosted.mcp_servers[name].model_dump_json()] = known
         return tool in known
 
-    async def _ask_mcp(self, name: str, method: str, params: dict[str, Any], *, read: bool) -> tuple[Heard, Message]:
-        """Ask an MCP server; return what it said, and what pid 1 saw.
+    async def _ask_mcp(
+        self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
+    ) -> tuple[Heard, Message]:
+        """Ask an MCP server; return what it said, and what pid 1 saw. listener: hears notifications as they come.
 
         Raises:
             SandboxError: the server or the sandbox failed.
@@ -198,7 +200,7 @@ class Hosting(Talk):
         try:
             if fresh:
                 await line.shake_hands(silence_s=server.ready_s)
-            heard = await line.ask(method, params, silence_s=silence_s)
+            heard = await line.ask(method, params, silence_s=silence_s, listener=listener)
             answer = self._concluded(await self._talk({"op": "served", "read": read, "log": False}))
         except (Garbage, OSError, TimeoutError) as error:
             raise await self._server_failed(asked["server"]["name"], error) from error

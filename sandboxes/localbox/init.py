@@ -104,7 +104,7 @@ class Init:
         self.servers = Servers(self.shells)
         self.changes = Changes(roots, fields)
         self.alive: frozenset[Any] = frozenset()
-        self.stillness = Stillness()
+        self.stillness, self.held_from = Stillness(), 0.0
         self.calls = 0
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Init:
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
         worked = not read and processes.worked(turns_before, processes.turns(self._living()))
         came_or_went, wrote_files = self.alive != alive_before, self.changes.look()
-        self.stillness.saw(stirred=came_or_went or wrote_files)
+        self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         wrote = self.seals and self.changes.written and not self.alive
         discard = wrote and self.changes.undone
@@ -450,7 +450,7 @@ class Init:
         if alive and (not checkpoint or root or (why := self._outside_the_tree())):
             self._reply({"not_freezable": why if checkpoint and not root else self._who_lives()})
             return
-        self.stillness.saw(stirred=self.changes.look())
+        self.stillness.saw(wrote=self.changes.look())
         linked = self.changes.linked
         if linked and not discard and not root:
             # Over a frozen layer, writing to one name of a file leaves its other names behind: a later call would
@@ -459,6 +459,7 @@ class Init:
             return
         if alive and self.shells.anchor is not None:
             self.shells.ready_all()
+            self.held_from = time.monotonic()
             self._reply({"tree": self.shells.anchor.pid})
             return
         if self.changes.written:
@@ -478,7 +479,8 @@ class Init:
 
     def _look(self) -> None:
         """Tell of the state while all processes stand still, and what must be known of them to take them over."""
-        self.stillness.saw(stirred=self.changes.look())
+        self.stillness.saw(wrote=self.changes.look())
+        self.stillness.stood_still(time.monotonic() - self.held_from)
         checkpoint = {
             **self.shells.remember(),
             "restless": self.stillness.restless,
@@ -507,7 +509,7 @@ class Init:
         restless: bool,
     ) -> None:
         """Take over what a checkpoint brought back."""
-        self.stillness.saw(stirred=restless)
+        self.stillness.saw(wrote=restless)
         self.shells.adopt(anchor, shells)
         self.servers.adopt(servers, logs)
         self._settle(())

@@ -9,7 +9,7 @@ def restless_after(*steps: tuple[float, bool]) -> list[bool]:
     stillness, found = Stillness(lambda: now), []
     for pause, stirred in steps:
         now += pause * QUIET_S
-        stillness.saw(stirred=stirred)
+        stillness.saw(wrote=stirred)
         found.append(stillness.restless)
     return found
 
@@ -18,3 +18,15 @@ def test_it_counts_as_still_after_a_while_in_which_nothing_was_seen_to_stir() ->
     assert restless_after((0, False)) == [False]
     assert restless_after((0, True), (0.6, False), (0.6, False)) == [True, True, False]
     assert restless_after((0, True), (0.6, True), (0.6, False), (9, True)) == [True, True, True, True]
+
+
+def test_a_dump_proves_no_writer_still_but_says_as_much_as_any_time_of_who_came_and_went() -> None:
+    now = 100.0
+    writing, starting = Stillness(lambda: now), Stillness(lambda: now)
+    writing.saw(wrote=True)
+    starting.saw(wrote=False, moved=True)
+    now += 2 * QUIET_S
+    for stillness in (writing, starting):
+        stillness.stood_still(2 * QUIET_S)
+    assert writing.restless
+    assert not starting.restless
