@@ -37,9 +37,14 @@ class Answer:
         self.restless = execution.restless
 
     @property
+    def said(self) -> tuple[str, str, int]:
+        """What two equal runs must have in common, where something else lives: that may have worked meanwhile."""
+        return self.out, self.err, self.code
+
+    @property
     def told(self) -> tuple[str, str, int, Effect]:
         """What two equal runs must have in common."""
-        return self.out, self.err, self.code, self.effect
+        return *self.said, self.effect
 
 
 async def run(sandbox: Sandbox, command: str, *, session: str = "main", timeout_s: float = 10.0) -> Answer:

@@ -165,17 +165,17 @@ class DriverContract:
             frozen = await sandbox.freeze()
             assert (frozen.kind, frozen.state) == ("processes", None)
             look = "cat kept later; echo $x; kill -0 %1; echo $?; jobs"
-            told = (await run(sandbox, look)).told
-            assert told[0].startswith("a\nb\n1\n0\n[1]+  Running")
+            said = (await run(sandbox, look)).said
+            assert said[0].startswith("a\nb\n1\n0\n[1]+  Running")
             others = [await driver.restore(SPEC, frozen) for _ in range(2)]
             for other in others:
-                assert (await run(other, look)).told == told
+                assert (await run(other, look)).said == said
             # What happens in one is nothing to the others.
             assert (await run(others[0], "kill %1; wait %1; echo $?; echo c > kept")).out == "143\n"
-            assert (await run(sandbox, look)).told == told
-            assert (await run(others[1], look)).told == told
+            assert (await run(sandbox, look)).said == said
+            assert (await run(others[1], look)).said == said
             again = await driver.restore(SPEC, await others[1].freeze())
-            assert (await run(again, look)).told == told
+            assert (await run(again, look)).said == said
             assert (await others[0].freeze()).kind == "files"
 
         driven(driver, test)

@@ -300,11 +300,11 @@ def test_nothing_of_criu_is_left_in_the_sandbox_or_on_the_machine(data_dir: Path
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
-        before = (await run(sandbox, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).told
+        before = (await run(sandbox, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).said
         frozen = await sandbox.freeze()
         back = await driver.restore(SPEC, frozen)
         for box in (sandbox, back):
-            assert (await run(box, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).told == before
+            assert (await run(box, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).said == before
         assert (await run(back, "exec 9>&1; sleep .01 & echo $!")).out.strip().isdigit()
 
     driven(data_dir, test)
