@@ -29,6 +29,7 @@ from proxy.routes_visit import visit_routes
 from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, TaskName, no_rollout, node_of, running
 from proxy.store import StoreError
 from proxy.tree import Node
+from proxy.videos import video_routes
 from proxy.views import (
     Forgotten,
     NodeDetail,
@@ -60,6 +61,7 @@ def control_plane(engine: Engine) -> APIRouter:
     tree_routes(router, engine)
     visit_routes(router, engine)
     live_routes(router, engine)
+    video_routes(router, engine)
     return router
 
 

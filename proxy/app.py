@@ -4,6 +4,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import structlog
@@ -28,6 +29,7 @@ from sandboxes.local import LocalDriver
 from sandboxes.memory import MemoryDriver
 from sandboxes.sqlite import SqliteDriver
 from sandboxes.upstream import HttpDriver
+from sandboxes.video import VideoDriver
 
 log = structlog.get_logger()
 
@@ -92,6 +94,7 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
         "container": lambda: _containers(settings),
         "sqlite": lambda: SqliteDriver(settings.data / "sqlite"),
         "postgres": lambda: _postgres(settings),
+        "video": lambda: _videos(settings),
         "http": lambda: HttpDriver(settings.data / "http"),
         "memory": MemoryDriver,
     }
@@ -112,6 +115,13 @@ def _postgres(settings: Settings) -> Driver:
     except ImportError as error:
         raise SystemExit(f"driver postgres needs psycopg ({error}): pip install 'forkpoint[postgres]'") from error
     return PostgresDriver(settings.data / "postgres", spares=settings.postgres_spares)
+
+
+def _videos(settings: Settings) -> Driver:
+    missing = [name for name in ("av", "numpy", "PIL") if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"driver video needs {', '.join(missing)}: pip install 'forkpoint[video]'")
+    return VideoDriver(settings.data / "video")
 
 
 def _behind(engine: Engine) -> FastAPI:

@@ -24,7 +24,7 @@ class Settings(BaseSettings):
     data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
     log: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "http", "memory"], ...] = (
+    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "video", "http", "memory"], ...] = (
         "local", "sqlite", "http",
     )  # fmt: skip
     default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")

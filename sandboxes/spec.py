@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from sandboxes.videospec import VideoTools
+
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
@@ -131,6 +133,8 @@ class McpServer(BaseModel):
 
 SQL_DRIVERS = frozenset({"sqlite", "postgres"})
 """Drivers whose sandboxes are databases and nothing else: they serve the `sql` endpoint, and no shell."""
+SHELLLESS_DRIVERS = SQL_DRIVERS | {"video"}
+"""Drivers without a shell. Tasks of theirs with equal root states share one tree, unless told otherwise."""
 
 
 class Database(BaseModel):
@@ -185,18 +189,20 @@ class EnvironmentSpec(BaseModel):
     mcp_servers: dict[EndpointName, McpServer] = Field(
         default_factory=dict, description="of the mcp endpoint: the `mcpServers` of any client's configuration"
     )
+    video: VideoTools | None = Field(default=None, description="of the video endpoint, for driver video")
     limits: Limits = Limits()
     merge: Literal["on", "off"] = Field(default="on", description="one node for one state")
     cache: Literal["always", "never"] = Field(default="always", description="'never' runs each call: for baselines")
     share: Literal["on", "off"] | None = Field(
         default=None,
-        description="whether tasks with equal root states have one tree; by default those of sqlite and postgres have",
+        description="whether tasks with equal root states have one tree; by default those of sqlite, postgres "
+        "and video have",
     )
 
     @property
     def shared(self) -> bool:
         """Whether all tasks with this root state have one tree."""
-        return self.driver in SQL_DRIVERS if self.share is None else self.share == "on"
+        return self.driver in SHELLLESS_DRIVERS if self.share is None else self.share == "on"
 
     @property
     def hosted(self) -> dict[str, Server]:
@@ -242,7 +248,8 @@ class EnvironmentSpec(BaseModel):
         told = self.model_dump(mode="json", exclude={"share"})
         for database in told["databases"].values():
             del database["source"], database["dsn"]
-        for kind in ("servers", "mcp_servers"):
+        told["video"] = None if self.video is None else self.video.root()
+        for kind in ("servers", "mcp_servers", "video"):
             if not told[kind]:
                 # As before there were any: nobody's tree begins anew.
                 del told[kind]
@@ -260,14 +267,20 @@ class EnvironmentSpec(BaseModel):
                     f"database {name!r} of driver {self.driver!r} takes {', '.join(sorted(allowed))}; "
                     f"it needs {', '.join(sorted(needed))}"
                 )
-        if self.driver in SQL_DRIVERS:
-            if not self.databases:
-                raise ValueError(f"driver {self.driver!r} needs `databases`")
+        if self.driver in SQL_DRIVERS and not self.databases:
+            raise ValueError(f"driver {self.driver!r} needs `databases`")
+        if self.driver in SHELLLESS_DRIVERS:
             shell = [f for f in ("archives", "files", "setup", "env") if getattr(self, f)]
             if shell:
                 raise ValueError(f"driver {self.driver!r} runs no shell: leave {', '.join(shell)} out")
         if self.volatile == "frozen" and self.driver == "postgres":
             raise ValueError("the clock of a PostgreSQL server cannot be frozen: choose `volatile` never or once")
+        return self
+
+    @model_validator(mode="after")
+    def _video_fits(self) -> "EnvironmentSpec":
+        if (self.driver == "video") is not (self.video is not None):
+            raise ValueError("driver 'video' needs `video`" if self.video is None else "`video` is of driver 'video'")
         return self
 
     @model_validator(mode="after")

@@ -8,10 +8,11 @@ from proxy.dialects import shell, sql
 from proxy.dialects.declared import Declared
 from proxy.dialects.kinds import Call, Dialect, Local, Request, Told
 from proxy.dialects.mcp import Mcp
+from proxy.dialects.video import Video
 from proxy.errors import Problem, Refused
 from proxy.rules import rules_of
 from sandboxes.calls import ToolCall
-from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
+from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
 """method, path below the endpoint, query string, body, the rollout's spec -> call. Raises `Refused`."""
@@ -53,11 +54,14 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
         return BuiltIn(DIALECTS[endpoint], spec)
     if endpoint == "mcp" and not spec.upstreams:
         return Mcp(spec)
+    if endpoint == "video" and spec.video is not None:
+        return Video(spec)
     if endpoint in spec.servers:
         server = spec.servers[endpoint]
         return Declared(endpoint, server, rules_of(server))
     built_in = ["sql"] if spec.databases else []
+    built_in += ["video"] if spec.video is not None else []
     built_in += ["mcp"] if not spec.upstreams else []
-    built_in += ["shell"] if spec.driver not in SQL_DRIVERS and not spec.upstreams else []
+    built_in += ["shell"] if spec.driver not in SHELLLESS_DRIVERS and not spec.upstreams else []
     there = ", ".join(sorted([*built_in, *spec.servers]))
     raise Refused(404, "no-such-endpoint", f"endpoints here are: {there}.")

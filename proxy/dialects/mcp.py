@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from proxy.canonical import call_key
-from proxy.dialects import mcp_tools
+from proxy.dialects import mcp_tools, video
 from proxy.dialects.kinds import Call, Cancel, Close, Local, Meaning, Open, Request, Told
 from proxy.errors import Problem, Refused
 from sandboxes.calls import ToolCall
@@ -162,6 +162,7 @@ class Mcp:
                 call = self._tools[name].call(arguments, self._spec)
             except Refused as error:
                 raise _Error(_INVALID, str(error)) from error
+            call = video.for_rollout(call, self._rollout(request), self._spec)
             return replace(self._named(request, call), events=True)
         if not server and len(self._names) > 1:
             server, _, name = name.partition("__")

@@ -6,11 +6,11 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects import shell, sql
+from proxy.dialects import shell, sql, video
 from proxy.dialects.kinds import Told
 from proxy.errors import Refused
 from sandboxes.calls import ToolCall
-from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
+from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 RECORDED = "application/vnd.forkpoint.mcp+json"
 """The media type of recorded answers of MCP servers; the built-in tools' have others."""
@@ -54,7 +54,7 @@ class Tool:
 
 
 def _has_shell(spec: EnvironmentSpec) -> bool:
-    return spec.driver not in SQL_DRIVERS
+    return spec.driver not in SHELLLESS_DRIVERS
 
 
 def _exec(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
@@ -150,9 +150,27 @@ _SQL = (
 )  # fmt: skip
 
 
+# -- video -----------------------------------------------------------------------------------------------------------
+
+
+def _has_videos(spec: EnvironmentSpec) -> bool:
+    return spec.video is not None
+
+
+def _video_tool(name: str) -> Tool:
+    kind = video.TOOLS[name]
+    return Tool(
+        name, kind.description, kind.properties, kind.required, name not in video.CHANGING, video.maker(name),
+        _has_videos, video.mcp_content,
+    )  # fmt: skip
+
+
+_VIDEO = tuple(_video_tool(name) for name in video.TOOLS)
+
+
 # -- all -------------------------------------------------------------------------------------------------------------
 
-TOOLS: tuple[Tool, ...] = (*_SHELL, *_SQL)
+TOOLS: tuple[Tool, ...] = (*_SHELL, *_SQL, *_VIDEO)
 """Every built-in tool, in the order in which they are listed. Their names differ."""
 
 

@@ -9,7 +9,7 @@ import orjson
 
 from proxy.errors import Refused
 from sandboxes.calls import ToolCall
-from sandboxes.spec import SQL_DRIVERS, EnvironmentSpec
+from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 MAX_COMMAND_BYTES = 1 << 20
 MAX_TIMEOUT_S = 86_400.0
@@ -27,8 +27,9 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
     Raises:
         Refused: 400, 404, 405, 413 or 422, with what to send instead.
     """
-    if spec.driver in SQL_DRIVERS:
-        raise Refused(404, "no-shell", f"driver {spec.driver!r} runs no shell: this task has the sql endpoint.")
+    if spec.driver in SHELLLESS_DRIVERS:
+        there = "video" if spec.driver == "video" else "sql"
+        raise Refused(404, "no-shell", f"driver {spec.driver!r} runs no shell: this task has the {there} endpoint.")
     if path == "exec":
         if method != "POST":
             raise Refused(405, "method", "exec takes POST with a JSON body.")

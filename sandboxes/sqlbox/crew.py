@@ -111,8 +111,8 @@ class Crew:
 
     workers: those that live, without the spare ones. started: how many were.
 
-    engine: "sqlite" or "postgres". room: the directory below which workers may touch files. network: whether they may
-    use it; such workers are not confined to the room.
+    engine: "sqlite", "postgres", or the module of another. room: the directory below which workers may touch files.
+    network: whether they may use it; such workers are not confined to the room.
     """
 
     def __init__(self, engine: str, room: Path, *, network: bool = False) -> None:

@@ -1,5 +1,7 @@
 """What a worker process runs: the interface that both SQL engines have."""
 
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Protocol
 
 Fields = dict[str, Any]
@@ -9,7 +11,7 @@ Fields = dict[str, Any]
 class Engine(Protocol):
     """One engine, in one worker process, serving one request at a time.
 
-    It is made by `make_engine()` of its module (`sandboxes.sqlbox.{name}_engine`), once for each worker, after the fork
+    It is made by `make_engine()` of its module (`module_of`), once for each worker, after the fork
     and after the worker has given up its rights. Two things that a module may have make that faster: `prepare()` is
     called once, before all forks, and the engine's `warm()` in a spare worker, before its first request.
 
@@ -28,3 +30,8 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of what `open` got. The worker goes on, and may be told to open again."""
         ...
+
+
+def module_of(engine: str) -> ModuleType:
+    """Return the module of an engine: a SQL one by its short name, any other by the name of its module."""
+    return import_module(engine if "." in engine else f"sandboxes.sqlbox.{engine}_engine")

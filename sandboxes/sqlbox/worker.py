@@ -8,12 +8,11 @@ import os
 import resource
 import signal
 import socket
-from importlib import import_module
 from typing import Any
 
 from sandboxes.localbox import kernel
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
-from sandboxes.sqlbox.engine import Engine
+from sandboxes.sqlbox.engine import Engine, module_of
 
 OUT_OF_MEMORY = 70
 """Exit code of a worker that a query drove out of its memory."""
@@ -29,7 +28,7 @@ def become_worker(end: socket.socket, parent: int, engine: str) -> None:
             # The parent died before the kernel knew that this process is to follow it.
             os._exit(0)
         os.setsid()
-        code = serve(end, import_module(f"sandboxes.sqlbox.{engine}_engine").make_engine())
+        code = serve(end, module_of(engine).make_engine())
     except MemoryError:
         code = OUT_OF_MEMORY
     finally:

@@ -10,13 +10,13 @@ import resource
 import signal
 import socket
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from sandboxes.localbox import confine, kernel
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
 from sandboxes.sqlbox import landlock, worker
+from sandboxes.sqlbox.engine import module_of
 
 CAP_DAC_OVERRIDE = 1
 
@@ -109,7 +109,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
     try:
-        module = import_module(f"sandboxes.sqlbox.{engine}_engine")
+        module = module_of(engine)
         getattr(module, "prepare", lambda: None)()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         os.environ["FORKPOINT_WORKER_BYTES"] = str(pages * os.sysconf("SC_PAGE_SIZE"))

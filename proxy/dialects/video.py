@@ -1,0 +1,277 @@
+"""The video endpoint: `POST {tool}` with its arguments, `GET tools`; and its tools as MCP tools (pure).
+
+`/start`, `/execute`, `/fork` and `/stop` are those of TVCACHE's authors: see `proxy.dialects.video_wire`.
+"""
+
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Literal
+from urllib.parse import unquote
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from proxy.canonical import call_key
+from proxy.dialects import video_wire
+from proxy.dialects.kinds import Call, Local, Meaning, Request, Told
+from proxy.errors import Problem, Refused
+from sandboxes.calls import ToolCall
+from sandboxes.spec import EnvironmentSpec
+
+MOST_SAMPLES, MOST_TILES, MOST_TEXT = 64, 36, 4000
+_NUMBER = re.compile(r"([0-9]{1,9})$")
+
+
+class _Arguments(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _Nothing(_Arguments):
+    pass
+
+
+class _Load(_Arguments):
+    name: str = Field(min_length=1, max_length=255)
+
+
+class _Span(_Arguments):
+    start: float | None = Field(default=None, description="seconds; the beginning where left out")
+    end: float | None = Field(default=None, description="seconds; the end where left out")
+
+
+class _Picture(_Arguments):
+    max_side: int = Field(default=448, ge=16, le=4096, description="of a picture, in pixels")
+    format: Literal["jpeg", "png"] = "jpeg"
+    exact: bool = Field(
+        default=False, description="the very picture at that time, decoded now; else the kept one nearest, of its shot"
+    )
+
+
+class _Frame(_Picture):
+    t: float = Field(description="seconds")
+
+
+class _Samples(_Picture, _Span):
+    n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="so many, evenly; 8 where nothing is said")
+    every_s: float | None = Field(default=None, gt=0, description="or one in so many seconds")
+    at: list[float] | None = Field(default=None, min_length=1, max_length=MOST_SAMPLES, description="or at these times")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "_Samples":
+        if sum(way is not None for way in (self.n, self.every_s, self.at)) > 1:
+            raise ValueError("say one of n, every_s and at")
+        if self.n is None and self.every_s is None and self.at is None:
+            self.n = 8
+        return self
+
+
+class _Sheet(_Span):
+    n: int = Field(default=9, ge=1, le=MOST_TILES)
+    max_side: int = Field(default=160, ge=16, le=1024, description="of each tile, in pixels")
+    format: Literal["jpeg", "png"] = "jpeg"
+
+
+class _Shots(_Arguments):
+    threshold: float | None = Field(default=None, gt=0, lt=1, description="difference of two pictures that is a cut")
+
+
+class _Captions(_Arguments):
+    start: int = Field(description="first segment")
+    end: int = Field(description="last segment")
+
+
+class _Localization(_Arguments):
+    description: str = Field(min_length=1, max_length=MOST_TEXT)
+    k: int = Field(default=5, ge=1, le=100)
+
+
+class _Question(_Arguments):
+    question: str = Field(min_length=1, max_length=MOST_TEXT)
+
+
+class _SegmentQuestion(_Question):
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool as it is listed: what it takes, and what it does."""
+
+    kind: type[_Arguments]
+    description: str
+
+    @property
+    def properties(self) -> dict[str, Any]:
+        """JSON schemas of its arguments."""
+        found: dict[str, Any] = _untitled(self.kind.model_json_schema()["properties"])
+        return found
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(self.kind.model_json_schema().get("required", ()))
+
+    def listed(self, name: str) -> dict[str, Any]:
+        """Return its entry in `GET tools`, which is MCP's."""
+        schema = {
+            "type": "object", "properties": self.properties, "required": list(self.required),
+            "additionalProperties": False,
+        }  # fmt: skip
+        hints = {"readOnlyHint": name not in CHANGING}
+        return {"name": name, "description": self.description, "inputSchema": schema, "annotations": hints}
+
+
+def _untitled(schema: Any) -> Any:
+    """Return a schema without the titles that its library adds."""
+    if isinstance(schema, list):
+        return [_untitled(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {k: _untitled(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
+
+
+TOOLS: dict[str, Tool] = {
+    "load_video": Tool(_Load, "Load a video by its name. What was loaded before is gone."),
+    "preprocess": Tool(
+        _Nothing, "Prepare the loaded video: pictures, shots, sound, subtitles, descriptions of segments."
+    ),
+    "video_info": Tool(_Nothing, "Say what the loaded video is: length, size, tracks, number of segments and shots."),
+    "sample_frames": Tool(_Samples, "Show several pictures."),
+    "get_frame": Tool(_Frame, "Show the picture at a time."),
+    "contact_sheet": Tool(_Sheet, "Show n pictures of a span on one sheet, with their times."),
+    "detect_shots": Tool(_Shots, "List the shots: spans between two cuts."),
+    "get_subtitles": Tool(_Span, "List the subtitles that are seen in a span."),
+    "audio_profile": Tool(_Span, "Tell loudness, peak and tone of each segment in a span."),
+    "segment_localization": Tool(_Localization, "Find the k segments that fit a description best."),
+    "caption_retrieval": Tool(_Captions, "Tell what is seen in each of the segments start to end."),
+    "visual_question_answering": Tool(_SegmentQuestion, "Answer a question about what is seen around a segment."),
+    "object_memory_querying": Tool(_Question, "Answer a question about the things that were seen in the whole video."),
+}
+CHANGING = frozenset({"load_video", "preprocess"})
+SAMPLED = frozenset({"visual_question_answering", "object_memory_querying"})
+"""Tools whose answers a model draws: a task may ask for several of each (`variants`)."""
+LISTED: list[dict[str, Any]] = [tool.listed(name) for name, tool in TOOLS.items()]
+
+
+def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
+    """Return the call of a tool with these arguments.
+
+    What is not said is filled in, so that saying the default and leaving it out are one call.
+
+    Raises:
+        Refused: 404 or 422, with what to send instead.
+    """
+    if spec.video is None:
+        raise Refused(404, "no-video", "this task has no videos. PUT it with `video`: docs/video.md shows how.")
+    if tool not in TOOLS:
+        raise Refused(404, "no-such-tool", f"the video endpoint has {', '.join(TOOLS)}; GET tools says more.")
+    kind = TOOLS[tool].kind
+    if not isinstance(given, dict):
+        raise Refused(422, "arguments", f"{tool} takes a JSON object.")
+    try:
+        arguments = kind.model_validate(given, strict=True).model_dump()
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
+        raise Refused(
+            422, "arguments", f"{tool} takes {', '.join(kind.model_fields) or 'nothing'}. {faults}."
+        ) from None
+    return ToolCall("video", tool, arguments | ({"variant": 0} if tool in SAMPLED else {}))
+
+
+def for_rollout(call: ToolCall, rollout: str, spec: EnvironmentSpec) -> ToolCall:
+    """Return a call as this rollout makes it: of several answers that a task's model may give, it gets always the same.
+
+    A name that ends with a number is dealt by that number, so that a group 0 to 7 spreads evenly; others by a digest.
+    """
+    if spec.video is None or spec.video.model is None or spec.video.variants == 1 or call.tool not in SAMPLED:
+        return call
+    number = _NUMBER.search(rollout)
+    dealt = int(number[1]) if number else int.from_bytes(blake2b(rollout.encode(), digest_size=8).digest(), "big")
+    return replace(call, arguments={**call.arguments, "variant": dealt % spec.video.variants})
+
+
+def maker(tool: str) -> Callable[[dict[str, Any], EnvironmentSpec], ToolCall]:
+    """Return what makes a tool's call of MCP's arguments and the task's spec."""
+    return partial(call_of, tool)
+
+
+def mcp_content(told: Told) -> dict[str, Any] | None:
+    """Return an MCP result for an answer of the video endpoint; None for another's."""
+    headers = dict(told.headers)
+    kind = headers.get("content-type", "")
+    if kind in ("image/jpeg", "image/png"):
+        content = [_image(kind, told.body)]
+        if "x-frame-time" in headers:
+            content.append({"type": "text", "text": f"at {headers['x-frame-time']} s"})
+        return {"content": content, "isError": False}
+    if kind != "application/json":
+        return None
+    value = orjson.loads(told.body)
+    if not isinstance(value, dict) or not ("label" in value or _is_fault(value)):
+        return None
+    if isinstance(value.get("frames"), list):
+        return {"content": _frames(value["frames"]), "isError": False}
+    text = value["error"]["message"] if "error" in value else told.body.decode()
+    return {
+        "content": [{"type": "text", "text": text}], "structuredContent": value, "isError": "error" in value,
+    }  # fmt: skip
+
+
+def _image(media_type: str, data: bytes) -> dict[str, Any]:
+    return {"type": "image", "data": base64.b64encode(data).decode(), "mimeType": media_type}
+
+
+def _frames(frames: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return pictures as MCP has them, each with its time before it."""
+    content: list[dict[str, Any]] = []
+    for frame in frames:
+        content.append({"type": "text", "text": f"at {frame['frame_t']:.3f} s"})
+        content.append({"type": "image", "data": frame["data"], "mimeType": frame["media_type"]})
+    return content
+
+
+def _is_fault(value: dict[str, Any]) -> bool:
+    return (
+        value.keys() == {"error"} and isinstance(value["error"], dict) and value["error"].keys() == {"kind", "message"}
+    )
+
+
+class Video:
+    """See `Dialect`."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        self.headers_matter = spec.video is not None and spec.video.variants > 1
+        """Who asks matters then, and requests with the same bytes are different calls."""
+
+    def read(self, request: Request) -> Meaning:
+        """See `Dialect.read`."""
+        tool = unquote(request.path).strip("/")
+        if video_wire.speaks(request):
+            return video_wire.read(request, self._call)
+        if tool == "tools" and request.method == "GET":
+            return Local(200, orjson.dumps({"tools": LISTED}))
+        if request.method != "POST":
+            raise Refused(405, "method", "tools take POST with a JSON body; GET tools lists them.")
+        try:
+            given = orjson.loads(request.body or b"{}")
+        except orjson.JSONDecodeError as error:
+            raise Refused(400, "json", f'the body is not JSON: {error}. Send {{"t": 1.5}} as UTF-8.') from None
+        call = self._call(tool, given, request.rollout)
+        if not request.rollout:
+            raise Refused(400, "no-rollout", "the URL must say which rollout asks: /t/{task}/r/{rollout}/video/…")
+        return Call(call, call_key(call))
+
+    def _call(self, tool: str, given: Any, rollout: str) -> ToolCall:
+        return for_rollout(call_of(tool, given, self._spec), rollout, self._spec)
+
+    def answer(self, told: Told, request: Request) -> Told:
+        """See `Dialect.answer`."""
+        return video_wire.answer(told, request) if video_wire.speaks(request) else told
+
+    def problem(self, problem: Problem, request: Request) -> Local | None:
+        """See `Dialect.problem`."""
+        return video_wire.problem(problem) if video_wire.speaks(request) else None

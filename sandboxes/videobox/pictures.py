@@ -1,0 +1,68 @@
+"""Pictures as files, and many of them on one sheet. The one door to Pillow's codecs."""
+
+import io
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal
+
+import PIL
+from PIL import Image, ImageDraw, ImageFont, features
+
+Format = Literal["jpeg", "png"]
+MEDIA_TYPES: dict[str, str] = {"jpeg": "image/jpeg", "png": "image/png"}
+_QUALITY = 85
+_MARGIN, _LABEL = 4, 14
+
+
+def encoded(image: Image.Image, form: Format = "jpeg") -> bytes:
+    """Return an image as a file: no time, no name, the same bytes for the same pixels."""
+    out = io.BytesIO()
+    if form == "png":
+        image.save(out, "PNG", compress_level=1)
+    else:
+        image.save(out, "JPEG", quality=_QUALITY)
+    return out.getvalue()
+
+
+def decoded(data: bytes, max_side: int | None = None) -> Image.Image:
+    """Return the image in a file of ours, its longer side at most max_side."""
+    image = Image.open(io.BytesIO(data))
+    if max_side is not None and max(image.size) > max_side:
+        # A JPEG is read at a half, a quarter or an eighth where that is still enough.
+        image.draft("RGB", (max_side, max_side))
+        image.thumbnail((max_side, max_side), Image.Resampling.BOX)
+    return image.convert("RGB")
+
+
+def converted(data: bytes, form: Format, max_side: int) -> bytes:
+    """Return a JPEG of ours in another form or size; as it is where nothing is to be done."""
+    image = Image.open(io.BytesIO(data))
+    if form == "jpeg" and max(image.size) <= max_side:
+        return data
+    return encoded(decoded(data, max_side), form)
+
+
+def sheet(images: Sequence[Image.Image], labels: Sequence[str], columns: int | None = None) -> Image.Image:
+    """Return images side by side in rows, each with its label below."""
+    across = columns or math.ceil(math.sqrt(len(images)))
+    down = math.ceil(len(images) / across)
+    width, height = max(i.width for i in images), max(i.height for i in images)
+    step_x, step_y = width + _MARGIN, height + _MARGIN + _LABEL
+    whole = Image.new("RGB", (across * step_x + _MARGIN, down * step_y + _MARGIN), (24, 24, 24))
+    draw, font = ImageDraw.Draw(whole), _font()
+    for n, (image, label) in enumerate(zip(images, labels, strict=True)):
+        x, y = _MARGIN + n % across * step_x, _MARGIN + n // across * step_y
+        whole.paste(image, (x, y))
+        draw.text((x + 1, y + height), label, font=font, fill=(230, 230, 230))
+    return whole
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(_LABEL - 2)
+
+
+def versions() -> str:
+    """Return what writes pictures here: another version may write other bytes."""
+    return f"pillow{PIL.__version__} jpeg{features.version('libjpeg_turbo') or features.version('jpg')}"
