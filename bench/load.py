@@ -2,7 +2,7 @@
 
 `python -m bench.load HOST PORT SECONDS` reads one JSON list of base64 requests from stdin and opens a connection for
 each. SECONDS 0: one connection sends each request once, in order. Writes one JSON object: `sent`, `failed`, `seconds`,
-and in µs `p50_us` and (in order, of a walk) `walk_us`.
+and in µs `p50_us`, `p99_us` and (in order, of a walk) `walk_us`.
 """
 
 import asyncio
@@ -85,6 +85,7 @@ async def load(host: str, port: int, seconds: float, requests: list[bytes]) -> d
         "failed": sum(client.failed for client in clients),
         "seconds": took / 1e9,
         "p50_us": statistics.median(latencies) / 1e3,
+        "p99_us": sorted(latencies)[int(len(latencies) * 0.99)] / 1e3,
         "walk_us": [] if seconds else [latency / 1e3 for latency in latencies],
     }
 

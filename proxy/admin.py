@@ -253,6 +253,7 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
             since=began,
             uptime_s=time.time() - began,
             sandboxes=dict(Counter(slot.state.value for slot in engine.pool.roster.slots)),
+            sandboxes_budget=engine.settings.max_sandboxes,
             snapshots=len(engine.snapshots),
             snapshot_bytes=engine.keeper.used_bytes,
             snapshot_budget_bytes=engine.settings.snapshot_bytes,

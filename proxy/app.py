@@ -24,6 +24,9 @@ from proxy.openapi import data_plane_paths
 from proxy.protocol import protocol_for
 from proxy.routing import PROBLEM
 from proxy.settings import Settings
+from proxy.ui.guard import Guard
+from proxy.ui.page import page
+from proxy.ui.routes import page_routes
 from sandboxes.driver import Driver
 from sandboxes.local import LocalDriver
 from sandboxes.memory import MemoryDriver
@@ -37,7 +40,7 @@ log = structlog.get_logger()
 def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan."""
     engine = Engine(settings, drivers if drivers is not None else _drivers(settings))
-    return DataPlane(engine, _behind(engine))
+    return DataPlane(engine, Guard(_behind(engine), settings.names))
 
 
 def run(settings: Settings) -> None:
@@ -141,6 +144,8 @@ def _behind(engine: Engine) -> FastAPI:
         redoc_url=None,
     )
     app.include_router(control_plane(engine))
+    app.include_router(page_routes(engine))
+    app.include_router(page())
     _health(app, engine)
     _problems(app, engine)
     _describe(app)

@@ -68,6 +68,7 @@ FORESEEN = (
 _TITLES = {
     400: "The request cannot be read",
     401: "Nothing says who asks",
+    403: "This may not be asked from there",
     404: "There is nothing under this name",
     405: "This tool has no such method",
     409: "That is not possible in the present state",

@@ -99,6 +99,7 @@ class StatsView(BaseModel):
     failures: dict[str, int]
     refusals: dict[str, int]
     sandboxes: dict[str, int]
+    sandboxes_budget: int
     warm_sandboxes: int
     snapshots: int
     snapshot_bytes: int

@@ -21,6 +21,10 @@ class Settings(BaseSettings):
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8700, ge=0, le=65535)
+    names: tuple[str, ...] = Field(
+        default=(),
+        description="public DNS names under which this proxy may be asked; without any: addresses, localhost",
+    )
     data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
     log: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

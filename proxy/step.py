@@ -18,7 +18,7 @@ from proxy.gathering import Gathering
 from proxy.journal import Journal
 from proxy.journal import Step as Place
 from proxy.store import Store
-from proxy.timing import Timing
+from proxy.timing import Timing, Timings
 from proxy.tree import Node, Record, doubtful
 from proxy.warm import Warm
 from sandboxes.calls import Execution, ToolCall
@@ -46,6 +46,7 @@ class Step:
         self._attach, self._store, self._journal, self._counts, self._warm = attach, store, journal, counts, warm
         self._flights, self._gathering = Flights(), Gathering()
         self._turns: set[asyncio.Task[Answer]] = set()
+        self.timings = Timings()
 
     def known(self, rollout: Rollout, key: CallKey) -> Record | None:
         """Answer from the tree and take the step, or return None. O(1) in the depth; a microsecond and a `write(2)`.
@@ -103,6 +104,8 @@ class Step:
                     if record is None:
                         record = await self._run(rollout, here, call, key, timing, listener)
                         outcome = Outcome.BYPASS if record.private else Outcome.MISS
+            if outcome is not Outcome.HIT:
+                self.timings.note(rollout.id, rollout.calls, timing)
             self._take(rollout, record, outcome)
             return Answer(record, outcome, timing)
 

@@ -1,6 +1,7 @@
 """Where the time of one call went."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,3 +25,24 @@ class Timing:
             yield
         finally:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+
+_REMEMBERED = 2_000
+"""Rollouts whose timings are held, the ones that ran last: some 100 bytes for each call that was not a hit."""
+
+
+class Timings:
+    """Where the time of the last rollouts' calls went, by rollout and turn. Hits took none worth a word."""
+
+    def __init__(self) -> None:
+        self._by_rollout: OrderedDict[int, dict[int, Timing]] = OrderedDict()
+
+    def note(self, rollout: int, turn: int, timing: Timing) -> None:
+        self._by_rollout.setdefault(rollout, {})[turn] = timing
+        self._by_rollout.move_to_end(rollout)
+        if len(self._by_rollout) > _REMEMBERED:
+            self._by_rollout.popitem(last=False)
+
+    def of(self, rollout: int) -> dict[int, Timing]:
+        """Return what is known of a rollout's calls, by turn; nothing of those that ran before the proxy started."""
+        return self._by_rollout.get(rollout, {})

@@ -19,6 +19,8 @@ Flag = Literal["pinned", "diverged", "unreproducible", "private"]
 SHOWN_CHARS = 64 << 10
 """Of a text in an answer; the rest is downloaded."""
 _SHOWN_ITEMS = 1000
+_SHOWN_DEPTH = 60
+"""Far below what the interpreter and JSON's readers bear."""
 _PARSED_BYTES = 16 << 20
 
 
@@ -287,20 +289,23 @@ def answer_view(result: ToolResult) -> AnswerView:
 
 
 def bounded(value: Any) -> tuple[Any, bool]:
-    """Return a JSON value with its long texts and lists cut, and whether any was (pure)."""
+    """Return a JSON value with what is long or nested too deep cut, and whether anything was (pure)."""
     cut = False
 
-    def shown(part: Any) -> Any:
+    def shown(part: Any, depth: int = 0) -> Any:
         nonlocal cut
+        if depth == _SHOWN_DEPTH and isinstance(part, list | dict):
+            cut = True
+            return "…"
         if isinstance(part, str) and len(part) > SHOWN_CHARS:
             cut = True
             return part[:SHOWN_CHARS]
         if isinstance(part, list):
             cut = cut or len(part) > _SHOWN_ITEMS
-            return [shown(item) for item in part[:_SHOWN_ITEMS]]
+            return [shown(item, depth + 1) for item in part[:_SHOWN_ITEMS]]
         if isinstance(part, dict):
             cut = cut or len(part) > _SHOWN_ITEMS
-            return {name: shown(item) for name, item in list(part.items())[:_SHOWN_ITEMS]}
+            return {name: shown(item, depth + 1) for name, item in list(part.items())[:_SHOWN_ITEMS]}
         return part
 
     return shown(value), cut

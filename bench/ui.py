@@ -1,0 +1,108 @@
+"""The page at `/ui`: how a tree of 50,000 nodes opens and pans in it, and what ten open pages cost the hits.
+
+`python -m bench.ui` needs Debian's chromium. Opening and panning are measured in the page itself. For the hits, ten
+pages (overview, trees, tables) are open in one browser and follow the load that is measured; without them the same
+browser shows empty pages. Both are measured in turn, and the ratio is the median over the pairs.
+"""
+
+import base64
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page
+
+from bench.client import Server
+from bench.hotpath import standing_at
+from bench.machine import console, median, table
+from proxy.private import private_proxy
+from tests.proxy.serving import serving
+from tests.ui.browser import chromium
+from tests.ui.forest import plant
+from tests.ui.measure import frames_per_s, open_tree, zoom
+
+VIEWS = ("", "t/hotpath", "t/hotpath?view=table", "t/hotpath/rollouts", "sandboxes")
+PAGES = 10
+
+
+def large(nodes: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        plant(Path(folder), "big", nodes)
+        with serving(Path(folder)) as proxy, chromium() as browser:
+            base, page = str(proxy.client.base_url), browser.pages[0]
+            cold = open_tree(page, base, "big")
+            opened = [open_tree(page, base, "big") for _ in range(rounds)]
+            shown = table(f"{nodes:,} nodes in the page", "", "")
+            shown.add_row("opens, its tree not in the proxy's memory, s", f"{cold['ready']:.2f}")
+            shown.add_row("opens, s", f"{median([one['ready'] for one in opened]):.2f}")
+            shown.add_row("… slowest of the rounds, s", f"{max(one['ready'] for one in opened):.2f}")
+            shown.add_row("… first picture, s", f"{median([one['first'] for one in opened]):.2f}")
+            page.get_by_role("button", name="Show all").click()
+            for name, steps in (("all of it in sight", 0), ("nearer", 4), ("texts can be read", 20)):
+                zoom(page, steps)
+                shown.add_row(f"pans, frames/s, {name}", f"{frames_per_s(page):.0f}")
+            console.print(shown)
+
+
+def hits(rounds: int, seconds: float, connections: int) -> None:
+    with private_proxy() as proxy, chromium() as browser:
+        server = Server(proxy.url, proxy.pid)
+        standing = standing_at(server, 300, connections)
+        pages = [browser.pages[0], *(browser.new_page() for _ in range(PAGES - 1))]
+        pairs = []
+        for number in range(rounds):
+            # Which of the two is measured first changes from round to round.
+            both = {}
+            for open_pages in (number % 2 == 0, number % 2 == 1):
+                _show(pages, proxy.url if open_pages else "")
+                both[open_pages] = _load(server, standing.requests, seconds)
+            pairs.append((both[False], both[True]))
+        _print_hits(pairs, connections)
+
+
+def _show(pages: list[Page], base: str) -> None:
+    for number, page in enumerate(pages):
+        page.goto(f"{base}/ui/#/{VIEWS[number % len(VIEWS)]}" if base else "about:blank")
+        if base:
+            page.wait_for_selector("main > *")
+
+
+def _load(server: Server, requests: Any, seconds: float) -> dict[str, Any]:
+    host, port = server.address
+    given = json.dumps([base64.b64encode(request).decode() for request in requests])
+    command = [sys.executable, "-m", "bench.load", host, str(port), str(seconds)]
+    found = json.loads(subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout)
+    if found["failed"]:
+        raise RuntimeError(f"{found['failed']} answers were not 200")
+    return dict(found)
+
+
+def _print_hits(pairs: list[tuple[dict[str, Any], dict[str, Any]]], connections: int) -> None:
+    shown = table(f"Hits with ten pages open, {connections} connections", "", "none", "ten", "ten / none")
+    for name in ("p50_us", "p99_us"):
+        without, with_ten = ([one[name] for one in side] for side in zip(*pairs, strict=True))
+        ratio = median([ten / none for none, ten in zip(without, with_ten, strict=True)])
+        shown.add_row(name.replace("_us", " µs"), f"{median(without):,.0f}", f"{median(with_ten):,.0f}", f"{ratio:.2f}")
+    console.print(shown)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement of hits")
+    parser.add_argument("--connections", type=int, default=8)
+    parser.add_argument("--only", choices=("large", "hits"))
+    options = parser.parse_args()
+    if options.only != "hits":
+        large(options.nodes, options.rounds)
+    if options.only != "large":
+        hits(options.rounds, options.seconds, options.connections)
+
+
+if __name__ == "__main__":
+    main()

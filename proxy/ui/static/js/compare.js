@@ -1,0 +1,70 @@
+// Two rollouts side by side: the calls that they share, where they part, and what each did then.
+
+import { get, names } from "./api.js";
+import { h, put } from "./dom.js";
+import { count, line, plural, seconds } from "./format.js";
+
+const MOST = 10_000;
+const SHOWN = 1500;
+
+export async function compareView({ main, signal }, task, a, b) {
+  const [one, other] = await Promise.all([a, b].map((name) => get(`tasks/${names(task)}/rollouts/${names(name)}?limit=${MOST}`, { signal })));
+  const fork = forkPoint(one.steps, other.steps, one.start === other.start);
+  const link = (rollout) => h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(rollout.rollout)}` }, rollout.rollout);
+  const node = fork === 0 ? one.start : one.steps[fork - 1].node;
+  const rest = [one, other].map((rollout) => Math.max(0, rollout.steps.length - fork));
+  const parts = rest.some(Boolean);
+  put(
+    main,
+    h(
+      "div",
+      { class: "wrap" },
+      h(
+        "section",
+        { class: "panel" },
+        h("header", {}, h("h1", {}, link(one), " beside ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), parts && rest.every(Boolean) ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "What differs now") : null),
+        h(
+          "div",
+          { class: "scroll" },
+          h(
+            "table",
+            { class: "compare" },
+            h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col", colspan: 3 }, one.rollout), h("th", { scope: "col", colspan: 3 }, other.rollout))),
+            h("tbody", {}, rows(one.steps, other.steps, fork, () => forkRow(task, node, one, other, rest))),
+          ),
+        ),
+      ),
+    ),
+  );
+}
+
+/** How many calls two rollouts share from their beginning: the same records, so the same answers. */
+export function forkPoint(one, other, together = true) {
+  let shared = 0;
+  if (together) while (shared < one.length && shared < other.length && one[shared].record === other[shared].record) shared++;
+  return shared;
+}
+
+function forkRow(task, node, one, other, rest) {
+  const text = rest.every(Boolean) ? "They part here, at " : rest.some(Boolean) ? `${rest[0] ? other.rollout : one.rollout} stops here, at ` : "Both stand here, at ";
+  return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ ", text, h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node))));
+}
+
+function rows(one, other, fork, mark) {
+  const made = [];
+  const length = Math.min(SHOWN, Math.max(one.length, other.length));
+  for (let i = 0; i <= length; i++) {
+    if (i === fork) made.push(mark());
+    if (i < length) made.push(h("tr", { class: i < fork ? "same" : "" }, h("td", { class: "num faint" }, count(i + 1)), side(one[i], ""), side(other[i], "mid")));
+  }
+  return made;
+}
+
+function side(step, kind) {
+  if (!step) return [h("td", { class: kind, colspan: 3 })];
+  return [
+    h("td", { class: kind }, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
+    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten since")),
+    h("td", { class: "num" }, seconds(step.seconds)),
+  ];
+}

@@ -1,0 +1,100 @@
+// What goes on: views are asked to look again when the proxy's stream says that something happened, or from time to
+// time; never while nobody sees the page, more rarely while the proxy does not answer.
+
+import { root, token } from "./api.js";
+
+const RARELY_MS = 10_000;
+const MOST_MS = 20_000;
+const SILENT_MS = 5000;
+const COUNTED = ["hits", "misses", "waits", "bypasses", "replays", "errors", "refusals"];
+const listeners = new Set();
+const beats = new Set();
+let state = "live";
+let heard = performance.now();
+let active = 0;
+let sandboxes = -1;
+
+/** Hear of the connection: "live", "paused" (nobody looks) or "lost". */
+export function onState(listener) {
+  listeners.clear();
+  listeners.add(listener);
+  listener(state);
+}
+
+function become(next) {
+  if (next === state) return;
+  state = next;
+  for (const listener of listeners) listener(state);
+}
+
+/** Hear of each second: what happened in it. */
+export function onSecond(listener, signal) {
+  beats.add(listener);
+  signal.addEventListener("abort", () => beats.delete(listener));
+}
+
+/** Connect to the worker that reads the stream; without one, views look from time to time all the same. */
+function connect() {
+  if (typeof SharedWorker === "undefined") return;
+  const worker = new SharedWorker(new URL("stream.js", import.meta.url), { name: "forkpoint-events" });
+  const hello = () => worker.port.postMessage({ url: new URL("api/v1/events", root).href, token: token() });
+  worker.port.onmessage = ({ data }) => {
+    if (data.event === "second") beat(data);
+    else if (data.status === 401) setTimeout(hello, 1000);
+  };
+  hello();
+  window.addEventListener("pagehide", () => worker.port.postMessage({ bye: true }));
+  window.addEventListener("pageshow", (event) => event.persisted && hello());
+  document.addEventListener("token", hello);
+}
+
+function beat(second) {
+  heard = performance.now();
+  if (COUNTED.some((name) => second[name] > 0) || second.sandboxes !== sandboxes) active = heard;
+  sandboxes = second.sandboxes;
+  for (const listener of beats) listener(second);
+}
+
+/** Whether nothing happened in the last seconds; what is written a moment later has been seen too. */
+const quiet = () => heard - active > 4000 && performance.now() - heard < SILENT_MS;
+
+/**
+ * Call `look` while something happens, at most once in `every` ms, and now and then while nothing does, until `signal`
+ * ends; never twice at once. At most a tenth of the time is spent on it. Returns a function that looks at once.
+ */
+export function watch(look, signal, every = 1000) {
+  let wait = every;
+  let last = performance.now();
+  let busy = false;
+  const run = async () => {
+    if (busy || signal.aborted) return;
+    busy = true;
+    last = performance.now();
+    try {
+      await look();
+      wait = Math.max(every, (performance.now() - last) * 9);
+      become("live");
+    } catch (error) {
+      if (!signal.aborted) {
+        if (!(error.status < 500)) become("lost");
+        wait = Math.min(MOST_MS, wait * 2);
+      }
+    } finally {
+      busy = false;
+    }
+  };
+  const consider = () => {
+    if (document.hidden) {
+      become("paused");
+      return;
+    }
+    const since = performance.now() - last;
+    if (since >= wait - 50 && (!quiet() || since > RARELY_MS)) run();
+  };
+  const timer = setInterval(consider, every);
+  document.addEventListener("visibilitychange", () => !document.hidden && run(), { signal });
+  signal.addEventListener("abort", () => clearInterval(timer));
+  return run;
+}
+
+connect();

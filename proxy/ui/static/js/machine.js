@@ -1,0 +1,93 @@
+// Live sandboxes and kept snapshots: where each is, and why.
+
+import { get } from "./api.js";
+import { h, put } from "./dom.js";
+import { bytes, count, percent, seconds } from "./format.js";
+import { watch } from "./live.js";
+
+export function sandboxes(context) {
+  return list(context, {
+    title: "Live sandboxes",
+    path: "sandboxes",
+    empty: "No sandbox lives. One is started with the first call that the tree does not know.",
+    heads: [["State"], ["Task"], ["Node"], ["Rollout"], ["Why it lives"], ["Calls", "num"], ["Age", "num"], ["Idle", "num"]],
+    row: (s) => [
+      h("span", { class: s.warm ? "chip live" : "chip" }, s.warm ? "warm" : s.state),
+      s.task ? h("a", { href: `#/t/${encodeURIComponent(s.task)}`, class: "mono" }, s.task) : "–",
+      place(s.task, s.node),
+      s.task && s.rollout ? h("a", { href: `#/t/${encodeURIComponent(s.task)}/r/${encodeURIComponent(s.rollout)}`, class: "mono" }, s.rollout) : "–",
+      h("span", { class: "dim" }, s.why),
+      count(s.calls),
+      seconds(s.age_s),
+      s.state === "idle" ? seconds(s.idle_s) : "–",
+    ],
+    about: (s) => [s.task, s.node, s.rollout, s.state, s.why].join(" "),
+  });
+}
+
+export function snapshots(context) {
+  return list(context, {
+    title: "Kept snapshots",
+    path: "snapshots?limit=1000",
+    empty: "No state is kept. A snapshot is taken where it saves more seconds than it costs.",
+    heads: [["Task"], ["Node"], ["Holds"], ["Why it is kept"], ["Size", "num"], ["Took", "num"], ["Restores in", "num"], ["Uses", "num"], ["Expected", "num"]],
+    row: (s) => [
+      h("a", { href: `#/t/${encodeURIComponent(s.task)}`, class: "mono" }, s.task || "–"),
+      place(s.task, s.node),
+      h("span", { class: "chip" }, s.kind),
+      h("span", { class: "dim" }, s.why),
+      bytes(s.size_bytes),
+      seconds(s.cost_s),
+      s.restore_s ? seconds(s.restore_s) : "–",
+      count(s.uses),
+      s.expected_uses.toPrecision(2),
+    ],
+    about: (s) => [s.task, s.node, s.kind, s.why].join(" "),
+    above: async (signal) => budget(await get("stats", { signal })),
+  });
+}
+
+const place = (task, node) => (task && node ? h("a", { href: `#/t/${encodeURIComponent(task)}/n/${node}`, class: "mono" }, node) : (node ?? "–"));
+
+function budget(stats) {
+  const used = stats.snapshot_bytes / (stats.snapshot_budget_bytes || 1);
+  return `${bytes(stats.snapshot_bytes)} of ${bytes(stats.snapshot_budget_bytes)} (${percent(used)})`;
+}
+
+async function list({ main, params, signal, setParams }, { title, path, heads, row, about, empty, above }) {
+  let found = [];
+  const body = h("tbody");
+  const note = h("span", { class: "note" });
+  const none = h("p", { class: "empty" }, empty);
+  const search = h("input", {
+    type: "search", placeholder: "Filter", "aria-label": "Filter", value: params.get("q") ?? "",
+    on: { input: () => { setParams({ q: search.value }); draw(); } },
+  });
+  let told = "";
+  const draw = () => {
+    const chosen = found.filter((entry) => about(entry).toLowerCase().includes(search.value.toLowerCase()));
+    put(body, chosen.map((entry) => h("tr", {}, row(entry).map((cell, i) => h("td", { class: heads[i][1] ?? (heads[i][0].startsWith("Why") ? "wide" : "") }, cell)))));
+    note.textContent = [count(found.length), told].filter(Boolean).join(" · ");
+    none.hidden = found.length > 0;
+  };
+  const look = async () => {
+    [found, told] = await Promise.all([get(path, { signal }), above ? above(signal) : ""]);
+    if (!body.contains(document.activeElement)) draw();
+  };
+  await look();
+  put(
+    main,
+    h(
+      "div",
+      { class: "wrap" },
+      h(
+        "section",
+        { class: "panel" },
+        h("header", {}, h("h1", {}, title), note, h("span", { class: "gap" }), search),
+        h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text)))), body)),
+        none,
+      ),
+    ),
+  );
+  watch(look, signal, 2000);
+}

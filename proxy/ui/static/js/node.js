@@ -1,0 +1,167 @@
+// A node: the call that led there, its answer, what it changed, who passed, what was read there, why its state is kept.
+
+import { get, names } from "./api.js";
+import { actions } from "./actions.js";
+import { answer } from "./answer.js";
+import { changes } from "./diff.js";
+import { h, notice, put } from "./dom.js";
+import { bytes, count, moment, oneLine, plural, seconds, visible } from "./format.js";
+
+const READS = 200;
+
+/** A node as a view of its own. */
+export async function nodeView({ main, signal }, task, node) {
+  const panel = h("div", { class: "panel" });
+  put(main, h("div", { class: "wrap" }, panel));
+  await nodePanel(panel, task, node, signal, { gone: () => (location.hash = `#/t/${names(task)}`), whole: true });
+}
+
+/** Fill an element with a node. on: `gone()` after it was forgotten, `go(node)` to show another. */
+export async function nodePanel(element, task, node, signal, on) {
+  const path = `tasks/${names(task)}`;
+  const show = async () => {
+    const [detail, labels] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), get(`${path}/labels?nodes=${node.slice(1)}`, { signal })]);
+    const record = labels[0]?.record;
+    const call = record === undefined ? null : await get(`${path}/nodes/${node}/calls/${record}`, { signal });
+    const reads = detail.observations.length ? await get(`${path}/nodes/${node}/observations?limit=${READS}`, { signal }) : [];
+    if (signal.aborted) return;
+    put(
+      element,
+      head(task, detail, call, { ...on, again: show }, signal),
+      call ? answerPart(task, node, call, signal) : null,
+      detail.parent ? changesPart(task, detail, signal) : null,
+      reads.length ? readsPart(task, node, reads, detail.observations.length, signal) : null,
+      statePart(task, detail),
+      passedPart(task, detail, call),
+    );
+  };
+  try {
+    await show();
+  } catch (error) {
+    if (!signal.aborted) put(element, h("section", { class: "part" }, notice(error)));
+  }
+}
+
+function head(task, detail, call, on, signal) {
+  const title = on.whole ? "h1" : "h2";
+  const chips = [
+    ...detail.effect.filter((effect) => effect !== "none").map((effect) => h("span", { class: "chip" }, `changed ${effect}`)),
+    detail.exit_code ? h("span", { class: "chip bad" }, `exit code ${detail.exit_code}`) : null,
+    ...detail.flags.map((flag) => h("span", { class: flag === "diverged" ? "chip diverged" : "chip" }, flag)),
+    detail.snapshot ? h("span", { class: "chip" }, "snapshot") : null,
+    ...detail.rollouts.slice(0, 6).map((name) => h("a", { class: "chip live", href: `#/t/${names(task)}/r/${names(name)}` }, `▸ ${name}`)),
+    detail.rollouts.length > 6 ? h("span", { class: "chip live" }, `and ${detail.rollouts.length - 6} more`) : null,
+  ];
+  return h(
+    "div",
+    { class: "node-head" },
+    h(
+      "div",
+      { class: "title" },
+      h(title, {}, detail.id),
+      h("span", { class: "dim" }, call ? [seconds(detail.seconds), plural(detail.hits, "hit"), `${seconds(detail.hits * detail.seconds)} saved`].join(" · ") : "the task's root state"),
+    ),
+    call ? command(call) : null,
+    h("div", { class: "chips" }, chips),
+    detail.diverged ? h("div", { class: "notice" }, h("strong", {}, "Diverged"), h("p", {}, detail.diverged)) : null,
+    h(
+      "p",
+      { class: "dim" },
+      detail.parent ? ["from ", nodeLink(task, detail.parent, on), " · "] : "",
+      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : "leads nowhere yet",
+    ),
+    actions(task, detail, call, on, signal),
+  );
+}
+
+const nodeLink = (task, node, on) => h("a", { class: "mono", href: on.whole ? `#/t/${names(task)}/n/${node}` : `#/t/${names(task)}?node=${node}`, on: on.go ? { click: (event) => { event.preventDefault(); on.go(node); } } : {} }, node);
+
+/** The call itself: a command or statement as it was sent, the rest as JSON. */
+function command({ call, upload_bytes: upload }) {
+  const { command: told, sql, ...others } = call.arguments;
+  const main = typeof told === "string" ? told : typeof sql === "string" ? sql : null;
+  const rest = main === null ? call.arguments : others;
+  const extra = Object.entries(rest).filter(([, value]) => value !== null);
+  return h(
+    "div",
+    { class: "stack" },
+    main === null ? null : h("pre", { class: "command", tabindex: "0" }, lines(main)),
+    h("p", { class: "faint mono" }, [`${call.endpoint} ${call.tool}`, ...(main === null ? [] : extra.map(([name, value]) => `${name}=${visible(JSON.stringify(value)).slice(0, 120)}`)), upload ? `${bytes(upload)} uploaded` : ""].filter(Boolean).join("  ")),
+    main === null ? h("pre", { class: "command", tabindex: "0" }, lines(JSON.stringify(rest, null, 2))) : null,
+  );
+}
+
+/** Text of more lines, controls made visible. */
+const lines = (text) => text.slice(0, 100_000).split("\n").map((row, i) => (i ? `\n${visible(row)}` : visible(row))).join("");
+
+function answerPart(task, node, call, signal) {
+  return h("section", { class: "part" }, h("h2", {}, "Answer"), answer(call.answer, `tasks/${names(task)}/nodes/${node}/answer?record=${call.record}`, signal));
+}
+
+function changesPart(task, detail, signal) {
+  const stage = h("div", { class: "stack" });
+  const button = h("button", {
+    on: {
+      click: async () => {
+        button.disabled = true;
+        put(stage, h("p", { class: "dim" }, "Two forks are being compared …"));
+        try {
+          put(stage, changes(await get(`tasks/${names(task)}/nodes/${detail.parent}/diff/${detail.id}`, { signal })));
+          button.remove();
+        } catch (error) {
+          button.disabled = false;
+          put(stage, notice(error));
+        }
+      },
+    },
+  }, `Compare with ${detail.parent}`);
+  const told = detail.effect.filter((effect) => effect !== "none").join(", ") || "nothing";
+  return h("section", { class: "part" }, h("h2", {}, "What changed"), h("div", { class: "split" }, h("span", { class: "dim" }, told), h("span", { class: "gap" }), button), stage);
+}
+
+function readsPart(task, node, reads, total, signal) {
+  const stage = h("div", {});
+  const open = async (read) => {
+    const path = `tasks/${names(task)}/nodes/${node}/calls/${read.record}`;
+    put(stage, h("p", { class: "dim" }, "…"));
+    try {
+      const call = await get(path, { signal });
+      put(stage, h("div", { class: "stack" }, command(call), answer(call.answer, `tasks/${names(task)}/nodes/${node}/answer?record=${read.record}`, signal)));
+      stage.scrollIntoView({ block: "nearest" });
+    } catch (error) {
+      put(stage, notice(error));
+    }
+  };
+  return h(
+    "section",
+    { class: "part" },
+    h("h2", {}, "Read here ", h("span", { class: "faint" }, total > reads.length ? `${reads.length} of ${count(total)}` : count(total))),
+    h("ul", { class: "list reads" }, reads.map((read) => h("li", {}, h("button", { class: "row", title: oneLine(read.text), on: { click: () => open(read) } }, oneLine(read.text)), read.exit_code ? h("span", { class: "chip bad" }, `exit ${read.exit_code}`) : null, h("span", { class: "faint" }, [seconds(read.seconds), plural(read.hits, "hit")].join(" · "))))),
+    stage,
+  );
+}
+
+function statePart(task, detail) {
+  const kept = detail.snapshot_detail;
+  const rows = [];
+  if (detail.kept) rows.push(["State", detail.kept]);
+  else rows.push(["State", kept ? `kept: ${kept.why}` : detail.unfreezable ? `not kept: ${detail.unfreezable}` : "not kept; it is rebuilt by replay"]);
+  if (kept) {
+    rows.push(["Snapshot", `${kept.kind}, ${bytes(kept.size_bytes)}, taken in ${seconds(kept.cost_s)}${kept.restore_s ? `, restored in ${seconds(kept.restore_s)}` : ""}`]);
+    rows.push(["Used", `${plural(kept.uses, "time")}; ${kept.expected_uses.toPrecision(2)} uses expected, each saves ${seconds(kept.saved_s)}`]);
+  }
+  if (detail.recorded_at) rows.push(["Recorded", moment(detail.recorded_at)]);
+  return h("section", { class: "part" }, h("h2", {}, "State"), h("dl", { class: "kv" }, rows.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));
+}
+
+function passedPart(task, detail, call) {
+  const passed = call?.passed ?? [];
+  if (!passed.length) return null;
+  return h(
+    "section",
+    { class: "part" },
+    h("h2", {}, "Who made this call ", h("span", { class: "faint" }, plural(detail.passes, "rollout"))),
+    h("ul", { class: "list" }, passed.slice(0, 100).map((p) => h("li", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(p.rollout)}?turn=${p.turn}` }, p.rollout), h("span", { class: "faint" }, `call ${p.turn + 1}`), h("span", { class: `chip o-${p.outcome}` }, p.outcome)))),
+  );
+}
+

@@ -1,0 +1,156 @@
+// The rollouts of a task, and one of them: its calls in order, how each was answered, and what that took or saved.
+
+import { get, names } from "./api.js";
+import { h, put, say } from "./dom.js";
+import { ago, count, line, percent, plural, seconds } from "./format.js";
+import { watch } from "./live.js";
+
+const PAGE = 500;
+const WORDS = { "saved o-hit": "saved", "o-wait": "waited", "o-replay": "restored and replayed", "o-miss": "ran", "o-bypass": "ran" };
+
+export async function rolloutList({ main, params, signal, setParams }, task) {
+  const body = h("tbody");
+  const note = h("span", { class: "note" });
+  const search = h("input", { type: "search", placeholder: "Filter rollouts", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
+  const compare = h("button", { disabled: true, on: { click: () => (location.hash = `#/t/${names(task)}/r/${names(picked[0])}/vs/${names(picked[1])}`) } }, "Compare");
+  let found = [];
+  let picked = [];
+  const draw = () => {
+    const chosen = found.filter((rollout) => rollout.rollout.toLowerCase().includes(search.value.toLowerCase()));
+    put(body, [...chosen].reverse().slice(0, 1000).map((rollout) => row(rollout)));
+    say(note, plural(found.length, "rollout"));
+  };
+  const pick = (name, on) => {
+    picked = on ? [...picked, name].slice(-2) : picked.filter((other) => other !== name);
+    compare.disabled = picked.length !== 2;
+    draw();
+  };
+  const row = (r) =>
+    h(
+      "tr", { data: { rollout: r.rollout } },
+      h("td", {}, h("input", { type: "checkbox", checked: picked.includes(r.rollout), "aria-label": `Compare ${r.rollout}`, on: { change: (event) => pick(r.rollout, event.target.checked) } })),
+      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(r.rollout)}` }, r.rollout)),
+      h("td", {}, h("span", { class: r.finished ? "chip" : "chip live" }, r.finished ? "finished" : "running")),
+      h("td", { class: "num" }, count(r.calls)),
+      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.start}` }, r.start)),
+      h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.node}` }, r.node)),
+      h("td", { class: "num" }, ago(r.created_at)),
+    );
+  const look = async () => {
+    found = await get(`tasks/${names(task)}/rollouts`, { signal });
+    // What somebody is about to press is not taken from under the keys.
+    if (!body.contains(document.activeElement)) draw();
+  };
+  await look();
+  put(
+    main,
+    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, compare), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, [["", ""], ["Rollout", ""], ["State", ""], ["Calls", "num"], ["Began at", ""], ["Stands at", ""], ["Begun", "num"]].map(([text, kind]) => h("th", { scope: "col", class: kind }, text || h("span", { class: "sr" }, "Compare"))))), body)))),
+  );
+  watch(look, signal, 2000);
+}
+
+export async function rolloutView({ main, params, signal }, task, name) {
+  const path = `tasks/${names(task)}/rollouts/${names(name)}`;
+  let [shown, timings] = await Promise.all([get(`${path}?limit=${PAGE}`, { signal }), get(`${path}/timings`, { signal })]);
+  const steps = [...shown.steps];
+  const head = h("section", { class: "panel" });
+  const body = h("tbody");
+  const axis = h("div", { class: "axis" });
+  const more = h("button", { on: { click: async () => { await load(); draw(); } } }, "Show more calls");
+  const load = async () => {
+    let next = null;
+    [next, timings] = await Promise.all([get(`${path}?offset=${steps.length}&limit=${PAGE}`, { signal }), get(`${path}/timings`, { signal })]);
+    steps.push(...next.steps);
+    shown = next;
+  };
+  const draw = () => {
+    drawHead(head, task, shown, steps);
+    const { rows, span } = waterfall(steps, timings);
+    put(body, rows.map((row, i) => stepRow(task, steps[i], row, span, Number(params.get("turn")) === steps[i].turn && params.has("turn"))));
+    put(axis, [0, 0.25, 0.5, 0.75, 1].map((share) => h("span", { style: { left: `${share * 100}%` } }, seconds(span * share))));
+    more.hidden = steps.length >= shown.calls;
+  };
+  put(
+    main,
+    h(
+      "div",
+      { class: "wrap" },
+      head,
+      h(
+        "section",
+        { class: "panel", "aria-label": "Calls" },
+        h("header", {}, h("h2", {}, "Calls"), h("span", { class: "gap" }), h("div", { class: "legend" }, [["var(--hit)", "hit: saved"], ["var(--wait)", "wait: another ran it"], ["var(--miss)", "miss: run"], ["var(--replay)", "restore, replay"], ["var(--bypass)", "bypass"]].map(([colour, text]) => h("span", { style: { "--c": colour } }, text)))),
+        h("div", { class: "scroll" }, h("table", { class: "waterfall" }, h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col" }, "Answered"), h("th", { scope: "col" }, "Call"), h("th", { scope: "col" }, "Node"), h("th", { class: "num", scope: "col" }, "Seconds"), h("th", { scope: "col", class: "bars" }, axis))), body)),
+        h("div", { class: "body" }, more),
+      ),
+    ),
+  );
+  draw();
+  body.querySelector("tr.on")?.scrollIntoView({ block: "center" });
+  watch(async () => {
+    if (shown.finished || steps.length % PAGE === 0 && steps.length && steps.length < shown.calls) return;
+    const before = steps.length;
+    await load();
+    if (steps.length !== before || shown.finished) draw();
+  }, signal);
+}
+
+function drawHead(head, task, shown, steps) {
+  const of = (...kinds) => steps.filter((step) => kinds.includes(step.outcome));
+  const sum = (list) => list.reduce((total, step) => total + step.seconds, 0);
+  const given = of("hit", "wait");
+  const figures = [
+    ["Calls", count(shown.calls)],
+    ["Hit rate", percent(steps.length ? given.length / steps.length : 0)],
+    ["Saved", seconds(sum(given))],
+    ["Executed", seconds(sum(of("miss", "bypass")))],
+  ];
+  const other = h("input", { type: "text", placeholder: "another rollout", "aria-label": "Compare with", size: "16" });
+  const go = (event) => {
+    event.preventDefault();
+    if (other.value.trim()) location.hash = `#/t/${names(task)}/r/${names(shown.rollout)}/vs/${names(other.value.trim())}`;
+  };
+  if (head.contains(document.activeElement)) return;
+  put(
+    head,
+    h("header", {}, h("h1", { class: "mono" }, shown.rollout), h("span", { class: shown.finished ? "chip" : "chip live" }, shown.finished ? "finished" : "running"), h("span", { class: "note" }, "stands at ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${shown.node}` }, shown.node), `, begun ${ago(shown.created_at)}`), h("span", { class: "gap" }), h("form", { class: "split", on: { submit: go } }, other, h("button", {}, "Compare"))),
+    h("dl", { class: "figures" }, figures.map(([name, text]) => h("div", { class: "figure" }, h("dt", {}, name), h("dd", {}, h("div", { class: "value" }, text))))),
+  );
+}
+
+/** Where each call's time lies when all are put one after another: what was spent, and what was saved. */
+export function waterfall(steps, timings) {
+  let at = 0;
+  const rows = steps.map((step) => {
+    const parts = partsOf(step, timings[step.turn]);
+    const row = { from: at, parts };
+    at += parts.reduce((sum, [, length]) => sum + length, 0);
+    return row;
+  });
+  return { rows, span: at || 1 };
+}
+
+function partsOf(step, told) {
+  if (step.outcome === "hit") return [["saved o-hit", step.seconds]];
+  if (step.outcome === "wait") return [["o-wait", told?.wait_s ?? step.seconds]];
+  const kind = step.outcome === "bypass" ? "o-bypass" : "o-miss";
+  return told ? [["o-wait", told.wait_s], ["o-replay", told.restore_s + told.replay_s], [kind, told.tool_s]] : [[kind, step.seconds]];
+}
+
+function stepRow(task, step, { from, parts }, span, on) {
+  let at = from;
+  const bars = parts.filter(([, length]) => length > 0).map(([kind, length]) => {
+    const bar = h("i", { class: kind, style: { left: `${(at / span) * 100}%`, width: `${(length / span) * 100}%` } });
+    at += length;
+    return bar;
+  });
+  return h(
+    "tr", { class: on ? "on" : "", data: { turn: step.turn, outcome: step.outcome } },
+    h("td", { class: "num faint" }, step.turn + 1),
+    h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
+    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten since")),
+    h("td", {}, step.node ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${step.node}` }, step.node) : "–"),
+    h("td", { class: "num" }, seconds(step.seconds)),
+    h("td", { class: "bars", title: parts.map(([kind, length]) => `${WORDS[kind]} ${seconds(length)}`).join(", ") }, h("div", { class: "bars-track", "aria-hidden": "true" }, bars)),
+  );
+}

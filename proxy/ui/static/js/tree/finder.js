@@ -1,0 +1,80 @@
+// Search by the text of calls: a list under the field, and marks in the picture.
+
+import { get, names } from "../api.js";
+import { h, put } from "../dom.js";
+import { oneLine, plural } from "../format.js";
+
+export function finder(task, signal, { choose, found, query, setQuery }) {
+  let at = -1;
+  let hits = [];
+  let timer = 0;
+  let asked = 0;
+  const list = h("ul", { class: "finds", role: "listbox", id: "finds", hidden: true, "aria-label": "Calls found" });
+  const input = h("input", {
+    type: "search", placeholder: "Search calls", "aria-label": "Search calls", value: query, role: "combobox", "aria-expanded": "false", "aria-controls": "finds", autocomplete: "off",
+    on: {
+      input: () => { clearTimeout(timer); timer = setTimeout(look, 120); },
+      focus: () => { if (hits.length) open(true); },
+      blur: () => setTimeout(() => open(false), 150),
+      keydown: (event) => key(event),
+    },
+  });
+
+  function open(shown) {
+    list.hidden = !shown;
+    input.setAttribute("aria-expanded", String(shown));
+  }
+
+  async function look() {
+    const text = input.value.trim();
+    setQuery(text);
+    const mine = ++asked;
+    if (!text) {
+      hits = [];
+      found([]);
+      open(false);
+      return;
+    }
+    const view = await get(`tasks/${names(task)}/search?q=${encodeURIComponent(text)}&limit=200`, { signal }).catch((error) => ({ found: [], error }));
+    if (mine !== asked) return;
+    hits = view.found;
+    at = hits.length ? 0 : -1;
+    found(hits.map((hit) => Number(hit.node.slice(1))));
+    draw(view);
+    if (document.activeElement === input) open(true);
+  }
+
+  function draw(view) {
+    put(
+      list,
+      hits.map((hit, i) =>
+        h("li", { role: "option", id: `find-${i}`, "aria-selected": String(i === at), on: { mousedown: (event) => { event.preventDefault(); pick(i); } } }, h("span", { class: "mono" }, oneLine(hit.title)), h("span", { class: "faint" }, `${hit.node}${hit.observation ? " read" : ""} · ${plural(hit.hits, "hit")}`)),
+      ),
+      hits.length === 0 ? h("li", { class: "none" }, view?.error ? view.error.message : "No call has this text.") : view?.truncated ? h("li", { class: "none" }, "There are more: search for a longer text.") : null,
+    );
+  }
+
+  function pick(i) {
+    open(false);
+    choose(Number(hits[i].node.slice(1)));
+  }
+
+  function key(event) {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (step && hits.length) {
+      at = (at + step + hits.length) % hits.length;
+      [...list.children].forEach((li, i) => li.setAttribute?.("aria-selected", String(i === at)));
+      list.children[at].scrollIntoView({ block: "nearest" });
+      input.setAttribute("aria-activedescendant", `find-${at}`);
+    } else if (event.key === "Enter" && at >= 0) pick(at);
+    else if (event.key === "Escape") {
+      input.value = "";
+      look();
+      input.blur();
+    } else return;
+    event.preventDefault();
+  }
+
+  if (query) look();
+  return { element: h("div", { class: "finder" }, input, list) };
+}

@@ -1,0 +1,34 @@
+"""Calls with answers of any kind, written straight into a store: what no tool of the tests would say."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from proxy.attach import tree_key
+from proxy.canonical import CallKey
+from proxy.store import Store
+from proxy.tree import Node, Record
+from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.effects import Effect
+from sandboxes.memory import MemoryDriver
+from sandboxes.spec import EnvironmentSpec
+
+
+def plant_answers(data: Path, task: str, answers: Sequence[tuple[str, ToolResult]]) -> list[str]:
+    """Write a task whose root has one child for each (command, answer); return the children's names."""
+    spec = EnvironmentSpec(driver="memory")
+    store = Store(data / "forkpoint.sqlite")
+    store.put_task(task, spec.model_dump_json())
+    tree = store.tree(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
+    names = []
+    for command, result in answers:
+        node, number = Node(store.new_node_id()), store.new_record_id()
+        key = CallKey(blake2b(number.to_bytes(8, "big"), digest_size=32).digest())
+        record = Record(number, key, tree.root, node, Effect.FILES, 0.25, time.time())
+        call = ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 10.0})
+        store.save_record(tree.id, record, node, call, result)
+        names.append(f"n{node.id}")
+    store.close()
+    return names

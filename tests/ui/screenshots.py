@@ -1,0 +1,86 @@
+"""The pictures in docs/screenshots: `python -m tests.ui.screenshots`, on a machine where `local` sandboxes work.
+
+Fonts are those of the machine; Debian's fonts-inter and fonts-jetbrains-mono look best.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import Page
+
+from proxy.private import private_proxy
+from tests.proxy.serving import serving
+from tests.ui.browser import chromium
+from tests.ui.demo import populate
+from tests.ui.forest import plant
+from tests.ui.measure import open_tree
+
+FOLDER = Path(__file__).parents[2] / "docs" / "screenshots"
+SIZE = (1280, 760)
+
+
+def shots(page: Page, base: str, scheme: str) -> None:
+    """Take each view once."""
+
+    def go(address: str, ready: str) -> None:
+        page.goto("about:blank")
+        page.goto(f"{base}/ui/#{address}")
+        page.wait_for_selector(ready)
+
+    def save(name: str) -> None:
+        # Texts of calls come a moment after the picture that wants them.
+        page.wait_for_timeout(700)
+        page.screenshot(path=FOLDER / f"{name}-{scheme}.png")
+
+    go("/", "tr[data-task]")
+    save("overview")
+    go("/t/fix-ledger", "main[data-ready]")
+    save("tree")
+    go("/t/fix-ledger?view=table", "[role=row] .chip")
+    page.get_by_text("sed -i 's/a - b/a + b/' ledger/money.py").first.click()
+    page.get_by_role("button", name="Compare with").click()
+    page.wait_for_selector(".changes")
+    page.locator(".side").evaluate("side => side.scrollTo(0, 120)")
+    save("node")
+    go("/t/fix-ledger/r/policy-b-2", ".waterfall tbody tr")
+    save("rollout")
+    go("/t/fix-ledger/r/policy-a-1/vs/policy-b-2", ".compare tbody tr")
+    save("compare")
+    go("/snapshots", "tbody tr")
+    save("snapshots")
+    go("/t/fix-ledger", "main[data-ready]")
+    page.locator("canvas").focus()
+    for key in ("ArrowRight", "Enter"):
+        page.keyboard.press(key)
+    page.get_by_role("link", name="Terminal").click()
+    page.wait_for_selector("text=connected")
+    page.locator(".xterm-rows").get_by_text("#").first.wait_for()
+    page.keyboard.type("ls --color; python3 tests/test_money.py; PYTHONPATH=. python3 tests/test_money.py\n")
+    save("terminal")
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with private_proxy() as proxy:
+        populate(proxy.url)
+        for scheme in ("light", "dark"):
+            with chromium(*SIZE, scheme=scheme) as browser:
+                shots(browser.pages[0], proxy.url, scheme)
+    with tempfile.TemporaryDirectory() as folder:
+        plant(Path(folder), "large", 50_000)
+        with serving(Path(folder)) as running:
+            for scheme in ("light", "dark"):
+                with chromium(*SIZE, scheme=scheme) as browser:
+                    page = browser.pages[0]
+                    open_tree(page, str(running.client.base_url), "large")
+                    page.get_by_role("button", name="Show all").click()
+                    page.wait_for_timeout(1500)
+                    page.screenshot(path=FOLDER / f"large-{scheme}.png")
+    for picture in FOLDER.glob("*.png"):
+        # Fewer colours, where a tool for it is there: a third of the size.
+        os.system(f"command -v pngquant >/dev/null && pngquant --force --ext .png --quality 70-95 {picture}")  # noqa: S605
+
+
+if __name__ == "__main__":
+    main()

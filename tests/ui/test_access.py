@@ -1,0 +1,144 @@
+"""Who may steer the proxy through a browser: its own page, with the token where there is one, and nobody else."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, Route, expect
+
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        running.exec("r", "echo 1 > f")
+        yield running
+
+
+@contextmanager
+def somebody_else() -> Iterator[str]:
+    """Serve an empty page on another port: another origin."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None: ...
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", "6")
+            self.end_headers()
+            self.wfile.write(b"<p>hi\n")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+ATTACKS = """async (base) => {
+    const told = [];
+    for (const [method, path, body] of [
+        ["POST", "/api/v1/tasks/task/nodes/n2/pin", null],
+        ["POST", "/api/v1/tasks/task/nodes/n2/exec", '{"command": "rm f"}'],
+        ["POST", "/t/task/r/r/shell/exec", '{"command": "echo hacked > f"}'],
+        ["GET", "/api/v1/tasks/task/nodes/n1/diff/n2", null],
+    ]) {
+        for (const mode of ["no-cors", "cors"]) {
+            told.push(await fetch(base + path, { method, body, mode }).then((answer) => answer.type, () => "failed"));
+        }
+    }
+    told.push(await new Promise((resolve) => {
+        const wire = new WebSocket(base.replace("http", "ws") + "/api/v1/tasks/task/nodes/n2/terminal");
+        wire.onopen = () => resolve("open");
+        wire.onerror = () => resolve("refused");
+    }));
+    return told;
+}"""
+
+
+def test_a_page_of_another_origin_changes_nothing(proxy: Running, browser: BrowserContext) -> None:
+    before = proxy.client.get("/api/v1/stats").json()
+    page = browser.new_page()
+    with somebody_else() as url:
+        page.goto(url)
+        told = page.evaluate(ATTACKS, str(proxy.client.base_url).rstrip("/"))
+    page.close()
+    assert set(told) == {"opaque", "failed", "refused"}, "nothing could be read"
+    after = proxy.client.get("/api/v1/stats").json()
+    assert all(after[name] == before[name] for name in ("calls", "starts", "restores"))
+    assert proxy.client.get("/api/v1/tasks/task/nodes/n2").json()["flags"] == []
+    assert proxy.exec("r", "cat f").json()["stdout"] == "1\n"
+
+
+def test_the_page_cannot_be_framed_and_runs_no_script_but_its_own(proxy: Running, browser: BrowserContext) -> None:
+    page = browser.new_page()
+    page.goto(f"{proxy.client.base_url}/ui/")
+    blocked = page.evaluate(
+        """() => new Promise((resolve) => {
+            document.addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
+            const script = document.createElement("script");
+            script.textContent = "window.hacked = 1";
+            document.body.append(script);
+        })"""
+    )
+    assert blocked == "script-src-elem"
+    assert page.evaluate("window.hacked") is None
+    page.close()
+
+
+def test_a_browser_is_shown_no_page_that_a_tool_wrote(proxy: Running, browser: BrowserContext) -> None:
+    proxy.client.put("/t/task/r/web/shell/files/root/page.html", content=b"<script>fetch('/api/v1/tasks')</script>")
+    page = browser.new_page()
+    answer = page.goto(f"{proxy.client.base_url}/t/task/r/web/shell/files/root/page.html")
+    assert answer is not None
+    assert answer.status == 403
+    page.close()
+    # An agent, which is no browser, reads the file as ever.
+    assert proxy.client.get("/t/task/r/web/shell/files/root/page.html").content.startswith(b"<script>")
+
+
+def test_a_token_is_asked_for_once_and_used_from_then_on(proxy: Running, page: Page) -> None:
+    """A proxy that wants one is stood in for: its refusals, and its answers once the token is right."""
+    asked: list[str | None] = []
+
+    def guard(route: Route) -> None:
+        asked.append(route.request.headers.get("authorization"))
+        if asked[-1] == "Bearer secret":
+            route.continue_()
+        else:
+            problem = '{"title": "Nothing says who asks", "detail": "Give it a token.", "status": 401}'
+            route.fulfill(status=401, content_type="application/problem+json", body=problem)
+
+    page.route("**/api/v1/**", guard)
+    page.goto(f"{proxy.client.base_url}/ui/")
+    dialog = page.get_by_role("dialog", name="Token")
+    expect(dialog).to_contain_text("Give it a token.")
+    for attempt in ("wrong", "secret"):
+        dialog.get_by_label("Token").fill(attempt)
+        dialog.get_by_role("button", name="Use it").click()
+    expect(page.locator("tr[data-task=task]")).to_be_visible()
+    expect(dialog).to_have_count(0)
+    assert "Bearer wrong" in asked
+    page.reload()
+    expect(page.locator("tr[data-task=task]")).to_be_visible()
+
+
+def test_the_page_says_when_the_proxy_does_not_answer(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with serving(tmp_path_factory.mktemp("gone")) as running:
+        page.goto(f"{running.client.base_url}/ui/")
+        expect(page.locator(".pulse")).to_have_text("live")
+        page.route("**/api/v1/stats", lambda route: route.abort())
+        running.exec("r", "echo 1 > f")
+        expect(page.locator(".pulse")).to_have_text("no answer")
+        page.unroute("**/api/v1/stats")
+        expect(page.locator(".pulse")).to_have_text("live")
+        page.goto("about:blank")

@@ -1,0 +1,133 @@
+"""What can be done at a node, done by buttons."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+def at(proxy: Running, page: Page, task: str, *commands: str) -> tuple[str, Locator]:
+    """Run commands, and open the page at the node that they lead to; return the node, and its panel."""
+    node = "n1"
+    for command in commands:
+        node = proxy.exec("agent", command, task=task).headers["x-forkpoint-node"]
+    page.goto(f"{proxy.client.base_url}/ui/#/t/{task}?node={node}")
+    panel = page.locator(".side")
+    expect(panel.locator(".actions")).to_be_visible()
+    return node, panel
+
+
+def detail(proxy: Running, task: str, node: str) -> Any:
+    return proxy.client.get(f"/api/v1/tasks/{task}/nodes/{node}").json()
+
+
+def press(panel: Locator, name: str) -> None:
+    panel.get_by_role("button", name=name, exact=True).click()
+
+
+def test_a_rollout_is_forked_at_a_node(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "fork", "echo 1 > f")
+    proxy.exec("agent", "echo 2 > f", task="fork")
+    press(panel, "Fork")
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("branch")
+    dialog.get_by_role("button", name="Fork").click()
+    address = f"{str(proxy.client.base_url).rstrip('/')}/t/fork/r/branch"
+    expect(page.get_by_label("Base URL")).to_have_value(address)
+    page.get_by_role("button", name="Show it").click()
+    expect(page).to_have_url(re.compile("#/t/fork/r/branch$"))
+    assert proxy.exec("branch", "cat f", task="fork").json()["stdout"] == "1\n"
+    assert node == proxy.client.get("/api/v1/tasks/fork/rollouts/branch").json()["start"]
+
+
+def test_a_fork_under_a_name_that_runs_is_refused_in_words(proxy: Running, page: Page) -> None:
+    _, panel = at(proxy, page, "twice", "echo 1 > f")
+    press(panel, "Fork")
+    page.get_by_label("Name").fill("agent")
+    page.get_by_role("dialog").get_by_role("button", name="Fork").click()
+    expect(page.get_by_role("status").filter(has_text="is running")).to_be_visible()
+
+
+def test_a_node_is_pinned_and_unpinned(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "pin", "echo 1 > f")
+    press(panel, "Pin")
+    expect(panel.get_by_role("button", name="Unpin")).to_be_visible()
+    assert detail(proxy, "pin", node)["flags"] == ["pinned"]
+    press(panel, "Unpin")
+    expect(panel.get_by_role("button", name="Pin", exact=True)).to_be_visible()
+    assert detail(proxy, "pin", node)["flags"] == []
+
+
+def test_a_snapshot_is_taken_or_it_is_said_why_not(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "snapshot", "echo 1 > f")
+    press(panel, "Snapshot")
+    expect(page.get_by_role("status").filter(has_text="is kept")).to_be_visible()
+    assert detail(proxy, "snapshot", node)["snapshot"]
+    _, panel = at(proxy, page, "unkept", "sleep 60 &")
+    press(panel, "Snapshot")
+    expect(page.get_by_role("status").filter(has_text="cannot be frozen")).to_be_visible()
+
+
+def test_an_answer_is_downloaded_byte_for_byte(proxy: Running, page: Page) -> None:
+    _, panel = at(proxy, page, "download", "echo 1 > f")
+    answer = proxy.exec("other", "echo 1 > f", task="download")
+    with page.expect_download() as download:
+        press(panel, "Download answer")
+    assert Path(download.value.path()).read_bytes() == answer.content
+    assert download.value.suggested_filename.endswith(".json")
+
+
+def test_a_command_is_tried_in_a_fork_and_nothing_is_recorded(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "try", "echo 1 > f")
+    before = proxy.client.get("/api/v1/tasks/try/columns").json()
+    press(panel, "Try")
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Command").fill("echo tried > f; cat f")
+    dialog.get_by_label("Command").press("Enter")
+    expect(dialog.locator(".output")).to_have_text("tried")
+    expect(dialog).to_contain_text("the tree does not know this call")
+    dialog.get_by_role("button", name="Done").click()
+    after = proxy.client.get("/api/v1/tasks/try/columns").json()
+    assert (before["columns"]["id"], before["columns"]["seen"]) == (after["columns"]["id"], after["columns"]["seen"])
+    assert proxy.exec("agent", "cat f", task="try").json()["stdout"] == "1\n"
+    assert node in page.url
+
+
+def test_forgetting_asks_and_asks_again_where_rollouts_stand(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "forget", "echo 1 > f", "echo 2 > f")
+    press(panel, "Forget")
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    assert detail(proxy, "forget", node)["id"] == node
+    press(panel, "Forget")
+    page.get_by_role("dialog").get_by_role("button", name="Forget").click()
+    again = page.get_by_role("dialog", name="Rollouts stand there")
+    expect(again).to_contain_text("agent")
+    again.get_by_role("button", name="End them and forget").click()
+    expect(page.get_by_role("status").filter(has_text="1 node forgotten, 1 rollout ended")).to_be_visible()
+    expect(panel).to_be_hidden()
+    assert proxy.client.get(f"/api/v1/tasks/forget/nodes/{node}").status_code == 404
+
+
+def test_two_people_forget_the_same_and_the_second_is_told(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "both", "echo 1 > f", "echo 2 > f")
+    proxy.client.delete(f"/api/v1/tasks/both/nodes/{node}?end_rollouts=true")
+    press(panel, "Forget")
+    page.get_by_role("dialog").get_by_role("button", name="Forget").click()
+    expect(page.get_by_role("status").filter(has_text=f"has no node {node}")).to_be_visible()
+
+
+def test_a_terminal_that_cannot_be_says_why(proxy: Running, page: Page) -> None:
+    node, _ = at(proxy, page, "none", "echo 1 > f")
+    page.goto(f"{proxy.client.base_url}/ui/#/t/none/n/{node}/terminal")
+    expect(page.get_by_role("status").filter(has_text="open no terminals")).to_be_visible()

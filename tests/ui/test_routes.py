@@ -1,0 +1,133 @@
+"""The page's own routes: columns and their news, labels, failures, calls and their answers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        yield running
+
+
+def get(proxy: Running, path: str, status: int = 200) -> Any:
+    answer = proxy.client.get(f"/api/v1/tasks/{path}")
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def number(answer: Any) -> int:
+    return int(answer.headers["x-forkpoint-node"][1:])
+
+
+def test_columns_tell_the_tree_and_who_stands_in_it(proxy: Running) -> None:
+    one = number(proxy.exec("a", "echo 1 > f", task="columns"))
+    proxy.exec("b", "echo 1 > f", task="columns")
+    proxy.exec("b", "cat f", task="columns")
+    two = number(proxy.exec("b", "echo 2 > f", task="columns"))
+    view = get(proxy, "columns/columns")
+    columns = view["columns"]
+    assert columns["id"] == [view["root"], one, two]
+    assert columns["parent"] == [0, view["root"], one]
+    assert (columns["hits"], columns["seen"], columns["effect"]) == ([0, 1, 0], [0, 1, 0], [0, 1, 1])
+    assert view["standing"] == {str(one): ["a"], str(two): ["b"]}
+    assert (view["nodes"], view["more"]) == (3, False)
+
+
+def test_columns_come_in_parts_and_then_as_news(proxy: Running) -> None:
+    made = [number(proxy.exec("r", f"echo {n} > f", task="parts")) for n in range(5)]
+    first = get(proxy, "parts/columns?limit=3")
+    assert first["more"]
+    rest = get(proxy, f"parts/columns?limit=3&after={first['columns']['id'][-1]}")
+    assert first["columns"]["id"][1:] + rest["columns"]["id"] == made
+    assert not rest["more"]
+    assert get(proxy, f"parts/columns?after={made[-1]}")["columns"]["id"] == []
+    new = number(proxy.exec("r", "echo new > f", task="parts"))
+    assert get(proxy, f"parts/columns?after={made[-1]}")["columns"]["id"] == [new]
+
+
+def test_histories_that_meet_are_told(proxy: Running) -> None:
+    proxy.exec("a", "echo 1 > f", task="meet")
+    away = number(proxy.exec("a", "export X=1", task="meet"))
+    back = proxy.exec("a", "cd /root", task="meet")
+    assert number(back) == away, "nothing changed"
+    proxy.exec("b", "echo 2 > g", task="meet")
+    proxy.exec("b", "rm g", task="meet")
+    view = get(proxy, "meet/columns")
+    assert all(pair[0] in view["columns"]["id"] and pair[1] in view["columns"]["id"] for pair in view["meets"])
+
+
+def test_labels_say_a_call_in_one_line(proxy: Running) -> None:
+    node = number(proxy.exec("r", "echo 1 > f;\n\n  false", task="labels"))
+    [label] = get(proxy, f"labels/labels?nodes={node},999999")
+    assert (label["text"], label["exit_code"]) == ("echo 1 > f;\n\n  false", 1)
+    long = number(proxy.exec("r", "echo " + "x" * 5000 + " > f", task="labels"))
+    assert len(get(proxy, f"labels/labels?nodes={long}")[0]["text"]) == 200
+    get(proxy, "labels/labels?nodes=n1", 422)
+
+
+def test_failures_are_told_apart_by_whether_they_led_somewhere(proxy: Running) -> None:
+    led = number(proxy.exec("r", "echo 1 > f; false", task="failures"))
+    proxy.exec("r", "cat nothing", task="failures")
+    proxy.exec("r", "cat f", task="failures")
+    found = get(proxy, "failures/failures")
+    assert (found["nodes"], found["reads"]) == ([led], [led])
+    assert get(proxy, f"failures/failures?after={found['upto']}")["nodes"] == []
+    more = number(proxy.exec("r", "echo 2 > f; false", task="failures"))
+    assert get(proxy, f"failures/failures?after={found['upto']}")["nodes"] == [more]
+
+
+def test_a_call_is_shown_with_its_answer_and_who_made_it(proxy: Running) -> None:
+    answer = proxy.exec("a", "echo 1 > f", task="call")
+    proxy.exec("b", "echo 1 > f", task="call")
+    node = answer.headers["x-forkpoint-node"]
+    [label] = get(proxy, f"call/labels?nodes={node[1:]}")
+    call = get(proxy, f"call/nodes/{node}/calls/{label['record']}")
+    assert call["answer"]["json"] == answer.json()
+    assert [(passed["rollout"], passed["outcome"]) for passed in call["passed"]] == [("b", "hit"), ("a", "miss")]
+    get(proxy, f"call/nodes/{node}/calls/0", 404)
+
+
+def test_reads_are_listed_with_most_hits_first(proxy: Running) -> None:
+    proxy.exec("a", "ls", task="reads")
+    for rollout in ("a", "b", "c"):
+        proxy.exec(rollout, "pwd", task="reads")
+    root = f"n{get(proxy, 'reads/columns')['root']}"
+    assert [read["text"] for read in get(proxy, f"reads/nodes/{root}/observations")] == ["pwd", "ls"]
+
+
+def test_a_rollout_is_forked_at_a_node_that_nobody_stands_at(proxy: Running) -> None:
+    node = proxy.exec("a", "echo 1 > f", task="fork").headers["x-forkpoint-node"]
+    proxy.exec("a", "echo 2 > f", task="fork")
+    proxy.client.delete("/api/v1/tasks/fork/rollouts/a")
+    forked = proxy.client.post(f"/api/v1/tasks/fork/nodes/{node}/fork", json={"name": "again"})
+    assert (forked.status_code, forked.json()["node"]) == (201, node)
+    assert proxy.exec("again", "cat f", task="fork").json()["stdout"] == "1\n"
+    assert proxy.client.post(f"/api/v1/tasks/fork/nodes/{node}/fork", json={"name": "again"}).status_code == 409
+
+
+def test_the_timings_of_calls_that_were_run_are_remembered(proxy: Running) -> None:
+    proxy.exec("a", "echo 1 > f", task="timings")
+    proxy.exec("b", "echo 1 > f", task="timings")
+    proxy.exec("b", "cat f", task="timings")
+    assert list(get(proxy, "timings/rollouts/a/timings")) == ["0"]
+    [(turn, timing)] = get(proxy, "timings/rollouts/b/timings").items()
+    assert turn == "1"
+    assert set(timing) == {"wait_s", "restore_s", "replay_s", "tool_s", "replayed_calls"}
+
+
+def test_the_page_is_served_with_a_policy_under_which_nothing_else_runs(proxy: Running) -> None:
+    page = proxy.client.get("/ui/")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    again = proxy.client.get("/ui/", headers={"if-none-match": page.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert proxy.client.get("/ui").headers["location"] == "/ui/"
+    for path in ("/ui/none.js", "/ui/../settings.py", "/ui/%2e%2e/routes.py", "/ui/js"):
+        assert proxy.client.get(path).status_code == 404, path

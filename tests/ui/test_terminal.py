@@ -1,0 +1,43 @@
+"""A terminal in a fork of a node, in a real sandbox."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from sandboxes.local import LocalDriver
+from sandboxes.localbox.layers import remove_tree
+from tests.machine import require_sandboxes
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Running]:
+    # Before the browser: what looks at the machine runs an event loop, and the browser's driver is one.
+    require_sandboxes()
+    folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
+    with serving(folder, drivers={"local": LocalDriver(folder / "local")}) as running:
+        running.client.put("/api/v1/tasks/term", json={"driver": "local"}).raise_for_status()
+        yield running
+    remove_tree(folder)
+
+
+def test_a_terminal_opens_in_a_fork_and_leaves_the_tree_alone(proxy: Running, page: Page) -> None:
+    node = proxy.exec("agent", "cd /tmp; echo here > f", task="term").headers["x-forkpoint-node"]
+    before = proxy.client.get("/api/v1/tasks/term/columns").json()["columns"]
+    page.goto(f"{proxy.client.base_url}/ui/#/t/term?node={node}")
+    page.locator(".side").get_by_role("link", name="Terminal").click()
+    expect(page.get_by_text("connected", exact=True)).to_be_visible()
+    screen = page.locator(".xterm-rows")
+    expect(screen).to_contain_text("/tmp#")
+    page.keyboard.type("cat f; printf '\\033[38;2;9;200;90mco%s\\033[0m\\n' lour; stty size; rm f\n")
+    expect(screen).to_contain_text("here")
+    expect(screen).to_contain_text("colour")
+    expect(screen).to_contain_text(re.compile(r"colour(?!24 80)\d+ \d+"))
+    page.keyboard.type("exit\n")
+    expect(page.get_by_text("the shell has ended")).to_be_visible()
+    assert proxy.client.get("/api/v1/tasks/term/columns").json()["columns"] == before
+    assert proxy.exec("agent", "cat f", task="term").json()["stdout"] == "here\n"

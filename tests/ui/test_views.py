@@ -1,0 +1,259 @@
+"""Each view shows what the proxy knows, and goes on showing it while rollouts run."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.proxy.serving import Running, serving
+
+SPEC = {"driver": "memory"}
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        for rollout, commands in (
+            ("first", ["echo 1 > f", "cat f", "echo 2 > f", "false"]),
+            ("second", ["echo 1 > f", "cat f", "echo 3 > g", "ls"]),
+        ):
+            for command in commands:
+                running.exec(rollout, command, task="demo")
+        yield running
+
+
+@pytest.fixture
+def ui(proxy: Running, page: Page) -> Page:
+    page.goto(f"{proxy.client.base_url}/ui/")
+    return page
+
+
+def go(ui: Page, address: str) -> Page:
+    ui.evaluate("address => (location.hash = address)", address)
+    return ui
+
+
+def figure(ui: Page, title: str) -> str:
+    return ui.locator(".figure", has=ui.get_by_text(title, exact=True)).locator(".value").inner_text()
+
+
+def test_the_overview_shows_each_task_and_follows_its_rollouts(proxy: Running, ui: Page) -> None:
+    row = ui.locator("tr[data-task=demo]")
+    expect(row).to_contain_text("25 %")
+    expect(ui.locator(".figure", has_text="Calls").first).to_contain_text("8")
+    before = figure(ui, "Calls")
+    for rollout in ("third", "fourth"):
+        proxy.exec(rollout, "echo 1 > f", task="live")
+    expect(ui.locator("tr[data-task=live]")).to_contain_text("50 %")
+    assert int(figure(ui, "Calls")) == int(before) + 2
+    expect(ui.locator("svg.timeline rect").first).to_be_attached()
+
+
+def test_tasks_are_filtered_and_sorted_and_the_address_remembers_it(ui: Page) -> None:
+    expect(ui.locator("tr[data-task=live]")).to_be_visible()
+    ui.keyboard.press("/")
+    ui.keyboard.type("dem")
+    expect(ui.locator("tbody tr")).to_have_count(1)
+    ui.get_by_role("button", name="Hit rate").click()
+    expect(ui.locator("th[aria-sort]")).to_have_text("Hit rate")
+    assert "q=dem" in ui.url
+    assert "sort=rate" in ui.url
+    ui.reload()
+    expect(ui.get_by_label("Filter tasks")).to_have_value("dem")
+    expect(ui.locator("tbody tr")).to_have_count(1)
+
+
+def test_the_map_is_walked_by_keys_and_pointer(ui: Page) -> None:
+    go(ui, "#/t/demo")
+    canvas = ui.locator("canvas")
+    expect(ui.locator("main[data-ready]")).to_be_visible()
+    canvas.focus()
+    ui.keyboard.press("ArrowRight")
+    ui.keyboard.press("Enter")
+    expect(ui.locator(".side")).to_contain_text("echo 1 > f")
+    ui.keyboard.press("Escape")
+    expect(ui.locator(".side")).to_be_hidden()
+    canvas.click(position={"x": 36, "y": 36})
+    expect(ui.locator(".side")).to_contain_text("the task's root state")
+    expect(ui).to_have_url(re.compile(r"node=n\d+"))
+
+
+def test_the_table_says_what_the_map_draws(ui: Page) -> None:
+    go(ui, "#/t/demo?view=table")
+    rows = ui.get_by_role("treegrid").get_by_role("row")
+    expect(rows).to_have_count(5)
+    expect(rows.nth(2)).to_contain_text("echo 1 > f")
+    expect(rows.nth(2)).to_have_attribute("aria-expanded", "true")
+    expect(rows.nth(3)).to_have_attribute("aria-level", "2")
+    expect(ui.get_by_role("treegrid")).to_contain_text("▸ second")
+    grid = ui.get_by_role("treegrid")
+    grid.focus()
+    ui.keyboard.press("ArrowDown")
+    ui.keyboard.press("ArrowLeft")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(2)).to_contain_text("+2")
+    ui.keyboard.press("ArrowRight")
+    expect(rows).to_have_count(5)
+    ui.keyboard.press("End")
+    ui.keyboard.press("Enter")
+    expect(ui.locator(".side")).to_contain_text(re.compile("echo [23] > "))
+
+
+def test_a_tree_grows_on_the_page_while_rollouts_run(proxy: Running, ui: Page) -> None:
+    proxy.exec("a", "echo 1 > f", task="growing")
+    go(ui, "#/t/growing?view=table")
+    grid = ui.get_by_role("treegrid")
+    expect(grid).to_contain_text("▸ a")
+    proxy.exec("a", "echo new > file", task="growing")
+    expect(grid).to_contain_text("echo new > file")
+    proxy.exec("b", "echo 1 > f", task="growing")
+    expect(grid).to_contain_text("▸ b")
+    proxy.client.delete("/api/v1/tasks/growing/rollouts/a")
+    last = grid.get_by_role("row").last.get_by_text("echo new > file")
+    node = proxy.exec("c", "echo 1 > f", task="growing").headers["x-forkpoint-node"]
+    expect(last).to_be_visible()
+    answer = proxy.client.delete(f"/api/v1/tasks/growing/nodes/{node}?end_rollouts=true")
+    assert answer.status_code == 200
+    proxy.exec("d", "echo other > f", task="growing")
+    expect(grid).to_contain_text("echo other > f")
+    expect(grid).not_to_contain_text("echo new > file")
+
+
+def test_chains_fold_and_open(proxy: Running, ui: Page) -> None:
+    for number in range(30):
+        proxy.exec("walker", f"echo {number} > f", task="chain")
+    go(ui, "#/t/chain?view=table")
+    grid = ui.get_by_role("treegrid")
+    expect(grid).to_contain_text("29 calls in a chain")
+    expect(grid).to_have_attribute("aria-rowcount", "4")
+    grid.get_by_text("29 calls in a chain").click()
+    expect(grid).to_have_attribute("aria-rowcount", "32")
+    expect(grid).to_contain_text("echo 7 > f")
+    ui.get_by_role("button", name="Fold chains").click()
+    ui.get_by_role("button", name="Fold chains").click()
+    expect(grid).to_have_attribute("aria-rowcount", "4")
+
+
+def test_a_link_to_a_folded_node_opens_its_chain(proxy: Running, ui: Page) -> None:
+    nodes = [proxy.exec("w", f"echo {n} > f", task="link").headers["x-forkpoint-node"] for n in range(20)]
+    go(ui, f"#/t/link?node={nodes[9]}&view=table")
+    expect(ui.locator(".side")).to_contain_text("echo 9 > f")
+    expect(ui.locator(".trow.on")).to_contain_text("echo 9 > f")
+
+
+def test_calls_are_found_by_their_text(ui: Page) -> None:
+    go(ui, "#/t/demo")
+    expect(ui.locator("main[data-ready]")).to_be_visible()
+    ui.keyboard.press("/")
+    ui.keyboard.type("3 > G")
+    expect(ui.locator(".finds").get_by_role("option")).to_have_count(1)
+    ui.keyboard.press("Enter")
+    expect(ui.locator(".side .command")).to_have_text("echo 3 > g")
+    ui.keyboard.press("/")
+    ui.get_by_label("Search calls").fill("no such call")
+    expect(ui.get_by_text("No call has this text.")).to_be_visible()
+
+
+def test_a_node_shows_its_answer_state_and_who_passed(ui: Page) -> None:
+    go(ui, "#/t/demo?view=table")
+    ui.get_by_role("treegrid").get_by_text("echo 1 > f").click()
+    side = ui.locator(".side")
+    expect(side.locator(".command")).to_have_text("echo 1 > f")
+    expect(side).to_contain_text("changed files")
+    expect(side).to_contain_text("kept: ")
+    expect(side.get_by_role("link", name="second")).to_have_attribute("href", re.compile("#/t/demo/r/second"))
+    expect(side.locator(".reads li")).to_have_count(1)
+    side.get_by_role("button", name="cat f").click()
+    expect(side.locator(".part", has_text="Read here").locator(".output")).to_have_text("1")
+
+
+def test_what_changed_is_shown_beside_the_parent(ui: Page) -> None:
+    go(ui, "#/t/demo?view=table")
+    ui.get_by_role("treegrid").get_by_text("echo 3 > g").click()
+    ui.get_by_role("button", name=re.compile("Compare with n")).click()
+    expect(ui.locator(".changes")).to_contain_text("/root/g")
+    expect(ui.locator(".changes .add", has_text="+3")).to_be_visible()
+
+
+def test_a_rollout_is_a_waterfall_of_its_calls(proxy: Running, ui: Page) -> None:
+    go(ui, "#/t/demo/r/second")
+    rows = ui.locator(".waterfall tbody tr")
+    expect(rows).to_have_count(4)
+    outcomes = [rows.nth(i).get_attribute("data-outcome") for i in range(4)]
+    assert outcomes == ["hit", "hit", "miss", "miss"]
+    expect(rows.nth(2).locator(".bars")).to_have_attribute("title", re.compile("ran"))
+    proxy.exec("second", "echo later > h", task="demo")
+    expect(rows).to_have_count(5)
+
+
+def test_two_rollouts_stand_side_by_side_with_their_fork(ui: Page) -> None:
+    go(ui, "#/t/demo/rollouts")
+    ui.get_by_label("Compare first").check()
+    ui.get_by_label("Compare second").check()
+    ui.get_by_role("button", name="Compare").click()
+    expect(ui.get_by_text("2 calls in common")).to_be_visible()
+    rows = ui.locator("table.compare tbody tr")
+    expect(rows.nth(2)).to_contain_text("They part here, at n")
+    expect(rows.nth(1)).to_have_class("same")
+    expect(rows.nth(3)).to_contain_text("echo 2 > f")
+    expect(rows.nth(3)).to_contain_text("echo 3 > g")
+
+
+def test_sandboxes_and_snapshots_say_why_they_are_there(ui: Page) -> None:
+    go(ui, "#/snapshots")
+    expect(ui.locator("tbody tr", has_text="demo").first).to_contain_text("uses expected")
+    go(ui, "#/sandboxes")
+    expect(ui.locator("tbody tr", has_text="demo").first).to_contain_text(re.compile("may go on in it|may have it"))
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("#/t/none", "there is no task 'none'"),
+        ("#/t/none/rollouts", "there is no task 'none'"),
+        ("#/t/demo/r/none", "no rollout 'none'"),
+        ("#/t/demo/n/n999999", "has no node n999999"),
+        ("#/t/demo?node=n999999", "The tree has no node n999999."),
+        ("#/t/demo/n/%3Cscript%3E", "string_pattern_mismatch|should match"),
+        ("#/nowhere", "There is nothing under this address."),
+    ],
+)
+def test_an_address_of_nothing_says_so(ui: Page, address: str, told: str) -> None:
+    go(ui, address)
+    expect(ui.locator("body")).to_contain_text(re.compile(told))
+
+
+def test_keys_are_listed_and_the_theme_is_kept(ui: Page) -> None:
+    ui.keyboard.press("?")
+    expect(ui.get_by_role("dialog", name="Keys")).to_contain_text("map or table")
+    ui.keyboard.press("Escape")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = ui.evaluate(background)
+    ui.get_by_role("button", name="Theme: auto").click()
+    ui.get_by_role("button", name="Theme: light").click()
+    assert ui.evaluate(background) != light
+    ui.reload()
+    expect(ui.get_by_role("button", name="Theme: dark")).to_be_visible()
+    ui.get_by_role("button", name="Theme: dark").click()
+    ui.emulate_media(color_scheme="dark")
+    assert ui.evaluate(background) != light
+    ui.emulate_media(color_scheme="light")
+    assert ui.evaluate(background) == light
+
+
+@pytest.mark.parametrize(
+    "address", ["#/", "#/t/demo", "#/t/demo?view=table&node=n1", "#/t/demo/rollouts", "#/t/demo/r/first"]
+)
+def test_everything_that_can_be_used_has_a_name(ui: Page, address: str) -> None:
+    go(ui, address)
+    expect(ui.locator("main > *").first).to_be_visible()
+    for landmark in ("banner", "main", "navigation"):
+        expect(ui.get_by_role(landmark)).to_have_count(1)
+    unnamed = ui.evaluate(
+        """() => [...document.querySelectorAll("button, a[href], input, select, canvas")].filter((one) =>
+            !(one.getAttribute("aria-label") || one.title || one.textContent.trim() || one.labels?.length)
+        ).map((one) => one.outerHTML)"""
+    )
+    assert unnamed == []
+    expect(ui.get_by_role("heading", level=1)).to_have_count(1)
