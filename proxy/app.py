@@ -61,7 +61,7 @@ def server(application: DataPlane) -> uvicorn.Server:
             loop="uvloop",
             http=protocol_for(application),
             ws="websockets-sansio",
-            ws_max_size=1 << 20,
+            ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",
             log_config=None,
             access_log=False,

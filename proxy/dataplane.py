@@ -24,6 +24,7 @@ from proxy.events import Events
 from proxy.exchange import Exchange, raw, told_by
 from proxy.forest import Outcome, Rollout
 from proxy.origin import BROWSERS, refuse_foreign
+from proxy.sockets import Sockets, refuse
 from proxy.step import Answer
 from proxy.timing import Timing
 from proxy.wire import Address, address_of
@@ -59,6 +60,7 @@ class DataPlane:
     def __init__(self, engine: Engine, behind: App) -> None:
         self.engine, self._behind = engine, behind
         self._answers = Answers(engine.store, budget_bytes=engine.settings.answer_memory_bytes)
+        self._sockets = Sockets(engine, self._answers)
         self._under_way = 0
         self._addresses: dict[bytes, Address] = {}
         self._calls: dict[Hashable, Call] = {}
@@ -69,8 +71,11 @@ class DataPlane:
         self._hosts: dict[bytes, bool] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(("/t/", "/e/")):
+        if scope["type"] == "lifespan" or not scope["path"].startswith(("/t/", "/e/")):
             await self._behind(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            await self._converse(scope, receive, send)
             return
         self._under_way += 1
         exchange = Exchange(send, receive)
@@ -82,6 +87,18 @@ class DataPlane:
             await self._refuse(scope, error, exchange)
         finally:
             self._under_way -= 1
+
+    async def _converse(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            address = self._named(self._address(scope))
+        except Refused as refused:
+            self._count(problem_of(refused))
+            await receive()
+            await refuse(problem_of(refused), send)
+            return
+        await self._sockets.serve(
+            address, self._request({**scope, "method": "GET"}, address, b""), scope, receive, send
+        )
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
         """Return the whole HTTP response to a call that the tree knows, and take its step; None for anything else.

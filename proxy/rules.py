@@ -4,7 +4,7 @@ import tomllib
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -49,6 +49,12 @@ class Rule(BaseModel):
     effect: Literal["read", "change"] | None = Field(default=None, description="on the server's memory; else by method")
     stateless: bool = Field(default=False, description="a call whose answer hangs on the call alone: once for all")
     cache: Literal["always", "never"] = "always"
+    answers: Annotated[int, Field(ge=0, le=1000)] | Literal["quiet"] = Field(
+        default=1, description="of a message on a WebSocket: how many answer it; 'quiet': all, until none comes"
+    )
+    alias: tuple[str, ...] = Field(
+        default=(), description="of such a message: fields whose value its client chose, and finds in answers again"
+    )
     commutes: bool = Field(default=False, description="may change places with others that wait at the same time")
     rollout: str = Field(default="", description="where the rollout's name is, if not in the URL; 'fresh': a new one")
     names: str = Field(
@@ -88,6 +94,9 @@ class Rules(BaseModel):
         default=(), description="fields of JSON answers in which a replay may differ: durations, tracebacks"
     )
     retry_status: int | None = Field(default=None, ge=500, le=599, description="answered to trouble of ours")
+    trouble: Any = Field(
+        default=None, description="sent on a WebSocket when a message cannot be answered, with {slug} and {detail}"
+    )
     rule: tuple[Rule, ...] = ()
 
 

@@ -24,6 +24,7 @@ NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
     "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "x-request-id", "x-correlation-id", "idempotency-key",
     "traceparent", "tracestate", "baggage", "sentry-trace", "x-forkpoint-task", "x-forkpoint-rollout",
+    "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
 }  # fmt: skip
 """Headers that say nothing of what is asked."""
 _OURS = frozenset({"x-forkpoint-task", "x-forkpoint-rollout"})
@@ -101,6 +102,7 @@ class Declared:
 
     def _call(self, request: Request, rule: Rule, fields: "_Fields", rollout: str) -> Call:
         body, bound = self._unbound(request.body, fields, rollout)
+        body, aliases = _aliased(body, rule, fields)
         headers = self._forwarded(request)
         self._refuse_escapes(request.path)
         try:
@@ -113,6 +115,7 @@ class Declared:
         arguments |= {"effect": rule.effect} if rule.effect else {}
         arguments |= {"cache": "never"} if rule.cache == "never" else {}
         arguments |= self._outsider(rule) if self._outside else {}
+        arguments |= {"answers": rule.answers} if request.method == "WS" else {}
         tool = _tool(rule, request, fields)
         told = {"args": self._args(request, rule, body), "headers": self._in_key(headers)}
         return Call(
@@ -124,6 +127,7 @@ class Declared:
             bound=bound,
             streams=not bound,
             constant=rule.stateless,
+            aliases=aliases,
         )
 
     def _outsider(self, rule: Rule) -> dict[str, Any]:
@@ -230,6 +234,14 @@ class Declared:
         headers = tuple((name.decode(), value.decode()) for name, value in problem.headers())
         return Local(self._rules.retry_status, problem.body(), headers)
 
+    def trouble(self, problem: Problem) -> str | None:
+        """Return the message that tells of a problem on a WebSocket; None where the connection is closed instead."""
+        told = self._rules.trouble
+        if told is None:
+            return None
+        filled = {"{slug}": problem.slug, "{detail}": problem.detail}
+        return orjson.dumps(_filled(told, filled)).decode()
+
 
 class _Fields:
     """The fields of a request, read when they are first asked for."""
@@ -321,6 +333,24 @@ def _local(reply: Reply) -> Local:
 
 def _name(text: str) -> str:
     return named("rollout", text)
+
+
+def _aliased(body: bytes, rule: Rule, fields: _Fields) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Return a message with our names in the place of those that its client chose, and which those are."""
+    found = {path: member(fields.json, path) for path in rule.alias}
+    told = tuple((name, f"forkpoint-{path}") for path, name in found.items() if isinstance(name, str) and name)
+    if not told:
+        return body, ()
+    value = orjson.loads(body)
+    for (path, name), (_, ours) in zip(((p, n) for p, n in found.items() if n), told, strict=True):
+        value = renamed(value, (path,), name, ours, whole=True)
+    return orjson.dumps(value), told
+
+
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(inner, words) for name, inner in value.items()}
+    return words.get(value, value) if isinstance(value, str) else value
 
 
 def _chosen(value: dict[str, Any], rule: Rule) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Call:
     events: whether its client may be sent server-sent events meanwhile (`Eventful`). cancel: the name under which its
     client may cancel it (`Cancel`), if it may; hangup: whether it does so by leaving.
     existing: whether rollout must run already: its name is one that we gave. constant: whether the answer is the same
-    for all states of the task, as a list of tools.
+    for all states of the task, as a list of tools. aliases: what its client calls something, and how we record it.
     """
 
     call: ToolCall
@@ -75,6 +75,7 @@ class Call:
     hangup: bool = False
     existing: bool = False
     constant: bool = False
+    aliases: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

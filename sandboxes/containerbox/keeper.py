@@ -274,7 +274,10 @@ class Keeper:
                     sys.exit(0)
                 self.inbox.feed(data, carried)
             watch()
-        return {"read": message.fields["read"], "log": message.fields["log"] and self.servers.log(order["name"])}
+        return {
+            "read": message.fields["read"],
+            "log": message.fields["log"] and self.servers.log(order.get("behind", order)["name"]),
+        }
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""

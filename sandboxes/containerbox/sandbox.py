@@ -146,6 +146,7 @@ class ContainerSandbox(Hosting):
 
     async def freeze(self) -> FrozenState:
         """See `Sandbox.freeze`: a copy of what was written over the image, unless nothing has changed since."""
+        self.require_still()
         known = self._frozen
         if known is not None and self._states.there(known.payload["copy"]):
             return known
@@ -204,5 +205,6 @@ class ContainerSandbox(Hosting):
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        self.close_sockets()
         await self._stock.throw_away(self._box)
         self.closed = True

@@ -1,6 +1,7 @@
 """Servers that run inside a sandbox, asked from the driver's side; what the sandboxes of both drivers share."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import orjson
 
 from sandboxes import serving
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.driver import SandboxError, ServerError
+from sandboxes.driver import NotFreezable, SandboxError, ServerError
 from sandboxes.http1 import Garbage, Listener, exchange
 from sandboxes.localbox.answers import execution
 from sandboxes.localbox.executing import Conversation, is_process, refused
@@ -26,6 +27,7 @@ from sandboxes.looking import Entry
 from sandboxes.mcp import PROGRESS_TOKEN, Heard, Line
 from sandboxes.serving import Spool, mcp_order, order
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.websocket import Socket, carrier, is_message
 
 MCP_TYPE = "application/vnd.forkpoint.mcp+json"
 LOOK_S = 30.0
@@ -53,6 +55,7 @@ class Hosting(Talk):
         """
         self._born_with = born_with
         self._hosted, self._environment, self._folder, self._known_reads = spec, environment, folder, known_reads
+        self._sockets: dict[str, Socket] = {}
 
     async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
         """Send a call and return the answer to it."""
@@ -80,7 +83,9 @@ class Hosting(Talk):
         """
         if is_process(call):
             return await self.run_process(call, listener)
-        return await (self._mcp(call, listener) if call.endpoint == "mcp" else self._forward(call, listener))
+        if call.endpoint == "mcp":
+            return await self._mcp(call, listener)
+        return await (self._message(call) if is_message(call) else self._forward(call, listener))
 
     async def run_process(self, call: ToolCall, listener: Listener | None) -> Execution:
         """Run a process of its own; listener hears its output while it comes. Its ending is in the answer alone.
@@ -145,6 +150,55 @@ class Hosting(Talk):
             raise
         finally:
             spool.close()
+
+    async def _message(self, call: ToolCall) -> Execution:
+        """Send a message over its WebSocket; the first one opens it."""
+        server = self._hosted.hosted[call.endpoint]
+        asked = carrier(call, order(call.endpoint, self._hosted, self._environment))
+        connected = self._hear_of_server(await self.ask({"op": "serve", "server": asked}, b"", server.ready_s))
+        silence_s = server.timeout_s or self._hosted.limits.timeout_s
+        try:
+            talk = self._socket(call, asked["name"], connected, server.port, server.answer_bytes)
+            if connected.fields["fresh"]:
+                await talk.shake_hands(call, silence_s=silence_s)
+            said = await talk.ask(call, silence_s=silence_s)
+            answer = self._concluded(await self._talk({"op": "served", "read": serving.reads(call), "log": False}))
+        except (Garbage, OSError, TimeoutError) as error:
+            raise await self._server_failed(call.endpoint, error) from error
+        except asyncio.CancelledError:
+            self._die("its call was cancelled")
+            raise
+        ran = execution(answer, float(answer.fields["seconds"]), said.result())
+        return replace(ran, shareable=not serving.volatile(call))
+
+    def _socket(self, call: ToolCall, name: str, connected: Message, port: int, most: int) -> Socket:
+        """Return a connection's end here: the one that there is, or one over the descriptors that have come."""
+        fresh = bool(connected.fields["fresh"])
+        known = self._sockets.get(name)
+        if known is not None and not fresh:
+            for fd in connected.fds:
+                os.close(fd)
+            return known
+        if known is not None:
+            known.close()
+        self._sockets[name] = Socket(connected.fds, call, port, most=most, opened=not fresh)
+        if fresh and not call.arguments["first"]:
+            raise Garbage("its WebSocket has ended")
+        return self._sockets[name]
+
+    def require_still(self) -> None:
+        """Raise where something came over a WebSocket that no call has told yet: no frozen state would have it.
+
+        Raises:
+            NotFreezable: so it is.
+        """
+        if not all(talk.still for talk in self._sockets.values()):
+            raise NotFreezable("a server has sent messages over its WebSocket that nobody has asked for")
+
+    def close_sockets(self) -> None:
+        """Let go of the WebSockets, when the sandbox goes."""
+        for talk in self._sockets.values():
+            talk.close()
 
     async def _mcp(self, call: ToolCall, listener: Listener | None) -> Execution:
         method, params, names = (call.arguments[member] for member in ("method", "params", "server"))

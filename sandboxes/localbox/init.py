@@ -321,7 +321,10 @@ class Init:
             if not self._listen({**self.shells.outputs, **self.servers.outputs}, int(WATCH_S * 1000)):
                 sys.exit(0)
             watch()
-        return {"read": message.fields["read"], "log": message.fields["log"] and self.servers.log(order["name"])}
+        return {
+            "read": message.fields["read"],
+            "log": message.fields["log"] and self.servers.log(order.get("behind", order)["name"]),
+        }
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""

@@ -215,6 +215,7 @@ class LocalSandbox(Hosting):
             raise
 
     async def _freeze(self, *, root: bool) -> FrozenState:
+        self.require_still()
         told = self._sealed
         if told is None:
             paused = await self._talk(
@@ -366,6 +367,7 @@ class LocalSandbox(Hosting):
 
     async def _close(self) -> None:
         self._kill()
+        self.close_sockets()
         self._channel.close()
         # A switch under way ends soon, now that nobody answers it. Until then it names its namespace by a descriptor
         # whose number, closed, might soon be that of another sandbox's.

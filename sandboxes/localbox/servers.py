@@ -118,8 +118,8 @@ class Servers:
     def connect(self, order: dict[str, Any], watch: Callable[[], None]) -> tuple[list[int], bool]:
         """Return descriptors that lead to the server that order names, and whether it was started for that.
 
-        One of a connection to its port, or where it speaks over them, of its stdin and its stdout. watch: called now
-        and then while it starts.
+        One of a connection to its port, or where it speaks over them, of its stdin and its stdout. One `behind` it is
+        made ready before. watch: called now and then while it starts.
 
         Raises:
             ServerFailed: it ended, or did not get ready in time.
@@ -130,6 +130,10 @@ class Servers:
         known = self._servers.get(order["name"])
         fresh = known is None or known.ended
         if fresh:
+            if "behind" in order:
+                behind = {**order["behind"], "environment": order["environment"]}
+                for fd in self.connect(behind, watch)[0]:
+                    os.close(fd)
             self._start(order)
         if order["port"] is None:
             return [os.dup(fd) for fd in self._servers[order["name"]].talk], fresh

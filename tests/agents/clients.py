@@ -21,29 +21,33 @@ PYTHON = "/usr/bin/python3"
 
 
 @cache
-def packages(*requirements: str) -> Path:
+def packages(*requirements: str, bare: tuple[str, ...] = ()) -> Path:
     """Return a directory with requirements, as `pip install --target` makes it; skip where none can be got.
 
-    In CI it is no skip but a failure.
+    In CI it is no skip but a failure. bare: what is put there without all that it says it needs.
     """
     version = subprocess.run(
         [PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    name = hashlib.blake2b(" ".join([version, *requirements]).encode(), digest_size=8).hexdigest()
+    name = hashlib.blake2b(" ".join([version, *requirements, *bare]).encode(), digest_size=8).hexdigest()
     place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forkpoint-clients" / name
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=place.parent))
-        done = subprocess.run(
-            [*_installer(version), "--target", str(made), *requirements], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            shutil.rmtree(made)
-            assert not os.environ.get("CI"), done.stderr
-            pytest.skip(f"{' '.join(requirements)} cannot be installed: {done.stderr[-300:]}")
+        for more, wanted in (([], requirements), (["--no-deps"], bare)):
+            if wanted:
+                _install([*_installer(version), *more, "--target", str(made), *wanted], made)
         made.chmod(0o755)
         made.rename(place)
     return place
+
+
+def _install(command: list[str], made: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(made)
+        assert not os.environ.get("CI"), done.stderr
+        pytest.skip(f"{' '.join(command[-3:])} cannot be installed: {done.stderr[-300:]}")
 
 
 def _installer(version: str) -> list[str]:
