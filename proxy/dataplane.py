@@ -10,13 +10,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
 from proxy.answers import AT_ONCE, HIT_STATUS, Answers, RawHeaders, response
 from proxy.canonical import CallKey
 from proxy.dialects import dialect_of
+from proxy.dialects.declared import Declared
 from proxy.dialects.kinds import Call, Cancel, Close, Dialect, Local, Meaning, Open, Request
 from proxy.engine import Engine
 from proxy.errors import Problem, Refused, problem_of
@@ -27,7 +29,9 @@ from proxy.origin import BROWSERS, refuse_foreign
 from proxy.sockets import Sockets, refuse
 from proxy.step import Answer
 from proxy.timing import Timing
+from proxy.uploads import Hangup, uploading
 from proxy.wire import Address, address_of
+from sandboxes.spec import EnvironmentSpec
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -50,10 +54,6 @@ _RESENT = 4096
 """How many named requests are remembered, in case they are sent again."""
 
 
-class _Hangup(Exception):  # noqa: N818 - what the client did
-    """The client left before its request was complete."""
-
-
 class DataPlane:
     """Answers `/t/…` and `/e/…`; anything else goes to the application behind it."""
 
@@ -71,7 +71,7 @@ class DataPlane:
         self._hosts: dict[bytes, bool] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not scope["path"].startswith(("/t/", "/e/")):
+        if scope["type"] == "lifespan" or not scope["path"].startswith(("/t/", "/e/", "/ng-rollout/")):
             await self._behind(scope, receive, send)
             return
         if scope["type"] == "websocket":
@@ -81,7 +81,7 @@ class DataPlane:
         exchange = Exchange(send, receive)
         try:
             await self._serve(scope, receive, exchange)
-        except _Hangup:
+        except Hangup:
             pass
         except Exception as error:  # noqa: BLE001 - a request ends here
             await self._refuse(scope, error, exchange)
@@ -114,7 +114,7 @@ class DataPlane:
         try:
             dialect = self._dialect_in(rollout, address.endpoint)
             call = self._call(scope, address, bytes(body), rollout, dialect)
-            if not isinstance(call, Call) or call.request_id or call.constant:
+            if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
                 return None
             record = self.engine.step.known(rollout, call.key)
             if record is None:
@@ -136,16 +136,34 @@ class DataPlane:
         _refuse_smuggling(scope)
         self._refuse_foreign(scope)
         address = self._named(self._address(scope))
-        body = await self._body(receive)
+        message = await receive()
+        if not message.get("more_body") and len(message.get("body", b"")) <= self.engine.settings.max_body_bytes:
+            if message["type"] == "http.request":
+                await self._respond(scope, address, message.get("body", b""), exchange)
+            return
+        most, folder = self.engine.settings.max_body_bytes, self.engine.settings.data
+        with uploading(
+            folder, most=most, spools=_passes(self.engine.tasks.spec(address.task), address.endpoint)
+        ) as upload:
+            body = await upload.receive(receive, message)
+            await self._respond(scope, address, body, exchange, upload.path)
+
+    async def _respond(
+        self, scope: Message, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
+    ) -> None:
+        """Answer a request. upload: where its body lies, if not in body."""
         request = self._request(scope, address, body)
         rollout = self.engine.tasks.rollouts.get((address.task, address.rollout))
         # Nothing is opened for one that is new: what is answered at once must not wait for that.
         spec = self.engine.tasks.spec(address.task) if rollout is None else rollout.tree.spec
         dialect = dialect_of(spec, address.endpoint) if rollout is None else self._dialect_in(rollout, address.endpoint)
         exchange.understood(dialect, request)
+        if isinstance(dialect, Declared) and (task := dialect.task(request)) not in ("", address.task):
+            await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
+            return
         meaning = dialect.read(request)
         if isinstance(meaning, Call) and meaning.constant:
-            await self._constant(address.task, meaning, exchange)
+            await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
             return
         if rollout is None and isinstance(meaning, Call):
             rollout = await self._begun(address.task, meaning, address.rollout)
@@ -154,7 +172,14 @@ class DataPlane:
                 dialect = self._dialect_in(rollout, address.endpoint)
                 exchange.understood(dialect, request)
                 meaning = dialect.read(request)
+        meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
         await self._act(address.task, meaning, exchange, rollout)
+
+    async def _routed(self, address: Address, task: str, spec: EnvironmentSpec) -> Address:
+        """Return address with the task that its request names; one that is new has the spec of the one in the URL."""
+        if not self.engine.store.tasks(task):
+            await self.engine.tasks.put(task, spec)
+        return replace(address, task=task)
 
     async def _begun(self, task: str, call: Call, name: str) -> Rollout:
         """Return the rollout of a call; a new one begins, unless its name is one that only we give."""
@@ -313,7 +338,7 @@ class DataPlane:
         known = self._addresses.get(raw_path)
         if known is None:
             known = address_of(raw_path, scope["headers"])
-            if raw_path.startswith(b"/t/"):
+            if raw_path.startswith((b"/t/", b"/ng-rollout/")):
                 _remember(self._addresses, raw_path, known)
         return known
 
@@ -327,14 +352,6 @@ class DataPlane:
                 401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."
             )
         return replace(address, task=named[0], rollout=named[1])
-
-    async def _body(self, receive: Receive) -> bytes:
-        most = self.engine.settings.max_body_bytes
-        message = await receive()
-        body: bytes = message.get("body", b"")
-        if not message.get("more_body") and message["type"] == "http.request" and len(body) <= most:
-            return body
-        return await _rest(message, receive, most)
 
     async def _refuse(self, scope: Message, error: Exception, exchange: Exchange) -> None:
         problem = problem_of(error)
@@ -366,18 +383,27 @@ def _unforeseen(problem: Problem, error: Exception) -> Exception | None:
     return error if problem.slug == "defect" else None
 
 
-async def _rest(message: Message, receive: Receive, most: int) -> bytes:
-    chunks, size = [], 0
-    while True:
-        if message["type"] == "http.disconnect":
-            raise _Hangup
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > most:
-            raise Refused(413, "body", f"the body is larger than max_body_bytes, {most}. Send less, or raise it.")
-        if not message.get("more_body"):
-            return b"".join(chunks)
-        message = await receive()
+def _passes(spec: EnvironmentSpec, endpoint: str) -> bool:
+    """Whether what is sent to an endpoint goes on as it is, and is not kept."""
+    server = spec.upstreams.get(endpoint)
+    return server is not None and server.mode == "pass"
+
+
+M = TypeVar("M", bound=Meaning)
+
+
+def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
+    """Return a request's meaning with the place where its body lies, if it does not come with it.
+
+    Raises:
+        Refused: 413, whoever it is for keeps what it is sent, and so must hold it.
+    """
+    if upload is None:
+        return meaning
+    if not isinstance(meaning, Call) or not _passes(spec, meaning.call.endpoint):
+        raise Refused(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
+    arguments = {**meaning.call.arguments, "upload": str(upload)}
+    return replace(meaning, call=replace(meaning.call, arguments=arguments))
 
 
 def _refuse_smuggling(scope: Message) -> None:

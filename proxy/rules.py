@@ -88,6 +88,7 @@ class Rules(BaseModel):
     headers: tuple[str, ...] | None = None
     request_id: str = Field(default="", description="header that names a request which may be sent again")
     rollout: str = Field(default="", description="where the rollout's name is, if not in the URL and no rule says it")
+    task: str = Field(default="", description="where the task's name is, if not the one in the URL is meant")
     mint: str = Field(default="", description="cookie under which a new rollout's name is given to its client")
     bind: tuple[str, ...] = Field(default=(), description="fields of JSON bodies, both ways, that hold that name")
     unsteady: tuple[str, ...] = Field(
@@ -112,7 +113,8 @@ def rules_of(server: Server | Upstream) -> Rules:
     except ValidationError as error:
         raise RulesError(f"a rule of the server cannot be read: {error.errors()[0]['msg']}") from error
     bind = server.bind if isinstance(server, Upstream) else ()
-    return shipped.model_copy(update={"rule": own + shipped.rule, "bind": bind + shipped.bind})
+    more = {"rule": own + shipped.rule, "bind": bind + shipped.bind}
+    return shipped.model_copy(update=more | ({"task": server.task} if server.task else {}))
 
 
 def identity(spec: EnvironmentSpec) -> str:

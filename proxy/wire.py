@@ -10,6 +10,8 @@ from proxy.errors import Refused
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~@:=+,-]{0,199}$"
 """Of tasks and rollouts: one path segment that needs no escaping and cannot be taken for a relative path."""
 
+ONLY = "*"
+"""Stands for the endpoint of a task's only server."""
 Headers = Iterable[tuple[bytes, bytes]]
 _NAME = re.compile(NAME_PATTERN)
 
@@ -33,7 +35,7 @@ class Address:
 
 def address_of(raw_path: bytes, headers: Headers) -> Address:
     """Read `/t/{task}/r/{rollout}/{endpoint}/{path…}`, `/t/{task}/{endpoint}/{path…}`, or `/e/{endpoint}/{path…}` with
-    headers or a token.
+    headers or a token; or NeMo-Gym's `/ng-rollout/{task}-{rollout}/{path…}`, which leads to the task's only server.
 
     Segments are split before they are decoded, so an escaped slash in a name is seen as what it is.
 
@@ -53,6 +55,10 @@ def address_of(raw_path: bytes, headers: Headers) -> Address:
         return Address(task, rollout, words[4], "/".join(words[5:]), "", *_parted(raw, 5))
     if words[0] == "t" and len(words) >= 3 and words[2] != "r":
         return Address(named("task", words[1]), "", words[2], "/".join(words[3:]), "", *_parted(raw, 3))
+    if words[0] == "ng-rollout" and len(words) >= 2:
+        task, _, rollout = words[1].rpartition("-")
+        names = named("task", task), named("rollout", rollout)
+        return Address(*names, ONLY, "/".join(words[2:]), "", *_parted(raw, 2))
     if words[0] == "e" and len(words) >= 2:
         task, rollout, token = _by_headers(headers)
         return Address(task, rollout, words[1], "/".join(words[2:]), token, *_parted(raw, 2))

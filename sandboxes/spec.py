@@ -55,6 +55,11 @@ class Server(BaseModel):
     )
     dialect: str = Field(default="http", description="which calls read, what a call's key leaves out: rules by name")
     rules: tuple[dict[str, Any], ...] = Field(default=(), description="rules of one's own, before those of the dialect")
+    task: str = Field(
+        default="",
+        pattern=r"^((header|cookie|query|body):.+)?$",
+        description="where a request names its task, if not the one in the URL is meant: body:task_id",
+    )
     timeout_s: float | None = Field(
         default=None, gt=0, le=86_400, description="of silence, before an answer or in it; limits.timeout_s by default"
     )
@@ -97,6 +102,11 @@ class Upstream(BaseModel):
         default=(), description="statuses that say that a session is gone: it is built again, and nothing is recorded"
     )
     farewell: Farewell | None = Field(default=None, description="sent when a session that a rule opened is let go")
+    task: str = Field(
+        default="",
+        pattern=r"^((header|cookie|query|body):.+)?$",
+        description="where a request names its task, if not the one in the URL is meant: body:task_id",
+    )
     timeout_s: float | None = Field(
         default=None, gt=0, le=86_400, description="of silence, before an answer or in it; limits.timeout_s by default"
     )

@@ -10,7 +10,7 @@ The door to httpx.
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -34,6 +34,7 @@ NO_SESSION = StateDigest(b"\0" * 32, b"\0" * 32)
 CONNECT_S = 10.0
 FAREWELL_S = 5.0
 _SAID_BYTES = 2000
+_CHUNK = 1 << 18
 _LONG_NAME = 8
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
 _SENT_ANEW = frozenset({"host", "content-length", "expect", "cookie"})
@@ -165,7 +166,9 @@ class HttpSandbox:
     ) -> tuple[ToolResult, bool]:
         """Send call; return what came, and whether all of it was kept."""
         body = call.body if session is None else _named(call.body, call, OUR_NAME, session.name)
-        request = _request(server, call.arguments["method"], call.arguments["target"], _headers(call, session), body)
+        content, length = _content(call, body)
+        headers = [*_headers(call, session), *length]
+        request = _request(server, call.arguments["method"], call.arguments["target"], headers, content)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
         request.extensions["timeout"] = {"connect": CONNECT_S, "read": silence_s, "write": silence_s, "pool": CONNECT_S}
         spool = Spool(call, listener, most=server.answer_bytes, folder=self._folder)
@@ -222,7 +225,7 @@ class HttpSandbox:
 
 
 def _request(
-    server: Upstream, method: str, target: str, headers: Iterable[tuple[str, str]], body: bytes
+    server: Upstream, method: str, target: str, headers: Iterable[tuple[str, str]], body: bytes | AsyncIterator[bytes]
 ) -> httpx.Request:
     """Return a request to server: where it goes is the spec's word, target is only what is asked for there."""
     place = urlsplit(server.upstream)
@@ -230,6 +233,20 @@ def _request(
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     url = f"{place.scheme}://{place.netloc}"
     return httpx.Request(method, url, headers=raw, content=body, extensions={"target": line})
+
+
+def _content(call: ToolCall, body: bytes) -> tuple[bytes | AsyncIterator[bytes], list[tuple[str, str]]]:
+    """Return what call uploads, and the header that tells its length where httpx cannot see it."""
+    if "upload" not in call.arguments:
+        return body, []
+    path = Path(call.arguments["upload"])
+    return _chunks(path), [("content-length", str(path.stat().st_size))]
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
 
 
 def _headers(call: ToolCall, session: Session | None) -> list[tuple[str, str]]:

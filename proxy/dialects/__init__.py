@@ -11,6 +11,7 @@ from proxy.dialects.mcp import Mcp
 from proxy.dialects.video import Video
 from proxy.errors import Problem, Refused
 from proxy.rules import rules_of
+from proxy.wire import ONLY
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
@@ -50,6 +51,8 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     Raises:
         Refused: 404, it has no such endpoint.
     """
+    if endpoint == ONLY and len(spec.servers) == 1:
+        (endpoint,) = spec.servers
     if endpoint in DIALECTS and not spec.upstreams:
         return BuiltIn(DIALECTS[endpoint], spec)
     if endpoint == "mcp" and not spec.upstreams:

@@ -71,6 +71,15 @@ class Declared:
             return Open(rollout, given or self._call(request, rule, fields, rollout), parent, self._minted(rollout))
         return self._call(request, rule, fields, rollout)
 
+    def task(self, request: Request) -> str:
+        """Return the task that request names; empty where that in the URL is meant.
+
+        Raises:
+            Refused: 400, it is no name.
+        """
+        told = _Fields(request).value(self._rules.task) if self._rules.task else ""
+        return named("task", told) if told else ""
+
     def _rule(self, request: Request, fields: "_Fields") -> tuple[Rule, Mapping[str, str]]:
         # Decoded, so that no spelling of a path slips past its rule.
         path = unquote(request.path)
@@ -128,6 +137,7 @@ class Declared:
             streams=not bound,
             constant=rule.stateless,
             aliases=aliases,
+            routed=bool(self._rules.task),
         )
 
     def _outsider(self, rule: Rule) -> dict[str, Any]:

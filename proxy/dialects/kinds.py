@@ -61,6 +61,7 @@ class Call:
     client may cancel it (`Cancel`), if it may; hangup: whether it does so by leaving.
     existing: whether rollout must run already: its name is one that we gave. constant: whether the answer is the same
     for all states of the task, as a list of tools. aliases: what its client calls something, and how we record it.
+    routed: whether the request itself says of which task it is.
     """
 
     call: ToolCall
@@ -76,6 +77,7 @@ class Call:
     existing: bool = False
     constant: bool = False
     aliases: tuple[tuple[str, str], ...] = ()
+    routed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
             case "/stream":
                 return self._stream()
             case "/length":
-                return self._say({"length": len(raw)})
+                return self._say({"length": len(raw), "sum": sum(raw[:1000])})
+            case "/big":
+                return self._big(int(urlsplit(self.path).query))
+            case "/events":
+                return self._events(int(urlsplit(self.path).query))
         body = json.loads(raw) if raw else {}
         if path.startswith("/session/") and self.command == "DELETE":
             told.sessions.pop(path.removeprefix("/session/"))
@@ -112,6 +116,23 @@ class _Handler(BaseHTTPRequestHandler):
             # The test opens the gate when it has seen what came before.
             self.told.gate.wait(10)
         self.wfile.write(b"0\r\n\r\n")
+
+    def _big(self, megabytes: int) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(megabytes << 20))
+        self.end_headers()
+        for _ in range(megabytes):
+            self.wfile.write(random.randbytes(1 << 20))  # noqa: S311
+
+    def _events(self, count: int) -> None:
+        """As many as come in an hour, without its pauses."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for n in range(count):
+            self.wfile.write(f"id: {n}\ndata: {'x' * 200}\n\n".encode())
+        self.close_connection = True
 
     def _say(self, value: Any, status: int = 200, cookie: str = "") -> None:
         data = json.dumps(value).encode()

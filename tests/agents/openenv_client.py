@@ -6,11 +6,12 @@ Arguments: base URLs, one for each rollout, and what to do.
 import json
 import sys
 import time
+from typing import Any
 
-from openenv.core import GenericEnvClient
+from openenv.core import GenericEnvClient  # type: ignore[import-not-found]
 
 PREFIX = ["one", "two", "draw", "three"]
-told = []
+told: list[list[Any]] = []
 clients = [GenericEnvClient(base_url=url).sync() for url in sys.argv[2:]]
 for client in clients:
     client.connect()

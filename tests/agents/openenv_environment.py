@@ -4,26 +4,26 @@ import random
 import sys
 
 import uvicorn
-from openenv.core.env_server import create_fastapi_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
+from openenv.core.env_server import create_fastapi_app  # type: ignore[import-not-found]
+from openenv.core.env_server.interfaces import Environment  # type: ignore[import-not-found]
+from openenv.core.env_server.types import Action, Observation, State  # type: ignore[import-not-found]
 from pydantic import Field
 
 total = 0
 
 
-class Move(Action):
+class Move(Action):  # type: ignore[misc]
     word: str
 
 
-class Seen(Observation):
+class Seen(Observation):  # type: ignore[misc]
     words: list[str] = Field(default_factory=list)
     roll: int = 0
     luck: str = ""
     total: int = 0
 
 
-class Words(Environment[Move, Seen, State]):
+class Words(Environment[Move, Seen, State]):  # type: ignore[misc]
     """Keeps the words of an episode; rolls a seeded die; draws lots when asked."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True

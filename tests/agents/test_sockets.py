@@ -44,7 +44,9 @@ def task(proxy: Proxy, request: pytest.FixtureRequest) -> str:
 
 
 def opened(proxy: Proxy, place: str, **more: Any) -> ClientConnection:
-    return connect(f"ws://{proxy.address[0]}:{proxy.address[1]}/t/{place}", proxy=None, open_timeout=20, **more)
+    url = f"ws://{proxy.address[0]}:{proxy.address[1]}/t/{place}"
+    opened: ClientConnection = connect(url, proxy=None, open_timeout=20, **more)
+    return opened
 
 
 def ask(line: ClientConnection, text: str) -> Any:

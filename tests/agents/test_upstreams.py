@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.private import private_proxy
 from sandboxes.upstream import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.proxy.serving import Running, serving
@@ -277,6 +278,65 @@ def test_there_is_no_shell_beside_an_upstream(proxy: Running, there: Elsewhere) 
     answer = proxy.client.post("/t/t/r/a/shell/exec", json={"command": "id"})
     assert answer.status_code == 404
     assert "endpoints here are: api" in answer.json()["detail"]
+
+
+def test_an_upload_that_outgrows_memory_passes_by_way_of_the_disk(tmp_path: Path, there: Elsewhere) -> None:
+    with serving(tmp_path, drivers={"http": HttpDriver(tmp_path / "http")}, max_body_bytes=1 << 16) as proxy:
+        body = random.Random(1).randbytes(3 << 20)  # noqa: S311
+        put(proxy, there, mode="pass")
+        told = proxy.client.post("/t/t/r/a/api/length", content=body)
+        assert told.json() == {"length": len(body), "sum": sum(body[:1000])}
+        assert there.headers[-1]["content-length"] == str(len(body))
+        chunks = (body[n : n + 4096] for n in range(0, len(body), 4096))
+        assert proxy.client.post("/t/t/r/a/api/length", content=chunks).json()["length"] == len(body)
+        assert proxy.client.post("/t/t/r/a/api/length", content=bytes((1 << 22) + 1)).status_code == 413
+        with socket.create_connection(proxy.address, timeout=5) as connection:
+            connection.sendall(
+                b"POST /t/t/r/a/api/length HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + bytes(150_000)
+            )
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(100) == b""
+        # What is kept must be held, so it is bounded as ever.
+        put(proxy, there, mode="replay")
+        assert proxy.client.post("/t/t/r/b/api/length", content=body).status_code == 413
+        assert len(there.asked) == 2
+        assert not list(tmp_path.glob("upload-*"))
+
+
+def test_large_bodies_and_long_streams_pass_in_constant_memory(there: Elsewhere) -> None:
+    with private_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=120, trust_env=False) as client:
+        server = {"upstream": f"{there.url}/api", "answer_bytes": 1 << 20, "mode": "pass"}
+        client.put("/api/v1/tasks/t", json={"driver": "http", "servers": {"api": server}}).raise_for_status()
+        client.get("/t/t/r/a/api/big?2")
+        before = _peak_mb(proxy.pid)
+        body = bytes(10 << 20)
+        for _ in range(5):
+            assert client.post("/t/t/r/a/api/length", content=body).json()["length"] == len(body)
+        sent = _peak_mb(proxy.pid)
+        assert sent < before + 50, "several bodies were held"
+        for path, size in (("big?100", 100 << 20), ("events?150000", 0)):
+            with client.stream("GET", f"/t/t/r/a/api/{path}") as answer:
+                heard = sum(map(len, answer.iter_raw()))
+            assert heard >= (size or 30 << 20)
+        assert _peak_mb(proxy.pid) < sent + 24, "a stream was held"
+
+
+def _peak_mb(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) >> 10
+
+
+def test_a_request_may_name_its_task_itself(proxy: Running, there: Elsewhere) -> None:
+    put(proxy, there, rules=READS, task="body:task_id")
+    for task in ("one", "two", "one"):
+        answer = proxy.client.post("/t/t/r/a/api/search", json={"q": "x", "task_id": task})
+        assert answer.json()["echo"]["task_id"] == task
+    assert len(there.asked) == 2
+    assert {task["task"] for task in proxy.client.get("/api/v1/tasks").json()} >= {"t", "one", "two"}
+    assert proxy.client.post("/t/t/r/a/api/search", json={"q": "x"}).json()["echo"] == {"q": "x"}
+    assert proxy.client.post("/t/t/r/a/api/search", json={"q": "x", "task_id": "one"}).headers["cache-status"] == HIT
+    refused = proxy.client.post("/t/t/r/a/api/search", json={"task_id": "../x"})
+    assert (refused.status_code, refused.json()["type"]) == (400, "urn:forkpoint:name")
 
 
 @pytest.mark.parametrize("seed", range(6))

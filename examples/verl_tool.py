@@ -1,0 +1,39 @@
+"""A shell for veRL's tool agent loop whose commands run in Forkpoint. Read docs/agents/verl.md.
+
+Named in veRL's tool config as `class_name: verl_tool.ForkpointShell`, with `config: {url: "http://127.0.0.1:8700"}`.
+"""
+
+from typing import Any
+
+import httpx
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
+
+
+class ForkpointShell(BaseTool):
+    """An instance lives for one call; what lives for a trajectory is its request's id."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
+        super().__init__(config, tool_schema)
+        self._client = httpx.AsyncClient(base_url=config["url"], timeout=config.get("timeout_s", 300))
+        self._tasks: dict[str, str] = {}
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Note the task, which the dataset's `tools_kwargs` carries."""
+        instance_id, created = await super().create(instance_id)
+        self._tasks[instance_id] = kwargs["create_kwargs"]["task"]
+        return instance_id, created
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Run a command where the trajectory stands."""
+        rollout = kwargs["agent_data"].request_id
+        answer = await self._client.post(f"/t/{self._tasks[instance_id]}/r/{rollout}/shell/exec", json=parameters)
+        answer.raise_for_status()
+        told = answer.json()
+        return ToolResponse(text=told["stdout"] + told["stderr"]), 0.0, {"exit_code": told["exit_code"]}
+
+    async def release(self, instance_id: str, **_: Any) -> None:
+        """Forget the task."""
+        self._tasks.pop(instance_id, None)

@@ -1,0 +1,116 @@
+"""The shims in examples/, run as their trainers run them, which are too heavy to install here.
+
+What stands in for veRL has its interfaces as they are in the wheel of 0.9.1 (`verl/tools/base_tool.py`, `schemas.py`),
+and calls as its `tool_agent_loop.py` does; TRL's calls are those of `grpo_trainer.py` of 1.16.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.forest import Outcome
+from tests.proxy.serving import Running, serving
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[Running]:
+    with serving(tmp_path) as running:
+        yield running
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BaseTool:
+    def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
+        self.config, self.tool_schema = config, tool_schema
+
+    async def create(self, instance_id: str | None = None, **_: Any) -> tuple[str, Any]:
+        return instance_id or str(uuid.uuid4()), SimpleNamespace(text=None)
+
+    async def release(self, instance_id: str, **_: Any) -> None: ...
+
+
+@pytest.fixture
+def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    base, schemas = ModuleType("verl.tools.base_tool"), ModuleType("verl.tools.schemas")
+    base.BaseTool, schemas.ToolResponse = BaseTool, SimpleNamespace  # type: ignore[attr-defined]
+    for module in (ModuleType("verl"), ModuleType("verl.tools"), base, schemas):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return loaded("verl_tool")
+
+
+async def _verl_calls(tool: Any, rollout: str, *commands: str) -> list[str]:
+    """Call as the tool agent loop does: an instance for each call."""
+    said = []
+    for command in commands:
+        instance, _ = await tool.create(create_kwargs={"task": "t"})
+        agent_data = SimpleNamespace(request_id=rollout)
+        response, reward, _ = await tool.execute(instance, {"command": command}, agent_data=agent_data)
+        await tool.release(instance)
+        assert reward == 0.0
+        said.append(response.text)
+    return said
+
+
+def test_a_verl_group_shares_its_prefix_and_parts(proxy: Running, verl: ModuleType) -> None:
+    async def go() -> list[list[str]]:
+        tool = verl.ForkpointShell({"url": str(proxy.client.base_url)}, None)
+        async with tool._client:
+            prefix = ("echo one > f", "cat f")
+            return [await _verl_calls(tool, f"r{n}", *prefix, f"echo {n} >> f", "cat f") for n in range(3)]
+
+    assert asyncio.run(go()) == [["", "one\n", "", f"one\n{n}\n"] for n in range(3)]
+    assert proxy.engine.counts.outcomes[Outcome.HIT] == 4
+
+
+def test_a_verl_call_that_fails_raises_as_the_loop_expects(proxy: Running, verl: ModuleType) -> None:
+    async def go() -> None:
+        tool = verl.ForkpointShell({"url": str(proxy.client.base_url)}, None)
+        async with tool._client:
+            await _verl_calls(tool, "r", "\x00")
+
+    with pytest.raises(httpx.HTTPStatusError, match="422"):
+        asyncio.run(go())
+
+
+def test_trl_environments_share_and_part_and_are_reset(proxy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORKPOINT_URL", str(proxy.client.base_url))
+    factory = loaded("trl_environment").ForkpointShell
+    group = [factory() for _ in range(3)]
+    for environment in group:
+        assert environment.reset(task="t", prompt=[]) is None
+        assert [environment.bash("echo one > f"), environment.bash("cat f")] == ["", "one\n"]
+    assert proxy.engine.counts.outcomes[Outcome.HIT] == 4
+    for n, environment in enumerate(group):
+        environment.bash(f"echo {n} >> f")
+        assert environment.bash("cat f") == f"one\n{n}\n"
+    group[0].reset(task="t", prompt=[])
+    assert group[0].bash("cat f") == "cat: f: No such file or directory\n"
+    for environment in group:
+        environment._client.close()
+
+
+def test_trl_finds_one_tool_with_its_description() -> None:
+    factory = loaded("trl_environment").ForkpointShell
+    tools = [n for n, _ in inspect.getmembers(factory, inspect.isfunction) if n != "reset" and not n.startswith("_")]
+    assert tools == ["bash"]
+    assert "Args:" in (inspect.getdoc(factory.bash) or "")
+    assert inspect.signature(factory.bash).parameters["command"].annotation is str
