@@ -89,16 +89,16 @@ class DataPlane:
             self._under_way -= 1
 
     async def _converse(self, scope: Message, receive: Receive, send: Send) -> None:
+        scope = {**scope, "method": "GET"}
         try:
+            self._refuse_foreign(scope)
             address = self._named(self._address(scope))
         except Refused as refused:
             self._count(problem_of(refused))
             await receive()
             await refuse(problem_of(refused), send)
             return
-        await self._sockets.serve(
-            address, self._request({**scope, "method": "GET"}, address, b""), scope, receive, send
-        )
+        await self._sockets.serve(address, self._request(scope, address, b""), scope, receive, send)
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
         """Return the whole HTTP response to a call that the tree knows, and take its step; None for anything else.

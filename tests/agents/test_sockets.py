@@ -200,7 +200,6 @@ def test_the_server_sees_its_own_address_and_the_client_s_headers(proxy: Proxy, 
         f"{task}/r/a/api/deep/er?q=1%2F2",
         additional_headers=more,
         subprotocols=["one", "two"],
-        origin="http://evil",
     ) as line:
         told = ask(line, "head")
         assert line.subprotocol == "one"
@@ -209,6 +208,12 @@ def test_the_server_sees_its_own_address_and_the_client_s_headers(proxy: Proxy, 
     assert fields["host"] == "127.0.0.1:9000"
     assert fields["authorization"] == "Bearer theirs"
     assert not {"x-forkpoint-task", "origin", "sec-websocket-extensions"} & fields.keys()
+
+
+def test_a_page_of_another_site_opens_no_connection(proxy: Proxy, task: str) -> None:
+    with pytest.raises(InvalidStatus) as refused, opened(proxy, f"{task}/r/a/api/x", origin="http://evil.test"):
+        pass
+    assert refused.value.response.status_code == 403
 
 
 def test_a_client_that_pings_is_answered_while_a_message_is(proxy: Proxy, task: str) -> None:
@@ -259,7 +264,7 @@ def test_a_handshake_that_leads_nowhere_is_refused(
 @pytest.mark.parametrize(
     "sent",
     [
-        b"GET ws://evil.example/t/T/r/a/api/x HTTP/1.1\r\nhost: evil.example\r\n",
+        b"GET ws://evil.example/t/T/r/a/api/x HTTP/1.1\r\nhost: evil.test\r\n",
         b"GET /t/T/r/a/api/x HTTP/1.1\r\nhost: x\r\nsec-websocket-key: short\r\n",
     ],
 )
