@@ -20,6 +20,7 @@ from proxy.canonical import CallKey
 from proxy.dialects import dialect_of
 from proxy.dialects.declared import Declared
 from proxy.dialects.kinds import Call, Cancel, Close, Dialect, Local, Meaning, Open, Request
+from proxy.docker_front import DockerFront
 from proxy.engine import Engine
 from proxy.errors import Problem, Refused, problem_of
 from proxy.events import Events
@@ -67,6 +68,7 @@ class DataPlane:
         self._dialects: dict[tuple[int, str], Dialect] = {}
         self._constants: dict[tuple[int, CallKey], Answer] = {}
         self._cancels: dict[tuple[int, str], Events] = {}
+        self.docker = DockerFront(engine, self._answers, self._asked_by, self._count)
         self._resent: OrderedDict[tuple[int, str], tuple[CallKey, asyncio.Future[Answer]]] = OrderedDict()
         self._hosts: dict[bytes, bool] = {}
 
@@ -105,6 +107,8 @@ class DataPlane:
 
         What is wrong with a request, and what fails, is told on the ordinary way.
         """
+        if b"/docker" in scope["raw_path"] and self.docker.owns(scope):
+            return self.docker.known(scope, body)
         address = self._addresses.get(scope["raw_path"])
         if address is None or len(body) > self.engine.settings.max_body_bytes or not self._familiar(scope):
             return None
@@ -152,6 +156,9 @@ class DataPlane:
         self, scope: Message, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
     ) -> None:
         """Answer a request. upload: where its body lies, if not in body."""
+        if address.endpoint == "docker":
+            await self.docker.serve(scope, address, body, exchange)
+            return
         request = self._request(scope, address, body)
         rollout = self.engine.tasks.rollouts.get((address.task, address.rollout))
         # Nothing is opened for one that is new: what is answered at once must not wait for that.
@@ -332,15 +339,22 @@ class DataPlane:
         fresh = "" if address.rollout else secrets.token_hex(12)
         return Request(scope["method"], target, headers, body, address.rollout, base, fresh)
 
-    def _address(self, scope: Message) -> Address:
+    def _address(self, scope: Mapping[str, Any]) -> Address:
         """Read who asks. A rollout's URL is the same call after call, so the last ones are remembered."""
         raw_path = scope["raw_path"]
         known = self._addresses.get(raw_path)
         if known is None:
             known = address_of(raw_path, scope["headers"])
-            if raw_path.startswith((b"/t/", b"/ng-rollout/")):
+            # Docker's paths name one exec each.
+            if raw_path.startswith((b"/t/", b"/ng-rollout/")) and known.endpoint != "docker":
                 _remember(self._addresses, raw_path, known)
         return known
+
+    def _asked_by(self, scope: Mapping[str, Any]) -> Address:
+        """Return the address of a request that is answered without `_serve`, if no other site's page sent it."""
+        if not self._familiar(scope):
+            self._refuse_foreign(scope)
+        return self._named(self._address(scope))
 
     def _named(self, address: Address) -> Address:
         """Return address with the task and the rollout that its token stands for."""

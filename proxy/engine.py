@@ -68,6 +68,8 @@ class Engine:
         self.pulse = Pulse(self.counts, lambda: len(self.pool.roster), self.tasks.running_in)
         self.ready = False
         self.closing = asyncio.Event()
+        self.beside: list[Callable[[], Awaitable[None]]] = []
+        """Awaited first when it closes: what protocols have under way."""
         self._chores: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -106,6 +108,8 @@ class Engine:
         """Let the calls under way end, keep what is known, and leave no sandbox behind."""
         self.ready = False
         self.hang_up()
+        for close in self.beside:
+            await close()
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)

@@ -31,14 +31,15 @@ def spec_for(
     """Return the spec of a rollout that begins with wanted.
 
     given: as its task was PUT; it stays the base, and wanted only adds variables, a directory and limits. Without one
-    the image is that of a container, where that driver is on; any_image: elsewhere it is default, whatever its name.
+    the image is that of a container with default's limits, where that driver is on; any_image: elsewhere it is default,
+    whatever its name.
 
     Raises:
         Refused: 404, there is no such image here; 400, a variable or a path that no environment can have.
     """
     base = given
     if base is None and "container" in drivers:
-        base = EnvironmentSpec(driver="container", image=wanted.image, workdir="/")
+        base = EnvironmentSpec(driver="container", image=wanted.image, workdir="/", limits=default.limits)
     if base is None and any_image:
         base = default
     if base is None:

@@ -103,6 +103,26 @@ class Exchange:
         headers = raw(mine.headers) + ready.headers[ready.told :] + told
         await self._respond(mine.status, headers, mine.body)
 
+    async def stream(
+        self,
+        headers: Headers,
+        content: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]],
+    ) -> None:
+        """Send what content sends, piece by piece, until it ends or the client leaves."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw(headers)})
+
+        async def send(data: bytes) -> None:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+        sending, leaving = asyncio.ensure_future(content(send)), asyncio.ensure_future(self._left())
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+        await asyncio.gather(sending, leaving, return_exceptions=True)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def local(self, local: Local) -> None:
         """Send an answer of the proxy's own."""
         await self._respond(local.status, raw(local.headers), local.body)

@@ -1,57 +1,154 @@
 """HTTP on a connection: uvicorn's own protocol, but a call that the tree knows is answered where it was read.
 
 A hit needs no task, no event and no second write; they cost more than finding the answer does. Whatever is not a plain
-complete request with a known answer takes uvicorn's ordinary way. This leans on five names of uvicorn's protocol class,
-so pyproject.toml bounds its version, and a test holds them.
+complete request with a known answer takes uvicorn's ordinary way. Docker's clients take some connections over for
+streams both ways, which are a `Wire` from then on. All this leans on names of uvicorn's protocol class, so
+pyproject.toml bounds its version, and tests hold them.
 """
 
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from proxy.dataplane import DataPlane
+from proxy.hijack import Wire
+
+MOST_ASKED_BYTES = 32 << 10
+"""Of a request that takes its connection over; a longer one is none."""
+_Begun = tuple[RequestResponseCycle, Any]
 
 
 def protocol_for(data_plane: DataPlane) -> type[HttpToolsProtocol]:
     """Return the protocol class of a server whose application is data_plane."""
+    return type("HitFirstFor", (HitFirst,), {"data_plane": data_plane})
 
-    class HitFirst(HttpToolsProtocol):
-        _parsing = False
-        _begun: tuple[RequestResponseCycle, Any] | None = None
 
-        def data_received(self, data: bytes) -> None:
-            self._parsing = True
-            try:
-                super().data_received(data)
-            finally:
-                self._parsing = False
-                begun, self._begun = self._begun, None
-                if begun is not None and not self._answered(begun[0]):
-                    super()._start_asgi_task(*begun)
+class HitFirst(HttpToolsProtocol):
+    """One connection. See the module."""
 
-        def on_headers_complete(self) -> None:
-            if not self.url.startswith(b"/"):
-                # A whole URL, as a forward proxy is sent: this is none, and reaches no host that a request names.
-                raise ValueError("the target is not a path")
-            super().on_headers_complete()
+    data_plane: ClassVar[DataPlane]
+    _parsing = False
+    _begun: _Begun | None = None
+    _held: _Begun | None = None
+    _wire: Wire | None = None
+    _beyond: bytearray | None = None
+    _data = b""
 
-        def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-            # uvicorn starts when it has the headers; the body is mostly in the same bytes, so wait for their end.
-            if self._parsing and self._begun is None:
-                self._begun = cycle, app
-            else:
-                super()._start_asgi_task(cycle, app)
+    def data_received(self, data: bytes) -> None:
+        if self._wire is not None:
+            self._wire.feed(data)
+            return
+        if self._beyond is not None:
+            self._beyond += data
+            self._take_over_when_whole()
+            return
+        self._parsing, self._data = True, data
+        try:
+            super().data_received(data)
+        finally:
+            self._parsing, self._data = False, b""
+            begun, self._begun = self._begun, None
+            if begun is not None and not self._answered(begun[0]):
+                super()._start_asgi_task(*begun)
 
-        def _answered(self, cycle: RequestResponseCycle) -> bool:
-            plain = not cycle.more_body and cycle.keep_alive and not cycle.waiting_for_100_continue
-            if not plain or self.flow.write_paused or self.transport.is_closing():
-                return False
-            answer = data_plane.known(cycle.scope, cycle.body)
-            if answer is None:
-                return False
-            cycle.response_started = cycle.response_complete = True
-            self.transport.write(answer)
-            cycle.on_response()
-            return True
+    def on_headers_complete(self) -> None:
+        if not self.url.startswith(b"/"):
+            # A whole URL, as a forward proxy is sent: this is none, and reaches no host that a request names.
+            raise ValueError("the target is not a path")
+        super().on_headers_complete()
 
-    return HitFirst
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self.data_plane.docker.hijacks(cycle.scope) and not cycle.waiting_for_100_continue:
+            self._held = cycle, app
+            self._take_over_when_whole()
+        # uvicorn starts when it has the headers; the body is mostly in the same bytes, so wait for their end.
+        elif self._parsing and self._begun is None:
+            self._begun = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _answered(self, cycle: RequestResponseCycle) -> bool:
+        plain = not cycle.more_body and cycle.keep_alive and not cycle.waiting_for_100_continue
+        if not plain or self.flow.write_paused or self.transport.is_closing():
+            return False
+        answer = self.data_plane.known(cycle.scope, cycle.body)
+        if answer is None:
+            return False
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(answer)
+        cycle.on_response()
+        return True
+
+    # -- connections that become streams -----------------------------------------------------------------------------
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self._held is not None and len(self._held[0].body) > MOST_ASKED_BYTES:
+            held, self._held = self._held, None
+            super()._start_asgi_task(*held)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._get_upgrade() is None:
+            self._take_over_when_whole()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        # Called where the parser has met the end of HTTP, and says where that is: for it an upgrade has no body.
+        met = sys.exception()
+        if self._held is None or met is None:
+            super()._unsupported_upgrade_warning()
+            return
+        self._held[0].keep_alive = False
+        self._beyond = bytearray(self._data[met.args[0] :])
+        self._take_over_when_whole()
+
+    def _take_over_when_whole(self) -> None:
+        if self._held is None or (
+            self._beyond is None and (self._held[0].more_body or self._get_upgrade() is not None)
+        ):
+            return
+        cycle, app = self._held
+        if self._beyond is not None:
+            length = _length(self.headers)
+            if len(self._beyond) < length:
+                return
+            cycle.body, cycle.more_body = self._beyond[:length], False
+            self._beyond = self._beyond[length:]
+        self._held = None
+        body, docker = bytes(cycle.body), self.data_plane.docker
+        if not docker.takes_over(cycle.scope, body):
+            super()._start_asgi_task(cycle, app)
+            return
+        self.flow.resume_reading()
+        self._wire = wire = Wire(
+            self.transport.write, self.flow.drain, self._hold, self.transport.close,
+            upgrade=self._get_upgrade() is not None, hasty=docker.is_hasty(cycle.scope),
+        )  # fmt: skip
+        if self._beyond:
+            wire.feed(bytes(self._beyond))
+        if not docker.answered(cycle.scope, body, wire):
+            task = self.loop.create_task(docker.hijack(cycle.scope, body, wire))
+            task.add_done_callback(self.tasks.discard)
+            self.tasks.add(task)
+
+    def _hold(self, on: bool) -> None:
+        (self.flow.pause_reading if on else self.flow.resume_reading)()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        if self._wire is None:
+            return super().eof_received()
+        # It sends no more, and goes on listening.
+        self._wire.ended()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._wire is not None:
+            self._wire.lost()
+        super().connection_lost(exc)
+
+
+def _length(headers: list[tuple[bytes, bytes]]) -> int:
+    """Return how long a body is said to be; what is said is a number, for the parser has read it, and not too large."""
+    told = next((value for name, value in headers if name == b"content-length"), b"0")
+    return min(int(told), MOST_ASKED_BYTES)

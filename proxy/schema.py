@@ -64,6 +64,8 @@ def make_tables(database: Database) -> None:
     database.execute(
         "CREATE TABLE IF NOT EXISTS shares (task TEXT, tree INTEGER, PRIMARY KEY (task, tree)) WITHOUT ROWID"
     )
+    # What a protocol knows of a running rollout: Docker's container.
+    database.execute("CREATE TABLE IF NOT EXISTS notes (rollout INTEGER PRIMARY KEY, value TEXT)")
     for table, indexed in _INDEXES:
         database.table(table).create_index(indexed, if_not_exists=True)
     database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)

@@ -112,6 +112,7 @@ class Store:
         trees = ",".join(map(str, doomed))
         with self._transaction() as execute:
             execute("DELETE FROM steps WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
+            execute("DELETE FROM notes WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
             execute("DELETE FROM rollouts WHERE task = ?", (name,))
             execute(f"DELETE FROM records WHERE tree IN ({trees})")
             execute(f"DELETE FROM nodes WHERE tree IN ({trees})")
@@ -292,8 +293,20 @@ class Store:
             execute(f"INSERT INTO rollouts VALUES ({','.join('?' * 10)})", values)
         return rollout
 
+    def put_note(self, rollout: int, value: str) -> None:
+        """Write what a protocol knows of a running rollout, in the place of what it wrote before. 0.1 ms."""
+        with self._transaction() as execute:
+            execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (rollout, value))
+
+    def notes(self, task: str) -> dict[str, str]:
+        """Return the notes on a task's running rollouts, by their names."""
+        sql = "SELECT r.name, n.value FROM notes n JOIN rollouts r ON r.id = n.rollout "
+        sql += "WHERE r.task = ? AND r.finished = 0"
+        return dict(self._all(sql, (task,)))
+
     def finish_rollout(self, rollout: int) -> None:
         with self._transaction() as execute:
+            execute("DELETE FROM notes WHERE rollout = ?", (rollout,))
             execute("UPDATE rollouts SET finished = 1 WHERE id = ?", (rollout,))
 
     def rollouts(self, task: str, *, name: str | None = None, running: bool = False) -> list[dict[str, Any]]:

@@ -79,6 +79,11 @@ class Frames:
         self._size = self._at = self._kind = 0
 
     @property
+    def size(self) -> int:
+        """How many bytes came."""
+        return self._size
+
+    @property
     def whole(self) -> bool:
         """Whether all of it was kept."""
         return self._size <= self._most

@@ -326,7 +326,7 @@ class EnvironmentSpec(BaseModel):
 
 SERVER_DRIVERS = frozenset({"local", "container"})
 """Drivers that run tool servers in their sandboxes."""
-RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "r"})
+RESERVED_ENDPOINTS = frozenset({"shell", "sql", "video", "mcp", "docker", "e2b", "process", "archive", "r"})
 """Names that a URL has for something else."""
 
 _DATABASE_FIELDS: dict[str, tuple[set[str], set[str]]] = {

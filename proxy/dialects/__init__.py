@@ -65,6 +65,6 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     built_in = ["sql"] if spec.databases else []
     built_in += ["video"] if spec.video is not None else []
     built_in += ["mcp"] if not spec.upstreams else []
-    built_in += ["shell"] if spec.driver not in SHELLLESS_DRIVERS and not spec.upstreams else []
+    built_in += ["docker", "shell"] if spec.driver not in SHELLLESS_DRIVERS and not spec.upstreams else []
     there = ", ".join(sorted([*built_in, *spec.servers]))
     raise Refused(404, "no-such-endpoint", f"endpoints here are: {there}.")

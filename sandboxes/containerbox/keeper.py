@@ -307,7 +307,7 @@ class Keeper:
             self.house.kill_except(spared)
         elif ending == "left":
             for fd in running.outputs:
-                self.servers.drain_stray(fd)
+                self.servers.take_over(fd, launch.inner)
         answer = running.conclude(ending, lambda: self.anchor.status(launch.inner, otherwise=KILLED), self.disk_bytes)
         return {**answer, "detached": detach}
 
@@ -748,7 +748,15 @@ class Keeper:
         return free_bytes(self.roots.upper)
 
     def _disk_watch(self) -> Callable[[], str | None]:
-        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes)
+        """Return what is to be called during a call: see `disk_watch`. It takes the output of servers meanwhile."""
+        over_disk = disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes)
+
+        def tend() -> str | None:
+            for log in self.servers.outputs.values():
+                log.drain()
+            return over_disk()
+
+        return tend
 
 
 def _hung_up(fd: int, socket_fd: int) -> bool:

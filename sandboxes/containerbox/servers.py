@@ -44,7 +44,8 @@ class ContainerServers(Servers):
 
     def __init__(self, anchor: Anchor, house: Household) -> None:
         self._anchor, self._house = anchor, house
-        self._servers, self._strays = {}, []
+        self._servers = {}
+        self._strays: list[Log] = []
         self._prepared: list[tuple[dict[str, Any], dict[str, int]]] = []
 
     def prepare_again(self, told: list[dict[str, Any]]) -> None:
@@ -61,6 +62,15 @@ class ContainerServers(Servers):
             self._servers[one["name"]] = ContainerServer(
                 one["name"], pid, one["inner"], folder, fds, talks=one["talks"]
             )
+
+    @property
+    def outputs(self) -> dict[int, Log]:
+        """See `Servers.outputs`."""
+        return {**super().outputs, **{log.fd: log for log in self._strays if log.fd >= 0}}
+
+    def take_over(self, fd: int, pid: int) -> None:  # noqa: ARG002 - its FIFO has no place in a checkpoint
+        """See `Servers.take_over`."""
+        self._strays.append(Log(fd))
 
     def _start(self, order: dict[str, Any]) -> None:
         talks = order["port"] is None

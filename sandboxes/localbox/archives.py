@@ -3,8 +3,11 @@
 Called by `files.perform`, so within the sandbox's root and with the agent's rights.
 """
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 import shutil
 import stat
@@ -12,6 +15,8 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any
 
+COMPRESSIONS = (gzip, bz2, lzma)
+"""Loaded before this process changes its root: tarfile would look for them in the sandbox, when it meets one."""
 MEDIA_TYPE = "application/vnd.forkpoint.archive"
 """A line of JSON on the path, then the archive."""
 MOST_BYTES = 512 << 20
@@ -41,10 +46,10 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
 
 
 def look(path: str) -> dict[str, Any]:
-    """Return what there is at path; a link is itself, unless path ends with a slash or a dot."""
+    """Return what there is at path; a link is itself, with where it leads, unless path ends with a slash or a dot."""
     found = os.lstat(path)
     told = {"name": _base(path), "size": found.st_size, "mode": found.st_mode, "mtime_ns": found.st_mtime_ns}
-    return {**told, "link": os.readlink(path) if stat.S_ISLNK(found.st_mode) else ""}  # noqa: PTH115
+    return {**told, "link": os.path.realpath(path) if stat.S_ISLNK(found.st_mode) else ""}
 
 
 def _base(path: str) -> str:
@@ -76,17 +81,19 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
     if not stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
         raise NotPossible(400, f"extraction point is not a directory: {path}")
+    if not body:
+        return
     try:
         with tarfile.open(fileobj=io.BytesIO(body), mode="r:*") as archive:
-            _require_whole(archive)
+            require_whole(archive)
             # Inside the sandbox's own root: wherever the archive's links lead stays in it.
             archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
             archive.extractall(path, members=_cleared(archive, path, whole_kinds=whole_kinds), numeric_owner=True)  # noqa: S202
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise NotPossible(400, f"the body is no whole tar archive: {error}") from error
+        raise NotPossible(400, f"the body is no whole tar archive: {str(error).partition(chr(10))[0]}") from error
 
 
-def _require_whole(archive: tarfile.TarFile) -> None:
+def require_whole(archive: tarfile.TarFile) -> None:
     """Look at all of an archive before any of it is unpacked: the library takes half of one for a shorter one.
 
     Raises:

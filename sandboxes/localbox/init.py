@@ -225,7 +225,7 @@ class Init:
     def _wait(self, shell: Shell, timeout_s: float) -> str:
         """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
         deadline = time.monotonic() + timeout_s
-        over_disk = self.changes.disk_watch()
+        over_disk = self._tending()
         poll = select.poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
         for fd in (*outputs, shell.dump_fd, shell.death):
@@ -339,13 +339,13 @@ class Init:
                 return failed(to, str(error))
             until = time.monotonic() + fields["timeout_s"]
             detach = bool(fields["arguments"].get("detach"))
-            over_disk = self.changes.disk_watch()
+            over_disk = self._tending()
             ending = running.pump(until, self.driver.fileno(), over_disk, self._client_left, detach=detach)
             if ending in {"timeout", "disk", "host"}:
                 self.shells.kill_except(spared)
             elif ending == "left":
                 for fd in running.outputs:
-                    self.servers.drain_stray(fd)
+                    self.servers.take_over(fd, pid)
             answer = running.conclude(ending, lambda: self.shells.status_of(pid), self.changes.disk_bytes)
             return {**answer, "detached": detach}
 
@@ -372,6 +372,20 @@ class Init:
             for fd in theirs.values():
                 os.close(fd)
 
+    def _tending(self) -> Callable[[], str | None]:
+        """Return what is to be called during a call: it says when the sandbox holds too much, see `disk_watch`.
+
+        It takes the output of servers, and of what their clients left, so that these do not block meanwhile.
+        """
+        over_disk = self.changes.disk_watch()
+
+        def tend() -> str | None:
+            for log in self.servers.outputs.values():
+                log.drain()
+            return over_disk()
+
+        return tend
+
     def _client_left(self) -> bool:
         """Hear what the driver says during a call: that its client has left, or nothing ever again."""
         if not self._receive():
@@ -381,7 +395,7 @@ class Init:
 
     def _watch(self) -> Callable[[], None]:
         """Return what ends the servers when the sandbox holds too much, or the driver is gone."""
-        over_disk = self.changes.disk_watch()
+        over_disk = self._tending()
         poll = select.poll()
         poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
 
@@ -408,7 +422,7 @@ class Init:
 
     def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
         output = Output(fd)
-        deadline, over_disk = time.monotonic() + timeout_s, self.changes.disk_watch()
+        deadline, over_disk = time.monotonic() + timeout_s, self._tending()
         poll = select.poll()
         poll.register(fd, select.POLLIN | select.POLLHUP)
         while time.monotonic() < deadline and over_disk() is None:

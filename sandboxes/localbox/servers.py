@@ -16,7 +16,7 @@ from sandboxes.localbox.shells import Shells
 TAIL_BYTES = 1 << 14
 POLL_S = 0.01
 CONNECT_S = 5.0
-_CHUNK = 1 << 16
+_CHUNK, _CHUNKS = 1 << 16, 16
 
 
 class ServerFailed(Exception):  # noqa: N818 - says what happened
@@ -35,8 +35,8 @@ class Log:
         self.kept = bytearray()
 
     def drain(self, _limit: int = 0) -> None:
-        """Take what is there without waiting."""
-        while self.fd >= 0:
+        """Take what is there without waiting; not all of it, where somebody writes faster than this reads."""
+        for _ in range(_CHUNKS if self.fd >= 0 else 0):
             try:
                 data = os.read(self.fd, _CHUNK)
             except BlockingIOError:
@@ -100,7 +100,6 @@ class Servers:
     def __init__(self, shells: Shells) -> None:
         self._shells = shells
         self._servers: dict[str, Server] = {}
-        self._strays: list[Log] = []
 
     def __iter__(self) -> Iterator[Server]:
         return iter(list(self._servers.values()))
@@ -108,12 +107,12 @@ class Servers:
     @property
     def outputs(self) -> dict[int, Log]:
         """Their streams by descriptor, for who drains them."""
-        logs = (*(server.log for server in self), *self._strays)
-        return {log.fd: log for log in logs if log.fd >= 0}
+        return {server.log.fd: server.log for server in self if server.log.fd >= 0}
 
-    def drain_stray(self, fd: int) -> None:
-        """From now on take the output of a process that its client has left."""
-        self._strays.append(Log(fd))
+    def take_over(self, fd: int, pid: int) -> None:
+        """From now on take the output of a process that its client has left; a checkpoint holds it as a server's."""
+        name = f"left {pid} {fd}"
+        self._servers[name] = Server(name, pid, fd)
 
     def connect(self, order: dict[str, Any], watch: Callable[[], None]) -> tuple[list[int], bool]:
         """Return descriptors that lead to the server that order names, and whether it was started for that.
@@ -145,10 +144,9 @@ class Servers:
 
     def close_log(self, fd: int) -> None:
         """Let go of a log that nobody writes to any more."""
-        log = self.outputs.get(fd)
-        if log is not None:
-            log.close()
-        self._strays = [log for log in self._strays if log.fd >= 0]
+        for server in self:
+            if server.log.fd == fd:
+                server.log.close()
 
     def adopt(self, told: list[dict[str, Any]], ends: list[int]) -> None:
         """Take over those that a checkpoint brought back; ends: our ends of their pipes, in the order of `pipes`."""

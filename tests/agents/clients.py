@@ -58,13 +58,16 @@ def _installer(version: str) -> list[str]:
     return [sys.executable, "-m", "pip", "install", *options]
 
 
-def run(place: Path, script: str, *arguments: str, within_s: float = 300.0) -> Any:
-    """Run a script of this directory with packages from place; return the JSON of the last line it prints."""
+def run(place: Path, script: str, *arguments: str, within_s: float = 300.0, **more: str) -> Any:
+    """Run a script of this directory with packages from place; return the JSON of the last line it prints.
+
+    more: of its environment.
+    """
     file = Path(__file__).with_name(script)
     own = {"PYTHONPATH": str(place), "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [PYTHON, str(file), *arguments],
-        env={"PATH": os.environ["PATH"], **own},
+        env={"PATH": os.environ["PATH"], **own, **more},
         capture_output=True, text=True, check=False, timeout=within_s,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,6 +15,7 @@ import httpx
 from proxy.app import build, server
 from proxy.engine import Engine
 from proxy.settings import Settings
+from sandboxes.container import ContainerDriver
 from sandboxes.local import LocalDriver
 from sandboxes.localbox.layers import remove_tree
 from tests.proxy.rig import KEEPS_ALL
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from proxy.dataplane import DataPlane
+    from sandboxes.driver import Driver
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Proxy:
 
 
 @contextmanager
-def real_proxy(*, checkpoints: bool = False, keeps_all: bool = True, **settings: Any) -> Iterator[Proxy]:
-    """Serve on a free port, as `forkpoint serve` does, in a thread, with the driver `local`."""
+def real_proxy(
+    *, checkpoints: bool = False, keeps_all: bool = True, containers: bool = False, **settings: Any
+) -> Iterator[Proxy]:
+    """Serve on a free port, as `forkpoint serve` does, in a thread, with the driver `local`, or with `containers`."""
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-agents-", dir="/var/tmp"))
     folder.chmod(0o755)
     chosen = Settings(data=folder, **{"warm_sandboxes": 0, **settings})
@@ -61,7 +65,10 @@ def real_proxy(*, checkpoints: bool = False, keeps_all: bool = True, **settings:
 
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
-        application = build(chosen, {"local": LocalDriver(folder / "local", checkpoints=checkpoints)})
+        drivers: dict[str, Driver] = {"local": LocalDriver(folder / "local", checkpoints=checkpoints)}
+        if containers:
+            drivers["container"] = ContainerDriver(folder / "container", spares=1, checkpoints=checkpoints)
+        application = build(chosen, drivers)
         if keeps_all:
             application.engine.keeper.reuse = KEEPS_ALL
         made.append((application, server(application)))

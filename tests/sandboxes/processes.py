@@ -1,8 +1,10 @@
 """What a process of its own promises beyond the contract, of sandboxes that are real."""
 
 import asyncio
+import gzip
 import io
 import json
+import lzma
 import tarfile
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -168,7 +170,10 @@ class ProcessesSuite:
             assert (await archive(sandbox, "extract", "/tmp/in", _tar()[:700]))[0] == 400
             assert (await archive(sandbox, "extract", "/tmp", b"no archive"))[0] == 400
             told = json.loads((await archive(sandbox, "stat", "/tmp/in/link"))[1])
-            assert (told["name"], told["link"]) == ("link", "f")
+            assert (told["name"], told["link"]) == ("link", "/tmp/in/f")
+            assert await archive(sandbox, "extract", "/tmp/in/sub", gzip.compress(_tar())) == (200, b"")
+            assert await archive(sandbox, "extract", "/tmp/in/sub", lzma.compress(_tar())) == (200, b"")
+            assert (await run(sandbox, "cat /tmp/in/sub/f")).out == "new\n"
 
         self.driven(driver, test)
 

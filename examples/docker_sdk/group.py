@@ -1,0 +1,40 @@
+"""A group of rollouts over Forkpoint with Docker's Python SDK: one container each, the shared part run once.
+
+    uv run forkpoint serve &
+    uv run examples/docker_sdk/group.py [tcp://127.0.0.1:8700]
+
+Needs no Docker daemon: the task is PUT with the driver `local`, and every image goes there.
+"""
+
+import json
+import sys
+import time
+import urllib.request
+
+import docker
+
+HOST = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:8700"
+TASK = "docker-sdk-example"
+
+
+def main() -> None:
+    api = f"{HOST.replace('tcp', 'http', 1)}/api/v1/tasks/{TASK}"
+    body = json.dumps({"driver": "local"}).encode()
+    request = urllib.request.Request(api, data=body, method="PUT", headers={"content-type": "application/json"})
+    urllib.request.urlopen(request).close()
+    # The one line: everything else is the SDK as it comes. Each container is a rollout of the task.
+    client = docker.DockerClient(base_url=f"{HOST}/t/{TASK}/docker")
+    for n in range(4):
+        box = client.containers.run("any:latest", "sleep infinity", detach=True, environment={"SEED": "7"})
+        began = time.perf_counter()
+        box.exec_run(["sh", "-c", "sleep 0.5; echo $SEED > seed"])
+        seed = box.exec_run("cat seed").output
+        shared_s = time.perf_counter() - began
+        box.exec_run(["sh", "-c", f"echo {n} >> seed"])
+        print(n, seed, box.exec_run("cat seed").output, f"shared part {shared_s:.3f} s")
+        box.remove(force=True)
+    client.close()
+
+
+if __name__ == "__main__":
+    main()

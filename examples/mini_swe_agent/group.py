@@ -1,0 +1,57 @@
+"""A group of mini-swe-agent rollouts over Forkpoint, with a scripted model in place of a language model.
+
+    uv run forkpoint serve &
+    uv run --no-project --with mini-swe-agent==2.4.6 examples/mini_swe_agent/group.py [http://127.0.0.1:8700]
+
+Needs the docker command line, and no Docker daemon: the task is PUT with the driver `local`.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+import json
+import os
+import sys
+import urllib.request
+
+URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8700"
+TASK = "mini-swe-agent-example"
+SHARED = ["mkdir -p app && echo 'print(6 * 7)' > app/answer.py", "cat app/answer.py", "python3 app/answer.py"]
+
+
+def control(method: str, path: str, value: object = None) -> dict[str, object]:
+    body = None if value is None else json.dumps(value).encode()
+    request = urllib.request.Request(f"{URL}/api/v1/{path}", data=body, method=method)
+    request.add_header("content-type", "application/json")
+    with urllib.request.urlopen(request) as answer:
+        told: dict[str, object] = json.load(answer)
+    return told
+
+
+def rollout(name: str) -> str:
+    """Run one agent to its end; return what it submits."""
+    # The one line: everything else is mini-swe-agent as it comes.
+    os.environ["DOCKER_HOST"] = f"{URL.replace('http', 'tcp', 1)}/t/{TASK}/r/{name}/docker"
+    os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
+    from minisweagent.agents.default import DefaultAgent  # noqa: PLC0415
+    from minisweagent.environments.docker import DockerEnvironment  # noqa: PLC0415
+    from minisweagent.models.test_models import DeterministicModel, make_output  # noqa: PLC0415
+
+    own = [f"echo '# by {name}' >> app/answer.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat app/answer.py"]
+    model = DeterministicModel(outputs=[make_output("", [{"command": command}], cost=0.0) for command in SHARED + own])
+    agent = DefaultAgent(
+        model, DockerEnvironment(image="any:latest", cwd="/root"), system_template="", instance_template="{{task}}"
+    )
+    return str(agent.run("Write the answer down.")["submission"])
+
+
+def main() -> None:
+    control("PUT", f"tasks/{TASK}", {"driver": "local"})
+    for name in ("one", "two", "three"):
+        submitted = rollout(name)
+        steps = control("GET", f"tasks/{TASK}/rollouts/{name}")["steps"]
+        assert isinstance(steps, list)
+        print(name, [step["outcome"] for step in steps], repr(submitted))
+
+
+if __name__ == "__main__":
+    main()
