@@ -43,9 +43,7 @@ class Agent:
 
     def start(self, one: str) -> bytes:
         body = b'{"Detach":false,"Tty":false}'
-        head = (
-            f"POST {self._base}/v1.44/exec/{one}/start HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
-        )
+        head = f"POST {self._base}/v1.44/exec/{one}/start HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
         with socket.create_connection(self._address) as connection:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             connection.shutdown(socket.SHUT_WR)
