@@ -21,6 +21,7 @@ from typing import Any
 from tests.proxy.serving import Running, serving
 
 BASE = "/t/bench/r/{}/docker"
+UPGRADE = "Connection: Upgrade\r\nUpgrade: tcp\r\n"
 
 
 class Agent:
@@ -43,7 +44,7 @@ class Agent:
 
     def start(self, one: str) -> bytes:
         body = b'{"Detach":false,"Tty":false}'
-        head = f"POST {self._base}/v1.44/exec/{one}/start HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+        head = f"POST {self._base}/v1.44/exec/{one}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{UPGRADE}"
         with socket.create_connection(self._address) as connection:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             connection.shutdown(socket.SHUT_WR)
