@@ -217,6 +217,8 @@ class DataPlane:
                 await self.engine.tasks.finish(asking)
         if not answer.record.private:
             _remember(self._constants, name, answer)
+        if await exchange.passed():
+            return
         await exchange.answer(self._answers.of(answer.record), _told(answer))
 
     async def _act(self, task: str, meaning: Meaning, exchange: Exchange, rollout: Rollout | None) -> None:
@@ -266,7 +268,8 @@ class DataPlane:
             self._remember_sent(name, call.key, running)
         with self._cancellable(rollout, call, exchange.events):
             answer = await exchange.until(running, call)
-        await exchange.answer(self._answers.of(answer.record), _told(answer))
+        if not await exchange.passed():
+            await exchange.answer(self._answers.of(answer.record), _told(answer))
 
     @contextmanager
     def _cancellable(self, rollout: Rollout, call: Call, events: Events | None) -> Iterator[None]:

@@ -85,13 +85,20 @@ class Exchange:
         self._passing = Passing(self._send, place)
         return self._passing
 
+    async def passed(self) -> bool:
+        """Send the end of an answer that its client had while it came; False where there is none.
+
+        Asked before the record is read: what is too large to be held is not read back for nobody.
+        """
+        if self._passing is None or not self._passing.started:
+            return False
+        await self._passing.finish()
+        return True
+
     async def answer(self, ready: Ready, told: RawHeaders) -> None:
         """Send a recorded answer; told: headers on how it was come by."""
         assert self._dialect is not None
         assert self._request is not None
-        if self._passing is not None and self._passing.started:
-            await self._passing.finish()
-            return
         if self.events is not None and self.events.started:
             own = tuple(
                 (name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.told]

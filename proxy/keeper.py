@@ -306,10 +306,11 @@ class Keeper:
 
     def _behind(self, node: Node, tree_id: int) -> int:
         """Return how many running rollouts may still come to node: those that stand above it."""
-        standing = Counter(rollout.node for rollout in self._walkers.of(tree_id))
+        standing = Counter(rollout.node for rollout in self._walkers.of(tree_id) if rollout.node is not node)
         behind, above = 0, node.origin
-        while above is not None:
-            behind += standing[above.source]
+        # A path may be long, and most who walk a tree are found on its way up soon, or are none.
+        while standing and above is not None:
+            behind += standing.pop(above.source, 0)
             above = above.source.origin
         return behind
 
