@@ -13,6 +13,7 @@ from proxy.forest import Rollout, Task
 from proxy.overview import Totals
 from proxy.resources import (
     Batch,
+    Collected,
     NodeName,
     SandboxView,
     SnapshotView,
@@ -23,10 +24,12 @@ from proxy.resources import (
     sandbox_view,
     snapshot_view,
 )
+from proxy.routes_audit import audit_routes
+from proxy.routes_carry import carry_routes
 from proxy.routes_live import live_routes
 from proxy.routes_tree import tree_routes
 from proxy.routes_visit import visit_routes
-from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, TaskName, no_rollout, node_of, running
+from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, TaskName, granted, no_rollout, node_of, running
 from proxy.store import StoreError
 from proxy.tree import Node
 from proxy.videos import video_routes
@@ -62,17 +65,25 @@ def control_plane(engine: Engine) -> APIRouter:
     visit_routes(router, engine)
     live_routes(router, engine)
     video_routes(router, engine)
+    carry_routes(router, engine)
+    audit_routes(router, engine)
     return router
 
 
 def _task_routes(router: APIRouter, engine: Engine) -> None:
     @router.get("/tasks")
     async def list_tasks(
-        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0, limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000
+        request: Request,
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     ) -> list[TaskSummary]:
         """List the tasks by name, with what each one's rollouts were answered."""
         totals = await engine.overview.totals()
-        rows = engine.store.tasks(offset=offset, limit=limit)
+        grant = granted(request)
+        if grant.whole:
+            rows = engine.store.tasks(offset=offset, limit=limit)
+        else:
+            rows = [row for row in engine.store.tasks() if grant.sees(row["name"])][offset : offset + limit]
         return [_summary(row, totals.get(row["name"]) or Totals()) for row in rows]
 
     @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
@@ -137,10 +148,10 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         node: NodePath,
         end_rollouts: Annotated[bool, Query(description="end the rollouts that stand there")] = False,
     ) -> Forgotten:
-        """Forget a node and all that came from it: their calls run again."""
+        """Forget a node and all that came from it: their calls run again. Rollouts that stand there go on alone."""
         found = await engine.tasks.find(task)
-        count, ended = await engine.tasks.forget(found, node_of(found, node), end_rollouts=end_rollouts)
-        return Forgotten(nodes=count, rollouts=ended)
+        count, ended, going_on = await engine.tasks.forget(found, node_of(found, node), end_rollouts=end_rollouts)
+        return Forgotten(nodes=count, rollouts=ended, going_on=going_on)
 
     @router.post("/tasks/{task}/nodes/{node}/pin")
     async def pin_node(task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
@@ -177,12 +188,18 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         return RolloutView(**_shown(engine, begun, request))
 
     @router.get("/tasks/{task}/rollouts")
-    async def list_rollouts(task: TaskName, request: Request) -> list[RolloutView]:
+    async def list_rollouts(
+        task: TaskName,
+        request: Request,
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=100_000)] = 100_000,
+        newest: Annotated[bool, Query(description="the latest first, instead of the oldest")] = False,
+    ) -> list[RolloutView]:
         """List the rollouts of a task, oldest first, finished ones too."""
         found = await engine.tasks.find(task)
         engine.journal.fold()
         live = {rollout.id: rollout for rollout in found.rollouts.values()}
-        rows = engine.store.rollouts(task)
+        rows = engine.store.rollouts(task, newest=newest, offset=offset, limit=limit)
         return [RolloutView(**rollout_view(row, str(request.base_url), live.get(row["id"]))) for row in rows]
 
     @router.get("/tasks/{task}/rollouts/{rollout}")
@@ -235,20 +252,33 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
     began = time.time()
 
     @router.get("/snapshots")
-    async def list_snapshots(limit: Annotated[int, Query(ge=1, le=10_000)] = 1000) -> list[SnapshotView]:
+    async def list_snapshots(
+        request: Request, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+    ) -> list[SnapshotView]:
         """List the kept sandbox states: what each costs, what it saves, and why it is kept."""
-        return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(engine.snapshots, limit)]
+        grant = granted(request)
+        seen = (s for s in engine.snapshots if grant.whole or grant.sees(engine.store.task_of(s.tree)))
+        return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(seen, limit)]
 
     @router.get("/sandboxes")
-    async def list_sandboxes() -> list[SandboxView]:
+    async def list_sandboxes(request: Request) -> list[SandboxView]:
         """List the live sandboxes: where each stands, for whom, and why it lives."""
+        grant = granted(request)
         names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.values()}
         now = time.monotonic()
-        return [sandbox_view(slot, names, now) for slot in engine.pool.roster.slots]
+        views = [sandbox_view(slot, names, now) for slot in engine.pool.roster.slots]
+        return [view for view in views if grant.whole or (view.task is not None and grant.sees(view.task))]
+
+    @router.post("/gc")
+    async def collect(request: Request) -> Collected:
+        """Free what nothing needs: states over their budgets, forgotten ones, answers that no call has."""
+        granted(request).require_whole()
+        return await engine.collect()
 
     @router.get("/stats")
-    async def stats() -> StatsView:
+    async def stats(request: Request) -> StatsView:
         """Show totals since this proxy started."""
+        granted(request).require_whole()
         return StatsView(
             since=began,
             uptime_s=time.time() - began,

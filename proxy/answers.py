@@ -46,6 +46,10 @@ class Answers:
         self._ready: OrderedDict[int, Ready] = OrderedDict()
         self._bytes = 0
 
+    @property
+    def used_bytes(self) -> int:
+        return self._bytes
+
     def of(self, record: Record) -> Ready:
         """Return the answer of record. 0.2 us when it is ready, 10 us for 2 kB from the store.
 

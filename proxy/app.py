@@ -22,7 +22,7 @@ from proxy.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.metrics import Metrics
 from proxy.openapi import data_plane_paths
 from proxy.protocol import protocol_for
-from proxy.routing import PROBLEM
+from proxy.routing import PROBLEM, granted
 from proxy.settings import Settings
 from proxy.ui.guard import Guard
 from proxy.ui.page import page
@@ -169,8 +169,9 @@ def _health(app: FastAPI, engine: Engine) -> None:
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
-    async def show_metrics() -> Response:
+    async def show_metrics(request: Request) -> Response:
         """Show the totals for Prometheus."""
+        granted(request).require_whole()
         return Response(metrics.render(), media_type=METRICS_TYPE)
 
 

@@ -59,6 +59,11 @@ class Attach:
             raise
         await self._keeper.give_back(slot, rollout.tree)
 
+    @property
+    def has_spare_room(self) -> bool:
+        """Whether a sandbox may be made whose place nobody else needs."""
+        return self._pool.has_spare_room
+
     async def warm(self, tree: Tree, node: Node) -> bool:
         """Make a sandbox that stands ready at node, ahead of its use; False where no way leads there.
 
@@ -143,7 +148,11 @@ class Attach:
             if slot is None:
                 continue
             with timing.measure("replay_s"):
-                if await self._replay(slot, plan, tree, timing):
+                began = time.perf_counter()
+                reached = await self._replay(slot, plan, tree, timing)
+                if plan.suffix:
+                    self._counts.replay_s.observe(time.perf_counter() - began)
+                if reached:
                     return slot
 
     def _standing(self, node: Node, owner: int | None) -> Slot | None:
@@ -193,8 +202,10 @@ class Attach:
             if len(failed) > 1:
                 raise
             return None
+        seconds = time.perf_counter() - start
         self._counts.restores += 1
-        self._keeper.restored(node, time.perf_counter() - start)
+        self._counts.restore_s.observe(seconds)
+        self._keeper.restored(node, seconds)
         return slot
 
     async def _start(self, tree: Tree, owner: int | None) -> Slot:
@@ -206,8 +217,10 @@ class Attach:
             )
         start = time.perf_counter()
         slot = await self._launch(lambda: driver.start(tree.spec), tree.root, owner)
+        seconds = time.perf_counter() - start
         self._counts.starts += 1
-        self._learn(tree, self._costs(tree).started(time.perf_counter() - start))
+        self._counts.start_s.observe(seconds)
+        self._learn(tree, self._costs(tree).started(seconds))
         if tree.root.snapshot is None and slot.sandbox is not None:
             # The root's digest must be known before the first record, or a call that leads back would not meet it.
             try:
@@ -237,7 +250,7 @@ class Attach:
                 timing.replayed_calls += 1
                 self._counts.replayed_calls += 1
                 self._counts.replayed_s += execution.seconds
-                _require_its_due(record, execution)
+                require_its_due(record, execution)
                 must_come = partial(steady, tree.spec, call)
                 difference = differs(record, execution, self._store.result(record), must_come)
                 if difference:
@@ -295,7 +308,7 @@ def _is_rollout(owner: int | None) -> bool:
     return owner not in (None, NOBODY, VISITOR)
 
 
-def _require_its_due(record: Record, execution: Execution) -> None:
+def require_its_due(record: Record, execution: Execution) -> None:
     """Raise where a replayed call's time was up, or memory was short: that says nothing of what was recorded.
 
     Raises:

@@ -1,11 +1,10 @@
-"""The command line: `serve`, `doctor`, `tree`, `replay`."""
+"""The command line: `serve`, `doctor`, `tree`, `replay`; those of `cli_ops` look at a running proxy and steer it."""
 
 import asyncio
 from collections.abc import Sequence
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Annotated
 
 import httpx
 import orjson
@@ -13,25 +12,21 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli_text import printable
+from proxy.cli_ops import DEFAULT_URL, JsonOption, UrlOption, add_commands, show
+from proxy.cli_wire import Wire, fail, given
 
 if TYPE_CHECKING:
     from proxy.settings import Settings
     from sandboxes.requirements import Requirement
 
-DEFAULT_URL = "http://127.0.0.1:8700"
-QUESTION_S = 30.0
-
 app = typer.Typer(
     name="forkpoint",
     help="A transparent proxy between LLM agents and their tools.",
     no_args_is_help=True,
-    add_completion=False,
     # A traceback with local variables would print what agents sent.
     pretty_exceptions_show_locals=False,
 )
 
-UrlOption = Annotated[str, typer.Option(envvar="FORKPOINT_URL", help="Base URL of a running proxy.")]
 DataOption = Annotated[
     Path | None, typer.Option("--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data")
 ]
@@ -76,7 +71,7 @@ def serve(
     requirements = check(settings.data) if "local" in settings.drivers else []
     if not _met(requirements):
         _show(requirements, Console(stderr=True))
-        _fail("This machine lacks what sandboxes need, so agents' commands would run unprotected. See above.")
+        fail("This machine lacks what sandboxes need, so agents' commands would run unprotected. See above.")
     run(settings)
 
 
@@ -97,20 +92,13 @@ def tree(
     url: UrlOption = DEFAULT_URL,
     node: Annotated[str | None, typer.Option(help="Show the tree below this node.")] = None,
     depth: Annotated[int | None, typer.Option(help="How many nodes down to go.", min=1)] = None,
+    json: JsonOption = False,
 ) -> None:
     """Show a task's tree: its calls, what they changed and cost, how often they were hit, and where rollouts stand."""
     from proxy.cli_tree import render_tree  # noqa: PLC0415
-    from proxy.replay import problem  # noqa: PLC0415
 
-    wanted = {name: str(value) for name, value in (("node", node), ("depth", depth)) if value is not None}
-    try:
-        path = f"{url.rstrip('/')}/api/v1/tasks/{quote(task, safe='')}/tree"
-        response = httpx.get(path, params=wanted, timeout=QUESTION_S)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        _fail(f"No proxy answers at {url} ({error}). Start one with `forkpoint serve`, or name another with --url.")
-    if not response.is_success:
-        _fail(problem(response))
-    Console().print(render_tree(response.json()))
+    view = Wire(url).ask("GET", "tasks", task, "tree", params=given(node=node, depth=depth))
+    show(view, render_tree, json=json)
 
 
 @app.command()
@@ -148,7 +136,7 @@ def replay(
     try:
         workload = read_workload(files).select(task=task, limit=limit)
         if not workload.calls:
-            _fail("Nothing to replay: no rollout of these files matches.")
+            fail("Nothing to replay: no rollout of these files matches.")
         passes = cli_replay.Passes(cached=not baseline, uncached=(not no_compare) + noise)
         with cli_replay.proxy_at(url) as proxy:
             report = asyncio.run(
@@ -162,7 +150,7 @@ def replay(
                 found = as_json(report.runs, report.comparisons, skipped=workload.skipped)
                 json.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
     except (WorkloadError, ReplayError, PrivateProxyError, httpx.InvalidURL, OSError) as error:
-        _fail(str(error))
+        fail(str(error))
     if report.failed:
         raise typer.Exit(1)
 
@@ -174,7 +162,7 @@ def _settings(config: Path | None, **options: object) -> "Settings":
     try:
         return Settings.load(config, **options)
     except (ValueError, OSError) as error:
-        _fail(f"The settings cannot be used: {error}")
+        fail(f"The settings cannot be used: {error}")
 
 
 def _met(requirements: Sequence["Requirement"]) -> bool:
@@ -191,12 +179,7 @@ def _show(requirements: Sequence["Requirement"], console: Console) -> None:
             console.print(Text(f"{'':8}{requirement.remedy}"))
 
 
-def _fail(message: str) -> NoReturn:
-    # Text of servers and files: line by line, so that its line ends stay and nothing else does.
-    for line in message.splitlines():
-        typer.echo(printable(line), err=True)
-    raise typer.Exit(1)
-
+add_commands(app)
 
 if __name__ == "__main__":
     main()

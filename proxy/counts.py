@@ -1,10 +1,11 @@
 """What happened, counted where it happens (pure)."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.forest import Outcome
+from proxy.histogram import FAST, Histogram
 
 
 @dataclass(slots=True)
@@ -12,6 +13,9 @@ class Counts:
     """Totals since this process started. Seconds are those of tools, without restoring.
 
     warm_made, warm_used: sandboxes made ahead of their use, and those of them that were then used.
+    audit_checked, audit_differing: recorded calls run again by audits, and those of them that did not come again.
+    endpoints: calls answered by endpoint, and by outcome in their order. hit_s … freeze_s: how long hits took from
+    their last byte to their answer, sandboxes to start and to restore, replays of whole suffixes, freezes.
     saved_s: what the hits and waits would have run. failures: infrastructure failures by kind, none of them recorded.
     refusals: requests that could not be served as they were.
     """
@@ -26,8 +30,16 @@ class Counts:
     snapshots: int = 0
     evictions: int = 0
     divergences: int = 0
+    audit_checked: int = 0
+    audit_differing: int = 0
     warm_made: int = 0
     warm_used: int = 0
+    endpoints: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0] * len(Outcome)))
+    hit_s: Histogram = field(default_factory=lambda: Histogram(FAST))
+    start_s: Histogram = field(default_factory=Histogram)
+    restore_s: Histogram = field(default_factory=Histogram)
+    replay_s: Histogram = field(default_factory=Histogram)
+    freeze_s: Histogram = field(default_factory=Histogram)
     failures: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
 
@@ -62,6 +74,8 @@ class Counts:
             "snapshots_taken": self.snapshots,
             "evictions": self.evictions,
             "divergences": self.divergences,
+            "audit_checked": self.audit_checked,
+            "audit_differing": self.audit_differing,
             "warm_made": self.warm_made,
             "warm_used": self.warm_used,
             "errors": sum(self.failures.values()),

@@ -6,6 +6,7 @@ framework route serves half the requests of a bare application), so the way of a
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from proxy.answers import AT_ONCE, HIT_STATUS, Answers, RawHeaders, response
+from proxy.access import ALL, GRANT
+from proxy.answers import AT_ONCE, HIT_STATUS, RawHeaders, response
 from proxy.canonical import CallKey
 from proxy.dialects import dialect_of
 from proxy.dialects.declared import Declared
@@ -60,7 +62,7 @@ class DataPlane:
 
     def __init__(self, engine: Engine, behind: App) -> None:
         self.engine, self._behind = engine, behind
-        self._answers = Answers(engine.store, budget_bytes=engine.settings.answer_memory_bytes)
+        self._answers, self._access = engine.answers, engine.access
         self._sockets = Sockets(engine, self._answers)
         self._under_way = 0
         self._addresses: dict[bytes, Address] = {}
@@ -73,6 +75,8 @@ class DataPlane:
         self._hosts: dict[bytes, bool] = {}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan" and not await self._admitted(scope, receive, send):
+            return
         if scope["type"] == "lifespan" or not scope["path"].startswith(("/t/", "/e/", "/ng-rollout/")):
             await self._behind(scope, receive, send)
             return
@@ -102,11 +106,13 @@ class DataPlane:
             return
         await self._sockets.serve(address, self._request(scope, address, b""), scope, receive, send)
 
-    def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
+    def known(self, scope: Message, body: bytes | bytearray) -> bytes | None:
         """Return the whole HTTP response to a call that the tree knows, and take its step; None for anything else.
 
         What is wrong with a request, and what fails, is told on the ordinary way.
         """
+        if self._access.needs_token and not self._admits(scope):
+            return None
         if b"/docker" in scope["raw_path"] and self.docker.owns(scope):
             return self.docker.known(scope, body)
         address = self._addresses.get(scope["raw_path"])
@@ -123,6 +129,7 @@ class DataPlane:
             record = self.engine.step.known(rollout, call.key)
             if record is None:
                 return None
+            self.engine.counts.endpoints[call.call.endpoint][Outcome.HIT] += 1
             ready = self._answers.of(record)
             if not (ready.placed or call.bound):
                 return ready.hit
@@ -131,6 +138,37 @@ class DataPlane:
         except Exception as error:  # noqa: BLE001 - the ordinary way meets it again, and tells it
             log.debug("not answered at once", error=repr(error))
             return None
+
+    def hijacks(self, scope: Message) -> bool:
+        """Say whether a request, that may be answered, takes its connection over."""
+        return self.docker.hijacks(scope) and (not self._access.needs_token or self._admits(scope))
+
+    def _admits(self, scope: Message) -> bool:
+        """Say whether a request may be answered; who is refused is told on the ordinary way."""
+        if GRANT in scope:
+            return True
+        try:
+            scope[GRANT] = self._access.admit(scope, self.engine.store.rollout_of_token)
+        except Refused:
+            return False
+        return True
+
+    async def _admitted(self, scope: Message, receive: Receive, send: Send) -> bool:
+        """Note what a request may see, and say whether it goes on; tell who is refused."""
+        if GRANT in scope:
+            return True
+        try:
+            scope[GRANT] = self._access.admit(scope, self.engine.store.rollout_of_token)
+        except Refused as error:
+            problem = problem_of(error)
+            self._count(problem)
+            if scope["type"] == "websocket":
+                await receive()
+                await refuse(problem, send)
+            else:
+                await Exchange(send, receive).problem(problem)
+            return False
+        return True
 
     async def _serve(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
         if self._under_way > self.engine.settings.max_requests:
@@ -166,6 +204,7 @@ class DataPlane:
         dialect = dialect_of(spec, address.endpoint) if rollout is None else self._dialect_in(rollout, address.endpoint)
         exchange.understood(dialect, request)
         if isinstance(dialect, Declared) and (task := dialect.task(request)) not in ("", address.task):
+            scope.get(GRANT, ALL).require(task)
             await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
             return
         meaning = dialect.read(request)
@@ -256,11 +295,13 @@ class DataPlane:
             return
         record = step.known(rollout, call.key)
         if record is not None:
+            self.engine.counts.endpoints[call.call.endpoint][Outcome.HIT] += 1
             if call.request_id:
                 done = asyncio.get_running_loop().create_future()
                 done.set_result(Answer(record, Outcome.HIT, Timing()))
                 self._remember_sent(name, call.key, done)
             await exchange.answer(self._answers.of(record), AT_ONCE)
+            self.engine.counts.hit_s.observe(time.perf_counter() - exchange.began)
             return
         listener = exchange.listener(call)
         running = asyncio.ensure_future(step.run(rollout, call.call, call.key, listener, commutes=call.commutes))
@@ -268,6 +309,7 @@ class DataPlane:
             self._remember_sent(name, call.key, running)
         with self._cancellable(rollout, call, exchange.events):
             answer = await exchange.until(running, call)
+        self.engine.counts.endpoints[call.call.endpoint][answer.outcome] += 1
         if not await exchange.passed():
             await exchange.answer(self._answers.of(answer.record), _told(answer))
 

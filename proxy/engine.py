@@ -6,19 +6,26 @@ from functools import partial
 
 import structlog
 
+from proxy.access import Access, read_tokens
+from proxy.answers import Answers
 from proxy.attach import Attach
+from proxy.audit import Audit
 from proxy.browse import passed
+from proxy.carrying import Carrying
 from proxy.counts import Counts
 from proxy.forest import Walkers
 from proxy.journal import Journal
+from proxy.journal import Step as Place
 from proxy.keeper import Keeper
 from proxy.overview import Overview
 from proxy.pulse import Pulse
+from proxy.resources import Collected
 from proxy.settings import Settings
 from proxy.step import Step
 from proxy.store import Store
 from proxy.sums import Sums
 from proxy.tasks import Tasks
+from proxy.traces import Traces
 from proxy.tree import Node, Tree
 from proxy.views import Passed
 from proxy.visits import Visits
@@ -32,6 +39,7 @@ log = structlog.get_logger()
 _FOLD_EVERY_S = 2.0
 _SWEEP_EVERY_S = 10.0
 _BEAT_EVERY_S = 1.0
+_AUDIT_EVERY_S = 1.0
 _VISITS_SHARE = 4
 """Of the sandboxes that may live, one in so many may be a person's."""
 
@@ -44,7 +52,7 @@ class Engine:
         self.counts = Counts()
         power = settings.durability == "power"
         self.store = Store(settings.data / "forkpoint.sqlite", sync="FULL" if power else "NORMAL")
-        self.journal = Journal(settings.data / "journal", self.store.fold, sync=power)
+        self.journal = Journal(settings.data / "journal", self._fold, sync=power)
         self.snapshots = SnapshotStore(settings.data / "snapshots")
         self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
         walkers = Walkers()
@@ -58,7 +66,9 @@ class Engine:
             most=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
             reserve_bytes=settings.memory_reserve_bytes,
         )  # fmt: skip
-        self.step = Step(self.attach, self.store, self.journal, self.counts, self.warm)
+        self.answers = Answers(self.store, budget_bytes=settings.answer_memory_bytes)
+        self.traces = None if settings.otel_endpoint is None else Traces(self.store, settings.otel_endpoint)
+        self.step = Step(self.attach, self.store, self.journal, self.counts, self.warm, self.traces)
         self.tasks = Tasks(
             self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
             any_image=settings.any_image,
@@ -66,6 +76,16 @@ class Engine:
         self.visits = Visits(self.attach, most=max(2, settings.max_sandboxes // _VISITS_SHARE))
         self.sums, self.overview = Sums(walkers), Overview(self.store)
         self.pulse = Pulse(self.counts, lambda: len(self.pool.roster), self.tasks.running_in)
+        self.audit = Audit(
+            self.attach, self.store, self.counts, lambda: self.step.under_way, self.tasks.in_memory,
+            share=settings.audit_share, quarantine=settings.audit_quarantine,
+        )  # fmt: skip
+        self.carrying = Carrying(
+            self.store, self.journal, self.tasks, drivers, settings.data / "imports", most_bytes=settings.import_bytes
+        )
+        secret = None if settings.token is None else settings.token.get_secret_value()
+        self.access = Access(read_tokens(secret, settings.token_file))
+        self.store.namespace = self.access.namespace
         self.ready = False
         self.closing = asyncio.Event()
         self.beside: list[Callable[[], Awaitable[None]]] = []
@@ -80,6 +100,7 @@ class Engine:
         """
         for driver in self.drivers.values():
             await driver.open()
+        self.carrying.open()
         steps, kept = self.journal.open(), self.snapshots.open()
         await self.keeper.fit(self.tasks.node)
         loop = asyncio.get_running_loop()
@@ -88,6 +109,7 @@ class Engine:
             loop.create_task(self._every(_SWEEP_EVERY_S, "sweep", self._sweep)),
             loop.create_task(self._every(0.0, "warm", self.warm.work)),
             loop.create_task(self._every(_BEAT_EVERY_S, "pulse", self.pulse.beat)),
+            loop.create_task(self._every(_AUDIT_EVERY_S, "audit", self.audit.work)),
         ]
         self.ready = True
         log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
@@ -104,6 +126,21 @@ class Engine:
         rows = await asyncio.to_thread(self.store.apart, ask)
         return [Passed(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
 
+    async def collect(self) -> Collected:
+        """Free what nothing needs, now rather than when it is in the way."""
+        before = self.keeper.used_bytes + self.store.size_bytes()
+        swept = await self.tasks.sweep_forgotten()
+        await self.pool.close_unused(self.settings.sandbox_idle_s)
+        evicted = await self.keeper.fit(self.tasks.node)
+        self.journal.fold()
+        self.store.delete_unused()
+        await asyncio.to_thread(self.store.checkpoint)
+        after = self.keeper.used_bytes + self.store.size_bytes()
+        return Collected(
+            evicted=evicted, forgotten_nodes=swept, freed_bytes=max(0, before - after),
+            snapshot_bytes=self.keeper.used_bytes, store_bytes=self.store.size_bytes(),
+        )  # fmt: skip
+
     async def aclose(self) -> None:
         """Let the calls under way end, keep what is known, and leave no sandbox behind."""
         self.ready = False
@@ -113,19 +150,27 @@ class Engine:
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
+        await self.audit.aclose()
         await self.warm.aclose()
         await self.step.drain()
         await self.keeper.drain()
         await self.pool.close_where(lambda _: True)
         for driver in self.drivers.values():
             await driver.aclose()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self.journal.close()
         self.store.close()
+
+    def _fold(self, steps: list[Place]) -> None:
+        self.store.fold(steps)
+        self.audit.saw(steps)
 
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
         await self._spare_memory()
+        await self.tasks.sweep_forgotten()
         self.tasks.close_cold(most=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         over = self.keeper.used_bytes > self.settings.snapshot_bytes
         if over or self.keeper.checkpoint_bytes > self.settings.checkpoint_bytes:

@@ -54,6 +54,8 @@ class Problem:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the answer, without its length."""
         headers = [(b"content-type", MEDIA_TYPE.encode()), (b"cache-status", b"forkpoint; fwd=miss; detail=error")]
+        if self.status == 401:
+            headers.append((b"www-authenticate", b'Bearer realm="forkpoint"'))
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
         return headers

@@ -1,6 +1,7 @@
 """One request's way back to its client, in the form that its dialect has for it."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ class Exchange:
 
     def __init__(self, send: Send, receive: Receive) -> None:
         self._send, self._receive = send, receive
+        self.began = time.perf_counter()
         self._dialect: Dialect | None = None
         self._request: Request | None = None
         self._passing: Passing | None = None

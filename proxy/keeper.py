@@ -110,6 +110,7 @@ class Keeper:
         start = time.perf_counter()
         frozen = await sandbox.freeze()
         cost_s = time.perf_counter() - start
+        self._counts.freeze_s.observe(cost_s)
         if node is tree.root and node.state is None:
             tree.know_root(frozen.state)
             self._store.save_node(node)

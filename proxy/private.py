@@ -1,5 +1,6 @@
 """A proxy of one's own, for as long as a replay or a benchmark takes."""
 
+import os
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ READY_S = 60.0
 STOP_S = 30.0
 POLL_S = 0.05
 LOG_TAIL = 2000
+_TOKENS = frozenset({"FORKPOINT_TOKEN", "FORKPOINT_TOKEN_FILE"})
 
 
 class PrivateProxyError(RuntimeError):
@@ -61,6 +63,8 @@ def _served(folder: Path) -> Iterator[PrivateProxy]:
             command,
             # So that `-m` finds this very package, whatever directories the caller's own has.
             cwd=Path(__file__).parents[1],
+            # A token in the environment is that of another proxy: this one is reached by nobody else.
+            env={name: value for name, value in os.environ.items() if name not in _TOKENS},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -7,11 +7,12 @@ pyproject.toml bounds its version, and tests hold them.
 """
 
 import sys
-from typing import Any, ClassVar
+from time import perf_counter
+from typing import Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from proxy.dataplane import DataPlane
+from proxy.dataplane import DataPlane, Message
 from proxy.hijack import Wire
 
 MOST_ASKED_BYTES = 32 << 10
@@ -59,7 +60,7 @@ class HitFirst(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if self.data_plane.docker.hijacks(cycle.scope) and not cycle.waiting_for_100_continue:
+        if self.data_plane.hijacks(cast("Message", cycle.scope)) and not cycle.waiting_for_100_continue:
             self._held = cycle, app
             self._take_over_when_whole()
         # uvicorn starts when it has the headers; the body is mostly in the same bytes, so wait for their end.
@@ -72,12 +73,14 @@ class HitFirst(HttpToolsProtocol):
         plain = not cycle.more_body and cycle.keep_alive and not cycle.waiting_for_100_continue
         if not plain or self.flow.write_paused or self.transport.is_closing():
             return False
-        answer = self.data_plane.known(cycle.scope, cycle.body)
+        began = perf_counter()
+        answer = self.data_plane.known(cast("Message", cycle.scope), cycle.body)
         if answer is None:
             return False
         cycle.response_started = cycle.response_complete = True
         self.transport.write(answer)
         cycle.on_response()
+        self.data_plane.engine.counts.hit_s.observe(perf_counter() - began)
         return True
 
     # -- connections that become streams -----------------------------------------------------------------------------

@@ -54,9 +54,13 @@ def totals(counts: Counts) -> dict[str, float]:
 
 @dataclass(slots=True, eq=False)
 class Listener:
-    """Who listens. task: whose rollouts' movements it is told too, if any. lost: events it did not take in time."""
+    """Who listens. whole: is told what happens in all tasks together. task: whose rollouts' movements it is told too.
+
+    lost: events that it did not take in time.
+    """
 
     task: str | None = None
+    whole: bool = True
     queue: deque[dict[str, Any]] = field(default_factory=deque)
     lost: int = 0
     woken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,7 +117,8 @@ class Pulse:
         self.seconds.append(second)
         told = {"event": "second", **asdict(second)}
         for listener in self.listeners:
-            listener.put(told)
+            if listener.whole:
+                listener.put(told)
             moves = [] if listener.task is None else self._moves(listener)
             if moves:
                 listener.put({"event": "rollouts", "task": listener.task, "at": second.at, "moves": moves})
@@ -125,9 +130,9 @@ class Pulse:
             listener.put({"event": "end"})
 
     @contextmanager
-    def listening(self, task: str | None) -> Iterator[Listener]:
+    def listening(self, task: str | None, *, whole: bool = True) -> Iterator[Listener]:
         """Give a listener its queue for the time of the block."""
-        listener = Listener(task)
+        listener = Listener(task, whole)
         self.listeners.add(listener)
         try:
             yield listener

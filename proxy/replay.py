@@ -1,6 +1,7 @@
 """Sends a recorded workload through a proxy: rollouts side by side, the calls of each in order."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -56,7 +57,11 @@ async def replay(
         ReplayError: the proxy cannot be reached at the start, or refuses a task's environment spec.
     """
     certificates = httpx.create_ssl_context(trust_env=trust_env)
-    connect = partial(httpx.AsyncClient, base_url=url, timeout=OVERHEAD_S, trust_env=trust_env, verify=certificates)
+    token = os.environ.get("FORKPOINT_TOKEN")
+    connect = partial(
+        httpx.AsyncClient, base_url=url, timeout=OVERHEAD_S, trust_env=trust_env, verify=certificates,
+        headers={"x-forkpoint-token": token} if token else {},
+    )  # fmt: skip
     async with connect() as client:
         under_way = _Replay(connect, names, on_call)
         async with under_way.tasks(client, workload, cached=cached):

@@ -93,6 +93,8 @@ class StatsView(BaseModel):
     snapshots_taken: int
     evictions: int
     divergences: int
+    audit_checked: int
+    audit_differing: int
     warm_made: int
     warm_used: int
     errors: int
@@ -108,6 +110,16 @@ class StatsView(BaseModel):
     checkpoint_budget_bytes: int
     costs: dict[str, CostsView]
     reuse_rate: float
+
+
+class Collected(BaseModel):
+    """What was freed. freed_bytes: of kept states and of the store's files, which do not shrink at once."""
+
+    evicted: int
+    forgotten_nodes: int
+    freed_bytes: int
+    snapshot_bytes: int
+    store_bytes: int
 
 
 class Batch(BaseModel):

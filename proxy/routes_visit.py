@@ -110,7 +110,8 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
         rows: Annotated[int, Query(**_SIZE)] = 24,
     ) -> None:
         """Open a terminal in a throw-away fork of a node: bytes both ways, `{"resize": [columns, rows]}` as text."""
-        await websocket.accept()
+        # A page that has a token offers both names, and would take no other answer.
+        await websocket.accept("forkpoint" if "forkpoint" in websocket.scope["subprotocols"] else None)
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             try:
                 found = await engine.tasks.find(task)

@@ -3,7 +3,9 @@
 from typing import Annotated, Any
 
 from fastapi import Body, Path
+from starlette.requests import HTTPConnection
 
+from proxy.access import ALL, GRANT, Grant
 from proxy.engine import Engine
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task
@@ -33,6 +35,12 @@ PROBLEM: dict[str, Any] = {
         }
     },
 }
+
+
+def granted(request: HTTPConnection) -> Grant:
+    """Return what a request may see."""
+    grant: Grant = request.scope.get(GRANT, ALL)
+    return grant
 
 
 def node_of(task: Task, name: str) -> Node:

@@ -66,6 +66,16 @@ def make_tables(database: Database) -> None:
     )
     # What a protocol knows of a running rollout: Docker's container.
     database.execute("CREATE TABLE IF NOT EXISTS notes (rollout INTEGER PRIMARY KEY, value TEXT)")
+    # What audits found, and how often they looked.
+    database.execute(
+        "CREATE TABLE IF NOT EXISTS findings (record INTEGER PRIMARY KEY, tree INTEGER, why TEXT, quarantined INTEGER, "
+        "at REAL)"
+    )
+    database.execute(
+        "CREATE TABLE IF NOT EXISTS audits (tree INTEGER, kind TEXT, checked INTEGER, differing INTEGER, "
+        "unreachable INTEGER, at REAL, PRIMARY KEY (tree, kind)) WITHOUT ROWID"
+    )
+    database.execute("CREATE TABLE IF NOT EXISTS masks (task TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
     for table, indexed in _INDEXES:
         database.table(table).create_index(indexed, if_not_exists=True)
     database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)

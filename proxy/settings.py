@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -11,6 +11,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from proxy.access import is_loopback
 from sandboxes.spec import EnvironmentSpec
 
 
@@ -25,12 +26,19 @@ class Settings(BaseSettings):
         default=(),
         description="public DNS names under which this proxy may be asked; without any: addresses, localhost",
     )
+    token: SecretStr | None = Field(default=None, description="needed for everything; required beyond loopback")
+    token_file: Path | None = Field(
+        default=None, description="more tokens, one a line, each with the names of the tasks that it sees, if not all"
+    )
     data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
     log: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     drivers: tuple[Literal["local", "container", "sqlite", "postgres", "video", "http", "memory"], ...] = (
         "local", "sqlite", "http",
     )  # fmt: skip
+    otel_endpoint: str | None = Field(
+        default=None, description="where traces go, by OTLP over HTTP: http://host:4318/v1/traces; needs the extra otel"
+    )
     default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")
     any_image: bool = Field(
         default=False, description="a create request's image that no driver here has means default_spec, not 404"
@@ -57,11 +65,27 @@ class Settings(BaseSettings):
     )
     answer_memory_bytes: int = Field(default=256 << 20, ge=0, description="answers held ready in memory")
     tree_memory_records: int = Field(default=2_000_000, ge=0, description="nodes and records in memory, 1 kB each")
+    audit_share: float = Field(
+        default=0.0, ge=0, le=1, description="of the hits, checked by running them again while nobody waits; 0: none"
+    )
+    audit_quarantine: bool = Field(
+        default=True, description="calls that an audit found to differ are run again for everybody from then on"
+    )
     max_body_bytes: int = Field(default=64 << 20, ge=1024, description="of one request")
+    import_bytes: int = Field(default=16 << 30, ge=1024, description="of a file that a tree is imported from")
     max_requests: int = Field(default=4096, ge=1, description="calls being answered at once, then 429")
     durability: Literal["process", "power"] = Field(
         default="process", description="what an answered call survives: a kill of the proxy, or loss of power too"
     )
+
+    @model_validator(mode="after")
+    def _guarded(self) -> "Settings":
+        if not (is_loopback(self.host) or self.token or self.token_file):
+            raise ValueError(
+                f"host {self.host} is reached from other machines, and whoever reaches the proxy can run commands: set "
+                "token or token_file (docs/security.md), or listen on 127.0.0.1"
+            )
+        return self
 
     @classmethod
     def load(cls, config: Path | None = None, **options: object) -> "Settings":

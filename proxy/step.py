@@ -9,6 +9,9 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+import structlog
+from structlog.contextvars import bind_contextvars
+
 from proxy.attach import Attach
 from proxy.canonical import CallKey, private_key
 from proxy.counts import Counts
@@ -19,11 +22,14 @@ from proxy.journal import Journal
 from proxy.journal import Step as Place
 from proxy.store import Store
 from proxy.timing import Timing, Timings
+from proxy.traces import Traces
 from proxy.tree import Node, Record, doubtful
 from proxy.warm import Warm
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import execute
 from sandboxes.http1 import Listener
+
+log = structlog.get_logger()
 
 
 class RolloutGone(RuntimeError):  # noqa: N818 - it says what happened
@@ -42,7 +48,10 @@ class Answer:
 class Step:
     """Takes rollouts through their trees, one call at a time."""
 
-    def __init__(self, attach: Attach, store: Store, journal: Journal, counts: Counts, warm: Warm) -> None:
+    def __init__(
+        self, attach: Attach, store: Store, journal: Journal, counts: Counts, warm: Warm, traces: Traces | None = None
+    ) -> None:
+        self._traces = traces
         self._attach, self._store, self._journal, self._counts, self._warm = attach, store, journal, counts, warm
         self._flights, self._gathering = Flights(), Gathering()
         self._turns: set[asyncio.Task[Answer]] = set()
@@ -80,6 +89,11 @@ class Step:
         turn.add_done_callback(lambda ended: self._turn_ended(rollout, ended))
         return await asyncio.shield(turn)
 
+    @property
+    def under_way(self) -> int:
+        """How many calls are being answered that the tree did not know at once."""
+        return len(self._turns)
+
     async def drain(self) -> None:
         """Wait for the calls under way."""
         while self._turns:
@@ -92,6 +106,8 @@ class Step:
         waited = time.perf_counter()
         async with self._gathering.turn(rollout, key, commutes=commutes), rollout.turn:
             here, outcome = rollout.node, Outcome.HIT
+            # In each line that is logged from here on, by whatever this call needs.
+            bind_contextvars(task=rollout.task, rollout=rollout.name, node=f"n{here.id}")
             if rollout.finished or here.detached:
                 raise RolloutGone(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
             key = rollout.key_of(key)
@@ -106,7 +122,8 @@ class Step:
                         outcome = Outcome.BYPASS if record.private else Outcome.MISS
             if outcome is not Outcome.HIT:
                 self.timings.note(rollout.id, rollout.calls, timing)
-            self._take(rollout, record, outcome)
+            self._take(rollout, record, outcome, timing)
+            log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
             return Answer(record, outcome, timing)
 
     async def _run(
@@ -125,7 +142,8 @@ class Step:
         """Put an executed call into the tree, on disk first: what could not be written is not known."""
         if here.detached:
             raise RolloutGone(f"the state n{here.id} was forgotten while its call ran. Start another rollout.")
-        tree, private = rollout.tree, not (rollout.cached and execution.shareable)
+        tree = rollout.tree
+        private = not (rollout.cached and execution.shareable) or key in here.quarantined
         if rollout.cached and private:
             key = private_key(key, rollout.id, rollout.calls)
         place = tree.place(here, execution.effect, execution.state, private=private)
@@ -143,13 +161,15 @@ class Step:
         tree.add_record(record)
         return record
 
-    def _take(self, rollout: Rollout, record: Record, outcome: Outcome) -> None:
+    def _take(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None = None) -> None:
         # The place is written before the answer is given: after a kill the rollout goes on where its agent saw it.
         self._journal.append(Place(rollout.id, rollout.calls, record.id, outcome))
         rollout.advance(record, outcome)
         rollout.used_at = time.monotonic()
         self._counts.answered(outcome, record.seconds)
         self._warm.saw(rollout)
+        if self._traces is not None:
+            self._traces.answered(rollout, record, outcome, timing)
 
     def _turn_ended(self, rollout: Rollout, turn: asyncio.Task[Answer]) -> None:
         rollout.waiting -= 1

@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +17,8 @@ from typing import Any, Literal, TypeVar
 import orjson
 import sqlite_utils
 
+from proxy.bundle import Part
+from proxy.bundle_lines import Line, NodeLine
 from proxy.canonical import CallKey, canonical_json
 from proxy.journal import Step
 from proxy.schema import NotOurs, check_ours, make_tables
@@ -27,11 +30,22 @@ from sandboxes.spec import EnvironmentSpec
 T = TypeVar("T")
 _COMPRESS_FROM = 1024
 _TREES_OF = "SELECT id FROM trees WHERE task = {} UNION SELECT tree FROM shares WHERE task = {}"
+_DRAFT = "draft "
 _NUMBERED = ("trees", "nodes", "records", "rollouts", "blobs")
 
 
 class StoreError(RuntimeError):
     """The store could not be read or written: the disk is full, or the file is not ours. Nothing was recorded."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """A tree that is being written. node, record: the first ids of those that are its; written: records so far."""
+
+    tree: int
+    node: int
+    record: int
+    written: int = 0
 
 
 class Store:
@@ -45,6 +59,7 @@ class Store:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
+        self.namespace: Callable[[str], str] = lambda _task: ""
         self._connection = sqlite3.connect(path, isolation_level=None)
         self.database = sqlite_utils.Database(self._connection)
         try:
@@ -55,6 +70,7 @@ class Store:
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             make_tables(self.database)
             self._next = {name: self._last_id(name) + 1 for name in _NUMBERED}
+            self._sweep_drafts()
         except (NotOurs, sqlite3.DatabaseError) as error:
             self._connection.close()
             raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
@@ -72,6 +88,17 @@ class Store:
         with closing(sqlite3.connect(self._path)) as connection:
             connection.execute("PRAGMA query_only=1")
             return ask(connection)
+
+    def open_apart(self) -> sqlite3.Connection:
+        """Return a connection of its own that can only read, for any thread; the caller closes it."""
+        connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        connection.execute("PRAGMA query_only=1")
+        return connection
+
+    def size_bytes(self) -> int:
+        """Return the bytes of the file and of its log."""
+        files = (self._path, self._path.with_name(self._path.name + "-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def check_writable(self) -> None:
         """Write something small.
@@ -117,6 +144,9 @@ class Store:
             execute(f"DELETE FROM records WHERE tree IN ({trees})")
             execute(f"DELETE FROM nodes WHERE tree IN ({trees})")
             execute(f"DELETE FROM trees WHERE id IN ({trees})")
+            execute(f"DELETE FROM findings WHERE tree IN ({trees})")
+            execute(f"DELETE FROM audits WHERE tree IN ({trees})")
+            execute("DELETE FROM masks WHERE task = ?", (name,))
             execute("DELETE FROM shares WHERE task = ?", (name,))
             execute("DELETE FROM tasks WHERE name = ?", (name,))
             self._delete_unused_blobs(execute)
@@ -131,7 +161,7 @@ class Store:
         if known is not None:
             return self.tree_of(known)
         tree_id, root = self._take_id("trees"), Node(self._take_id("nodes"))
-        values = (tree_id, _owner(task, spec), root_key, spec.model_dump_json(), root.id, time.time())
+        values = (tree_id, self._owner(task, spec), root_key, spec.model_dump_json(), root.id, time.time())
         with self._transaction() as execute:
             execute("INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", values)
             self._insert_node(execute, tree_id, root)
@@ -146,9 +176,80 @@ class Store:
 
     def tree_id(self, task: str, root_key: str, spec: EnvironmentSpec) -> int | None:
         """Return the id of the tree that `tree` would return; None where it would make one."""
-        values = (_owner(task, spec), root_key)
+        values = (self._owner(task, spec), root_key)
         row = self._one("SELECT id FROM trees WHERE task = ? AND root_key = ?", values)
         return None if row is None else int(row[0])
+
+    # Trees from elsewhere: written a piece at a time, and there once they are published
+
+    def draft(self, nodes: int, records: int) -> Draft:
+        """Begin to write a tree; it does not exist before `publish`, and is swept at start if that never comes."""
+        draft = Draft(self._take_id("trees"), self._take_id("nodes", nodes), self._take_id("records", records))
+        with self._transaction() as execute:
+            execute("INSERT INTO meta VALUES (?, '')", (f"{_DRAFT}{draft.tree}",))
+        return draft
+
+    def write_draft(self, draft: Draft, items: Iterable[Part | Line]) -> None:
+        """Write blobs, nodes and records, in one transaction; what they name was written before, or is among them."""
+        with self._transaction() as execute:
+            for item in items:
+                if isinstance(item, Part):
+                    self._add_blob(execute, item.digest, packed=item.kind == "zblob", data=item.stored)
+                elif isinstance(item, NodeLine):
+                    digests = [None if d is None else bytes.fromhex(d) for d in (item.exact, item.content)]
+                    execute(
+                        "INSERT INTO nodes VALUES (?, ?, ?, ?, '', ?)",
+                        (draft.node + item.node, draft.tree, *digests, item.pinned),
+                    )
+                else:
+                    blobs = [0 if d is None else self._blob_id(d) for d in (item.call, item.upload, item.answer)]
+                    values = (
+                        draft.record + draft.written, draft.tree, draft.node + item.source, bytes.fromhex(item.key),
+                        draft.node + item.target, *blobs, item.effect, item.seconds, item.recorded_at, False,
+                        item.reproducible,
+                    )  # fmt: skip
+                    execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
+                    draft.written += 1
+
+    def publish(self, draft: Draft, task: str, root_key: str, spec: EnvironmentSpec, *, instead: int | None) -> None:
+        """Make a draft the tree of task under this root key, instead of an empty one."""
+        values = (draft.tree, self._owner(task, spec), root_key, spec.model_dump_json(), draft.node, time.time())
+        with self._transaction() as execute:
+            if instead is not None:
+                for table, column in (("trees", "id"), ("nodes", "tree"), ("shares", "tree")):
+                    execute(f"DELETE FROM {table} WHERE {column} = ?", (instead,))
+                execute("UPDATE rollouts SET tree = ?, start = ?, node = ? WHERE tree = ?", (
+                    draft.tree, draft.node, draft.node, instead,
+                ))  # fmt: skip
+            execute("INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", values)
+            execute("DELETE FROM meta WHERE name = ?", (f"{_DRAFT}{draft.tree}",))
+
+    def delete_unused(self) -> None:
+        """Delete the answers that no call has."""
+        with self._transaction() as execute:
+            self._delete_unused_blobs(execute)
+
+    def drop_draft(self, tree: int) -> None:
+        """Delete what was written of a draft."""
+        with self._transaction() as execute:
+            for table in ("records", "nodes"):
+                execute(f"DELETE FROM {table} WHERE tree = ?", (tree,))
+            self._delete_unused_blobs(execute)
+            execute("DELETE FROM meta WHERE name = ?", (f"{_DRAFT}{tree}",))
+
+    def is_empty(self, tree: int) -> bool:
+        """Say whether nothing is recorded in a tree."""
+        return self._one("SELECT 1 FROM records WHERE tree = ?", (tree,)) is None
+
+    def _sweep_drafts(self) -> None:
+        for (name,) in self._all("SELECT name FROM meta WHERE name GLOB ?", (f"{_DRAFT}*",)):
+            self.drop_draft(int(name.removeprefix(_DRAFT)))
+
+    def _blob_id(self, digest: str) -> int:
+        row = self._one("SELECT id FROM blobs WHERE digest = ?", (bytes.fromhex(digest),))
+        if row is None:
+            raise StoreError(f"a blob of an import is gone: {digest}. Import it again.")
+        return int(row[0])
 
     def share(self, task: str, tree: int) -> None:
         """Write that task uses a tree that is not its own."""
@@ -161,8 +262,8 @@ class Store:
     def task_of(self, tree_id: int) -> str:
         """Return the name of the task that a tree belongs to, of a shared one the first; empty where it is gone."""
         row = self._one(
-            "SELECT COALESCE(NULLIF(task, ''), (SELECT MIN(task) FROM shares WHERE tree = id), '') "
-            "FROM trees WHERE id = ?",
+            "SELECT COALESCE(CASE WHEN task = '' OR task GLOB '/*' THEN (SELECT MIN(task) FROM shares WHERE tree = id) "
+            "ELSE task END, '') FROM trees WHERE id = ?",
             (tree_id,),
         )
         return "" if row is None else str(row[0])
@@ -206,7 +307,74 @@ class Store:
             if not record.observation:
                 record.target.passes += uses
             tree.add_record(record)
+        return self._load_findings(tree)
+
+    def _load_findings(self, tree: Tree) -> Tree:
+        found = self._all("SELECT record, why, quarantined FROM findings WHERE tree = ?", (tree.id,))
+        records = {r.id: r for node in tree.nodes.values() for r in node.records.values()} if found else {}
+        records |= {record.id: record for record in tree.aside}
+        for record_id, why, quarantined in found:
+            if (record := records.get(record_id)) is not None:
+                record.differs = why
+                if quarantined:
+                    tree.quarantine(record, why)
         return tree
+
+    # Audits
+
+    def save_finding(self, tree: int, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:
+        """Write that an audit found a record to differ, and which nodes were set aside for it."""
+        with self._transaction() as execute:
+            values = (record.id, tree, record.differs, quarantined, time.time())
+            execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", values)
+            execute("UPDATE records SET reproducible = ? WHERE id = ?", (record.reproducible, record.id))
+            for node in lost:
+                execute("UPDATE nodes SET diverged = ? WHERE id = ?", (node.diverged, node.id))
+
+    def findings(self, tree: int) -> list[tuple[int, int, int, int, str, int, float]]:
+        """Return what audits found in a tree: record, source, target, call, why, whether in quarantine, when."""
+        sql = (
+            "SELECT f.record, r.source, r.target, r.call, f.why, f.quarantined, f.at FROM findings f "
+            "JOIN records r ON r.id = f.record WHERE f.tree = ? ORDER BY f.at DESC, f.record LIMIT 1000"
+        )
+        return self._all(sql, (tree,))
+
+    def add_audit(self, tree: int, kind: str, checked: int, differing: int, unreachable: int) -> None:
+        """Add to how often audits of a kind looked at a tree's calls, and what they saw."""
+        with self._transaction() as execute:
+            execute(
+                "INSERT INTO audits VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (tree, kind) DO UPDATE SET "
+                "checked = checked + excluded.checked, differing = differing + excluded.differing, "
+                "unreachable = unreachable + excluded.unreachable, at = excluded.at",
+                (tree, kind, checked, differing, unreachable, time.time()),
+            )
+
+    def audits(self, tree: int | None = None) -> list[tuple[str, int, int, int, float]]:
+        """Return kind, checked, differing, unreachable and when last, of one tree or of all together."""
+        where = "" if tree is None else "WHERE tree = ?"
+        sql = (
+            "SELECT kind, SUM(checked), SUM(differing), SUM(unreachable), MAX(at) FROM audits "
+            f"{where} GROUP BY kind ORDER BY kind"
+        )
+        return self._all(sql, () if tree is None else (tree,))
+
+    def place_of(self, record: int) -> tuple[int, int] | None:
+        """Return the tree and the node at which a record was made; None where it is gone."""
+        row = self._one("SELECT tree, source FROM records WHERE id = ?", (record,))
+        return None if row is None else (row[0], row[1])
+
+    def masks(self, task: str) -> str | None:
+        row = self._one("SELECT value FROM masks WHERE task = ?", (task,))
+        return None if row is None else str(row[0])
+
+    def put_masks(self, task: str, value: str) -> None:
+        with self._transaction() as execute:
+            execute("INSERT OR REPLACE INTO masks VALUES (?, ?)", (task, value))
+
+    def call_text(self, blob: int) -> ToolCall:
+        """Return a call by its blob, without what was uploaded with it."""
+        value = orjson.loads(self._blob(blob))
+        return ToolCall(value["endpoint"], value["tool"], value["arguments"])
 
     def _load_node(self, node_id: int) -> Node:
         row = self._one("SELECT exact, content, pinned FROM nodes WHERE id = ?", (node_id,))
@@ -258,6 +426,12 @@ class Store:
             for node in lost:
                 execute("UPDATE nodes SET diverged = ? WHERE id = ?", (node.diverged, node.id))
 
+    def save_set_aside(self, nodes: Iterable[Node]) -> None:
+        """Write why nodes were set aside."""
+        with self._transaction() as execute:
+            for node in nodes:
+                execute("UPDATE nodes SET diverged = ? WHERE id = ?", (node.diverged, node.id))
+
     def forget(self, nodes: Iterable[Node], records: Iterable[Record]) -> None:
         """Delete nodes and records, and the answers that nothing else needs."""
         with self._transaction() as execute:
@@ -265,6 +439,7 @@ class Store:
                 execute("DELETE FROM nodes WHERE id = ?", (node.id,))
             for record in records:
                 execute("DELETE FROM records WHERE id = ?", (record.id,))
+                execute("DELETE FROM findings WHERE record = ?", (record.id,))
             self._delete_unused_blobs(execute)
             self._keep_numbers(execute)
 
@@ -309,12 +484,22 @@ class Store:
             execute("DELETE FROM notes WHERE rollout = ?", (rollout,))
             execute("UPDATE rollouts SET finished = 1 WHERE id = ?", (rollout,))
 
-    def rollouts(self, task: str, *, name: str | None = None, running: bool = False) -> list[dict[str, Any]]:
+    def rollouts(
+        self,
+        task: str,
+        *,
+        name: str | None = None,
+        running: bool = False,
+        newest: bool = False,
+        offset: int = 0,
+        limit: int = -1,
+    ) -> list[dict[str, Any]]:
         """Return a task's rollouts, oldest first: all, those of one name, or those not finished. Fold before asking."""
         sql = "SELECT * FROM rollouts WHERE task = :task"
         sql += " AND name = :name" if name is not None else ""
         sql += " AND finished = 0" if running else ""
-        return list(self.database.query(sql + " ORDER BY id", {"task": task, "name": name}))
+        sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"
+        return list(self.database.query(sql, {"task": task, "name": name, "limit": limit, "offset": offset}))
 
     def rollout_of_token(self, token: str) -> tuple[str, str] | None:
         """Return the task and the name of the rollout that token stands for."""
@@ -350,10 +535,17 @@ class Store:
         for table, number in self._next.items():
             execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"last {table}", str(number - 1)))
 
-    def _take_id(self, table: str) -> int:
+    def _take_id(self, table: str, count: int = 1) -> int:
         taken = self._next[table]
-        self._next[table] += 1
+        self._next[table] += count
         return taken
+
+    def _owner(self, task: str, spec: EnvironmentSpec) -> str:
+        """Return the task that a tree of this spec is filed under; where tasks share it, none or their namespace."""
+        if not spec.shared:
+            return task
+        space = self.namespace(task)
+        return f"/{space}" if space else ""
 
     def _insert_node(self, execute: Any, tree: int, node: Node) -> None:
         exact, content = (node.state.exact, node.state.content) if node.state else (None, node.witness)
@@ -368,8 +560,11 @@ class Store:
             return int(row[0])
         packed = zlib.compress(data, 1) if len(data) >= _COMPRESS_FROM else data
         smaller = len(packed) < len(data)
+        return self._add_blob(execute, digest, packed=smaller, data=packed if smaller else data)
+
+    def _add_blob(self, execute: Any, digest: bytes, *, packed: bool, data: bytes) -> int:
         blob = self._take_id("blobs")
-        execute("INSERT INTO blobs VALUES (?, ?, ?, ?)", (blob, digest, smaller, packed if smaller else data))
+        execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)", (blob, digest, packed, data))
         return blob
 
     def _blob(self, blob: int) -> bytes:
@@ -404,11 +599,6 @@ class Store:
 
     def _all(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return self._connection.execute(sql, values).fetchall()
-
-
-def _owner(task: str, spec: EnvironmentSpec) -> str:
-    """Return the task that a tree of this spec is filed under: none where all tasks have it."""
-    return "" if spec.shared else task
 
 
 def _digests(exact: bytes | None, content: bytes | None) -> tuple[None, StateDigest | None, bytes | None]:

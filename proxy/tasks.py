@@ -11,11 +11,13 @@ from proxy.errors import Refused
 from proxy.forest import Rollout, Task, Walkers
 from proxy.journal import Journal
 from proxy.keeper import Keeper
-from proxy.store import Store
+from proxy.store import Draft, Store
 from proxy.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool import Pool
 from sandboxes.spec import EnvironmentSpec
+
+FORGOTTEN = "it was forgotten; rollouts that stood there go on alone"
 
 
 class Tasks:
@@ -107,6 +109,11 @@ class Tasks:
         task = await self.open(task_name)
         return task.rollouts.get(name)
 
+    @property
+    def size(self) -> int:
+        """How many nodes and records are in memory."""
+        return sum(tree.size for tree in self._trees.values())
+
     def running_in(self, task_name: str) -> list[Rollout]:
         """Return the rollouts of a task that run, as far as it is open."""
         task = self._tasks.get(task_name)
@@ -193,31 +200,117 @@ class Tasks:
         del self._tasks[name]
         await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
 
-    async def forget(self, task: Task, node: Node, *, end_rollouts: bool) -> tuple[int, list[str]]:
-        """Forget node and what came from it; return how many nodes went and which rollouts ended with them.
+    async def forget(self, task: Task, node: Node, *, end_rollouts: bool) -> tuple[int, list[str], list[str]]:
+        """Forget node and what came from it; return how many nodes no other rollout will come to, and which rollouts
+        that stood there ended, and go on.
+
+        Those that go on keep the states that they came through, for themselves alone; what else is there goes at once,
+        and the rest when the last of them has ended (`sweep_forgotten`).
 
         Raises:
-            Refused: 409, rollouts stand there and end_rollouts is not set; or node is the root.
+            Refused: 409, node is the root.
         """
         tree = task.tree
         if node is tree.root:
             raise Refused(409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec.")
-        gone = {below for below, _ in tree.walk(node)}
-        ended = [rollout for rollout in self.rollouts.values() if rollout.node in gone]
-        if ended and not end_rollouts:
-            names = ", ".join(sorted(rollout.name for rollout in ended))
-            raise Refused(
-                409, "rollouts-there", f"rollouts stand there: {names}. Finish them, or add ?end_rollouts=true."
-            )
-        for rollout in ended:
-            await self.finish(rollout)
-        nodes, records = tree.forget(node)
+        if node.diverged == FORGOTTEN:
+            return 0, [], []
+        gone = tree.closure(node)
+        there = [rollout for rollout in self.rollouts.values() if rollout.node in gone]
+        if end_rollouts:
+            for rollout in there:
+                await self.finish(rollout)
+        # Others may have come or gone while those ended.
+        staying = [rollout for rollout in self.rollouts.values() if rollout.node in gone]
+        count = len(gone)
         self._journal.fold()
+        if staying and node.origin is not None:
+            lost = tree.set_aside(node.origin, FORGOTTEN)
+            self._store.save_set_aside(lost)
+            await self._forget_but(tree, node, {rollout.node for rollout in staying})
+        elif not node.detached:
+            await self._forget(tree, node)
+        ended = sorted(rollout.name for rollout in there) if end_rollouts else []
+        return count, ended, sorted(rollout.name for rollout in staying)
+
+    async def sweep_forgotten(self) -> int:
+        """Forget for good what was kept for rollouts that have ended since; return how many nodes went."""
+        swept = 0
+        for tree in list(self._trees.values()):
+            tops = [record.target for record in tree.aside if record.target.diverged == FORGOTTEN]
+            for top in [top for top in tops if top.origin is not None and top.origin in tree.aside]:
+                if top.detached:
+                    continue
+                standing = {rollout.node for rollout in self._walkers.of(tree.id)}
+                if not standing & tree.closure(top):
+                    swept += await self._forget(tree, top)
+        return swept
+
+    async def _forget_but(self, tree: Tree, top: Node, standing: set[Node]) -> None:
+        """Forget what came from top but for the ways to the nodes where rollouts stand."""
+        ways = set()
+        for node in standing:
+            while node not in ways:
+                ways.add(node)
+                if node is top or node.origin is None:
+                    break
+                node = node.origin.source  # noqa: PLW2901 - the walk up
+        for node in tree.closure(top):
+            if node not in ways and not node.detached and node.origin is not None and node.origin.source in ways:
+                await self._forget(tree, node)
+
+    async def _forget(self, tree: Tree, node: Node) -> int:
+        nodes, records = tree.forget(node)
         self._store.forget(nodes, records)
         for lost in nodes:
             self._keeper.drop(lost)
         await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
-        return len(nodes), sorted(rollout.name for rollout in ended)
+        return len(nodes)
+
+    async def require_room(self, name: str, spec: EnvironmentSpec, key: str) -> int | None:
+        """Return the id of the empty tree that task has for this root state; None where it has none.
+
+        Raises:
+            Refused: 409, the task has another spec, or calls are recorded there, or rollouts run.
+        """
+        if self._store.tasks(name):
+            task = await self.open(name)
+            if task.tree.key != key:
+                raise Refused(
+                    409,
+                    "task-exists",
+                    f"task {name!r} has another root state. DELETE it, or import under another name.",
+                )
+        known = self._store.tree_id(name, key, spec)
+        if known is None:
+            return None
+        others = [rollout.name for rollout in self.rollouts.values() if rollout.tree.id == known]
+        others += [task.name for task in self._tasks.values() if task.tree.id == known and task.name != name]
+        if others or not self._store.is_empty(known):
+            raise Refused(
+                409, "tree-exists",
+                f"calls of this root state are recorded here, or somebody uses it: {', '.join(sorted(others)[:5])}. "
+                "DELETE the tasks that have it first.",
+            )  # fmt: skip
+        return known
+
+    async def adopt(self, name: str, spec: EnvironmentSpec, key: str, draft: Draft) -> Task:
+        """Make a tree that was written piece by piece the one of task; see `require_room`.
+
+        Raises:
+            Refused: 409, there is no room for it any more.
+        """
+        async with self._opening.setdefault(f"import {name}", asyncio.Lock()):
+            instead = await self.require_room(name, spec, key)
+            self._journal.fold()
+            self._store.publish(draft, name, key, spec, instead=instead)
+            gone = self._trees.pop(instead or 0, None)
+            if gone is not None:
+                gone.root.detached = True
+                self._keeper.drop_tree(gone.id)
+            rows = self._store.tasks(name)
+            self._store.put_task(name, spec.model_dump_json())
+            return self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree, reading the tree back where it is not open; None where it is gone."""

@@ -26,6 +26,7 @@ class Node:
     weighed: whether it was thought about keeping it: once for each node, for the statistics.
     unfreezable: why no snapshot can be taken; empty while nothing is known against it.
     diverged: why its recorded state could not be rebuilt; empty while nothing is known against it.
+    quarantined: calls that are never answered from the tree here: an audit found that they answer differently.
     """
 
     id: int
@@ -41,6 +42,7 @@ class Node:
     unfreezable: str = ""
     diverged: str = ""
     detached: bool = False
+    quarantined: frozenset[CallKey] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +52,7 @@ class Record:
     call, upload, answer: where the store keeps them; 0 before it does, and for a call that uploads nothing.
     seconds: what the tool took when it ran. hits: how often it was answered from here since.
     reproducible: False once a replay of it reached another state than `target`. doubtful: see `doubtful`; no longer
-        once a replay did reach it.
+        once a replay did reach it. differs: how an audit found that it does not come again; empty while it did not.
     """
 
     id: int
@@ -64,6 +66,7 @@ class Record:
     hits: int = 0
     reproducible: bool = True
     doubtful: bool = False
+    differs: str = ""
     call: int = 0
     upload: int = 0
     answer: int = 0
@@ -158,7 +161,7 @@ class Tree:
         """
         if node is self.root:
             raise ValueError("the root cannot be forgotten; delete the task instead")
-        gone = self._offspring(node)
+        gone = self.closure(node)
         records = [r for n in self.nodes.values() for r in n.records.values() if r.target in gone or r.source in gone]
         records += [r for r in self.aside if r.target in gone or r.source in gone]
         self.aside = [r for r in self.aside if r.target not in gone and r.source not in gone]
@@ -183,6 +186,20 @@ class Tree:
             for entry in [r for r in node.records.values() if r.target.diverged and not node.diverged]:
                 del node.records[entry.key]
                 self.aside.append(entry)
+        return lost
+
+    def quarantine(self, record: Record, why: str) -> list[Node]:
+        """Answer nobody from record any more, nor from what this call is recorded as here later; return the nodes that
+        fall with it."""
+        source = record.source
+        record.differs = why
+        source.quarantined |= {record.key}
+        lost: list[Node] = []
+        if not record.observation and record.target.origin is record and not record.target.diverged:
+            lost = self.set_aside(record, why)
+        if source.records.get(record.key) is record:
+            del source.records[record.key]
+            self.aside.append(record)
         return lost
 
     def walk(self, top: Node | None = None, depth: int | None = None) -> Iterator[tuple[Node, int]]:
@@ -216,6 +233,21 @@ class Tree:
             assert node.state.exact == exact
             assert self.nodes[node.id] is node
             assert not node.diverged
+
+    def closure(self, top: Node) -> set[Node]:
+        """Return top and all that came from it, what was set aside too. O(size of the tree)."""
+        found = self._offspring(top)
+        hidden: dict[Node, list[Node]] = {}
+        for record in self.aside:
+            if record.target.origin is record:
+                hidden.setdefault(record.source, []).append(record.target)
+        pending = list(found) if hidden else []
+        while pending:
+            for lost in hidden.get(pending.pop(), ()):
+                more = self._offspring(lost) - found
+                found |= more
+                pending.extend(more)
+        return found
 
     def _offspring(self, top: Node) -> set[Node]:
         return {node for node, _ in self.walk(top)}

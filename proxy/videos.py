@@ -1,9 +1,10 @@
 """What the control plane shows of videos: preprocesses under way, and how often models were asked."""
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from proxy.engine import Engine
+from proxy.routing import granted
 from sandboxes.video import VideoDriver
 
 
@@ -36,8 +37,9 @@ def video_routes(router: APIRouter, engine: Engine) -> None:
     """Add the routes of videos."""
 
     @router.get("/videos")
-    async def show_videos() -> VideosView:
+    async def show_videos(request: Request) -> VideosView:
         """Show preprocesses and how far they are, and how often models were asked."""
+        granted(request).require_whole()
         driver = engine.drivers.get("video")
         if not isinstance(driver, VideoDriver):
             return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0)

@@ -171,8 +171,11 @@ class RolloutDetail(RolloutView):
 
 
 class Forgotten(BaseModel):
+    """What was forgotten. rollouts: those that ended with it; going_on: those that stand there still."""
+
     nodes: int
     rollouts: list[str]
+    going_on: list[str] = []
 
 
 class Pin(BaseModel):
@@ -340,12 +343,17 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> di
     }
 
 
+def _differs(node: Node) -> bool:
+    """Whether an audit found a call here, or the one that led here, to be answered differently."""
+    return bool(node.quarantined or (node.origin is not None and node.origin.differs))
+
+
 def flags(node: Node) -> list[Flag]:
     """Return what is to be said of a node."""
     origin = node.origin
     found: list[tuple[Flag, bool]] = [
         ("pinned", node.pinned),
-        ("diverged", bool(node.diverged)),
+        ("diverged", bool(node.diverged) or _differs(node)),
         ("unreproducible", origin is not None and not origin.reproducible),
         ("private", origin is not None and origin.private),
     ]

@@ -28,6 +28,7 @@ class Pool:
         self._changed = asyncio.Condition()
         self._starts = asyncio.Semaphore(starts)
         self._closing = 0
+        self.waiting = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable, owner: int | None) -> Slot:
         """Make a sandbox that stands at place and lease it to owner; give up an idle one where the budget asks for it.
@@ -167,6 +168,7 @@ class Pool:
             await self._notify()
 
     async def _room(self, owner: int | None) -> Slot:
+        self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):
                 while len(self.roster) + self._closing >= self._budget:
@@ -182,6 +184,8 @@ class Pool:
                 f"all {self._budget} sandboxes were busy for {self._patience_s:g} s. "
                 "Run fewer rollouts at once, or raise max_sandboxes."
             ) from None
+        finally:
+            self.waiting -= 1
         slot = Slot(owner)
         self.roster.enter(slot)
         return slot

@@ -98,6 +98,8 @@ def test_a_finished_rollout_frees_its_name_and_keeps_its_record(proxy: Running) 
     assert proxy.exec("again", "pwd", task="finish").json()["stdout"] == "/root\n"
     listed = get(proxy, "tasks/finish/rollouts")
     assert [(entry["rollout"], entry["finished"]) for entry in listed] == [("again", True), ("again", False)]
+    assert get(proxy, "tasks/finish/rollouts?newest=true&limit=1") == listed[1:]
+    assert get(proxy, "tasks/finish/rollouts?offset=1") == listed[1:]
 
 
 def test_a_fork_goes_on_where_its_source_stands_or_at_a_node(proxy: Running) -> None:
@@ -114,14 +116,38 @@ def test_a_fork_goes_on_where_its_source_stands_or_at_a_node(proxy: Running) -> 
 
 def test_what_is_forgotten_runs_again(proxy: Running) -> None:
     node = proxy.exec("a", "echo 1 > f", task="forget").headers["x-forkpoint-node"]
-    assert proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}").status_code == 409, "a rollout stands there"
     gone = proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}?end_rollouts=true").json()
-    assert gone == {"nodes": 1, "rollouts": ["a"]}
+    assert gone == {"nodes": 1, "rollouts": ["a"], "going_on": []}
     again = proxy.exec("b", "echo 1 > f", task="forget")
     assert again.headers["cache-status"] == "forkpoint; fwd=miss; stored"
     assert again.headers["x-forkpoint-node"] != node
     root = get(proxy, "tasks/forget/tree")["root"]
     assert proxy.client.delete(f"/api/v1/tasks/forget/nodes/{root}").status_code == 409
+    assert proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}").status_code == 404
+
+
+def test_rollouts_in_a_forgotten_subtree_go_on_and_nobody_else_comes_there(proxy: Running) -> None:
+    top = proxy.exec("a", "echo 1 > f", task="stay").headers["x-forkpoint-node"]
+    deep = proxy.exec("a", "echo 2 >> f", task="stay").headers["x-forkpoint-node"]
+    beside = proxy.exec("b", "echo 1 > f", task="stay") and proxy.exec("b", "echo 9 >> f", task="stay")
+    proxy.client.delete("/api/v1/tasks/stay/rollouts/b")
+    told = [proxy.client.delete(f"/api/v1/tasks/stay/nodes/{top}") for _ in range(2)]
+    assert [answer.status_code for answer in told] == [200, 200]
+    assert told[0].json() == {"nodes": 3, "rollouts": [], "going_on": ["a"]}
+    assert told[1].json() == {"nodes": 0, "rollouts": [], "going_on": []}, "a second person does no harm"
+    get(proxy, f"tasks/stay/nodes/{beside.headers['x-forkpoint-node']}", 404)
+    # What it asks now runs where its agent believes to be: in a new sandbox, by replay.
+    for box in [slot for slot in proxy.engine.pool.roster.slots if slot.sandbox is not None]:
+        proxy.driver.live[box.sandbox.id].kill() if box.sandbox.id in proxy.driver.live else None  # type: ignore[union-attr]
+    assert proxy.exec("a", "cat f", task="stay").json()["stdout"] == "1\n2\n"
+    assert proxy.exec("a", "echo 3 >> f", task="stay").status_code == 200
+    assert proxy.exec("a", "cat f", task="stay").json()["stdout"] == "1\n2\n3\n"
+    new = proxy.exec("c", "echo 1 > f", task="stay")
+    assert new.headers["cache-status"] == "forkpoint; fwd=miss; stored"
+    assert new.headers["x-forkpoint-node"] != top
+    assert [node["id"] for node in get(proxy, "tasks/stay/tree")["nodes"]][1:] == [new.headers["x-forkpoint-node"]]
+    proxy.engine.tasks._tasks["stay"].tree.check()
+    assert get(proxy, f"tasks/stay/nodes/{deep}")["flags"] == ["diverged"]
 
 
 def test_a_pin_is_kept_and_taken_back(proxy: Running) -> None:

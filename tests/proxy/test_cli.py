@@ -37,7 +37,10 @@ def typed(*words: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", ["serve", "doctor", "tree", "replay"])
+COMMANDS = ["serve", "doctor", "tree", "replay", "top", "rollout", "node", "diff", "verify", "export", "import", "gc"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command: str) -> None:
     code, output = typed(command, "--help")
     assert code == 0

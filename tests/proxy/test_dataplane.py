@@ -31,7 +31,7 @@ def talk(proxy: Running, sent: bytes) -> bytes:
 
 
 def request(path: str, body: bytes, extra: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{extra}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n{extra}\r\n"
     return head.encode() + body
 
 

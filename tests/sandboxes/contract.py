@@ -10,6 +10,7 @@ import pytest
 
 from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SpecError
 from sandboxes.effects import Effect
+from sandboxes.looking import LookingSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import file, opened, ran, run
 
@@ -59,6 +60,25 @@ class DriverContract:
             ]
             none, files, session = Effect.NONE, Effect.FILES, Effect.SESSION
             assert told == [none, files, session, session, none, none, none]
+
+        driven(driver, test)
+
+    def test_whoever_looks_is_told_what_differs_from_the_root_state(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            sandbox = await after(driver, "echo one > /tmp/f", "mkdir /tmp/d", "cd /tmp; x=5")
+            assert isinstance(sandbox, LookingSandbox)
+            twin = await driver.restore(SPEC, await sandbox.freeze())
+            assert isinstance(twin, LookingSandbox)
+            told, again = await sandbox.look(), await twin.look()
+            assert told.files is not None
+            assert {"/tmp/f", "/tmp/d"} <= told.files.keys()
+            assert (told.sessions["main"].cwd, "x" in told.sessions["main"].variables) == ("/tmp", True)
+            assert (again.files, again.sessions) == (told.files, told.sessions)
+            found = await twin.entries(["/tmp/f", "/tmp/d", "/tmp/none"], content_bytes=100)
+            assert [found[path].kind for path in found] == ["file", "directory", "gone"]
+            assert found["/tmp/f"].content == b"one\n"
+            assert (await twin.entries(["/tmp/f"], content_bytes=1))["/tmp/f"].content is None
+            assert (await run(sandbox, "pwd; cat f")).out == "/tmp\none\n", "looking changes nothing"
 
         driven(driver, test)
 

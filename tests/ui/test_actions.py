@@ -104,19 +104,27 @@ def test_a_command_is_tried_in_a_fork_and_nothing_is_recorded(proxy: Running, pa
     assert node in page.url
 
 
-def test_forgetting_asks_and_asks_again_where_rollouts_stand(proxy: Running, page: Page) -> None:
+def test_forgetting_asks_first_and_rollouts_that_stand_there_go_on(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "forget", "echo 1 > f", "echo 2 > f")
     press(panel, "Forget")
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert detail(proxy, "forget", node)["id"] == node
     press(panel, "Forget")
     page.get_by_role("dialog").get_by_role("button", name="Forget").click()
-    again = page.get_by_role("dialog", name="Rollouts stand there")
-    expect(again).to_contain_text("agent")
-    again.get_by_role("button", name="End them and forget").click()
+    expect(page.get_by_role("status").filter(has_text="1 node forgotten, 1 rollout going on alone")).to_be_visible()
+    expect(panel).to_be_hidden()
+    listed = proxy.client.get("/api/v1/tasks/forget/tree").json()["nodes"]
+    assert node not in [shown["id"] for shown in listed]
+
+
+def test_forgetting_can_end_the_rollouts_that_stand_there(proxy: Running, page: Page) -> None:
+    node, panel = at(proxy, page, "end", "echo 1 > f", "echo 2 > f")
+    press(panel, "Forget")
+    page.get_by_role("dialog").get_by_label("End the rollouts that stand there").check()
+    page.get_by_role("dialog").get_by_role("button", name="Forget").click()
     expect(page.get_by_role("status").filter(has_text="1 node forgotten, 1 rollout ended")).to_be_visible()
     expect(panel).to_be_hidden()
-    assert proxy.client.get(f"/api/v1/tasks/forget/nodes/{node}").status_code == 404
+    assert proxy.client.get(f"/api/v1/tasks/end/nodes/{node}").status_code == 404
 
 
 def test_two_people_forget_the_same_and_the_second_is_told(proxy: Running, page: Page) -> None:

@@ -121,15 +121,7 @@ async function forget(path, detail, on) {
     extra: h("label", { class: "inline" }, end, "End the rollouts that stand there"),
   });
   if (!sure) return;
-  let gone = null;
-  try {
-    gone = await send("DELETE", `${path}${end.checked ? "?end_rollouts=true" : ""}`);
-  } catch (error) {
-    if (error.slug !== "rollouts-there") throw error;
-    const also = await question({ title: "Rollouts stand there", text: `${error.message.split(". ")[0]}. They would end.`, yes: "End them and forget", danger: true });
-    if (!also) return;
-    gone = await send("DELETE", `${path}?end_rollouts=true`);
-  }
+  const gone = await send("DELETE", `${path}${end.checked ? "?end_rollouts=true" : ""}`);
   const told = [`${plural(gone.nodes, "node")} forgotten`, gone.rollouts.length ? `${plural(gone.rollouts.length, "rollout")} ended` : "", gone.going_on?.length ? `${plural(gone.going_on.length, "rollout")} going on alone` : ""];
   toast(told.filter(Boolean).join(", "));
   on.gone();

@@ -1,0 +1,62 @@
+"""What of an answer need not come again when it is audited: known noise, opt-in, per task (pure)."""
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MaskName = Literal["dates", "pids", "addresses", "temp_names"]
+_MOST_BYTES = 4 << 20
+
+KNOWN: dict[MaskName, tuple[str, ...]] = {
+    "dates": (
+        r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:[.,]\d+)?)?(?: ?(?:Z|[+-]\d\d:?\d\d))?)?",
+        r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun),? [ \w]{3,7} [ \d]\d \d\d:\d\d:\d\d(?: [A-Z]{3,4})? ?(?:\d{4})?",
+        r"\b(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) [ \d]\d (?:\d\d:\d\d|[ \d]\d{4})",
+        r"\b\d\d:\d\d:\d\d(?:\.\d+)?\b",
+        r"\b1[5-9]\d{8}(?:\.\d+)?\b",
+        r"\b\d+\.\d+ ?(?:s|ms|seconds)\b",
+    ),
+    "pids": (r"(?i)\bpid[ =:]+\d+", r"\[\d+\] +\d+", r"\(\d{2,7}\)"),
+    "addresses": (r"\b0x[0-9a-fA-F]{6,16}\b", r"\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"),
+    "temp_names": (r"/tmp/[\w.+-]*[\w.+-]{6,}", r"\btmp[\w]{6,}\b"),  # noqa: S108 - a pattern of names
+}
+"""What each mask takes for noise: whatever it matches counts as equal to anything else that it matches."""
+
+
+class Masks(BaseModel):
+    """A task's masks: by name, and regular expressions of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    masks: tuple[MaskName, ...] = ()
+    patterns: tuple[str, ...] = Field(default=(), max_length=50)
+
+    @field_validator("patterns")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            if len(pattern) > 1000:
+                raise ValueError("a pattern has at most 1000 characters")
+            try:
+                compiled = re.compile(pattern.encode())
+            except (re.error, UnicodeEncodeError, RecursionError, OverflowError) as error:
+                raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from None
+            if compiled.match(b"") is not None:
+                raise ValueError(f"{pattern[:80]!r} matches nothing at all, so it would match everywhere")
+        return patterns
+
+    def expressions(self) -> list[re.Pattern[bytes]]:
+        """Return all of them, compiled."""
+        named: Iterable[str] = (pattern for name in sorted(set(self.masks)) for pattern in KNOWN[name])
+        return [re.compile(pattern.encode()) for pattern in (*named, *self.patterns)]
+
+
+def masked(body: bytes, expressions: Iterable[re.Pattern[bytes]]) -> bytes:
+    """Return an answer's body with what is masked replaced. One above 4 MiB is left as it is."""
+    if len(body) > _MOST_BYTES:
+        return body
+    for number, expression in enumerate(expressions):
+        body = expression.sub(b"<masked %d>" % number, body)
+    return body

@@ -1,0 +1,65 @@
+"""Forgetting while rollouts stand there: they go on as alone, after restarts too, and then nothing is left."""
+
+import asyncio
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.proxy.rig import alone, ask, engine
+
+COMMANDS = ["echo 1 >> f", "echo 2 >> f", "X=1", "cat f", "rm f", "cd /tmp"]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.sampled_from(COMMANDS), max_size=4),
+    st.lists(st.integers(0, 20), min_size=1, max_size=3),
+)
+def test_whatever_is_forgotten_each_rollout_is_answered_as_alone(
+    tmp_path_factory: object, before: list[list[str]], after: list[str], forgotten: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("data")  # type: ignore[attr-defined]
+
+    async def go() -> None:
+        async with engine(folder) as running:
+            task = await running.tasks.open("task")
+            rollouts = [running.tasks.begin(task, f"r{n}", task.tree, task.tree.root) for n in range(len(before))]
+            told = [
+                [(await ask(running, r, c))[0] for c in commands] for r, commands in zip(rollouts, before, strict=True)
+            ]
+            for number in forgotten:
+                nodes = [node for node in task.tree.nodes.values() if node is not task.tree.root]
+                if nodes:
+                    await running.tasks.forget(task, nodes[number % len(nodes)], end_rollouts=False)
+                    task.tree.check()
+            for at, rollout in enumerate(rollouts):
+                told[at] += [(await ask(running, rollout, command))[0] for command in after]
+            task.tree.check()
+        assert told == [await alone(commands + after) for commands in before]
+
+    asyncio.run(go())
+
+
+def test_a_rollout_goes_on_in_what_was_forgotten_after_a_restart_and_then_it_is_swept(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            rollout = running.tasks.begin(task, "r", task.tree, task.tree.root)
+            for command in ("echo 1 >> f", "echo 2 >> f"):
+                await ask(running, rollout, command)
+            (top,) = [record.target for record in task.tree.root.records.values()]
+            assert await running.tasks.forget(task, top, end_rollouts=False) == (2, [], ["r"])
+        async with engine(tmp_path) as again:
+            task = await again.tasks.open("task")
+            rollout = task.rollouts["r"]
+            assert (await ask(again, rollout, "cat f"))[0]["stdout"] == "1\n2\n"
+            assert task.tree.root.records == {}
+            assert await again.tasks.sweep_forgotten() == 0
+            await again.tasks.finish(rollout)
+            assert await again.tasks.sweep_forgotten() == 2
+            assert list(task.tree.nodes.values()) == [task.tree.root]
+            assert again.store.database.table("nodes").count == 1
+            task.tree.check()
+
+    asyncio.run(go())
