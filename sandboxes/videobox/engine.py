@@ -4,6 +4,7 @@ Requests name a `tool`: `probe`; `begin` and `advance`, a preprocess piece by pi
 model said; `read`, `question`, `memory`, `segments` of a loaded video; `versions`.
 """
 
+import errno
 import io
 import os
 from collections import OrderedDict
@@ -66,6 +67,11 @@ class VideoEngine:
             done: tuple[Fields, bytes] = getattr(self, f"_do_{request['tool']}")(request, body)
         except Fault as fault:
             return {"fault": fault.to_json()}, b""
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            told = Fault("limit", "a file that is made of this video exceeds limits.disk_mb")
+            return {"fault": told.to_json()}, b""
         return done
 
     def close(self) -> None:

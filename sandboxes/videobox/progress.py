@@ -1,5 +1,7 @@
-"""Preprocesses under way, and the last ones that ended: for the log and the control plane."""
+"""Preprocesses under way, and the last ones that ended: how many run at once, for the log and the control plane."""
 
+import asyncio
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +52,8 @@ class Works:
 
     def __init__(self) -> None:
         self._works: list[Work] = []
+        # Each decodes on a core of its own, in some 80 MB; the others wait.
+        self.turns = asyncio.Semaphore(max(2, os.cpu_count() or 2))
 
     def __iter__(self) -> Iterator[Work]:
         return iter(self._works)

@@ -147,7 +147,7 @@ class Workshop:
         measured = part_name("m", info["sha256"], settings, await self.versions())
         with self._for_someone(measured):
             if not self.store.has(measured):
-                await self._once(measured, lambda: self._measure(part, measured, info, spec))
+                await self._once(measured, spec, lambda: self._measure(part, measured, info, spec))
             model = spec.video.model
             if model is None:
                 return Prepared(measured, None)
@@ -155,7 +155,7 @@ class Workshop:
             with self._for_someone(asked):
                 described = self._described(asked)
                 if described is None:
-                    described = await self._once(asked, lambda: self._describe(part, measured, asked, spec))
+                    described = await self._once(asked, spec, lambda: self._describe(part, measured, asked, spec))
                 return Prepared(measured, described)
 
     def _described(self, asked: str) -> str | None:
@@ -166,7 +166,10 @@ class Workshop:
             (part for part in sorted(self.store.all()) if part.startswith(asked) and self.store.has(part)), None
         )
 
-    async def _once(self, name: str, make: Callable[[], Awaitable[str]]) -> str:
+    async def _once(self, part: str, spec: EnvironmentSpec, make: Callable[[], Awaitable[str]]) -> str:
+        assert spec.video is not None
+        # What one task's limits end must not end another's.
+        name = f"{part} {spec.limits.memory_mb} {spec.limits.disk_mb} {spec.video.preprocess_s}"
         flight = self._flights.get(name)
         if flight is None:
             flight = asyncio.ensure_future(make())
@@ -186,7 +189,7 @@ class Workshop:
         most_s, folder = spec.video.preprocess_s, self.store.new()
         try:
             with self._works.work(info) as work:
-                async with asyncio.timeout(most_s):
+                async with self._works.turns, asyncio.timeout(most_s):
                     await self._run_through(work, part, folder, info, spec)
                 await asyncio.to_thread(self.store.adopt, folder, measured)
         except TimeoutError:

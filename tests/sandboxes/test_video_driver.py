@@ -246,6 +246,31 @@ def test_many_at_once_prepare_once(tmp_path: Path, clip: Path) -> None:
     driven(tmp_path, test)
 
 
+def test_no_more_are_decoded_at_once_than_there_are_turns(tmp_path: Path) -> None:
+    (tmp_path / "videos").mkdir()
+    names = [make(tmp_path / "videos" / f"{n}.mp4", ["red"], shade=20 * n).name for n in range(4)]
+
+    async def test(driver: VideoDriver) -> None:
+        driver.works.turns = asyncio.Semaphore(1)
+        await driver.workshop.versions()
+        sandboxes = [await driver.start(spec_of(str(tmp_path / "videos"))) for _ in names]
+        for sandbox, name in zip(sandboxes, names, strict=True):
+            await ask(sandbox, "load_video", name=name)
+        before, most = set(driver.crew.workers), 0
+        making = asyncio.gather(*(ask(sandbox, "preprocess") for sandbox in sandboxes))
+
+        def done() -> bool:
+            nonlocal most
+            most = max(most, len(driver.crew.workers - before))
+            return making.done()
+
+        await until(done)
+        assert ({said.status for said in await making}, most) == ({200}, 1)
+        assert len(list(driver.works)) == 4
+
+    driven(tmp_path / "data", test)
+
+
 def test_who_goes_away_leaves_the_work_to_the_others(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         one, two = await driver.start(spec_of(clip)), await driver.start(spec_of(clip))

@@ -1,5 +1,6 @@
 """Files that are no videos, broken ones, and requests outside what there is: told so, and nothing of them is kept."""
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable
@@ -173,6 +174,20 @@ def test_memory_is_limited_and_what_runs_out_of_it_is_nobody_else_s_answer(tmp_p
     assert (said.fault, said.shareable) == ("memory", False)
 
 
+def test_what_is_made_of_a_video_has_a_size(tmp_path: Path) -> None:
+    source = make(tmp_path / "clip.mp4", ["red", "blue"] * 24, sound=False, subtitles=False)
+    assert source.stat().st_size < 1 << 20
+
+    async def test(driver: VideoDriver) -> None:
+        sandbox = await driver.start(spec_of(source, frame_s=0.1, limits={"disk_mb": 1}))
+        assert (await ask(sandbox, "load_video", name="clip.mp4")).status == 200
+        said = await ask(sandbox, "preprocess")
+        assert (said.fault, "disk_mb" in said.message, said.shareable) == ("limit", True, True)
+        assert parts(driver, "m-") == set()
+
+    driven(tmp_path / "data", test)
+
+
 def test_the_time_of_a_preprocess_is_limited(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip, preprocess_s=0.001))
@@ -182,6 +197,17 @@ def test_the_time_of_a_preprocess_is_limited(tmp_path: Path, clip: Path) -> None
         assert parts(driver, "m-") == set()
         assert [work.stage for work in driver.works] == ["failed"]
         assert (await ask(await prepared(driver, spec_of(clip)), "detect_shots")).status == 200
+
+    driven(tmp_path / "data", test)
+
+
+def test_a_task_s_limits_end_nobody_else_s_preprocess(tmp_path: Path, clip: Path) -> None:
+    async def test(driver: VideoDriver) -> None:
+        strict, other = await driver.start(spec_of(clip, preprocess_s=0.001)), await driver.start(spec_of(clip))
+        for sandbox in (strict, other):
+            await ask(sandbox, "load_video", name="clip.mp4")
+        said = await asyncio.gather(ask(strict, "preprocess"), ask(other, "preprocess"))
+        assert [answer.fault for answer in said] == ["timeout", ""]
 
     driven(tmp_path / "data", test)
 
