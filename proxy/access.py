@@ -120,10 +120,7 @@ class Access:
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self._tokens = tuple(tokens)
-
-    @property
-    def needs_token(self) -> bool:
-        return bool(self._tokens)
+        self.needs_token = bool(tokens)
 
     def namespace(self, task: str) -> str:
         """Return what separates a task's shared trees from those that other tokens see; empty for none."""

@@ -62,7 +62,8 @@ class DataPlane:
 
     def __init__(self, engine: Engine, behind: App) -> None:
         self.engine, self._behind = engine, behind
-        self._answers, self._access = engine.answers, engine.access
+        self._answers, self._access, self._closed = engine.answers, engine.access, engine.access.needs_token
+        self._endpoints = engine.counts.endpoints
         self._sockets = Sockets(engine, self._answers)
         self._under_way = 0
         self._addresses: dict[bytes, Address] = {}
@@ -111,7 +112,7 @@ class DataPlane:
 
         What is wrong with a request, and what fails, is told on the ordinary way.
         """
-        if self._access.needs_token and not self._admits(scope):
+        if self._closed and not self._admits(scope):
             return None
         if b"/docker" in scope["raw_path"] and self.docker.owns(scope):
             return self.docker.known(scope, body)
@@ -129,7 +130,7 @@ class DataPlane:
             record = self.engine.step.known(rollout, call.key)
             if record is None:
                 return None
-            self.engine.counts.endpoints[call.call.endpoint][Outcome.HIT] += 1
+            self._endpoints[call.call.endpoint][Outcome.HIT] += 1
             ready = self._answers.of(record)
             if not (ready.placed or call.bound):
                 return ready.hit
@@ -141,7 +142,7 @@ class DataPlane:
 
     def hijacks(self, scope: Message) -> bool:
         """Say whether a request, that may be answered, takes its connection over."""
-        return self.docker.hijacks(scope) and (not self._access.needs_token or self._admits(scope))
+        return self.docker.hijacks(scope) and (not self._closed or self._admits(scope))
 
     def _admits(self, scope: Message) -> bool:
         """Say whether a request may be answered; who is refused is told on the ordinary way."""
@@ -295,7 +296,7 @@ class DataPlane:
             return
         record = step.known(rollout, call.key)
         if record is not None:
-            self.engine.counts.endpoints[call.call.endpoint][Outcome.HIT] += 1
+            self._endpoints[call.call.endpoint][Outcome.HIT] += 1
             if call.request_id:
                 done = asyncio.get_running_loop().create_future()
                 done.set_result(Answer(record, Outcome.HIT, Timing()))
@@ -309,7 +310,7 @@ class DataPlane:
             self._remember_sent(name, call.key, running)
         with self._cancellable(rollout, call, exchange.events):
             answer = await exchange.until(running, call)
-        self.engine.counts.endpoints[call.call.endpoint][answer.outcome] += 1
+        self._endpoints[call.call.endpoint][answer.outcome] += 1
         if not await exchange.passed():
             await exchange.answer(self._answers.of(answer.record), _told(answer))
 

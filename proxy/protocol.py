@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from proxy.dataplane import DataPlane, Message
 from proxy.hijack import Wire
+from proxy.histogram import Histogram
 
 MOST_ASKED_BYTES = 32 << 10
 """Of a request that takes its connection over; a longer one is none."""
@@ -22,13 +23,14 @@ _Begun = tuple[RequestResponseCycle, Any]
 
 def protocol_for(data_plane: DataPlane) -> type[HttpToolsProtocol]:
     """Return the protocol class of a server whose application is data_plane."""
-    return type("HitFirstFor", (HitFirst,), {"data_plane": data_plane})
+    return type("HitFirstFor", (HitFirst,), {"data_plane": data_plane, "hit_s": data_plane.engine.counts.hit_s})
 
 
 class HitFirst(HttpToolsProtocol):
     """One connection. See the module."""
 
     data_plane: ClassVar[DataPlane]
+    hit_s: ClassVar[Histogram]
     _parsing = False
     _begun: _Begun | None = None
     _held: _Begun | None = None
@@ -80,7 +82,7 @@ class HitFirst(HttpToolsProtocol):
         cycle.response_started = cycle.response_complete = True
         self.transport.write(answer)
         cycle.on_response()
-        self.data_plane.engine.counts.hit_s.observe(perf_counter() - began)
+        self.hit_s.observe(perf_counter() - began)
         return True
 
     # -- connections that become streams -----------------------------------------------------------------------------
