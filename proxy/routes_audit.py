@@ -67,7 +67,7 @@ class AuditView(BaseModel):
 
 
 class Wanted(BaseModel):
-    """What to check. sample: so many calls, drawn evenly; null: all. node: of those recorded there and below."""
+    """What to check. sample: so many calls, drawn evenly; null: all. node: of those that led there or came after."""
 
     sample: int | None = Field(default=100, ge=1, le=1_000_000)
     node: NodeName | None = None

@@ -16,11 +16,12 @@ class Walk:
 
 
 def chosen(below: Node, count: int | None, randomness: random.Random) -> list[Record]:
-    """Return count of the calls recorded at below and under it, drawn evenly; all of them without a count.
+    """Return count of the calls that led to below, were recorded there and under it, drawn evenly; all without a count.
 
     Private ones are answered to nobody else, and are left out with what came from them.
     """
-    records: list[Record] = []
+    led = below.origin
+    records = [] if led is None or led.private or led.differs else [led]
     stack = [below]
     while stack:
         node = stack.pop()

@@ -5,8 +5,10 @@ Fonts are those of the machine; Debian's fonts-inter and fonts-jetbrains-mono lo
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
+import httpx
 from playwright.sync_api import Page
 
 from proxy.private import private_proxy
@@ -47,6 +49,8 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("rollout")
     go("/t/fix-ledger/r/policy-a-1/vs/policy-b-2", ".compare tbody tr")
     save("compare")
+    go("/t/fix-ledger/audit", "text=recorded calls")
+    save("audit")
     go("/snapshots", "tbody tr")
     save("snapshots")
     go("/t/fix-ledger", "main[data-ready]")
@@ -60,10 +64,19 @@ def shots(page: Page, base: str, scheme: str) -> None:
     save("terminal")
 
 
+def audit(base: str) -> None:
+    """Check some of the calls, so that there is something to show."""
+    with httpx.Client(base_url=f"{base}/api/v1/tasks/fix-ledger", trust_env=False) as client:
+        client.post("/verify", json={"sample": 40, "seed": 1}).raise_for_status()
+        while client.get("/audit").json()["running"]:
+            time.sleep(0.2)
+
+
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with private_proxy() as proxy:
         populate(proxy.url)
+        audit(proxy.url)
         for scheme in ("light", "dark"):
             with chromium(*SIZE, scheme=scheme) as browser:
                 shots(browser.pages[0], proxy.url, scheme)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, Route, expect
+from playwright.sync_api import BrowserContext, Page, expect
+from pydantic import SecretStr
 
 from tests.proxy.serving import Running, serving
 
@@ -106,30 +107,53 @@ def test_a_browser_is_shown_no_page_that_a_tool_wrote(proxy: Running, browser: B
     assert proxy.client.get("/t/task/r/web/shell/files/root/page.html").content.startswith(b"<script>")
 
 
-def test_a_token_is_asked_for_once_and_used_from_then_on(proxy: Running, page: Page) -> None:
-    """A proxy that wants one is stood in for: its refusals, and its answers once the token is right."""
-    asked: list[str | None] = []
+def test_a_token_is_asked_for_once_and_goes_with_everything(
+    page: Page, browser: BrowserContext, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    right = "right-token-0123456789"
+    with serving(tmp_path_factory.mktemp("closed"), token=SecretStr(right)) as proxy:
+        proxy.client.headers["authorization"] = f"Bearer {right}"
+        proxy.exec("r", "echo 1 > f")
+        page.goto(f"{proxy.client.base_url}/ui/")
+        dialog = page.get_by_role("dialog", name="Token")
+        for attempt in ("wrong-token-0123456789", right):
+            dialog.get_by_label("Token").fill(attempt)
+            dialog.get_by_role("button", name="Use it").click()
+        expect(page.locator("tr[data-task=task]")).to_be_visible()
+        expect(dialog).to_have_count(0)
+        # What happens is streamed to it too.
+        proxy.exec("other", "echo 1 > f")
+        expect(page.locator("svg.timeline rect").first).to_be_attached()
+        page.evaluate("location.hash = '#/t/task'")
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export").click()
+        assert download.value.suggested_filename == "task.forkpoint.tar"
+        page.evaluate("location.hash = '#/t/task/n/n2/terminal'")
+        expect(page.get_by_role("status").filter(has_text="open no terminals")).to_be_visible()
+        # Another tab has not been told it.
+        another = browser.new_page()
+        another.goto(f"{proxy.client.base_url}/ui/")
+        expect(another.get_by_role("dialog", name="Token")).to_be_visible()
+        another.close()
+        page.goto("about:blank")
 
-    def guard(route: Route) -> None:
-        asked.append(route.request.headers.get("authorization"))
-        if asked[-1] == "Bearer secret":
-            route.continue_()
-        else:
-            problem = '{"title": "Nothing says who asks", "detail": "Give it a token.", "status": 401}'
-            route.fulfill(status=401, content_type="application/problem+json", body=problem)
 
-    page.route("**/api/v1/**", guard)
-    page.goto(f"{proxy.client.base_url}/ui/")
-    dialog = page.get_by_role("dialog", name="Token")
-    expect(dialog).to_contain_text("Give it a token.")
-    for attempt in ("wrong", "secret"):
-        dialog.get_by_label("Token").fill(attempt)
-        dialog.get_by_role("button", name="Use it").click()
-    expect(page.locator("tr[data-task=task]")).to_be_visible()
-    expect(dialog).to_have_count(0)
-    assert "Bearer wrong" in asked
-    page.reload()
-    expect(page.locator("tr[data-task=task]")).to_be_visible()
+def test_a_token_for_some_tasks_shows_those(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
+    data = tmp_path_factory.mktemp("some")
+    file = data / "tokens"
+    file.write_text("alice-token-012345678 alice-*\nroot-token-0123456789\n")
+    with serving(data, token_file=file) as proxy:
+        proxy.client.headers["authorization"] = "Bearer root-token-0123456789"
+        for task in ("alice-1", "bob-1"):
+            proxy.exec("r", "echo 1 > f", task=task)
+        page.goto(f"{proxy.client.base_url}/ui/")
+        page.get_by_role("dialog").get_by_label("Token").fill("alice-token-012345678")
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator("tr[data-task=alice-1]")).to_be_visible()
+        expect(page.locator("tr[data-task]")).to_have_count(1)
+        page.evaluate("location.hash = '#/t/bob-1'")
+        expect(page.get_by_role("alert")).to_contain_text("this token sees")
+        page.goto("about:blank")
 
 
 def test_the_page_says_when_the_proxy_does_not_answer(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:

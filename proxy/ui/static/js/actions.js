@@ -27,6 +27,11 @@ export function actions(task, detail, call, on, signal) {
       toast(kept.snapshot ? `The state ${detail.id} is kept` : `The state ${detail.id} could not be kept`);
       await on.again();
     }),
+    root ? null : act("Verify", "Run this call and those after it again, in fresh sandboxes, and compare", async () => {
+      const found = await send("POST", `tasks/${names(task)}/verify`, { node: detail.id, sample: 100 });
+      toast(`${plural(found.of, "call")} at ${detail.id} and after it: being run again`);
+      location.hash = `#/t/${names(task)}/audit`;
+    }),
     call ? act("Download answer", "The answer's bytes as they were recorded", () => download(`${path}/answer?record=${call.record}`, `${task}-${detail.id}${suffix(call.answer.media_type)}`)) : null,
     root ? null : act("Forget", "Forget this call and all that came after it", () => forget(path, detail, on), "danger"),
   );
@@ -35,7 +40,7 @@ export function actions(task, detail, call, on, signal) {
 const suffix = (type) => ({ "application/json": ".json", "text/plain": ".txt", "image/png": ".png", "image/jpeg": ".jpg" })[type.split(";")[0].trim()] ?? ".bin";
 
 /** Run what a button stands for; it waits, and what goes wrong is told. */
-async function busy(button, run) {
+export async function busy(button, run) {
   button.disabled = true;
   try {
     await run();
@@ -47,7 +52,7 @@ async function busy(button, run) {
 }
 
 /** Ask for something; resolves with the field's text, or null. */
-function question({ title, text, field, value = "", yes, danger = false, extra = null, wide = false }) {
+export function question({ title, text, field, value = "", yes, danger = false, extra = null, wide = false }) {
   return new Promise((resolve) => {
     const input = field ? h("input", { type: "text", value, required: true, spellcheck: "false", "aria-label": field }) : null;
     const form = h(
@@ -122,7 +127,7 @@ async function forget(path, detail, on) {
   });
   if (!sure) return;
   const gone = await send("DELETE", `${path}${end.checked ? "?end_rollouts=true" : ""}`);
-  const told = [`${plural(gone.nodes, "node")} forgotten`, gone.rollouts.length ? `${plural(gone.rollouts.length, "rollout")} ended` : "", gone.going_on?.length ? `${plural(gone.going_on.length, "rollout")} going on alone` : ""];
+  const told = [`${plural(gone.nodes, "node")} forgotten`, gone.rollouts.length ? `${plural(gone.rollouts.length, "rollout")} ended` : "", gone.going_on.length ? `${plural(gone.going_on.length, "rollout")} going on alone` : ""];
   toast(told.filter(Boolean).join(", "));
   on.gone();
 }

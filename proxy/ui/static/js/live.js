@@ -40,7 +40,6 @@ function connect() {
   const hello = () => worker.port.postMessage({ url: new URL("api/v1/events", root).href, token: token() });
   worker.port.onmessage = ({ data }) => {
     if (data.event === "second") beat(data);
-    else if (data.status === 401) setTimeout(hello, 1000);
   };
   hello();
   window.addEventListener("pagehide", () => worker.port.postMessage({ bye: true }));

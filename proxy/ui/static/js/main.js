@@ -8,6 +8,7 @@ import { treeView } from "./tree.js";
 import { nodeView } from "./node.js";
 import { rolloutList, rolloutView } from "./rollout.js";
 import { compareView } from "./compare.js";
+import { auditView } from "./audit.js";
 import { diffView } from "./diff.js";
 import { terminalView } from "./terminal.js";
 import { help } from "./help.js";
@@ -19,6 +20,7 @@ const ROUTES = [
   [/^\/snapshots$/, snapshots, "Snapshots"],
   [new RegExp(`^/t/${NAME}$`), treeView, "Tree"],
   [new RegExp(`^/t/${NAME}/rollouts$`), rolloutList, "Rollouts"],
+  [new RegExp(`^/t/${NAME}/audit$`), auditView, "Audit"],
   [new RegExp(`^/t/${NAME}/r/${NAME}$`), rolloutView, "Rollout"],
   [new RegExp(`^/t/${NAME}/r/${NAME}/vs/${NAME}$`), compareView, "Two rollouts"],
   [new RegExp(`^/t/${NAME}/n/${NAME}$`), nodeView, "Node"],
@@ -89,6 +91,7 @@ function lost({ main }) {
 function frame(path, task) {
   const link = (href, text, on) => h("a", { href, "aria-current": on ? "page" : null }, text);
   const inTask = path.startsWith("/t/");
+  const rest = path.replace(/^\/t\/[^/]+/, "");
   const under = inTask ? `#/t/${encodeURIComponent(task)}` : "";
   const pulse = h("span", { class: "pulse", title: "Live: asked for every second while the page is seen" }, "live");
   onState((state) => {
@@ -110,8 +113,9 @@ function frame(path, task) {
         inTask && [
           h("span", { class: "crumb-sep", "aria-hidden": "true" }, "/"),
           h("span", { class: "crumb", title: task }, task),
-          link(under, "Tree", !/\/(rollouts|r)(\/|$)/.test(path.slice(3 + encodeURIComponent(task).length))),
-          link(`${under}/rollouts`, "Rollouts", /\/(rollouts|r)(\/|$)/.test(path.slice(3 + encodeURIComponent(task).length))),
+          link(under, "Tree", !/^\/(rollouts|r|audit)(\/|$)/.test(rest)),
+          link(`${under}/rollouts`, "Rollouts", /^\/(rollouts|r)(\/|$)/.test(rest)),
+          link(`${under}/audit`, "Audit", rest === "/audit"),
         ],
       ),
       h("span", { class: "gap" }),

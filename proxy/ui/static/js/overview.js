@@ -1,6 +1,7 @@
 // All tasks, and what the proxy is doing: figures, a time line, a table; live.
 
 import { get } from "./api.js";
+import { importButton } from "./carry.js";
 import { h, put, say } from "./dom.js";
 import { ago, bytes, count, percent, seconds, short } from "./format.js";
 import { watch } from "./live.js";
@@ -22,27 +23,32 @@ export async function overview({ main, params, signal, setParams }) {
   const figures = new Map(FIGURES.map(([name, title]) => [name, figure(title)]));
   const line = timeline(signal);
   const table = taskTable(params, setParams);
-  const [stats, totals] = await Promise.all([get("stats", { signal }), get("tasks", { signal })]);
+  // Who may see some tasks only has no totals of all.
+  const hidden = (error) => {
+    if (error.status !== 403) throw error;
+    return null;
+  };
+  const [stats, totals] = await Promise.all([get("stats", { signal }).catch(hidden), get("tasks", { signal })]);
   put(
     main,
     h(
       "div",
       { class: "wrap" },
       h("h1", { class: "sr" }, "Overview"),
-      h("dl", { class: "figures", "aria-label": "Totals since this proxy started" }, [...figures.values()].map((f) => f.element)),
-      line.element,
+      stats && h("dl", { class: "figures", "aria-label": "Totals since this proxy started" }, [...figures.values()].map((f) => f.element)),
+      stats && line.element,
       table.element,
     ),
   );
   let lastTotals = 0;
   let known = totals;
   const show = (now) => {
-    showFigures(figures, now, known);
+    if (now) showFigures(figures, now, known);
     table.show(known);
   };
   show(stats);
   watch(async () => {
-    const now = await get("stats", { signal });
+    const now = stats && (await get("stats", { signal }));
     if (Date.now() - lastTotals > 1900) {
       known = await get("tasks", { signal });
       lastTotals = Date.now();
@@ -160,7 +166,7 @@ function taskTable(params, setParams) {
   const element = h(
     "section",
     { class: "panel", "aria-labelledby": "tasks-h" },
-    h("header", {}, h("h2", { id: "tasks-h" }, "Tasks"), note, h("span", { class: "gap" }), search),
+    h("header", {}, h("h2", { id: "tasks-h" }, "Tasks"), note, h("span", { class: "gap" }), search, importButton()),
     h("div", { class: "scroll" }, h("table", { class: "tasks" }, h("thead", {}, h("tr", {}, heads)), body)),
     empty,
   );

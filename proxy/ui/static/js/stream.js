@@ -5,6 +5,7 @@ const QUIET_MS = 40_000;
 const ports = new Set();
 let token = null;
 let reading = null;
+let wake = () => {};
 
 self.onconnect = ({ ports: [port] }) => serve(port);
 
@@ -19,6 +20,8 @@ function serve(port) {
     const other = data.token !== token;
     token = data.token;
     if (other) reading?.abort();
+    // No reason to wait on.
+    wake();
     if (!reading) read(data.url);
   };
   port.start();
@@ -37,7 +40,10 @@ async function read(url) {
       tell({ lost: true, status: error.status ?? 0 });
       wait = Math.min(20_000, wait * 2);
     }
-    await new Promise((resolve) => setTimeout(resolve, wait));
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, wait);
+    });
   }
   reading = null;
 }

@@ -5,6 +5,7 @@ import { h, put, say, svg, toast } from "./dom.js";
 import { count, oneLine, plural, seconds, short } from "./format.js";
 import { watch } from "./live.js";
 import { nodePanel } from "./node.js";
+import { exportLink } from "./carry.js";
 import { finder } from "./tree/finder.js";
 import { Model } from "./tree/model.js";
 import { TreeMap } from "./tree/canvas.js";
@@ -65,7 +66,7 @@ class TreeView {
     put(
       this.main,
       h("h1", { class: "sr" }, `Tree of ${this.task}`),
-      h("div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes), this._select("size", "Size", ["saved", "hits", "seconds", "observations"]), this._select("colour", "Colour", ["hits", "saved", "seconds", "effect"]), h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), h("span", { class: "gap" }), this.counts),
+      h("div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes), this._select("size", "Size", ["saved", "hits", "seconds", "observations"]), this._select("colour", "Colour", ["hits", "saved", "seconds", "effect"]), h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), h("span", { class: "gap" }), this.counts, exportLink(this.task)),
       h("div", { class: "field-row" }, this.stage, this.side),
     );
     this.map = new TreeMap(

@@ -1,0 +1,72 @@
+// What audits saw of a task: how far answers can be trusted, which calls did not come again, what is not compared.
+
+import { get, names, send } from "./api.js";
+import { h, put, toast } from "./dom.js";
+import { ago, count, oneLine, percent, plural } from "./format.js";
+import { watch } from "./live.js";
+
+export async function auditView({ main, signal }, task) {
+  const path = `tasks/${names(task)}`;
+  const bounds = h("tbody");
+  const findings = h("tbody");
+  const none = h("p", { class: "empty" }, "No call has been found that did not come again.");
+  const state = h("span", { class: "note", role: "status" });
+  const masks = h("div", { class: "body" });
+  const sample = h("input", { type: "text", inputmode: "numeric", value: "100", size: "6", "aria-label": "How many calls" });
+  const act = (run) => async () => {
+    try {
+      await run();
+      await look();
+    } catch (error) {
+      toast(error.message, true);
+    }
+  };
+  const begin = h("button", { class: "primary", on: { click: act(() => send("POST", `${path}/verify`, { sample: Math.max(1, Math.floor(Number(sample.value)) || 100) })) } }, "Verify");
+  const stop = h("button", { hidden: true, on: { click: act(() => send("DELETE", `${path}/verify`)) } }, "Stop");
+  const look = async () => {
+    const view = await get(`${path}/audit`, { signal });
+    put(bounds, view.bounds.map(boundRow));
+    put(findings, view.findings.map((found) => findingRow(task, found)));
+    none.hidden = view.findings.length > 0;
+    const { running } = view;
+    begin.hidden = Boolean(running);
+    stop.hidden = !running;
+    state.textContent = running ? `${count(running.checked)} of ${plural(running.of, "call")} run again, ${count(running.differing)} differ` : `quarantine is ${view.quarantine ? "on: a call that differs runs again for everybody" : "off"}`;
+    put(masks, maskList(view.masks));
+  };
+  await look();
+  const heads = (list) => h("thead", {}, h("tr", {}, list.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text))));
+  put(
+    main,
+    h(
+      "div",
+      { class: "wrap" },
+      h(
+        "section",
+        { class: "panel" },
+        h("header", {}, h("h1", {}, "Audit"), state, h("span", { class: "gap" }), h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop),
+        h("div", { class: "scroll" }, h("table", {}, heads([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["The rate is between", "num"], ["Confidence", "num"], ["Not reachable", "num"], ["Last", "num"]]), bounds)),
+      ),
+      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Calls that differ")), h("div", { class: "scroll" }, h("table", {}, heads([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings)), none),
+      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "What is not compared")), masks),
+    ),
+  );
+  watch(look, signal, 1000);
+}
+
+function boundRow(bound) {
+  const words = { hits: "hits that were given", records: "recorded calls" };
+  const told = (x) => (x > 0 && x < 0.001 ? `${(x * 100).toPrecision(2)} %` : percent(x));
+  return h("tr", {}, h("td", {}, words[bound.kind] ?? bound.kind), [count(bound.checked), count(bound.differing), told(bound.rate), `${told(bound.low)} and ${told(bound.high)}`, percent(bound.confidence), count(bound.unreachable), bound.last_at ? ago(bound.last_at) : "–"].map((text) => h("td", { class: "num" }, text)));
+}
+
+function findingRow(task, found) {
+  const link = (node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
+  return h("tr", {}, h("td", { class: "cut mono", title: oneLine(found.title) }, oneLine(found.title)), h("td", {}, link(found.node)), h("td", {}, link(found.leads_to)), h("td", { class: "wide dim" }, found.why), h("td", {}, h("span", { class: found.quarantined ? "chip diverged" : "chip" }, found.quarantined ? "quarantined" : "served")), h("td", { class: "num" }, ago(found.found_at)));
+}
+
+/** Masks, whatever they are made of: names that are on, and patterns. */
+function maskList(masks) {
+  const on = Object.entries(masks).flatMap(([name, value]) => (value === true ? [name] : Array.isArray(value) ? value.map((part) => (typeof part === "string" ? part : JSON.stringify(part))) : []));
+  return on.length ? h("div", { class: "chips" }, on.map((name) => h("span", { class: "chip mono" }, name))) : h("p", { class: "dim" }, "Nothing: every byte counts. PUT …/audit/masks says what noise does not.");
+}

@@ -1,0 +1,213 @@
+// Near: nodes with their marks, what leads where, and from some width on the calls themselves.
+
+import { seconds, short } from "../format.js";
+import { MARK } from "./model.js";
+import { COL, LABELS_FROM, ROW, level } from "./scale.js";
+
+/** Near: nodes with their marks, and from some width on their calls. */
+export function drawNear(map, top, bottom) {
+  const { context: c, model, kx, ky, ox, oy } = map;
+  const { items } = model;
+  meetings(map);
+  lines(map, top, bottom);
+  const readable = COL * kx >= LABELS_FROM && ROW * ky >= 26;
+  const wanted = [];
+  c.textBaseline = "alphabetic";
+  for (let k = top; k < bottom; k++) {
+    const i = items.byRow[k];
+    const x = items.col[i] * COL * kx + ox;
+    if (x < -COL * kx || x > map.width + 20) continue;
+    const y = items.row[i] * ROW * ky + oy;
+    if (items.kind[i]) fold(map, i, x, y, readable);
+    else node(map, i, x, y);
+    if (readable) label(map, i, x, y, wanted);
+  }
+  if (wanted.length) map.on.labels(wanted);
+}
+
+/** What leads where: along a row to the first child, down and along to the others. */
+function lines(map, top, bottom) {
+  const { context: c, model, kx, ky, ox, oy, paint } = map;
+  const { items } = model;
+  const px = COL * kx;
+  const py = ROW * ky;
+  c.fillStyle = paint["line-strong"];
+  for (let k = top; k < bottom; k++) {
+    const i = items.byRow[k];
+    const up = items.up[i];
+    if (up < 0) continue;
+    const y = Math.round(items.row[i] * py + oy);
+    const x0 = Math.max(-5, items.col[up] * px + ox);
+    const x1 = Math.min(map.width + 5, items.col[i] * px + ox);
+    const thick = Math.min(3, 1 + Math.log2(1 + model.passes[items.node[i]]) * 0.35);
+    if (x1 > x0) c.fillRect(x0, y - thick / 2, x1 - x0, thick);
+  }
+  for (const i of items.forks) {
+    const x = items.col[i] * px + ox;
+    const from = Math.max(-2, items.row[i] * py + oy);
+    const to = Math.min(map.height + 2, items.lastRow[i] * py + oy);
+    if (x >= -2 && x <= map.width && to > from) c.fillRect(Math.round(x) - 0.5, from, 1, to - from);
+  }
+}
+
+/** Where another history comes to a node that was known: a dashed line. */
+function meetings(map) {
+  const { context: c, model, paint } = map;
+  c.strokeStyle = paint.faint;
+  c.lineWidth = 1;
+  c.setLineDash([2, 4]);
+  c.beginPath();
+  for (const [from, to] of model.meets.slice(-2000)) {
+    const [a, b] = [model.index.get(from), model.index.get(to)].map((v) => (v === undefined ? -1 : model.itemOf[v]));
+    if (a < 0 || b < 0 || a === b) continue;
+    const [ax, ay] = map.placeOf(a);
+    const [bx, by] = map.placeOf(b);
+    if (Math.max(ay, by) < 0 || Math.min(ay, by) > map.height || Math.max(ax, bx) < 0 || Math.min(ax, bx) > map.width) continue;
+    c.moveTo(ax, ay);
+    c.quadraticCurveTo((ax + bx) / 2 + 24, (ay + by) / 2, bx, by);
+  }
+  c.stroke();
+  c.setLineDash([]);
+}
+
+function node(map, i, x, y) {
+  const { context: c, model, paint } = map;
+  const v = model.items.node[i];
+  const r = map.radiusOf(i);
+  const marks = model.marks[v];
+  if (i === map.selected || map.found.has(v)) {
+    c.fillStyle = i === map.selected ? paint["accent-soft"] : "#f0a93a44";
+    c.beginPath();
+    c.arc(x, y, r + 6, 0, 7);
+    c.fill();
+    if (i === map.selected) {
+      c.strokeStyle = paint.accent;
+      c.lineWidth = 1.5;
+      c.stroke();
+    }
+  }
+  c.beginPath();
+  c.arc(x, y, r, 0, 7);
+  c.fillStyle = model.parent[v] < 0 ? paint.text : map.colourOf(i);
+  c.fill();
+  c.lineWidth = 1;
+  c.strokeStyle = i === map.hovered ? paint.text : paint.faint;
+  if (marks & (MARK.diverged | MARK.private)) c.setLineDash([2, 2]);
+  if (model.failed[v] & 1) [c.strokeStyle, c.lineWidth] = [paint.bad, 2];
+  if (marks & (MARK.diverged | MARK.unreproducible)) [c.strokeStyle, c.lineWidth] = [paint.diverged, 2];
+  c.stroke();
+  c.setLineDash([]);
+  reads(map, v, x, y, r);
+  badges(map, x, y, r, marks, model.places[v], model.standing[v]);
+  if (model.items.hidden[i]) more(map, x + r + 5, y, `+${short(model.items.hidden[i])}`);
+}
+
+/** The calls that changed nothing here: a smaller dot below left, by how many there are and how often they were hit. */
+function reads(map, v, x, y, r) {
+  const { context: c, model, paint } = map;
+  if (!model.seen[v]) return;
+  const size = Math.min(4.5, 1.6 + Math.log2(1 + model.seen[v]) * 0.6);
+  c.beginPath();
+  c.arc(x - r - 2, y + r + 2, size, 0, 7);
+  c.fillStyle = map.scale[level(model.seen_hits[v], 1)];
+  c.fill();
+  c.lineWidth = 1;
+  c.strokeStyle = model.failed[v] & 2 ? paint.bad : paint.faint;
+  c.stroke();
+}
+
+/** A snapshot below right, a warm fork above right, rollouts that stand here above left. */
+function badges(map, x, y, r, marks, place, standing) {
+  const { context: c, paint } = map;
+  if (marks & MARK.snapshot) polygon(map, [[x + r, y + r - 4], [x + r + 4, y + r], [x + r, y + r + 4], [x + r - 4, y + r]], paint.snapshot);
+  if (marks & MARK.pinned) {
+    c.fillStyle = paint.text;
+    c.fillRect(x + r - 1, y + r - 1, 2, 2);
+  }
+  if (place === 2) polygon(map, [[x + r - 1, y - r + 1], [x + r + 3, y - r - 6], [x + r + 7, y - r + 1]], paint.warm);
+  else if (place === 1) {
+    c.strokeStyle = paint.warm;
+    c.lineWidth = 1;
+    c.strokeRect(x + r, y - r - 5, 5, 5);
+  }
+  if (!standing) return;
+  polygon(map, [[x - r - 9, y - r - 5], [x - r - 9, y - r + 3], [x - r - 2, y - r - 1]], paint.accent);
+  if (standing > 1) {
+    c.fillStyle = paint.accent;
+    c.font = `600 10px ${map.sans}`;
+    c.textAlign = "right";
+    c.fillText(short(standing), x - r - 11, y - r + 3);
+    c.textAlign = "left";
+  }
+}
+
+function polygon(map, points, colour) {
+  const { context: c } = map;
+  c.beginPath();
+  points.forEach(([x, y], n) => (n ? c.lineTo(x, y) : c.moveTo(x, y)));
+  c.closePath();
+  c.fillStyle = colour;
+  c.fill();
+  c.strokeStyle = map.paint.panel;
+  c.lineWidth = 1;
+  c.stroke();
+}
+
+function fold(map, i, x, y, readable) {
+  const { context: c, model, paint } = map;
+  const bits = model.bits(i);
+  const text = readable ? `${short(model.items.count[i])} calls` : "";
+  c.font = `500 11px ${map.sans}`;
+  const w = readable ? c.measureText(text).width + 22 : Math.max(8, COL * map.kx * 0.5);
+  const hgt = readable ? 20 : Math.max(5, Math.min(12, ROW * map.ky * 0.4));
+  c.beginPath();
+  c.roundRect(x - 8, y - hgt / 2, w, hgt, hgt / 2);
+  c.fillStyle = i === map.selected ? paint["accent-soft"] : paint.sunken;
+  c.fill();
+  c.lineWidth = i === map.selected ? 1.5 : 1;
+  c.strokeStyle = i === map.selected ? paint.accent : bits.failed & 1 ? paint.bad : bits.marks & MARK.diverged ? paint.diverged : paint["line-strong"];
+  c.stroke();
+  if (readable) {
+    c.fillStyle = paint.dim;
+    c.fillText(text, x + 3, y + 4);
+  }
+  badges(map, x + w - 12, y, 4, bits.marks & MARK.snapshot, bits.places, bits.standing);
+}
+
+function more(map, x, y, text) {
+  const { context: c, paint } = map;
+  c.font = `600 10px ${map.sans}`;
+  const w = c.measureText(text).width + 10;
+  c.beginPath();
+  c.roundRect(x, y - 8, w, 16, 8);
+  c.fillStyle = paint["accent-soft"];
+  c.fill();
+  c.fillStyle = paint.accent;
+  c.fillText(text, x + 5, y + 3.5);
+}
+
+function label(map, i, x, y, wanted) {
+  const { context: c, model, paint, kx } = map;
+  if (model.items.kind[i]) return;
+  const v = model.items.node[i];
+  const told = v === 0 ? { text: "start" } : map.texts.get(v);
+  if (!told) {
+    wanted.push(v);
+    return;
+  }
+  const left = x + map.radiusOf(i) + (model.items.hidden[i] ? 44 : model.places[v] ? 12 : 8);
+  const room = Math.floor((COL * kx - (left - x) - 14) / 6.65);
+  if (room < 4) return;
+  c.font = `11px ${map.mono}`;
+  // Any spacing keeps a font from drawing two signs of a command as one.
+  c.letterSpacing = "0.01px";
+  c.fillStyle = model.failed[v] & 1 ? paint.bad : paint.text;
+  c.fillText(told.text.length > room ? `${told.text.slice(0, room - 1)}…` : told.text, left, y - 6);
+  c.letterSpacing = "0px";
+  if (v === 0) return;
+  c.font = `10px ${map.sans}`;
+  c.fillStyle = paint.dim;
+  const hits = model.hits[v];
+  const parts = [seconds(model.seconds[v]), hits && `${short(hits)} hit${hits === 1 ? "" : "s"}`, model.seen[v] && `${short(model.seen[v])} read${model.seen_hits[v] ? ` · ${short(model.seen_hits[v])}` : ""}`];
+  c.fillText(parts.filter(Boolean).join("  ·  ").slice(0, Math.floor(room * 1.3)), left, y + 14);
+}
