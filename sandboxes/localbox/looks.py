@@ -10,7 +10,8 @@ from sandboxes.localbox.session import Session
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import GONE, Entry, SessionLook, StateLook
 
-_DECLARE = re.compile(r"declare -\S+ ([A-Za-z_][A-Za-z0-9_]*)")
+_VARIABLE = re.compile(r"(?:declare -\S+ )?([A-Za-z_][A-Za-z0-9_]*)")
+"""As bash declares it, or as a POSIX shell assigns it."""
 _FUNCTION = re.compile(r"^(\S+) \(\) *$", re.MULTILINE)
 
 
@@ -24,11 +25,11 @@ def state_look(told: Message) -> StateLook:
 
 
 def _session(session: Session) -> SessionLook:
-    variables = {match[1]: line for line in session["variables"] if (match := _DECLARE.match(line)) is not None}
+    variables = {match[1]: line for line in session["variables"] if (match := _VARIABLE.match(line)) is not None}
     return SessionLook(
         _text(session["cwd"]),
         {name: _text(line) for name, line in variables.items()},
-        {name: _text(body) for name, body in _functions(session["functions"]).items()},
+        {name: _text(body) for name, body in _functions(session.get("functions", "")).items()},
     )
 
 
