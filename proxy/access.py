@@ -20,6 +20,8 @@ HEADER = b"x-forkpoint-token"
 GRANT = "forkpoint.grant"
 """Under this name a request's scope holds what it may see."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+-]{16,200}")
+_PARTED = ("/api/v1/tasks", "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/events", "/e/", "/docs", "/openapi.json")
+"""What names no task and shows each token its own; anything else that names none is for tokens that see all."""
 _SUBPROTOCOL = "token."
 """Before a token that a page opens a websocket with: it has no other place to put one."""
 _FREE = frozenset({"/", "/healthz", "/readyz", "/ui"})
@@ -153,6 +155,8 @@ class Access:
             if grant is not None:
                 if task:
                     grant.require(task)
+                elif not path.startswith(_PARTED):
+                    grant.require_whole()
                 scope["headers"] = _without(scope["headers"], text)
                 if "subprotocols" in scope:
                     scope["subprotocols"] = [word for word in scope["subprotocols"] if text not in word]

@@ -116,7 +116,7 @@ def test_each_token_sees_its_own_tasks_and_no_others(closed_proxy: Running) -> N
     for path in ("snapshots", "sandboxes"):
         tasks = {entry["task"] for entry in asked(closed_proxy, "GET", f"/api/v1/{path}", ALICE).json()}
         assert tasks <= {"alice-1"}
-    for path in ("/api/v1/stats", "/metrics", "/api/v1/timeline", "/api/v1/events"):
+    for path in ("/api/v1/stats", "/metrics", "/api/v1/timeline", "/api/v1/events", "/api/v1/videos", "/v1.43/info"):
         assert asked(closed_proxy, "GET", path, ALICE).status_code == 403
     assert asked(closed_proxy, "GET", "/api/v1/events?task=bob-1", ALICE).status_code == 403
 
