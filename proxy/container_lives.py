@@ -163,7 +163,8 @@ class ContainerLives:
                 await self._first(life.removed.wait())
             elif condition == "next-exit" or container.state == "running":
                 await self._first(life.exited.wait())
-            await send(orjson.dumps({"StatusCode": container.exit_code}) + b"\n")
+            if not (self._closing.is_set() and container.state == "running"):
+                await send(orjson.dumps({"StatusCode": container.exit_code}) + b"\n")
 
         return Streaming(content, _JSON)
 
