@@ -53,13 +53,13 @@ class ContainerLives:
     ) -> None:
         self._containers, self._execs, self._calls = containers, execs, calls
         self._most_input, self._closing = most_input, closing
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
         """Let go of main commands: they end on their own, and `Step.drain` waits for that."""
-        for task in list(self._background):
+        for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def tell(self, verb: str, asked: Asked, container: Container) -> Local:
         """Do what a POST to a container says.
@@ -89,9 +89,19 @@ class ContainerLives:
             self._containers.life(container).exited = asyncio.Event()
         container.state, container.started_at = "running", time.time()
         self._containers.save(container)
-        if container.made.main:
+        if container.made.background:
+            await self._background(container, rollout)
+        elif container.made.main:
             self._later(self._main(container, rollout))
         return _NOTHING
+
+    async def _background(self, container: Container, rollout: Rollout) -> None:
+        """Start a main command that stays, as part of the state; one that cannot be started ends its container."""
+        body = await self._calls.run(rollout, docker.main_of(container.made).call(detach=True))
+        code = ending(body).exit_code
+        if code is not None:
+            self._containers.life(container).log = body
+            await self._exited(container, code)
 
     async def _main(self, container: Container, rollout: Rollout) -> None:
         """Run a container's main command, as its first call, and end the container with it."""
@@ -243,5 +253,5 @@ class ContainerLives:
 
     def _later(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -16,7 +16,7 @@ from proxy.store import Store
 from proxy.tasks import Tasks
 
 _KEPT = ("id", "name", "owner", "created_at", "state", "exit_code", "started_at", "finished_at")
-_OF_BODY = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "body")
+_OF_BODY = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "background", "body")
 KILLED = 137
 EXECS = 256
 """Instances that a container remembers: the last ones."""
@@ -142,7 +142,7 @@ def _read(task: str, rollout: str, note: dict[str, Any]) -> Container:
     made = note.pop("made")
     created = Created(**{**made, "main": tuple(made["main"])})
     container = Container(task=task, rollout=rollout, made=created, **note)
-    if container.state == "running" and created.main:
+    if container.state == "running" and created.main and not created.background:
         # Its main command ran in a process that is gone: as after a crash of a Docker daemon.
         container.state, container.exit_code = "exited", KILLED
     return container

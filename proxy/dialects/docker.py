@@ -102,8 +102,9 @@ NO_PAGE = Refused(404, "docker", "page not found")
 class Created:
     """What a create request says of its container. main: its own command, where that is more than waiting.
 
-    image_id: what its image is called where names may change. body: the request's, as its client finds it again when it
-    inspects the container.
+    background: whether main is an entrypoint before a command that only waits: it is started, and nobody waits for its
+    end. image_id: what its image is called where names may change. body: the request's, as its client finds it again
+    when it inspects the container.
     """
 
     image: str
@@ -113,6 +114,7 @@ class Created:
     tty: bool
     stdin: bool
     auto_remove: bool
+    background: bool
     body: dict[str, Any]
 
 
@@ -153,8 +155,13 @@ def created(body: dict[str, Any], config: Mapping[str, Any]) -> Created:
     # With its input attached it has something to read; on a terminal, or detached, it waits for somebody who types.
     fed = bool(body.get("AttachStdin")) and not tty
     main = () if waits(argv, interactive=(stdin or tty) and not fed) else argv
-    number = str(config.get("Id") or image_id(image))
-    return Created(image, number, main, str(body.get("User") or ""), tty, stdin, bool(host.get("AutoRemove")), body)
+    number, background = (
+        str(config.get("Id") or image_id(image)),
+        bool(main and entry and own) and waits(tuple(own or ()), interactive=False),
+    )
+    return Created(
+        image, number, main, str(body.get("User") or ""), tty, stdin, bool(host.get("AutoRemove")), background, body
+    )
 
 
 def image_id(name: str) -> str:

@@ -141,6 +141,18 @@ def test_a_main_command_is_the_first_call_and_its_log_is_kept(proxy: Proxy, task
     assert outcomes(proxy, task, "b")[:1] == [HIT]
 
 
+def test_an_entrypoint_that_ends_in_waiting_is_shared_state(proxy: Proxy, task: str) -> None:
+    entry = ["sh", "-c", 'echo set up > /tmp/ready; exec "$@"', "entry"]
+    for rollout in ("a", "b"):
+        with sdk(proxy, task, rollout) as client:
+            box = client.containers.run("any:1", "sleep infinity", entrypoint=entry, detach=True)
+            look = "until [ -s /tmp/ready ]; do sleep 0.01; done; cat /tmp/ready"
+            assert box.exec_run(["sh", "-c", look]).output == b"set up\n"
+            box.reload()
+            assert box.status == "running"
+    assert outcomes(proxy, task, "b") == [HIT, HIT]
+
+
 def test_a_stopped_container_has_its_files_and_no_processes_when_it_starts_again(proxy: Proxy, task: str) -> None:
     with sdk(proxy, task, "a") as client:
         box = client.containers.run("any:1", "sleep infinity", detach=True)

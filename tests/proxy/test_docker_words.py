@@ -76,6 +76,14 @@ def test_the_image_says_what_a_create_request_leaves_out() -> None:
     assert (wanted.workdir, dict(wanted.env), wanted.memory_mb) == ("/srv", {"A": "1=2"}, 64)
 
 
+def test_an_entrypoint_before_a_command_that_waits_is_started_and_stays() -> None:
+    config = {"Entrypoint": ["/entry"], "Cmd": ["serve"]}
+    told = docker.created({"Image": "x", "Cmd": ["sleep", "infinity"]}, config)
+    assert (told.main, told.background) == (("/entry", "sleep", "infinity"), True)
+    assert not docker.created({"Image": "x"}, config).background
+    assert not docker.created({"Image": "x", "Cmd": ["sleep", "infinity"]}, {}).background
+
+
 @pytest.mark.parametrize(
     "host", [{"Binds": ["/a:/b"]}, {"Mounts": [{}]}, {"PortBindings": {"80/tcp": []}}, {"NetworkMode": "container:x"}]
 )
