@@ -7,6 +7,9 @@ from typing import Literal
 
 from proxy.tree import Node, Record
 
+DOUBT_S = 60.0
+"""What is at stake where a replayed call may reach another state: the least that `snapshots.policy.at_stake_s` has."""
+
 
 class Way(Enum):
     """How a sandbox is got before anything is replayed in it."""
@@ -100,20 +103,23 @@ def plan_restore(
     standing: says whether a sandbox at a node may be taken. avoid: nodes whose snapshots are not to be used.
 
     The walk goes from target towards the root. It ends where going on cannot be cheaper, or at a record whose replay is
-    known to reach another state. O(length of the suffix).
+    known to reach another state. A replay in doubt counts as `DOUBT_S` dearer: a snapshot behind it is preferred to a
+    sandbox that stands before it. O(length of the suffix).
     """
     best: RestorePlan | None = None
     suffix: list[Record] = []
-    replay_s, node = 0.0, target
-    while best is None or replay_s < best.cost_s:
+    replay_s, risk_s, best_s, node = 0.0, 0.0, 0.0, target
+    while best is None or replay_s + risk_s < best_s:
         for way, acquire_s in _ways(node, standing, costs, avoid):
-            if best is None or replay_s + acquire_s < best.cost_s:
+            if best is None or replay_s + risk_s + acquire_s < best_s:
                 best = RestorePlan(way, node, tuple(reversed(suffix)), replay_s + acquire_s)
+                best_s = best.cost_s + risk_s
         origin = node.origin
         if origin is None or not origin.reproducible:
             break
         suffix.append(origin)
         replay_s += origin.seconds + costs.replay_overhead.seconds
+        risk_s += DOUBT_S if origin.doubtful else 0.0
         node = origin.source
     return best
 

@@ -13,20 +13,22 @@ import orjson
 
 from sandboxes.http1 import Cancellable, Garbage, Listener
 
-VERSION = "2025-11-25"
-_ID = 1
+VERSION, MODERN = "2025-11-25", "2026-07-28"
+ID = 1
 """Of every request: only one is under way. A server must not tell by it what came before."""
+PAGED = frozenset({"tools/list", "resources/list", "resources/templates/list", "prompts/list"})
+MOST_PAGES = 1000
+"""Of one list."""
 PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
 """Progress is asked for always, so that who wants it later finds it in the record."""
 _CHUNK = 1 << 16
-_REFUSED = {
+REFUSED = {
     "sampling/createMessage": "Sampling not supported",
     "elicitation/create": "Elicitation not supported",
     "roots/list": "List roots not supported",
 }
 """What a client that does not offer these says, in the official SDK's words."""
-_CANCEL = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": _ID}}
-_HELLO = {
+HELLO = {
     "protocolVersion": VERSION,
     "capabilities": {},
     "clientInfo": {"name": "forkpoint", "version": "1"},
@@ -45,6 +47,15 @@ class Heard:
     notifications: list[dict[str, Any]] = field(default_factory=list)
     asked: bool = False
     cancelled: bool = False
+    pages: int = 1
+
+    def with_page(self, heard: "Heard") -> "Heard":
+        """Return this with another page of the same list behind it; where that is an error, the error."""
+        if "result" not in heard.answer:
+            return heard
+        before, more = self.answer["result"], heard.answer["result"]
+        result = {name: value + more.get(name, []) for name, value in before.items() if isinstance(value, list)}
+        return Heard({"result": result}, self.notifications + heard.notifications, pages=self.pages + 1)
 
     @property
     def shareable(self) -> bool:
@@ -54,6 +65,11 @@ class Heard:
 
 CANCEL_S = 5.0
 """How long a server that was told to cancel may take to answer, whatever it says then. Some give no answer any more."""
+
+
+def cancelled() -> dict[str, Any]:
+    """Return what tells a server that nobody wants its answer any more."""
+    return {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": ID}}
 
 
 class Line:
@@ -69,6 +85,9 @@ class Line:
         for fd in fds:
             os.set_blocking(fd, False)
 
+    note = ""
+    """Nothing has to be known from call to call: the pipes are the session."""
+
     def close(self) -> None:
         for fd in (self._write_fd, self._read_fd):
             os.close(fd)
@@ -79,7 +98,7 @@ class Line:
         Raises:
             Garbage: it says no JSON-RPC, or refuses. TimeoutError: nothing. OSError: it hung up.
         """
-        heard = await self.ask("initialize", _HELLO, silence_s=silence_s)
+        heard = await self.ask("initialize", HELLO, silence_s=silence_s)
         if "result" not in heard.answer:
             raise Garbage(f"it refuses to be initialised: {heard.answer.get('error')}")
         await self._send({"jsonrpc": "2.0", "method": "notifications/initialized"}, silence_s)
@@ -94,7 +113,7 @@ class Line:
             Garbage: what is said is no JSON-RPC, or too much. OSError: the server hung up.
             TimeoutError: nothing for silence_s, or for `CANCEL_S` after it was told to cancel.
         """
-        await self._send({"jsonrpc": "2.0", "id": _ID, "method": method, "params": params}, silence_s)
+        await self._send({"jsonrpc": "2.0", "id": ID, "method": method, "params": params}, silence_s)
         heard = Heard()
         hearing = asyncio.ensure_future(self._hear(heard, silence_s, listener))
         cancelling = asyncio.ensure_future(listener.cancelled()) if isinstance(listener, Cancellable) else None
@@ -103,7 +122,7 @@ class Line:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if not hearing.done():
                 heard.cancelled = True
-                await self._send(_CANCEL, silence_s)
+                await self._send(cancelled(), silence_s)
                 async with asyncio.timeout(CANCEL_S):
                     await hearing
             await hearing
@@ -118,13 +137,13 @@ class Line:
         while True:
             message = await self._next(silence_s)
             if "method" not in message:
-                if message.get("id") == _ID:
+                if message.get("id") == ID:
                     heard.answer = {kind: message[kind] for kind in ("result", "error") if kind in message}
                     return
             elif "id" in message:
                 ping = message["method"] == "ping"
                 heard.asked = heard.asked or not ping
-                refusal = _REFUSED.get(message["method"], "Not supported")
+                refusal = REFUSED.get(message["method"], "Not supported")
                 reply = {"result": {}} if ping else {"error": {"code": -32600, "message": refusal}}
                 await self._send({"jsonrpc": "2.0", "id": message["id"], **reply}, silence_s)
             else:

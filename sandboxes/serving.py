@@ -33,12 +33,15 @@ def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> d
 
 
 def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the same for spec's MCP server of that name; it has no port (pure)."""
+    """Return the same for spec's MCP server of that name; over stdio it has no port (pure)."""
     server = spec.mcp_servers[name]
+    if server.command is None:
+        return order(next(other for other in spec.hosted if spec.hosted[other].port == server.port), spec, environment)
     return {
         "name": f"mcp {name}",
         "command": f"exec {shlex.join([server.command, *server.args])}",
-        "port": None,
+        "port": server.port,
+        "ready": "tcp",
         "environment": {**environment, **spec.env, **server.env},
         "workdir": server.cwd or spec.workdir,
         "ready_s": server.ready_s,

@@ -3,6 +3,7 @@
 import re
 from datetime import datetime
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -12,6 +13,7 @@ AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 EndpointName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$")]
+_LOOPBACK = r"^http://(127\.0\.0\.1|localhost)(:[0-9]{1,5})?(/[\x21-\x7e]*)?$"
 _PASSWORD = re.compile(r"((?:^|[\s?&])password\s*=\s*|://[^:/?@]*:)(?:'(?:[^'\\]|\\.)*'|[^\s@&']+)", re.IGNORECASE)
 """Where a DSN, as a URL or as key=value, has its password; the first group goes before it."""
 DatabaseName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,62}$")]
@@ -126,19 +128,39 @@ AnyServer = Annotated[
 
 
 class McpServer(BaseModel):
-    """An MCP server that runs inside the sandbox and speaks over its stdin and stdout: an entry of `mcpServers`."""
+    """An MCP server inside the sandbox, an entry of `mcpServers`: over stdin and stdout, or over HTTP at its url."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    command: Text = Field(min_length=1)
+    command: Text | None = Field(
+        default=None, min_length=1, description="starts it; left out where one of `servers` has the port of its url"
+    )
+    url: Annotated[str, Field(pattern=_LOOPBACK)] | None = Field(
+        default=None, description="http://127.0.0.1:PORT/path: on the sandbox's own loopback"
+    )
     args: tuple[Text, ...] = ()
     env: dict[VariableName, Text] = Field(default_factory=dict)
     cwd: AbsolutePath | None = None
-    type: Literal["stdio"] = "stdio"
+    type: Literal["stdio", "http", "streamable-http"] | None = Field(
+        default=None, description="http where there is a url, else stdio"
+    )
     ready_s: float = Field(default=60.0, gt=0, le=600, description="for its answer to `initialize`")
     timeout_s: float | None = Field(
         default=None, gt=0, le=86_400, description="of silence; limits.timeout_s by default"
     )
+
+    @property
+    def port(self) -> int | None:
+        """Where it is reached over HTTP."""
+        return None if self.url is None else urlsplit(self.url).port or 80
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "McpServer":
+        if (self.type in ("http", "streamable-http")) != (self.url is not None) and self.type is not None:
+            raise ValueError(f"an MCP server of type {self.type!r} takes {'no url' if self.url else 'a url'}")
+        if self.url is None and self.command is None:
+            raise ValueError("an MCP server takes a command, or a url on the sandbox's loopback")
+        return self
 
 
 SQL_DRIVERS = frozenset({"sqlite", "postgres"})
@@ -305,6 +327,11 @@ class EnvironmentSpec(BaseModel):
         ports = [server.port for server in self.hosted.values()]
         if len(set(ports)) < len(ports):
             raise ValueError("two servers have one port: they share a loopback")
+        for name, mcp in self.mcp_servers.items():
+            if mcp.command is None and mcp.port not in ports:
+                raise ValueError(f"MCP server {name!r} has no command, and none of `servers` has port {mcp.port}")
+            if mcp.command is not None and mcp.port in ports:
+                raise ValueError(f"MCP server {name!r} and one of `servers` have one port: leave its command out")
         return self
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ from sandboxes.localbox.changes import WATCH_S, Stillness, disk_watch, free_byte
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.running import Running, failed
-from sandboxes.localbox.servers import Log, ServerFailed
+from sandboxes.localbox.servers import Log, ServerFailed, served
 from sandboxes.localbox.session import MalformedDump, Session
 from sandboxes.localbox.shell import Output
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
@@ -254,13 +254,23 @@ class Keeper:
     def _serve(self, order: dict[str, Any]) -> dict[str, Any]:
         """Give the driver a way to a server, and wait until it has its answer."""
         order = {**order, "environment": {**self.environment, **order["environment"]}}
-        try:
-            fds, fresh = self.servers.connect(order, self._watch())
-        except ServerFailed as error:
-            return {"failed": error.kind, "detail": str(error)}
-        socket.send_fds(self.driver, [pack({"connected": True, "fresh": fresh}, fds=len(fds))], fds)
+        while True:
+            try:
+                self._hand_over(order)
+            except ServerFailed as error:
+                return {"failed": error.kind, "detail": str(error)}
+            message = self._hear_while_serving()
+            if message.fields["op"] != "again":
+                return served(self.servers, order, message)
+
+    def _hand_over(self, order: dict[str, Any]) -> None:
+        fds, fresh = self.servers.connect(order, self._watch())
+        told = {"connected": True, "fresh": fresh, "note": self.servers.note(order["name"])}
+        socket.send_fds(self.driver, [pack(told, fds=len(fds))], fds)
         for fd in fds:
             os.close(fd)
+
+    def _hear_while_serving(self) -> Message:
         watch = self._watch()
         while (message := self.inbox.take()) is None:
             outputs = self._outputs()
@@ -274,10 +284,7 @@ class Keeper:
                     sys.exit(0)
                 self.inbox.feed(data, carried)
             watch()
-        return {
-            "read": message.fields["read"],
-            "log": message.fields["log"] and self.servers.log(order.get("behind", order)["name"]),
-        }
+        return message
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""

@@ -36,7 +36,7 @@ class ContainerServer(Server):
         """See `Server.remember`; its FIFOs are known by their directory."""
         script = (self.folder / "restore").read_text("latin-1")
         told = {"name": self.name, "inner": self.inner, "folder": self.folder.name, "talks": self.talks}
-        return {**told, "script": script}
+        return {**told, "script": script, "note": self.note}
 
 
 class ContainerServers(Servers):
@@ -62,6 +62,7 @@ class ContainerServers(Servers):
             self._servers[one["name"]] = ContainerServer(
                 one["name"], pid, one["inner"], folder, fds, talks=one["talks"]
             )
+            self.take_note(one["name"], one["note"])
 
     @property
     def outputs(self) -> dict[int, Log]:

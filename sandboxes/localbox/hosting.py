@@ -21,12 +21,13 @@ from sandboxes.localbox.answers import execution
 from sandboxes.localbox.executing import Conversation, is_process, refused
 from sandboxes.localbox.executing import request as process_request
 from sandboxes.localbox.looks import entries_of
-from sandboxes.localbox.talk import Talk
+from sandboxes.localbox.talk import GRACE_S, Talk
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import Entry
-from sandboxes.mcp import PROGRESS_TOKEN, Heard, Line
+from sandboxes.mcp import MOST_PAGES, PAGED, PROGRESS_TOKEN, Heard, Line
+from sandboxes.mcp_http import Posts
 from sandboxes.serving import Spool, mcp_order, order
-from sandboxes.spec import EnvironmentSpec
+from sandboxes.spec import EnvironmentSpec, McpServer
 from sandboxes.websocket import Socket, carrier, is_message
 
 MCP_TYPE = "application/vnd.forkpoint.mcp+json"
@@ -205,7 +206,8 @@ class Hosting(Talk):
         if "," in names:
             return await self._list_all(method, params, names.split(","))
         read = method != "tools/call" or await self._read_only(names, params.get("name"))
-        heard, answer = await self._ask_mcp(names, method, dict(params), listener, read=read)
+        ask = self._ask_pages if method in PAGED else self._ask_mcp
+        heard, answer = await ask(names, method, dict(params), listener, read=read)
         told = {"notifications": heard.notifications, **heard.answer}
         result = ToolResult(200, MCP_TYPE, orjson.dumps(told))
         return replace(execution(answer, float(answer.fields["seconds"]), result), shareable=heard.shareable)
@@ -215,7 +217,7 @@ class Hosting(Talk):
         found: dict[str, list[Any]] = {}
         runs = []
         for name in names:
-            heard, answer = await self._ask_mcp(name, method, dict(params), read=True)
+            heard, answer = await self._ask_pages(name, method, dict(params), read=True)
             runs.append(execution(answer, float(answer.fields["seconds"]), ToolResult(200, MCP_TYPE, b"")))
             for kind, listed in heard.answer.get("result", {}).items():
                 if isinstance(listed, list):
@@ -231,10 +233,24 @@ class Hosting(Talk):
         """Whether a tool's annotations say that it changes nothing. Asked of the first process of each server."""
         known = self._known_reads.get(self._hosted.mcp_servers[name].model_dump_json())
         if known is None:
-            heard, _ = await self._ask_mcp(name, "tools/list", {}, read=True)
+            heard, _ = await self._ask_pages(name, "tools/list", {}, read=True)
             known = _read_only_tools(heard.answer)
             self._known_reads[self._hosted.mcp_servers[name].model_dump_json()] = known
         return tool in known
+
+    async def _ask_pages(
+        self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
+    ) -> tuple[Heard, Message]:
+        """Ask for a list, all pages of it; see `_ask_mcp`."""
+        heard, answer = await self._ask_mcp(name, method, dict(params), listener, read=read)
+        whole = heard
+        while cursor := heard.answer.get("result", {}).get("nextCursor"):
+            heard, answer = await self._ask_mcp(name, method, {**params, "cursor": cursor}, listener, read=read)
+            whole = whole.with_page(heard)
+            if whole.pages > MOST_PAGES:
+                self._die(f"MCP server {name!r} lists without end")
+                raise ServerError(f"MCP server {name!r} has more than {MOST_PAGES} pages of {method}")
+        return whole, answer
 
     async def _ask_mcp(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
@@ -248,22 +264,39 @@ class Hosting(Talk):
         asked: dict[str, Any] = {"op": "serve", "server": mcp_order(name, self._hosted, self._environment)}
         connected = self._hear_of_server(await self.ask(asked, b"", server.ready_s))
         silence_s = server.timeout_s or self._hosted.limits.timeout_s
-        fresh = bool(connected.fields["fresh"])
-        line = Line(connected.fds, most=MCP_BYTES, fresh=fresh)
+        talk = self._talk_to(server, connected)
         params["_meta"] = {**params.get("_meta", {}), "progressToken": PROGRESS_TOKEN}
         try:
-            if fresh:
-                await line.shake_hands(silence_s=server.ready_s)
-            heard = await line.ask(method, params, silence_s=silence_s, listener=listener)
-            answer = self._concluded(await self._talk({"op": "served", "read": read, "log": False}))
+            if connected.fields["fresh"] or (server.url is not None and not connected.fields["note"]):
+                await talk.shake_hands(silence_s=server.ready_s)
+            heard = await talk.ask(method, params, silence_s=silence_s, listener=listener)
+            told = {"op": "served", "read": read, "log": False, "note": talk.note}
+            answer = self._concluded(await self._talk(told))
         except (Garbage, OSError, TimeoutError) as error:
             raise await self._server_failed(asked["server"]["name"], error) from error
         except asyncio.CancelledError:
             self._die("its call was cancelled")
             raise
         finally:
-            line.close()
+            talk.close()
         return heard, answer
+
+    def _talk_to(self, server: McpServer, connected: Message) -> "Line | Posts":
+        """Return the conversation with a server, over what leads to it."""
+        if server.url is None:
+            return Line(connected.fds, most=MCP_BYTES, fresh=bool(connected.fields["fresh"]))
+
+        async def again() -> socket.socket:
+            try:
+                more = self._hear_of_server(await self._talk({"op": "again"}, within_s=server.ready_s + GRACE_S))
+            except asyncio.CancelledError:
+                # The answer would be taken for that to what is asked next.
+                self._die("its call was cancelled")
+                raise
+            return socket.socket(fileno=more.fds[0])
+
+        first = socket.socket(fileno=connected.fds[0])
+        return Posts(server.url, first, again, connected.fields["note"], most=MCP_BYTES)
 
     async def _server_failed(self, name: str, error: Exception) -> ServerError:
         """Return what is raised where a server gave no answer; nobody knows what it did, so the sandbox is dead."""

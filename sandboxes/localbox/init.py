@@ -19,7 +19,7 @@ from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
 from sandboxes.localbox.restoring import Restoring
 from sandboxes.localbox.running import Running, death_of, failed, new_pipes, open_terminal
-from sandboxes.localbox.servers import Log, ServerFailed, Servers
+from sandboxes.localbox.servers import Log, ServerFailed, Servers, served
 from sandboxes.localbox.session import MalformedDump
 from sandboxes.localbox.shell import Output, Shell
 from sandboxes.localbox.shells import Shells
@@ -309,22 +309,25 @@ class Init:
 
     def _serve(self, order: dict[str, Any]) -> dict[str, Any]:
         """Give the driver a connection to a server, and wait until it has its answer."""
-        try:
-            fds, fresh = self.servers.connect(order, self._watch())
-        except ServerFailed as error:
-            return {"failed": error.kind, "detail": str(error)}
-        socket.send_fds(self.driver, [pack({"connected": True, "fresh": fresh}, fds=len(fds))], fds)
+        watch = self._watch()
+        while True:
+            try:
+                self._hand_over(order)
+            except ServerFailed as error:
+                return {"failed": error.kind, "detail": str(error)}
+            while (message := self.inbox.take()) is None:
+                if not self._listen({**self.shells.outputs, **self.servers.outputs}, int(WATCH_S * 1000)):
+                    sys.exit(0)
+                watch()
+            if message.fields["op"] != "again":
+                return served(self.servers, order, message)
+
+    def _hand_over(self, order: dict[str, Any]) -> None:
+        fds, fresh = self.servers.connect(order, self._watch())
+        told = {"connected": True, "fresh": fresh, "note": self.servers.note(order["name"])}
+        socket.send_fds(self.driver, [pack(told, fds=len(fds))], fds)
         for fd in fds:
             os.close(fd)
-        watch = self._watch()
-        while (message := self.inbox.take()) is None:
-            if not self._listen({**self.shells.outputs, **self.servers.outputs}, int(WATCH_S * 1000)):
-                sys.exit(0)
-            watch()
-        return {
-            "read": message.fields["read"],
-            "log": message.fields["log"] and self.servers.log(order.get("behind", order)["name"]),
-        }
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""

@@ -12,6 +12,7 @@ from sandboxes.localbox import processes
 from sandboxes.localbox.anchor import CannotStart
 from sandboxes.localbox.session import quote
 from sandboxes.localbox.shells import Shells
+from sandboxes.localbox.wire import Message
 
 TAIL_BYTES = 1 << 14
 POLL_S = 0.01
@@ -60,10 +61,11 @@ class Log:
 class Server:
     """One that was started. pid: of the command itself, which may have left the work to a child and ended.
 
-    talk: our ends of its stdin and stdout, where it speaks over these.
+    talk: our ends of its stdin and stdout, where it speaks over these. note: what its clients have to know of it.
     """
 
-    def __init__(self, name: str, pid: int, log_fd: int, talk: Sequence[int] = ()) -> None:
+    def __init__(self, name: str, pid: int, log_fd: int, talk: Sequence[int] = (), note: str = "") -> None:
+        self.note = note
         self.name, self.pid, self.log, self.talk = name, pid, Log(log_fd), tuple(talk)
         try:
             self._death: int | None = os.pidfd_open(pid)
@@ -84,7 +86,7 @@ class Server:
         """
         ours = [*self.talk, *([self.log.fd] if self.log.fd >= 0 else [])]
         pipes = [os.readlink(f"/proc/self/fd/{fd}") for fd in ours]  # noqa: PTH115
-        return {"name": self.name, "pid": self.pid, "pipes": pipes, "talks": bool(self.talk)}
+        return {"name": self.name, "pid": self.pid, "pipes": pipes, "talks": bool(self.talk), "note": self.note}
 
     def close(self) -> None:
         """Let go of it; it runs on where it runs."""
@@ -138,6 +140,15 @@ class Servers:
             return [os.dup(fd) for fd in self._servers[order["name"]].talk], fresh
         return [self._await_ready(order, watch).detach()], fresh
 
+    def note(self, name: str) -> str:
+        """Return what was noted of a server, as long as its process lives; empty where nothing was."""
+        return self._servers[name].note if name in self._servers else ""
+
+    def take_note(self, name: str, note: str) -> None:
+        """Note what a server's clients have to know of it from call to call."""
+        if name in self._servers:
+            self._servers[name].note = note
+
     def log(self, name: str) -> str:
         """Return the last that a server printed."""
         return self._servers[name].log.tail() if name in self._servers else ""
@@ -155,7 +166,7 @@ class Servers:
             ours = [next(left) for _ in server["pipes"]]
             talk = ours[:2] if server["talks"] else []
             log = ours[-1] if len(ours) > len(talk) else -1
-            self._servers[server["name"]] = Server(server["name"], server["pid"], log, talk)
+            self._servers[server["name"]] = Server(server["name"], server["pid"], log, talk, server["note"])
 
     def _start(self, order: dict[str, Any]) -> None:
         talks = order["port"] is None
@@ -204,6 +215,14 @@ class Servers:
         """Whether a command that ended has failed, or left nobody behind to do its work."""
         left = {pid for pid, _ in processes.living()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not left
+
+
+def served(servers: Servers, order: dict[str, Any], told: Message) -> dict[str, Any]:
+    """Take what the driver says at the end of a call to a server; return what that means for the call's answer."""
+    fields = told.fields
+    if "note" in fields:
+        servers.take_note(order["name"], fields["note"])
+    return {"read": fields["read"], "log": fields["log"] and servers.log(order.get("behind", order)["name"])}
 
 
 def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:

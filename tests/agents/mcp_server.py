@@ -1,8 +1,10 @@
-"""A stock MCP server over stdio, of the official SDK (1.x), whose memory is its state."""
+"""A stock MCP server of the official SDK (1.x), whose memory is its state: over stdio, or over HTTP on port argv[1]."""
 
 # mypy: disable-error-code="import-not-found, untyped-decorator"
 
+import asyncio
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,18 @@ async def count(to: int, ctx: Context[Any, Any, Any]) -> str:
 
 
 @server.tool()
+async def linger(seconds: float, ctx: Context[Any, Any, Any]) -> str:
+    """Say that it began, and wait."""
+    await ctx.info("began")
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        memory["lingered"] = "was cancelled"
+        raise
+    return "enough"
+
+
+@server.tool()
 async def think(ctx: Context[Any, Any, Any]) -> str:
     """Ask the client's model."""
     message = SamplingMessage(role="user", content=TextContent(type="text", text="?"))
@@ -73,4 +87,6 @@ def greet(name: str) -> str:
 
 
 if __name__ == "__main__":
-    server.run("stdio")
+    if len(sys.argv) > 1:
+        server.settings.port = int(sys.argv[1])
+    server.run("streamable-http" if len(sys.argv) > 1 else "stdio")

@@ -18,6 +18,7 @@ from proxy.settings import Settings
 from sandboxes.container import ContainerDriver
 from sandboxes.local import LocalDriver
 from sandboxes.localbox.layers import remove_tree
+from sandboxes.sqlite import SqliteDriver
 from tests.proxy.rig import KEEPS_ALL
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Proxy:
 def real_proxy(
     *, checkpoints: bool = False, keeps_all: bool = True, containers: bool = False, **settings: Any
 ) -> Iterator[Proxy]:
-    """Serve on a free port, as `forkpoint serve` does, in a thread, with the driver `local`, or with `containers`."""
+    """Serve on a free port, as `forkpoint serve` does, in a thread: embedded drivers, with `containers` theirs too."""
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-agents-", dir="/var/tmp"))
     folder.chmod(0o755)
     chosen = Settings(data=folder, **{"warm_sandboxes": 0, **settings})
@@ -65,7 +66,10 @@ def real_proxy(
 
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
-        drivers: dict[str, Driver] = {"local": LocalDriver(folder / "local", checkpoints=checkpoints)}
+        drivers: dict[str, Driver] = {
+            "local": LocalDriver(folder / "local", checkpoints=checkpoints),
+            "sqlite": SqliteDriver(folder / "sqlite"),
+        }
         if containers:
             drivers["container"] = ContainerDriver(folder / "container", spares=1, checkpoints=checkpoints)
         application = build(chosen, drivers)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tests.agents.clients import packages, run
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import require_criu, require_sandboxes
+from tests.machine import require_criu, require_sandboxes, wait_until
 
 HERE = Path(__file__).parent
 PROGRAM = (HERE / "mcp_server.py").read_text()
@@ -59,10 +60,40 @@ def test_a_group_of_sdks_and_wires_that_parts_gets_what_the_server_says_alone() 
         assert heard == progress
         own = [] if CLIENTS[number][2].endswith("memory") else ["exec", "read_file", "write_file"]
         assert offered == own + tools
-    assert after["hits"] - before["hits"] == shared * (len(CLIENTS) - 1)
+    # The prefix, and the list of tools.
+    assert after["hits"] - before["hits"] == (shared + 1) * (len(CLIENTS) - 1)
     assert after["divergences"] == 0
     # Sessions that we named ended with their clients; rollouts of URLs go on.
     assert sum(finished) == 2
+
+
+STOCK = "mcp-server-sqlite==2025.4.25"
+
+
+def test_a_group_on_a_stock_server_shares_its_prefix_and_parts_with_its_files_and_memory() -> None:
+    """mcp-server-sqlite, unmodified: a database in a file, and insights in its memory."""
+    require_sandboxes()
+    entry = {"command": "python3", "args": ["-m", "mcp_server_sqlite", "--db-path", "/root/db"], "ready_s": 120}
+    archive = {"source": str(packages(STOCK)), "target": "/opt/stock"}
+    with real_proxy(warm_sandboxes=4) as proxy:
+        proxy.put("s", archives=[archive], mcp_servers={"db": {**entry, "env": {"PYTHONPATH": "/opt/stock"}}})
+        for part in range(1, 7):
+            agent = Agent(proxy, f"/t/s/r/r{part}/mcp/db")
+            prefix = [
+                agent.tool("create_table", query="CREATE TABLE t (x)"),
+                agent.tool("write_query", query="INSERT INTO t VALUES (7)"),
+                agent.tool("append_insight", insight="seven is shared"),
+                agent.tool("read_query", query="SELECT x FROM t"),
+            ]
+            assert "{'x': 7}" in prefix[3].text
+            assert [answer.headers["cache-status"] == HIT for answer in prefix] == [part > 1] * 4
+            agent.tool("write_query", query=f"INSERT INTO t VALUES ({part * 100})")
+            agent.tool("append_insight", insight=f"insight {part}")
+            told = agent.tool("read_query", query="SELECT x FROM t").json()["result"]["content"][0]["text"]
+            assert told == str([{"x": 7}, {"x": part * 100}])
+            memo = agent.send("resources/read", {"uri": "memo://insights"}).text
+            assert "seven is shared" in memo
+            assert [f"insight {other}" in memo for other in range(1, 7)] == [other == part for other in range(1, 7)]
 
 
 class Agent:
@@ -169,6 +200,7 @@ BAD = {
     "bad arguments of a built-in": raw(
         {"method": "tools/call", "params": {"name": "exec", "arguments": {"cmd": "ls"}}}, 200, -32602
     ),
+    "a subscription": raw({"method": "resources/subscribe", "params": {"uri": "memory://all"}}, 200, -32601),
     "a cursor": raw({"method": "tools/list", "params": {"cursor": "x"}}, 200, -32602),
     "a number that is too long": raw(
         {"method": "tools/call", "params": {"name": "recall", "arguments": {"key": 2**70}}}, 400, -32600
@@ -224,3 +256,185 @@ def test_several_servers_are_told_apart_by_the_names_of_their_tools(proxy: Proxy
     assert agent.tool("right__recall", key="k").json()["result"]["isError"]
     assert "of left" in agent.tool("left__recall", key="k").text
     assert "of left" in Agent(proxy, "/t/two/r/a/mcp/left").tool("recall", key="k").text
+
+
+OVER_HTTP = {"url": "http://127.0.0.1:9000/mcp", "args": ["/srv.py", "9000"]}
+
+
+@pytest.fixture(params=["stdio", "http"])
+def served(request: pytest.FixtureRequest, proxy: Proxy) -> str:
+    """Return the name of a task whose server speaks over its pipes, or over a port of its sandbox."""
+    if request.param == "stdio":
+        return "m"
+    proxy.put("over-http", **spec(**OVER_HTTP))
+    return "over-http"
+
+
+def test_a_server_over_http_keeps_its_session_and_its_memory(proxy: Proxy) -> None:
+    proxy.put("over-http", **spec(**OVER_HTTP))
+    told = []
+    for task in ("m", "over-http"):
+        agent = Agent(proxy, f"/t/{task}/r/same/mcp")
+        agent.tool("remember", key="k", value="v")
+        answers = [
+            agent.tool("recall", key="k"),
+            agent.tool("recall", key="none"),
+            agent.tool("think"),
+            agent.send("tools/call", {"name": "count", "arguments": {"to": 2}, "_meta": {"progressToken": "p"}}),
+            agent.send("resources/read", {"uri": "memory://all"}),
+            agent.send("prompts/get", {"name": "greet", "arguments": {"name": "you"}}),
+            agent.send("tools/list"),
+        ]
+        told.append([answer.text for answer in answers])
+    assert told[0] == told[1]
+    assert "Sampling not supported" in told[1][2]
+    assert told[1][3].count("event: message") == 3
+
+
+class Asking:
+    """A call under way, by a connection of its own; events as they come."""
+
+    def __init__(self, proxy: Proxy, task: str, rollout: str, *, wire: str, **call: Any) -> None:
+        self.agent = Agent(proxy, f"/t/{task}/r/{rollout}/mcp", wire=wire)
+        self.client = httpx.Client(base_url=proxy.url, timeout=60, trust_env=False)
+        body = {"jsonrpc": "2.0", "id": 7, "method": "tools/call", "params": call}
+        request = self.client.build_request("POST", self.agent.path, json=body, headers=self.agent.headers)
+        self.answer = self.client.send(request, stream=True)
+        assert self.answer.headers["content-type"] == "text/event-stream"
+        self._lines = (json.loads(line[6:]) for line in self.answer.iter_lines() if line.startswith("data: "))
+
+    def next(self) -> Any:
+        """Return the next message."""
+        return next(self._lines)
+
+    def leave(self) -> None:
+        self.answer.close()
+        self.client.close()
+
+
+def lingering(seconds: float, **meta: str) -> dict[str, Any]:
+    return {"name": "linger", "arguments": {"seconds": seconds}, "_meta": meta}
+
+
+def test_what_a_server_says_while_it_works_comes_at_once_and_again_on_a_hit(proxy: Proxy, served: str) -> None:
+    asking = Asking(proxy, served, "live", wire="2025-11-25", **lingering(2))
+    assert asking.next()["params"]["data"] == "began"
+    # The answer is not there yet.
+    assert proxy.engine.tasks.rollouts[served, "live"].waiting == 1
+    assert asking.next()["result"]["content"][0]["text"] == "enough"
+    asking.leave()
+    again = Agent(proxy, f"/t/{served}/r/live2/mcp").send("tools/call", lingering(2))
+    assert again.headers["cache-status"] == HIT
+    events = [json.loads(line[6:]) for line in again.text.splitlines() if line.startswith("data: ")]
+    assert [event.get("method", "answer") for event in events] == ["notifications/message", "answer"]
+
+
+def test_a_call_that_is_cancelled_reaches_its_server_and_nobody_else(proxy: Proxy, served: str) -> None:
+    asking = Asking(proxy, served, "cancels", wire="2025-11-25", **lingering(50))
+    assert asking.next()["params"]["data"] == "began"
+    told = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 7}}
+    assert proxy.client.post(asking.agent.path, json=told, headers=asking.agent.headers).status_code == 202
+    assert asking.next()["error"]["message"] == "Request cancelled"
+    asking.leave()
+    # What it did when it was told is this rollout's state, as it would be without Forkpoint.
+    seen = asking.agent.tool("recall", key="lingered").json()["result"]
+    assert seen["content"][0]["text"] == "was cancelled"
+    other = Agent(proxy, f"/t/{served}/r/other/mcp")
+    assert other.tool("recall", key="lingered").json()["result"]["isError"]
+
+
+def test_on_the_wire_without_sessions_who_leaves_has_cancelled(proxy: Proxy) -> None:
+    asking = Asking(proxy, "m", "leaves", wire="2026-07-28", **lingering(50, progressToken="p"))
+    recorded = proxy.recorded
+    asking.leave()
+    rollout = proxy.engine.tasks.rollouts["m", "leaves"]
+    wait_until(lambda: rollout.waiting == 0, "the call goes on", within_s=30)
+    assert proxy.recorded == recorded + 1
+    assert asking.agent.tool("recall", key="lingered").json()["result"]["content"][0]["text"] == "was cancelled"
+
+
+PAGES = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    at = int(asked.get("params", {}).get("cursor", 0))
+    tools = [{"name": f"tool{at}", "inputSchema": {"type": "object"}, "annotations": {"readOnlyHint": at == 2}}]
+    result = {"tools": tools, **({"nextCursor": str(at + 1)} if at < 2 else {})}
+    if asked["method"] == "initialize":
+        result = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "p", "version": "1"}}
+    if asked["method"] == "tools/call":
+        result = {"content": []}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_lists_in_pages_come_whole(proxy: Proxy) -> None:
+    proxy.put("pages", files={"/p.py": PAGES}, mcp_servers={"p": {"command": "python3", "args": ["/p.py"]}})
+    agent = Agent(proxy, "/t/pages/r/a/mcp/p")
+    told = agent.send("tools/list").json()["result"]
+    assert [tool["name"] for tool in told["tools"]] == ["tool0", "tool1", "tool2"]
+    assert "nextCursor" not in told
+
+
+def test_the_sql_endpoints_tools_are_offered_where_there_are_databases(proxy: Proxy) -> None:
+    proxy.put("db", driver="sqlite", databases={"main": {"source": str(script())}})
+    agent = Agent(proxy, "/t/db/r/a/mcp")
+    listed = {
+        tool["name"]: tool["annotations"]["readOnlyHint"] for tool in agent.send("tools/list").json()["result"]["tools"]
+    }
+    assert listed == {
+        "query": False, "script": False, "explain": True, "compare": True, "tables": True, "schema": True,
+    }  # fmt: skip
+    assert agent.tool("query", sql="INSERT INTO t VALUES (2)").json()["result"]["isError"] is False
+    found = agent.tool("query", sql="SELECT * FROM t").json()["result"]
+    assert found["structuredContent"]["rows"] == [[1], [2]]
+    assert agent.tool("query", sql="SELECT nonsense").json()["result"]["isError"] is True
+    assert agent.tool("compare", sql="SELECT 1", gold="SELECT 1").json()["result"]["structuredContent"]["match"] is True
+    same = proxy.client.post("/t/db/r/b/sql/query", json={"sql": "INSERT INTO t VALUES (2)"})
+    assert same.headers["cache-status"] == HIT
+    wrong = agent.tool("query", statement="SELECT 1").json()
+    assert wrong["error"]["code"] == -32602
+
+
+def script() -> Path:
+    file = Path(tempfile.mkdtemp(dir="/var/tmp")) / "t.sql"
+    file.write_text("CREATE TABLE t (x); INSERT INTO t VALUES (1);")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"url": "https://example.com/mcp"}, "url"),
+        ({"url": "http://127.0.0.1:9000/mcp"}, "none of `servers` has port 9000"),
+        ({"command": "x", "type": "http"}, "takes a url"),
+        ({"args": ["x"]}, "a command, or a url"),
+    ],
+)
+def test_a_server_that_cannot_be_reached_is_refused_when_its_task_is_put(
+    proxy: Proxy, entry: dict[str, Any], words: str
+) -> None:
+    answer = proxy.client.put("/api/v1/tasks/never", json={"mcp_servers": {"x": entry}})
+    assert answer.status_code == 422
+    assert words in answer.text
+
+
+def test_who_waits_long_is_sent_comments(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.exchange.COMMENT_S", 0.05)
+    proxy.put("slow")
+    agent = Agent(proxy, "/t/slow/r/a/mcp")
+    told = agent.tool("exec", command="sleep 0.5; echo done").text
+    assert told.startswith(": still at it")
+    assert json.loads(told.splitlines()[-2][6:])["result"]["structuredContent"]["stdout"] == "done\n"
+    agent.headers["accept"] = "application/json"
+    assert agent.tool("exec", command="sleep 0.5; echo two").json()["result"]["structuredContent"]["stdout"] == "two\n"
+
+
+def test_two_clients_of_one_rollout_are_answered_one_after_the_other(proxy: Proxy) -> None:
+    one = Asking(proxy, "m", "both", wire="2025-11-25", **lingering(1))
+    two = Agent(proxy, "/t/m/r/both/mcp")
+    assert two.tool("remember", key="k", value="v").json()["result"]["isError"] is False
+    assert [one.next().get("method", "answer") for _ in range(2)] == ["notifications/message", "answer"]
+    one.leave()

@@ -64,6 +64,18 @@ def test_the_plan_is_the_cheapest_of_all_ways(described: list[Link]) -> None:
     assert [record.target for record in plan.suffix] == nodes[plan.start.id + 1 :]
 
 
+def test_a_snapshot_is_preferred_to_a_replay_in_doubt_that_seems_cheaper() -> None:
+    nodes = chain([(0.0, False, False, False, True, False)] * 2 + [(0.0, True, False, False, True, True)])
+    for doubtful, way in ((False, Way.STANDING), (True, Way.SNAPSHOT)):
+        assert nodes[2].origin is not None
+        nodes[2].origin.doubtful = doubtful
+        plan = plan_restore(nodes[2], standing=lambda node: node is nodes[1], costs=Costs())
+        assert plan is not None
+        assert plan.way is way
+    nodes[2].snapshot = None
+    assert plan_restore(nodes[2], standing=lambda node: node is nodes[1], costs=Costs()) is not None
+
+
 def test_a_plan_walks_no_further_up_than_it_can_pay_off() -> None:
     nodes = chain([(0.1, False, False, False, True, False)] * 1000)
     nodes[-2].snapshot = "s"
