@@ -21,7 +21,6 @@ from typing import Any
 from swerex.deployment.config import RemoteDeploymentConfig, get_deployment
 from swerex.runtime.abstract import (
     BashAction,
-    BashInterruptAction,
     Command,
     CreateBashSessionRequest,
     ReadFileRequest,
@@ -68,8 +67,10 @@ class Agent:
             answer = asyncio.run(coming)
         except Exception as error:  # noqa: BLE001 - it is an answer too
             answer = {"raised": type(error).__name__, "message": str(error)}
-        if answer is not None:
-            self.answers.append(answer if isinstance(answer, dict | list) else answer.model_dump())
+        if isinstance(answer, list):
+            self.answers += answer
+        elif answer is not None:
+            self.answers.append(answer if isinstance(answer, dict) else answer.model_dump())
         return answer
 
     def communicate(self, command: str, timeout: float = 25) -> None:
@@ -122,8 +123,6 @@ class Agent:
             "echo beat $((i < 90))"
         )
         self.step(f"echo {part} >> main.py; attempts={part}; cd /; note second; tail -1 root/repo/main.py")
-        self.do(self.deployment.runtime.run_in_session(BashAction(command="sleep 60", timeout=0.5, check="silent")))
-        self.do(self.deployment.runtime.run_in_session(BashInterruptAction()))
         self.step("cd /root/repo && kill %1; submit_tool; git diff | tail -1")
         self.do(self.deployment.stop())
 
