@@ -59,6 +59,9 @@ class HitFirst(HttpToolsProtocol):
         if not self.url.startswith(b"/"):
             # A whole URL, as a forward proxy is sent: this is none, and reaches no host that a request names.
             raise ValueError("the target is not a path")
+        if self.parser.get_http_version() not in ("1.1", "1.0"):
+            # A line without a version is 0.9's, in which nobody can be told that anything went wrong.
+            raise ValueError("the version is not HTTP/1.1 or 1.0")
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:

@@ -17,7 +17,7 @@ from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.driver import FrozenState, SandboxError
 from sandboxes.spec import EnvironmentSpec
 
-BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:2" for kind in ("bash", "sh", "busybox"))
+BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:4" for kind in ("bash", "sh", "busybox"))
 COMMANDS = [
     "cat",
     "chmod",
@@ -150,7 +150,7 @@ def _libraries(program: str) -> set[str]:
 
 
 def _python(real: str) -> set[str]:
-    program = "import sys, ctypes, socket, json, random; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
+    program = "import sys, ctypes, socket, json, random, base64, hashlib, socketserver, typing; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
     said = subprocess.run([real, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
     folder = Path(said.splitlines()[0]).parent
     modules = {line for line in said.splitlines() if line.startswith("/")}

@@ -53,6 +53,9 @@ for line in sys.stdin:
 """
 
 
+SOCKETS = (Path(__file__).parents[1] / "agents" / "socket_server.py").read_text()
+
+
 def spec(**more: Any) -> EnvironmentSpec:
     told = {"driver": "container", "files": {"/srv.py": PROGRAM}, "servers": {"api": API}, **more}
     return EnvironmentSpec(**told)
@@ -127,5 +130,32 @@ def test_servers_over_pipes_and_ports_come_back_from_a_checkpoint(container_dir:
         assert b'"1"' in (await ask(other, "GET", "/get?key=x")).result.body
         assert (await hear(other, "resources/read"))[3:] == ["resources/list", "resources/read"]
         assert (await hear(sandbox, "resources/read"))[4:] == ["prompts/list", "resources/read"]
+
+    driven(container_dir, test, checkpoints=True)
+
+
+async def say(sandbox: Sandbox, text: str, *, first: bool = False) -> dict[str, Any]:
+    arguments = {
+        "method": "WS", "target": "/x", "headers": [], "connection": 0, "first": first, "binary": False,
+        "subprotocols": [], "answers": 1,
+    }  # fmt: skip
+    said = await sandbox.execute(ToolCall("api", "x", arguments, text.encode()))
+    (message,) = orjson.loads(said.result.body)["messages"]
+    return dict(orjson.loads(message["text"]))
+
+
+def test_a_websocket_in_a_container_comes_back_from_a_checkpoint_with_its_memory(container_dir: Path) -> None:
+    require_criu()
+
+    async def test(driver: OnImage) -> None:
+        server = Server(command="exec python3 /ws.py 9000", port=9000, timeout_s=5)
+        told = spec(files={"/ws.py": SOCKETS}, servers={"api": server})
+        sandbox = await driver.start(told)
+        drawn = (await say(sandbox, "draw", first=True))["drawn"]
+        frozen = await sandbox.freeze()
+        assert (await say(sandbox, "add one"))["said"] == [drawn, "one"]
+        other = await driver.restore(told, frozen)
+        assert (await say(other, "add two"))["said"] == [drawn, "two"]
+        assert (await say(sandbox, "get"))["said"] == [drawn, "one"]
 
     driven(container_dir, test, checkpoints=True)

@@ -1,0 +1,187 @@
+"""What clients and servers do wrong: told in the protocol's own words, nothing recorded, nobody else reached."""
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from tests.agents.serving import Proxy, real_proxy
+
+HTTP = Path(__file__).with_name("tool_server.py").read_text()
+SOCKETS = Path(__file__).with_name("socket_server.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with real_proxy(max_body_bytes=1 << 18) as running:
+        both = {
+            "api": {"command": "exec python3 /srv.py 9000", "port": 9000, "timeout_s": 3},
+            "ws": {"command": "exec python3 /ws.py 9001", "port": 9001, "timeout_s": 3, "ready": "/"},
+            "gone": {"command": "echo no such luck; exit 3", "port": 9002, "ready_s": 2},
+        }
+        running.put("t", files={"/srv.py": HTTP, "/ws.py": SOCKETS}, servers=both)
+        yield running
+
+
+def said(proxy: Proxy, sent: bytes, *, leaves: bool = True) -> bytes:
+    """Send bytes and no more; return all that comes back."""
+    with socket.create_connection(proxy.address, timeout=10) as connection:
+        connection.sendall(sent)
+        if leaves:
+            connection.shutdown(socket.SHUT_WR)
+        try:
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+        except ConnectionResetError:
+            return b""
+
+
+GET = b"GET /t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n"
+PUT = b"POST /t/t/r/bad/api/put HTTP/1.1\r\nhost: x\r\n"
+NOT_HTTP = {
+    "another version": b"GET /t/t/r/bad/api/echo HTTP/3.7\r\nhost: x\r\n\r\n",
+    "no version": b"GET /t/t/r/bad/api/echo\r\n\r\n",
+    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "a method that is none": b"G=T /t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n\r\n",
+    "an asterisk": b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a bare line feed in a header": GET + b"x-a: 1\n\nGET /t/t/r/bad/api/die HTTP/1.1\r\n\r\n",
+    "a NUL in a header": GET + b"x-a: \x00\r\n\r\n",
+    "a length that is no number": PUT + b"content-length: +2\r\n\r\n{}",
+    "a negative length": PUT + b"content-length: -2\r\n\r\n{}",
+    "a framing that is none": PUT + b"transfer-encoding: xchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "half a chunk": PUT + b"transfer-encoding: chunked\r\n\r\n9\r\n{}",
+    "a chunk's size that is none": PUT + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "half a head": GET + b"x-",
+    "another host in the path": b"GET http://127.0.0.1:1/t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a tunnel": b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nhost: 127.0.0.1:1\r\n\r\n",
+    "no endpoint": b"GET //evil.test/t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "an encoded base URL": b"GET /t%2Ft%2Fr%2Fbad%2Fapi/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "a name that climbs": b"GET /t/../r/bad/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "bytes that are no UTF-8": b"GET /t/t/r/bad%ff/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_HTTP)
+def test_a_request_that_is_none_is_refused_and_begins_nothing(proxy: Proxy, case: str) -> None:
+    recorded = proxy.recorded
+    name = f"bad{list(NOT_HTTP).index(case)}"
+    answer = said(proxy, NOT_HTTP[case].replace(b"bad", name.encode()))
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
+    assert proxy.recorded == recorded
+    assert ("t", name) not in proxy.engine.tasks.rollouts
+
+
+@pytest.mark.parametrize("method", ["TRACE", "PROPFIND", "M-SEARCH", "DELETE"])
+def test_a_method_that_a_server_does_not_know_is_its_own_business(proxy: Proxy, method: str) -> None:
+    answer = proxy.client.request(method, "/t/t/r/methods/api/echo")
+    assert answer.status_code == 501
+    assert "Unsupported method" in answer.text
+
+
+def test_http_1_0_is_answered_and_closed(proxy: Proxy) -> None:
+    answer = said(proxy, b"GET /t/t/r/old/api/get?key=x HTTP/1.0\r\n\r\n", leaves=False)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.endswith(b'{"value": null}')
+
+
+def opened(proxy: Proxy, place: str, **more: Any) -> ClientConnection:
+    url = f"ws://{proxy.address[0]}:{proxy.address[1]}/t/t/{place}"
+    line: ClientConnection = connect(url, proxy=None, open_timeout=20, **more)
+    return line
+
+
+def closing(line: ClientConnection) -> tuple[int, str]:
+    with pytest.raises(ConnectionClosed) as closed:
+        line.recv(30)
+    end = closed.value.rcvd
+    return (1006, "") if end is None else (end.code, end.reason)
+
+
+def frame(opcode: int, data: bytes, *, masked: bool = True, final: bool = True) -> bytes:
+    mask = os.urandom(4) if masked else b""
+    body = bytes(byte ^ mask[n % 4] for n, byte in enumerate(data)) if masked else data
+    assert len(data) < 126
+    return bytes([opcode | (128 if final else 0), len(data) | (128 if masked else 0)]) + mask + body
+
+
+BROKEN = {
+    "no mask": (frame(1, b"x", masked=False), 1002),
+    "an opcode that is none": (frame(3, b"x"), 1002),
+    "reserved bits": (bytes([0xF1, 0x81]) + b"\0\0\0\0x", 1002),
+    "no UTF-8": (frame(1, b"\xff\xfe"), 1007),
+    "a fragment of nothing": (frame(0, b"x"), 1002),
+    "a close of no code": (frame(8, b"\x00"), 1002),
+    "more than max_body_bytes": (bytes([0x82, 0xFF]) + struct.pack("!Q", 1 << 19) + b"\0\0\0\0", 1009),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_frame_that_breaks_the_protocol_ends_the_connection_with_its_code(proxy: Proxy, case: str) -> None:
+    sent, code = BROKEN[case]
+    recorded = proxy.recorded
+    with opened(proxy, f"r/broken-{code}/ws/x") as line:
+        line.socket.sendall(sent)
+        assert closing(line)[0] == code
+    assert proxy.recorded == recorded
+
+
+@pytest.mark.parametrize(
+    ("header", "status"), [(b"sec-websocket-version: 12", b"4"), (b"sec-websocket-version: x", b"4")]
+)
+def test_a_handshake_of_another_version_is_refused(proxy: Proxy, header: bytes, status: bytes) -> None:
+    key = b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    head = b"GET /t/t/r/v/ws/x HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n" + key
+    assert said(proxy, head + header + b"\r\n\r\n").startswith(b"HTTP/1.1 " + status)
+
+
+def test_an_upgrade_to_something_else_is_no_upgrade(proxy: Proxy) -> None:
+    head = b"GET /t/t/r/u/api/echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n\r\n"
+    answer = said(proxy, head, leaves=False)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"upgrade"' not in answer.lower()
+
+
+def test_a_server_that_ends_when_it_is_started_is_told_to_a_websocket_too(proxy: Proxy) -> None:
+    recorded = proxy.recorded
+    with opened(proxy, "r/gone/gone/x") as line:
+        line.send("x")
+        code, reason = closing(line)
+    assert (code, reason[:12]) == (1013, "tool-server:")
+    assert "gone" in reason
+    assert proxy.recorded == recorded
+
+
+def test_two_clients_on_one_rollout_have_a_connection_each_and_one_server(proxy: Proxy) -> None:
+    with ExitStack() as stack:
+        lines = [stack.enter_context(opened(proxy, "r/two/ws/x")) for _ in range(2)]
+        told: list[Any] = []
+
+        def talk(line: ClientConnection) -> None:
+            for _ in range(5):
+                line.send("add x")
+                told.append(json.loads(line.recv(30)))
+
+        threads = [threading.Thread(target=talk, args=(line,)) for line in lines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(len(one["said"]) for one in told) == sorted([1, 2, 3, 4, 5] * 2)
+    assert sorted(len(one["shared"]) for one in told) == list(range(1, 11))
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_message_sent_nothing(proxy: Proxy) -> None:
+    recorded = proxy.recorded
+    with opened(proxy, "r/half/ws/x") as line:
+        line.socket.sendall(frame(1, b"half of", final=False))
+        line.socket.sendall(frame(1, b"more than comes")[:-3])
+        line.socket.shutdown(socket.SHUT_WR)
+    assert proxy.recorded == recorded
