@@ -60,8 +60,9 @@ class Containers:
         """Read a task's containers back."""
         await self._tasks.open(task)
         if task not in self._by_task:
-            notes = self._store.notes(task)
-            found = [_read(task, name, orjson.loads(note)) for name, note in notes.items()]
+            notes = {name: orjson.loads(note) for name, note in self._store.notes(task).items()}
+            # Those of E2B's sandboxes are no containers.
+            found = [_read(task, name, note) for name, note in notes.items() if "e2b" not in note]
             self._by_task[task] = {container.id: container for container in found}
 
     async def standing(self, container: Container) -> Rollout:

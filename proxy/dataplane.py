@@ -23,6 +23,7 @@ from proxy.dialects import dialect_of
 from proxy.dialects.declared import Declared
 from proxy.dialects.kinds import Call, Cancel, Close, Dialect, Local, Meaning, Open, Request
 from proxy.docker_front import DockerFront
+from proxy.e2b import E2b
 from proxy.engine import Engine
 from proxy.errors import Problem, Refused, problem_of
 from proxy.events import Events
@@ -65,6 +66,7 @@ class DataPlane:
         self._answers, self._access, self._closed = engine.answers, engine.access, engine.access.needs_token
         self._endpoints = engine.counts.endpoints
         self._sockets = Sockets(engine, self._answers)
+        self._e2b = E2b(engine)
         self._under_way = 0
         self._addresses: dict[bytes, Address] = {}
         self._calls: dict[Hashable, Call] = {}
@@ -117,7 +119,9 @@ class DataPlane:
         if b"/docker" in scope["raw_path"] and self.docker.owns(scope):
             return self.docker.known(scope, body)
         address = self._addresses.get(scope["raw_path"])
-        if address is None or len(body) > self.engine.settings.max_body_bytes or not self._familiar(scope):
+        if address is None or address.endpoint == "e2b" or not self._familiar(scope):
+            return None
+        if len(body) > self.engine.settings.max_body_bytes:
             return None
         rollout = self.engine.tasks.rollouts.get((address.task, address.rollout))
         if rollout is None:
@@ -199,6 +203,11 @@ class DataPlane:
             await self.docker.serve(scope, address, body, exchange)
             return
         request = self._request(scope, address, body)
+        if address.endpoint == "e2b":
+            problem = await self._e2b.serve(address.task, request, exchange.send, exchange.receive)
+            if problem is not None:
+                self._count(problem)
+            return
         rollout = self.engine.tasks.rollouts.get((address.task, address.rollout))
         # Nothing is opened for one that is new: what is answered at once must not wait for that.
         spec = self.engine.tasks.spec(address.task) if rollout is None else rollout.tree.spec
@@ -382,7 +391,7 @@ class DataPlane:
         host = next((value for name, value in headers if name == "host"), "")
         target = address.raw.decode("latin-1") + (f"?{query}" if query else "")
         base = f"{scope.get('scheme', 'http')}://{host}{address.prefix.decode('latin-1')}"
-        fresh = "" if address.rollout else secrets.token_hex(12)
+        fresh = "" if address.rollout and address.endpoint != "e2b" else secrets.token_hex(12)
         return Request(scope["method"], target, headers, body, address.rollout, base, fresh)
 
     def _address(self, scope: Mapping[str, Any]) -> Address:

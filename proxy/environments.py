@@ -11,13 +11,17 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a create request asks for. image: a name that its client knows; what is None or empty is not asked for."""
+    """What a create request asks for. image: a name that its client knows; what is None or empty is not asked for.
+
+    base: the environment that image stands for, where the settings say so.
+    """
 
     image: str
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     memory_mb: int | None = None
     pids: int | None = None
+    base: EnvironmentSpec | None = None
 
 
 def spec_for(
@@ -31,13 +35,13 @@ def spec_for(
     """Return the spec of a rollout that begins with wanted.
 
     given: as its task was PUT; it stays the base, and wanted only adds variables, a directory and limits. Without one
-    the image is that of a container with default's limits, where that driver is on; any_image: elsewhere it is default,
-    whatever its name.
+    it is wanted's own base, or the image is that of a container with default's limits, where that driver is on;
+    any_image: elsewhere it is default, whatever its name.
 
     Raises:
         Refused: 404, there is no such image here; 400, a variable or a path that no environment can have.
     """
-    base = given
+    base = given or wanted.base
     if base is None and "container" in drivers:
         base = EnvironmentSpec(driver="container", image=wanted.image, workdir="/", limits=default.limits)
     if base is None and any_image:

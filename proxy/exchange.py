@@ -20,7 +20,7 @@ class Exchange:
     """Knows what a request meant once it is `understood`. extra: headers for its answer, whatever that is."""
 
     def __init__(self, send: Send, receive: Receive) -> None:
-        self._send, self._receive = send, receive
+        self.send, self.receive = send, receive
         self.began = time.perf_counter()
         self._dialect: Dialect | None = None
         self._request: Request | None = None
@@ -61,14 +61,14 @@ class Exchange:
 
     async def _left(self) -> None:
         """Return once the client has left. Its request has been read to the end."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
     def _eventful(self) -> Events:
         dialect, request = cast("Eventful", self._dialect), self._request
         assert request is not None
         return Events(
-            self._send,
+            self.send,
             lambda said: dialect.event(said, request),
             self.extra,
             speaks=dialect.takes_events(request),
@@ -84,7 +84,7 @@ class Exchange:
             placed = dialect.answer(told, request)
             return Told(placed.status, placed.headers + extra, b"")
 
-        self._passing = Passing(self._send, place)
+        self._passing = Passing(self.send, place)
         return self._passing
 
     async def passed(self) -> bool:
@@ -118,10 +118,10 @@ class Exchange:
         content: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]],
     ) -> None:
         """Send what content sends, piece by piece, until it ends or the client leaves."""
-        await self._send({"type": "http.response.start", "status": 200, "headers": raw(headers)})
+        await self.send({"type": "http.response.start", "status": 200, "headers": raw(headers)})
 
         async def send(data: bytes) -> None:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
         sending, leaving = asyncio.ensure_future(content(send)), asyncio.ensure_future(self._left())
         try:
@@ -130,7 +130,7 @@ class Exchange:
             for task in (sending, leaving):
                 task.cancel()
         await asyncio.gather(sending, leaving, return_exceptions=True)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def local(self, local: Local) -> None:
         """Send an answer of the proxy's own."""
@@ -157,8 +157,8 @@ class Exchange:
         headers = headers + raw(self.extra)
         if status not in (204, 304) and not any(name == b"content-length" for name, _ in headers):
             headers.append((b"content-length", b"%d" % len(body)))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
 
 
 def raw(headers: Headers) -> RawHeaders:

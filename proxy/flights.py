@@ -1,11 +1,21 @@
 """One flight per node and call: who comes second waits for the one execution that is under way."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from proxy.canonical import CallKey
 from proxy.tree import Node
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One. left: set once somebody who waits for it has more to ask: what it runs may be left running."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    holders: int = 0
 
 
 class Flights:
@@ -16,23 +26,26 @@ class Flights:
     """
 
     def __init__(self) -> None:
-        self._locks: dict[tuple[int, CallKey], tuple[asyncio.Lock, int]] = {}
+        self._flights: dict[tuple[int, CallKey], Flight] = {}
 
     def __len__(self) -> int:
-        return len(self._locks)
+        return len(self._flights)
 
-    @asynccontextmanager
-    async def hold(self, node: Node, key: CallKey) -> AsyncIterator[None]:
-        """Hold the flight of this call at this node."""
+    @contextmanager
+    def join(self, node: Node, key: CallKey) -> Iterator[Flight]:
+        """Be one of those who wait for this call at this node, or lead; who leads holds its lock."""
         name = (node.id, key)
-        lock, holders = self._locks.get(name, (asyncio.Lock(), 0))
-        self._locks[name] = (lock, holders + 1)
+        flight = self._flights.setdefault(name, Flight())
+        flight.holders += 1
         try:
-            async with lock:
-                yield
+            yield flight
         finally:
-            lock, holders = self._locks[name]
-            if holders == 1:
-                del self._locks[name]
-            else:
-                self._locks[name] = (lock, holders - 1)
+            flight.holders -= 1
+            if not flight.holders:
+                del self._flights[name]
+
+    def leave(self, node: Node, key: CallKey) -> None:
+        """Note that somebody who waits for this call has more to ask."""
+        flight = self._flights.get((node.id, key))
+        if flight is not None:
+            flight.left.set()

@@ -40,6 +40,9 @@ class Settings(BaseSettings):
         default=None, description="where traces go, by OTLP over HTTP: http://host:4318/v1/traces; needs the extra otel"
     )
     default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")
+    e2b_templates: dict[str, EnvironmentSpec] = Field(
+        default_factory=dict, description="environments by templateID, for sandboxes of tasks that were never PUT"
+    )
     any_image: bool = Field(
         default=False, description="a create request's image that no driver here has means default_spec, not 404"
     )

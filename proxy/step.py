@@ -7,6 +7,8 @@ step (`journal`). Where it goes from there, a sandbox may be made ready meanwhil
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -36,6 +38,15 @@ class RolloutGone(RuntimeError):  # noqa: N818 - it says what happened
     """The rollout was finished, or the state it stood at was forgotten, while its call waited."""
 
 
+class NothingHappened(RuntimeError):  # noqa: N818 - it is an answer
+    """The call found nothing to tell and changed nothing, so nothing was recorded."""
+
+
+Placed = Callable[[Node, asyncio.Event], ToolCall]
+"""Makes a call for the node at which its turn has come, if the tree does not know it. The event is set once somebody
+who waits for it has more to ask: what it runs may then be left running."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The record that answers a call, how it was come by, and where the time went."""
@@ -55,6 +66,7 @@ class Step:
         self._attach, self._store, self._journal, self._counts, self._warm = attach, store, journal, counts, warm
         self._flights, self._gathering = Flights(), Gathering()
         self._turns: set[asyncio.Task[Answer]] = set()
+        self._asked: dict[int, tuple[Node, CallKey]] = {}
         self.timings = Timings()
 
     def known(self, rollout: Rollout, key: CallKey) -> Record | None:
@@ -72,17 +84,21 @@ class Step:
     async def run(
         self,
         rollout: Rollout,
-        call: ToolCall,
+        call: ToolCall | Placed,
         key: CallKey,
         listener: Listener | None = None,
         *,
         commutes: bool = False,
+        leaves: bool = True,
     ) -> Answer:
         """Answer call, by running it if nobody has. The run goes on where the caller goes away; its result is kept.
 
         listener: hears what a tool server says while it runs, if it does run. commutes: it may change places with
-        others of this rollout that wait and commute too.
+        others of this rollout that wait and commute too. leaves: whether its client has gone on from what it asked
+        before: see `Placed`.
         """
+        if leaves:
+            self.leave(rollout)
         rollout.waiting += 1
         turn = asyncio.get_running_loop().create_task(self._turn(rollout, call, key, listener, commutes=commutes))
         self._turns.add(turn)
@@ -94,13 +110,21 @@ class Step:
         """How many calls are being answered that the tree did not know at once."""
         return len(self._turns)
 
+    def leave(self, rollout: Rollout) -> None:
+        """Note that a rollout whose call may still be under way has more to ask."""
+        asked = self._asked.get(rollout.id)
+        if asked is not None:
+            self._flights.leave(*asked)
+
     async def drain(self) -> None:
-        """Wait for the calls under way."""
+        """Wait for the calls under way; what can be left running is."""
         while self._turns:
+            for asked in self._asked.values():
+                self._flights.leave(*asked)
             await asyncio.wait(self._turns)
 
     async def _turn(
-        self, rollout: Rollout, call: ToolCall, key: CallKey, listener: Listener | None, *, commutes: bool
+        self, rollout: Rollout, call: ToolCall | Placed, key: CallKey, listener: Listener | None, *, commutes: bool
     ) -> Answer:
         timing = Timing()
         waited = time.perf_counter()
@@ -113,18 +137,28 @@ class Step:
             key = rollout.key_of(key)
             record = here.records.get(key)
             if record is None:
-                async with self._flights.hold(here, key):
-                    timing.wait_s = time.perf_counter() - waited
-                    # Look again: while this rollout waited, another may have recorded it.
-                    record, outcome = here.records.get(key), Outcome.WAIT
-                    if record is None:
-                        record = await self._run(rollout, here, call, key, timing, listener)
-                        outcome = Outcome.BYPASS if record.private else Outcome.MISS
+                with self._flights.join(here, key) as flight, self._asking(rollout, here, key):
+                    made = call if isinstance(call, ToolCall) else call(here, flight.left)
+                    async with flight.lock:
+                        timing.wait_s = time.perf_counter() - waited
+                        # Look again: while this rollout waited, another may have recorded it.
+                        record, outcome = here.records.get(key), Outcome.WAIT
+                        if record is None:
+                            record = await self._run(rollout, here, made, key, timing, listener)
+                            outcome = Outcome.BYPASS if record.private else Outcome.MISS
             if outcome is not Outcome.HIT:
                 self.timings.note(rollout.id, rollout.calls, timing)
             self._take(rollout, record, outcome, timing)
             log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
             return Answer(record, outcome, timing)
+
+    @contextmanager
+    def _asking(self, rollout: Rollout, here: Node, key: CallKey) -> Iterator[None]:
+        self._asked[rollout.id] = here, key
+        try:
+            yield
+        finally:
+            del self._asked[rollout.id]
 
     async def _run(
         self, rollout: Rollout, here: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
@@ -133,9 +167,12 @@ class Step:
             assert slot.sandbox is not None
             execution = await execute(slot.sandbox, call, listener)
             timing.tool_s = execution.seconds
-            record = self._record(rollout, here, call, key, execution)
+            record = None if execution.nothing else self._record(rollout, here, call, key, execution)
             slot.calls += 1
-            self._attach.moved(slot, record.target)
+            if record is not None:
+                self._attach.moved(slot, record.target)
+        if record is None:
+            raise NothingHappened("nothing has happened since.")
         return record
 
     def _record(self, rollout: Rollout, here: Node, call: ToolCall, key: CallKey, execution: Execution) -> Record:
@@ -155,7 +192,7 @@ class Step:
             self._store.new_record_id(), key, here, place.known or node or here, execution.effect, execution.seconds,
             time.time(), private=private, doubtful=doubtful(call, execution),
         )  # fmt: skip
-        self._store.save_record(tree.id, record, node, call, execution.result)
+        self._store.save_record(tree.id, record, node, execution.replay or call, execution.result)
         if node is not None:
             tree.add_node(node, private=private)
         tree.add_record(record)

@@ -51,6 +51,8 @@ class Execution:
         the rollout's own history, no other rollout is answered from it, and a state that the call made is private.
     restless: beside live processes, whether files or the processes themselves changed lately: what lives may be writing
         by itself, and then this state is another one moments later.
+    replay: what a replay has to run to get there, where that is not the call itself.
+    nothing: nothing has happened: there is nothing to record.
     """
 
     result: ToolResult
@@ -60,3 +62,5 @@ class Execution:
     witness: bytes | None = field(default=None)
     shareable: bool = True
     restless: bool = False
+    replay: ToolCall | None = None
+    nothing: bool = False

@@ -28,12 +28,13 @@ _HEADER = struct.Struct(">BxxxI")
 class Ending:
     """How a process ended. exit_code: 128 + its number for a signal; None for one that goes on, detached or left.
 
-    truncated: more output came than is recorded.
+    truncated: more output came than is recorded. signal: the number of the one that was sent to it, and ended it.
     """
 
     exit_code: int | None
     timed_out: bool = False
     truncated: bool = False
+    signal: int = 0
 
 
 def frame(kind: int, data: bytes) -> bytes:
@@ -67,7 +68,7 @@ def ending(body: bytes) -> Ending:
     for kind, data in frames(body):
         if kind == END:
             told = json.loads(data)
-    return Ending(told["exit_code"], told["timed_out"], told["truncated"])
+    return Ending(told["exit_code"], told["timed_out"], told["truncated"], told.get("signal", 0))
 
 
 class Frames:

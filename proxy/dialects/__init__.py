@@ -13,7 +13,7 @@ from proxy.errors import Problem, Refused
 from proxy.rules import rules_of
 from proxy.wire import ONLY
 from sandboxes.calls import ToolCall
-from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
+from sandboxes.spec import SERVER_DRIVERS, SHELLLESS_DRIVERS, EnvironmentSpec
 
 Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
 """method, path below the endpoint, query string, body, the rollout's spec -> call. Raises `Refused`."""
@@ -65,6 +65,7 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     built_in = ["sql"] if spec.databases else []
     built_in += ["video"] if spec.video is not None else []
     built_in += ["mcp"] if not spec.upstreams else []
+    built_in += ["e2b"] if spec.driver in SERVER_DRIVERS and not spec.upstreams else []
     built_in += ["docker", "shell"] if spec.driver not in SHELLLESS_DRIVERS and not spec.upstreams else []
     there = ", ".join(sorted([*built_in, *spec.servers]))
     raise Refused(404, "no-such-endpoint", f"endpoints here are: {there}.")

@@ -18,12 +18,14 @@ from typing import Any
 
 from sandboxes.containerbox import copies, household, rooms
 from sandboxes.containerbox.anchor import Anchor, CannotStart
+from sandboxes.containerbox.left import ContainerLeft, Prepared
 from sandboxes.containerbox.processes import Launch
 from sandboxes.containerbox.servers import ContainerServers
 from sandboxes.containerbox.shells import Shell, limit, read_limits
 from sandboxes.localbox import confine, delta, files, kernel, processes
 from sandboxes.localbox import session as sessions
 from sandboxes.localbox.changes import WATCH_S, Stillness, disk_watch, free_bytes
+from sandboxes.localbox.left import AllLeft, Kept
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.running import Running, failed
@@ -124,6 +126,7 @@ class Keeper:
         self.output_bytes = self.born_ns = self.calls = 0
         self.shells: dict[str, Shell] = {}
         self.servers = ContainerServers(anchor, house)
+        self.left = AllLeft(0)
         self.sessions: dict[str, Session] = {}
         self.pristine: Session | None = None
         self.delta: delta.Delta | None = {}
@@ -144,7 +147,7 @@ class Keeper:
             match message.fields["op"]:
                 case "begin":
                     self._begin(message)
-                case "exec" | "file" | "serve" | "process":
+                case "exec" | "file" | "serve" | "process" | "tend":
                     self._call(message)
                 case "start":
                     self._start_servers(message.fields["servers"])
@@ -177,6 +180,7 @@ class Keeper:
                     if not data:
                         return None
                     self.inbox.feed(data, fds)
+            self.left.look()
         return message
 
     def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
@@ -190,6 +194,7 @@ class Keeper:
         fields = message.fields
         for name in ("workdir", "output_bytes", "born_ns", "sessions", "pristine"):
             setattr(self, name, fields[name])
+        self.left.limit = self.output_bytes
         given = {name: value for name, value in self.inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
         self.environment = {**fields["defaults"], **given, **fields["environment"]}
         if copy := fields["copy"]:
@@ -235,6 +240,9 @@ class Keeper:
             answer, body = self._serve(fields["server"]), b""
         elif fields["op"] == "process":
             answer, body = self._process(fields, message.body), b""
+        elif fields["op"] == "tend":
+            status, media_type, body = self.left.perform(fields, message.body)
+            answer = {"status": status, "media_type": media_type}
         else:
             answer, body = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
@@ -312,11 +320,23 @@ class Keeper:
             raise Ended("the container ended during a call")
         if ending in {"timeout", "disk", "host"}:
             self.house.kill_except(spared)
+        elif ending == "left" and "process" in fields["arguments"]:
+            self._leave(running, launch, fields["arguments"])
         elif ending == "left":
             for fd in running.outputs:
                 self.servers.take_over(fd, launch.inner)
-        answer = running.conclude(ending, lambda: self.anchor.status(launch.inner, otherwise=KILLED), self.disk_bytes)
-        return {**answer, "detached": detach}
+        answer = running.conclude(ending, lambda: self._status(launch.inner), self.disk_bytes)
+        return {**answer, "detached": detach, "kept": "process" in fields["arguments"]}
+
+    def _leave(self, running: Running, launch: Launch, told: dict[str, Any]) -> None:
+        launch.left = True
+        ends, death = running.hand_over()
+        inner, pid = launch.inner, self.house.find(launch.inner) or 0
+        status = lambda: self._status(inner)  # noqa: E731
+        self.left.add(ContainerLeft(told, ends, death, pid, status, inner=inner, folder=launch.folder))
+
+    def _status(self, inner: int) -> int:
+        return self.anchor.status(inner, otherwise=KILLED)
 
     def _client_left(self) -> bool:
         """Hear what the driver says during a call: that its client has left, or nothing ever again."""
@@ -516,7 +536,7 @@ class Keeper:
         # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
         held = {("descriptors", name, shell.runs) for name, shell in self.shells.items() if shell.holds_more()}
         objects = processes.ipc_objects()
-        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set())
+        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set()) | self.left.state
         if alive:
             # These shells are not replaced after the call: what they know of their children lives on with them.
             alive |= {("jobs", name, *shell.jobs) for name, shell in self.shells.items() if shell.jobs}
@@ -588,11 +608,11 @@ class Keeper:
         with contextlib.suppress(CannotStart):
             self._start_shell(name)
 
-    def _outputs(self) -> dict[int, Output | Log]:
-        shells: dict[int, Output | Log] = {
+    def _outputs(self) -> dict[int, Output | Log | Kept]:
+        shells: dict[int, Output | Log | Kept] = {
             output.fd: output for shell in self.shells.values() for output in (shell.out, shell.err)
         }
-        return {**shells, **self.servers.outputs}
+        return {**shells, **self.servers.outputs, **self.left.outputs}
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -702,6 +722,7 @@ class Keeper:
             "shells": [shell.remember() for shell in self.shells.values()],
             "servers": [server.remember() for server in self.servers],
             "restless": self.stillness.restless,
+            "left": [process.remember() for process in self.left],
             "pids": sorted(household.inner_of(pid) for pid, _ in self.house.living()),
         }
 
@@ -709,6 +730,7 @@ class Keeper:
         self.house.kill_except({self.house.pid})
         shells = [Shell.prepare_again(told, self.anchor.box, bash=self.anchor.bash) for told in checkpoint["shells"]]
         self.servers.prepare_again(checkpoint.get("servers", []))
+        left = [Prepared(told, self.anchor.box) for told in checkpoint.get("left", [])]
         reply, host_root, *files = fds
         last = max(checkpoint["pids"])
         operator = os.fork()
@@ -736,6 +758,8 @@ class Keeper:
             shell.adopt(told, self.house.find(told["inner"]) or 0)
             self.shells[shell.name] = shell
         self.servers.adopt_prepared()
+        for process in left:
+            self.left.add(process.adopted(self.house, self._status))
         self._settle(())
         self._reply({})
 
@@ -759,6 +783,7 @@ class Keeper:
         over_disk = disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes)
 
         def tend() -> str | None:
+            self.left.look()
             for log in self.servers.outputs.values():
                 log.drain()
             return over_disk()

@@ -1,18 +1,22 @@
 """A process of its own in a container, held from outside: its streams are FIFOs in a directory of the box."""
 
-import contextlib
+import fcntl
 import os
 import select
 import socket
+import struct
+import termios
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from sandboxes.containerbox.anchor import ANSWER_S, Anchor, CannotStart
 from sandboxes.containerbox.household import Household
+from sandboxes.containerbox.left import remove
 from sandboxes.containerbox.shells import RIGHTS
 from sandboxes.containerbox.texts import BOX, SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.localbox.running import Running, death_of, open_terminal
+from sandboxes.localbox.running import Running, death_of, due_of, open_terminal
 from sandboxes.process import text
 
 _START = "start"
@@ -25,9 +29,10 @@ class Launch:
 
     def __init__(self, anchor: Anchor, house: Household, uid: int) -> None:
         self._anchor, self._house, self._uid = anchor, house, uid
-        self._folder = anchor.new_folder()
+        self.folder = anchor.new_folder()
         self._held: dict[str, int] = {}
-        self.inner = 0
+        self._pid = self.inner = 0
+        self.left = False
 
     def begin(self, fields: Mapping[str, Any], stdin: bytes, to: socket.socket) -> Running:
         """Start it; its output goes to `to`.
@@ -43,52 +48,60 @@ class Launch:
                 multiplexer = f"/proc/{self._house.pid}/root/dev/pts/ptmx"
                 ends[1], terminal = open_terminal(multiplexer, asked.get("size"))
             else:
-                ends = self._ends(stdin=bool(stdin))
-            self._write(asked, fields["environment"], terminal, stdin=bool(stdin))
+                ends = self._ends(stdin=bool(stdin or asked.get("stdin")))
+            self._write(asked, fields["environment"], terminal, stdin=bool(stdin or asked.get("stdin")))
             self._anchor.look_after()
-            pid, self.inner = self._anchor.start(self._folder.name)
-            death = death_of(pid)
+            self._pid, self.inner = self._anchor.start(self.folder.name)
+            death = death_of(self._pid)
             self._await_open(death)
             os.write(self._held[_START], b"\n")
-            return Running(ends, stdin, death, to)
+            return Running(ends, stdin, death, to, keeps_in=bool(asked.get("stdin")), due=due_of(asked))
         except BaseException:
             for fd in ends.values():
                 os.close(fd)
             raise
 
     def end(self) -> None:
-        """Remove what was made for it; whoever holds its streams goes on holding them."""
+        """Let go of what was made for it, and remove it unless it was left running, and keeps it."""
+        self._await_start()
         for fd in self._held.values():
             os.close(fd)
-        for path in self._folder.glob("*"):
-            path.unlink()
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
+        if not self.left:
+            remove(self.folder)
+
+    def _await_start(self) -> None:
+        """Wait until the process has heard that it may go on: left at once, it could find nobody to tell it so."""
+        deadline = time.monotonic() + ANSWER_S
+        while self._pid and time.monotonic() < deadline and Path(f"/proc/{self._pid}").exists():
+            unread = struct.unpack("i", fcntl.ioctl(self._held[_START], termios.FIONREAD, bytes(4)))[0]
+            if not unread:
+                return
+            time.sleep(0.0005)
 
     def _furnish(self) -> None:
-        self._folder.mkdir(mode=0o755)
+        self.folder.mkdir(mode=0o755)
         for name in (*SHELL_FIFOS, _START):
-            os.mkfifo(self._folder / name)
-            (self._folder / name).chmod(0o666)
+            os.mkfifo(self.folder / name)
+            (self.folder / name).chmod(0o666)
             # Open at both ends, until the process has opened them: nobody waits for another.
-            self._held[name] = os.open(self._folder / name, RIGHTS)
+            self._held[name] = os.open(self.folder / name, RIGHTS)
 
     def _ends(self, *, stdin: bool) -> dict[int, int]:
         reads = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-        ends = {place: os.open(self._folder / name, reads) for place, name in ((1, "out"), (2, "err"))}
+        ends = {place: os.open(self.folder / name, reads) for place, name in ((1, "out"), (2, "err"))}
         if stdin:
             writes = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-            ends[0] = os.open(self._folder / "go", writes)
+            ends[0] = os.open(self.folder / "go", writes)
         return ends
 
     def _write(self, asked: Mapping[str, Any], env: Mapping[str, str], terminal: str, *, stdin: bool) -> None:
-        here = f"{BOX}/{self._folder.name}"
+        here = f"{BOX}/{self.folder.name}"
         places = f"0<>{terminal} 1>&0 2>&0" if terminal else f"0<{f'{here}/go' if stdin else '/dev/null'}"
         places += "" if terminal else f" 1>{here}/out 2>{here}/err"
         ready = f"{_SHUT}\necho >{here}/dump\nread -r fp_start <{here}/{_START}"
         script = text(asked, env, uid=self._uid, places=places, ready=ready, terminal=terminal)
         for name in SHELL_TEXTS:
-            path = self._folder / name
+            path = self.folder / name
             path.write_bytes(script if name == "restore" else b"")
             path.chmod(0o644)
 

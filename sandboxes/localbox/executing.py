@@ -15,7 +15,18 @@ from sandboxes.localbox.answers import execution
 from sandboxes.localbox.files import problem
 from sandboxes.localbox.talk import GRACE_S
 from sandboxes.localbox.wire import Message
-from sandboxes.process import MEDIA_TYPE, Frames, Incoming, environment, frame, refusal
+from sandboxes.process import (
+    ERR,
+    MEDIA_TYPE,
+    OUT,
+    Frames,
+    Incoming,
+    ending,
+    environment,
+    frame,
+    output,
+    refusal,
+)
 from sandboxes.spec import EnvironmentSpec
 
 HOST = "sandbox"
@@ -26,6 +37,27 @@ _CHUNK = 1 << 16
 def is_process(call: ToolCall) -> bool:
     """Whether call runs a process of its own."""
     return call.endpoint == "process" and call.tool == "run"
+
+
+def is_tending(call: ToolCall) -> bool:
+    """Whether call is about processes that were left running."""
+    return call.endpoint == "process" and call.tool in {"list", "attend", "write", "close", "signal"}
+
+
+def tended(call: ToolCall, answer: Message) -> Execution:
+    """Return what came of a call about such processes (pure).
+
+    One that was told of what a process has said makes a state: in a sandbox that stands there it has said so much.
+    """
+    done = execution(answer, float(answer.fields["seconds"]))
+    if call.tool != "attend" or done.result.status != 200:
+        return done
+    told = ending(done.result.body)
+    said = {str(place): len(output(done.result.body, place)) for place in (OUT, ERR)}
+    until = {**said, "ended": told.exit_code is not None}
+    replay = replace(call, arguments={**call.arguments, "until": until})
+    nothing = not any(said.values()) and told.exit_code is None
+    return replace(done, effect=done.effect | Effect.PROCESSES, replay=replay, nothing=nothing)
 
 
 def request(call: ToolCall, spec: EnvironmentSpec, base: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
@@ -44,8 +76,8 @@ def refused(call: ToolCall) -> Execution | None:
 class Conversation:
     """One process and who listens to it. hears: what its sandbox's other side says; tell: says something to it."""
 
-    def __init__(self, listener: Listener | None) -> None:
-        self._listener = listener
+    def __init__(self, call: ToolCall, listener: Listener | None) -> None:
+        self._call, self._listener = call, listener
         self.frames = Frames()
 
     async def hear(self, end: int, leave: Coroutine[Any, Any, None], *, within_s: float) -> None:
@@ -89,5 +121,13 @@ class Conversation:
         told: Mapping[str, Any] = answer.fields
         body = self.frames.end(told["exit_code"], timed_out=told["timed_out"])
         done = execution(answer, float(told["seconds"]), ToolResult(200, MEDIA_TYPE, body))
+        if told.get("kept") and told["exit_code"] is None:
+            return self._left(done, body)
         gone = told["exit_code"] is None and not told.get("detached")
         return replace(done, shareable=self.frames.whole and not told["timed_out"] and not gone)
+
+    def _left(self, done: Execution, body: bytes) -> Execution:
+        """Return what is known of a process that is kept track of: a replay leaves it when it has said as much."""
+        until = {str(place): len(output(body, place)) for place in (OUT, ERR)}
+        replay = replace(self._call, arguments={**self._call.arguments, "until": until})
+        return replace(done, shareable=self.frames.whole, effect=done.effect | Effect.PROCESSES, replay=replay)

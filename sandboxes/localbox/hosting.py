@@ -18,7 +18,7 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import NotFreezable, SandboxError, ServerError
 from sandboxes.http1 import Garbage, Listener, exchange
 from sandboxes.localbox.answers import execution
-from sandboxes.localbox.executing import Conversation, is_process, refused
+from sandboxes.localbox.executing import Conversation, is_process, is_tending, refused, tended
 from sandboxes.localbox.executing import request as process_request
 from sandboxes.localbox.looks import entries_of
 from sandboxes.localbox.talk import GRACE_S, Talk
@@ -74,7 +74,7 @@ class Hosting(Talk):
 
     def is_hosted(self, call: ToolCall) -> bool:
         """Whether call is for one of the servers, or for a process of its own."""
-        return is_process(call) or call.endpoint == "mcp" or call.endpoint in self._hosted.hosted
+        return is_process(call) or is_tending(call) or call.endpoint == "mcp" or call.endpoint in self._hosted.hosted
 
     async def serve(self, call: ToolCall, listener: Listener | None) -> Execution:
         """Have a server answer call; listener hears the answer while it comes.
@@ -82,6 +82,8 @@ class Hosting(Talk):
         Raises:
             ServerError: the server failed. SandboxError: the sandbox did. It is dead in both cases.
         """
+        if is_tending(call):
+            return await self._tend(call)
         if is_process(call):
             return await self.run_process(call, listener)
         if call.endpoint == "mcp":
@@ -102,7 +104,7 @@ class Hosting(Talk):
         timeout_s = float(call.arguments.get("timeout_s") or self._hosted.limits.timeout_s)
         asked = process_request(call, self._hosted, self._born_with, timeout_s)
         connected = await self.ask(asked, call.body, timeout_s)
-        conversation = Conversation(listener)
+        conversation = Conversation(call, listener)
         try:
             leave = self._channel.tell({"op": "leave"})
             await conversation.hear(connected.fds[0], leave, within_s=timeout_s)
@@ -113,6 +115,11 @@ class Hosting(Talk):
         except SandboxError as error:
             self._die(str(error))
             raise
+
+    async def _tend(self, call: ToolCall) -> Execution:
+        timeout_s = self._hosted.limits.timeout_s
+        asked = {"op": "tend", "tool": call.tool, "arguments": dict(call.arguments), "timeout_s": timeout_s}
+        return tended(call, self._concluded(await self.ask(asked, call.body, timeout_s)))
 
     async def start_servers(self) -> None:
         """Start those that run in the root state.

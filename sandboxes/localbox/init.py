@@ -17,8 +17,9 @@ from typing import Any
 from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal
 from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
+from sandboxes.localbox.left import AllLeft, Kept, Left
 from sandboxes.localbox.restoring import Restoring
-from sandboxes.localbox.running import Running, death_of, failed, new_pipes, open_terminal
+from sandboxes.localbox.running import Running, death_of, due_of, failed, new_pipes, open_terminal
 from sandboxes.localbox.servers import Log, ServerFailed, Servers, served
 from sandboxes.localbox.session import MalformedDump
 from sandboxes.localbox.shell import Output, Shell
@@ -102,6 +103,7 @@ class Init:
         self.seals: bool = fields["seals"]
         self.shells = Shells(fields["environment"], fields["workdir"], fields["sessions"], fields["pristine"])
         self.servers = Servers(self.shells)
+        self.left = AllLeft(self.output_bytes)
         self.changes = Changes(roots, fields)
         self.alive: frozenset[Any] = frozenset()
         self.stillness, self.held_from = Stillness(), 0.0
@@ -126,7 +128,7 @@ class Init:
             if message is None:
                 return
             match message.fields["op"]:
-                case "exec" | "file" | "serve" | "process":
+                case "exec" | "file" | "serve" | "process" | "tend":
                     self._call(message)
                 case "start":
                     self._start(message.fields["servers"])
@@ -140,12 +142,18 @@ class Init:
     def _next(self) -> Message | None:
         """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
         while (message := self.inbox.take()) is None:
-            if not self._listen({**self.shells.outputs, **self.servers.outputs} if self.alive else {}):
+            if not self._listen(self._outputs if self.alive else {}):
                 return None
             self.shells.reap()
+            self.left.look()
         return message
 
-    def _listen(self, outputs: Mapping[int, Output | Log], within_ms: int | None = None) -> bool:
+    @property
+    def _outputs(self) -> dict[int, Output | Log | Kept]:
+        """The streams of all that may live on between calls."""
+        return {**self.shells.outputs, **self.servers.outputs, **self.left.outputs}
+
+    def _listen(self, outputs: Mapping[int, Output | Log | Kept], within_ms: int | None = None) -> bool:
         """Wait for the driver, or for a second where outputs are to be drained; False where the driver is gone."""
         poll = select.poll()
         poll.register(self.driver, select.POLLIN)
@@ -184,6 +192,9 @@ class Init:
             answer, body, touched = self._serve(fields["server"]), b"", None
         elif fields["op"] == "process":
             answer, body, touched = self._process(fields, message.body), b"", None
+        elif fields["op"] == "tend":
+            (status, media_type, body), touched = self.left.perform(fields, message.body), None
+            answer = {"status": status, "media_type": media_type}
         else:
             answer, body, touched = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
@@ -316,7 +327,7 @@ class Init:
             except ServerFailed as error:
                 return {"failed": error.kind, "detail": str(error)}
             while (message := self.inbox.take()) is None:
-                if not self._listen({**self.shells.outputs, **self.servers.outputs}, int(WATCH_S * 1000)):
+                if not self._listen(self._outputs, int(WATCH_S * 1000)):
                     sys.exit(0)
                 watch()
             if message.fields["op"] != "again":
@@ -346,11 +357,17 @@ class Init:
             ending = running.pump(until, self.driver.fileno(), over_disk, self._client_left, detach=detach)
             if ending in {"timeout", "disk", "host"}:
                 self.shells.kill_except(spared)
+            elif ending == "left" and "process" in fields["arguments"]:
+                ends, death = running.hand_over()
+                self.left.add(self._left(fields["arguments"], ends, death, pid))
             elif ending == "left":
                 for fd in running.outputs:
                     self.servers.take_over(fd, pid)
             answer = running.conclude(ending, lambda: self.shells.status_of(pid), self.changes.disk_bytes)
-            return {**answer, "detached": detach}
+            return {**answer, "detached": detach, "kept": "process" in fields["arguments"]}
+
+    def _left(self, told: dict[str, Any], ends: dict[int, int], death: int, pid: int) -> Left:
+        return Left(told, ends, death, pid, lambda: self.shells.status_of(pid))
 
     def _launch(self, fields: dict[str, Any], stdin: bytes, to: socket.socket) -> tuple[Running, int]:
         asked, terminal = fields["arguments"], ""
@@ -358,7 +375,7 @@ class Init:
             master, terminal = open_terminal("/dev/ptmx", asked.get("size"))
             ours, theirs = {1: master}, {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)}
         else:
-            ours, theirs = new_pipes(stdin=bool(stdin))
+            ours, theirs = new_pipes(stdin=bool(stdin or asked.get("stdin")))
         theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
         places = f"0<>{terminal} 1>&0 2>&0 {TEXT_FD}<&-" if terminal else f"{TEXT_FD}<&-"
         os.pwrite(
@@ -366,7 +383,8 @@ class Init:
         )
         try:
             pid = self.shells.launch({}, theirs, PROGRAM)
-            return Running(ours, stdin, death_of(pid), to), pid
+            keeps_in = bool(asked.get("stdin"))
+            return Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(asked)), pid
         except BaseException:
             for fd in ours.values():
                 os.close(fd)
@@ -383,6 +401,7 @@ class Init:
         over_disk = self.changes.disk_watch()
 
         def tend() -> str | None:
+            self.left.look()
             for log in self.servers.outputs.values():
                 log.drain()
             return over_disk()
@@ -449,7 +468,7 @@ class Init:
         # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
         held = {("descriptors", shell.name, shell.runs) for shell in self.shells if shell.holds_more()}
         objects = processes.ipc_objects()
-        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set())
+        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set()) | self.left.state
         if alive:
             # These shells are not replaced after the call: what they know of their children lives on with them.
             alive |= {("jobs", shell.name, *shell.jobs) for shell in self.shells if shell.jobs}
@@ -505,6 +524,7 @@ class Init:
             **self.shells.remember(),
             "restless": self.stillness.restless,
             "servers": [server.remember() for server in self.servers],
+            "left": [process.remember() for process in self.left],
             "pids": sorted(pid for pid, _ in processes.living()),
             "last_pid": processes.last_pid(),
         }
@@ -525,6 +545,7 @@ class Init:
         shells: list[Shell],
         servers: list[dict[str, Any]],
         logs: list[int],
+        left: list[tuple[dict[str, Any], dict[int, int]]],
         *,
         restless: bool,
     ) -> None:
@@ -532,6 +553,10 @@ class Init:
         self.stillness.saw(wrote=restless)
         self.shells.adopt(anchor, shells)
         self.servers.adopt(servers, logs)
+        for told, ends in left:
+            process = self._left(told["told"], ends, death_of(told["pid"]), told["pid"])
+            process.recall(told)
+            self.left.add(process)
         self._settle(())
 
     def _show(self, fields: dict[str, Any]) -> None:

@@ -23,7 +23,8 @@ def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
     names = list(checkpoint["anchor"]["pipes"])
     for shell in checkpoint["shells"]:
         names += [shell["pipes"][place] for place in sorted(shell["pipes"], key=int)]
-    names += [name for server in checkpoint.get("servers", ()) for name in server["pipes"]]
+    for kind in ("servers", "left"):
+        names += [name for one in checkpoint.get(kind, ()) for name in one["pipes"]]
     return names + sorted(checkpoint["mapped"])
 
 
@@ -54,6 +55,7 @@ class Restoring:
                 # Of a log that was closed.
                 for fd in pair:
                     os.close(fd)
+        self._left = [(process, _pipes(process["places"], theirs)) for process in checkpoint.get("left", ())]
         theirs += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for _, path in sorted(checkpoint["mapped"].items())]
         reply, host_root, *rest = files
         self._host_root = host_root
@@ -71,8 +73,27 @@ class Restoring:
         set_last_pid(self._host_root, self.checkpoint["last_pid"])
         os.close(self._host_root)
 
-    def adopted(self) -> tuple[Anchor, list[Shell], list[dict[str, Any]], list[int]]:
-        """Return this side of what came back: the anchor, shells, and servers with our ends of their pipes."""
+    def adopted(
+        self,
+    ) -> tuple[Anchor, list[Shell], list[dict[str, Any]], list[int], list[tuple[dict[str, Any], dict[int, int]]]]:
+        """Return this side of what came back: the anchor, shells, servers, and processes that were left running.
+
+        Servers and processes with our ends of their pipes.
+        """
         shells = zip(self.checkpoint["shells"], self._shell_ends, strict=True)
         anchor = Anchor(self.checkpoint["anchor"]["pid"], self._anchor_ends)
-        return anchor, [Shell.adopt(told, ends) for told, ends in shells], self._servers, self._server_ends
+        known = [Shell.adopt(told, ends) for told, ends in shells]
+        return anchor, known, self._servers, self._server_ends, self._left
+
+
+def _pipes(places: list[int], theirs: list[int]) -> dict[int, int]:
+    """Make the pipes of a process; return our ends by their places, and add the other ends to theirs."""
+    ours = {}
+    for place in places:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        ours[place] = writing if place == 0 else reading
+        os.set_blocking(ours[place], False)
+        other = reading if place == 0 else writing
+        os.fchmod(other, 0o666)
+        theirs.append(other)
+    return ours

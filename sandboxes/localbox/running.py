@@ -25,10 +25,21 @@ _HELD_BYTES = 1 << 20
 class Running:
     """One process. ends: our ends of its streams by their places, 0, 1 and 2; of a terminal 1 alone.
 
-    death: readable when it has ended. to: where frames go.
+    death: readable when it has ended. to: where frames go. keeps_in: whether its stdin stays open after what is given.
+    due: how much of its output, by place, has to come until it is left running; None: it is not for that.
     """
 
-    def __init__(self, ends: Mapping[int, int], stdin: bytes, death: int, to: socket.socket) -> None:
+    def __init__(
+        self,
+        ends: Mapping[int, int],
+        stdin: bytes,
+        death: int,
+        to: socket.socket,
+        *,
+        keeps_in: bool = False,
+        due: dict[int, int] | None = None,
+    ) -> None:
+        self._keeps_in, self._due = keeps_in, due
         self._death, self._to, self._left = death, to, memoryview(stdin)
         self._outputs = {ends[place]: place for place in (1, 2) if place in ends}
         self._in = ends.get(0, -1)
@@ -60,7 +71,7 @@ class Running:
             now = time.monotonic()
             if ended_at is not None and (not self._outputs or now - ended_at > LINGER_S):
                 return "ended"
-            if detach and not (self._outputs or self._said):
+            if (detach and not (self._outputs or self._said)) or self._has_come:
                 return "left"
             if now > until and ended_at is None:
                 return "timeout"
@@ -93,6 +104,20 @@ class Running:
         self._close(keep=ending == "left")
         return {"exit_code": code, "timed_out": ending == "timeout", "host_full": ending == "host"}
 
+    @property
+    def _has_come(self) -> bool:
+        """Whether all output that was due has come."""
+        return self._due is not None and not any(self._due.values())
+
+    def hand_over(self) -> tuple[dict[int, int], int]:
+        """Return our ends of its streams, by their places, and its death: the caller's from now on."""
+        ends = {place: fd for fd, place in self._outputs.items()}
+        if self._owns_in and self._in >= 0:
+            ends[0] = self._in
+        self._outputs, self._in = {}, -1
+        death, self._death = self._death, -1
+        return ends, death
+
     def _close(self, *, keep: bool) -> None:
         if self._owns_in and self._in >= 0:
             os.close(self._in)
@@ -101,7 +126,8 @@ class Running:
             for fd in self._outputs:
                 os.close(fd)
             self._outputs.clear()
-        os.close(self._death)
+        if self._death >= 0:
+            os.close(self._death)
 
     def _poll(self, driver: int, within_s: float, *, watch_death: bool) -> dict[int, int]:
         poll = select.poll()
@@ -109,11 +135,12 @@ class Running:
         if watch_death:
             poll.register(self._death, select.POLLIN)
         if len(self._waiting) < _HELD_BYTES:
-            for fd in self._outputs:
-                poll.register(fd, select.POLLIN)
+            for fd, place in self._outputs.items():
+                if self._due is None or self._due[place]:
+                    poll.register(fd, select.POLLIN)
         if self._waiting:
             poll.register(self._to, select.POLLOUT)
-        if self._in >= 0:
+        if self._in >= 0 and (self._left or not self._keeps_in):
             readable = select.POLLIN if self._in in self._outputs and len(self._waiting) < _HELD_BYTES else 0
             poll.register(self._in, select.POLLOUT | readable)
         return dict(poll.poll(within_s * 1000))
@@ -137,14 +164,18 @@ class Running:
         self._close_in_if_done()
 
     def _close_in_if_done(self) -> None:
-        if self._in >= 0 and not self._left:
+        if self._in >= 0 and not self._left and not self._keeps_in:
             if self._owns_in:
                 os.close(self._in)
             self._in = -1
 
     def _read(self, fd: int) -> None:
+        place = self._outputs[fd]
+        room = _CHUNK if self._due is None else min(_CHUNK, self._due[place])
+        if not room:
+            return
         try:
-            data = os.read(fd, _CHUNK)
+            data = os.read(fd, room)
         except BlockingIOError:
             return
         except OSError:
@@ -152,7 +183,9 @@ class Running:
             data = b""
         if data:
             self._said = True
-            self._waiting += frame(OUT if self._outputs[fd] == 1 else ERR, data)
+            self._waiting += frame(OUT if place == 1 else ERR, data)
+            if self._due is not None:
+                self._due[place] -= len(data)
             return
         del self._outputs[fd]
         if fd == self._in:
@@ -174,6 +207,12 @@ class Running:
         with contextlib.suppress(OSError):
             self._to.sendall(self._waiting)
         self._waiting.clear()
+
+
+def due_of(asked: Mapping[str, Any]) -> dict[int, int] | None:
+    """Return how much output is due of each stream before a process is left running; None where it is not for that."""
+    until = asked.get("until")
+    return None if until is None else {place: int(until[str(place)]) for place in (OUT, ERR)}
 
 
 def death_of(pid: int) -> int:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,34 @@ def packages(*requirements: str, bare: tuple[str, ...] = ()) -> Path:
     version = subprocess.run(
         [PYTHON, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    name = hashlib.blake2b(" ".join([version, *requirements, *bare]).encode(), digest_size=8).hexdigest()
+    steps = [[*_installer(version), *more, "--target"] for more in ([], ["--no-deps"])]
+    return _installed(version, list(zip(steps, (requirements, bare), strict=True)))
+
+
+@cache
+def node_packages(*requirements: str) -> Path:
+    """Return a directory whose node_modules has requirements, as npm makes it; skip where none can be got.
+
+    In CI, where npm is there, it is no skip but a failure.
+    """
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("node and npm are not installed")
+    command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix"]
+    return _installed("node", [(command, requirements)])
+
+
+def _installed(kind: str, steps: list[tuple[list[str], tuple[str, ...]]]) -> Path:
+    """Return the directory that steps fill, once for all: each a command, given that and what it is to install."""
+    words = [word for _, wanted in steps for word in wanted]
+    name = hashlib.blake2b(" ".join([kind, *words]).encode(), digest_size=8).hexdigest()
     place = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "forkpoint-clients" / name
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=place.parent))
-        for more, wanted in (([], requirements), (["--no-deps"], bare)):
+        for command, wanted in steps:
             if wanted:
-                _install([*_installer(version), *more, "--target", str(made), *wanted], made)
+                _install([*command, str(made), *wanted], made)
         made.chmod(0o755)
         made.rename(place)
     return place
@@ -58,17 +79,30 @@ def _installer(version: str) -> list[str]:
     return [sys.executable, "-m", "pip", "install", *options]
 
 
-def run(place: Path, script: str, *arguments: str, within_s: float = 300.0, **more: str) -> Any:
+def run(
+    place: Path,
+    script: str,
+    *arguments: str,
+    within_s: float = 300.0,
+    env: Mapping[str, str] | None = None,
+    **more: str,
+) -> Any:
     """Run a script of this directory with packages from place; return the JSON of the last line it prints.
 
-    more: of its environment.
+    env, more: of its environment. One in JavaScript is run by node, beside the packages that npm installed at place.
     """
     file = Path(__file__).with_name(script)
     own = {"PYTHONPATH": str(place), "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [PYTHON, str(file), *arguments],
-        env={"PATH": os.environ["PATH"], **own, **more},
-        capture_output=True, text=True, check=False, timeout=within_s,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        program = [PYTHON, str(file)]
+        if file.suffix == ".mjs":
+            # What it imports is looked for beside it.
+            Path(folder, "node_modules").symlink_to(place / "node_modules")
+            program = ["node", str(shutil.copy(file, folder))]
+        done = subprocess.run(
+            [*program, *arguments],
+            env={"PATH": os.environ["PATH"], **own, **(env or {}), **more},
+            capture_output=True, text=True, check=False, timeout=within_s,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -16,6 +16,7 @@ from proxy.app import build, server
 from proxy.engine import Engine
 from proxy.settings import Settings
 from sandboxes.container import ContainerDriver
+from sandboxes.driver import Driver
 from sandboxes.local import LocalDriver
 from sandboxes.localbox.layers import remove_tree
 from sandboxes.sqlite import SqliteDriver
@@ -54,10 +55,14 @@ class Proxy:
 
 @contextmanager
 def real_proxy(
-    *, checkpoints: bool = False, keeps_all: bool = True, containers: bool = False, **settings: Any
-) -> Iterator[Proxy]:
-    """Serve on a free port, as `forkpoint serve` does, in a thread: embedded drivers, with `containers` theirs too."""
-    folder = Path(tempfile.mkdtemp(prefix="forkpoint-agents-", dir="/var/tmp"))
+    *, checkpoints: bool = False, keeps_all: bool = True, containers: bool = False, kept: Path | None = None,
+    **settings: Any,
+) -> Iterator[Proxy]:  # fmt: skip
+    """Serve on a free port, as `forkpoint serve` does, in a thread: embedded drivers, with `containers` theirs too.
+
+    kept: a directory for its data that stays; without one it is made, and removed.
+    """
+    folder = kept or Path(tempfile.mkdtemp(prefix="forkpoint-agents-", dir="/var/tmp"))
     folder.chmod(0o755)
     chosen = Settings(data=folder, **{"warm_sandboxes": 0, **settings})
     listener = socket.create_server(("127.0.0.1", 0))
@@ -90,4 +95,5 @@ def real_proxy(
             made[0][1].should_exit = True
         thread.join()
         listener.close()
-        remove_tree(folder)
+        if kept is None:
+            remove_tree(folder)

@@ -1,0 +1,383 @@
+"""E2B: what requests to its control plane and to envd, the server in each of its sandboxes, mean (pure).
+
+Both are served at one base URL (`E2B_API_URL`, `E2B_SANDBOX_URL`). Control is REST; processes and directory entries
+speak Connect with JSON, files plain HTTP. What is a call here is keyed by what it does: a process by command,
+arguments, variables, directory, user, time and whether its stdin stays open; never by pids, tags and ids of requests.
+"""
+
+import base64
+import binascii
+import re
+import zlib
+from dataclasses import dataclass, field
+from hashlib import sha256
+from posixpath import join
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from proxy.dialects import connect, multipart
+from proxy.dialects.connect import ConnectError
+from proxy.dialects.kinds import Request
+from proxy.errors import Refused
+from sandboxes.calls import ToolCall
+from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
+
+ENVD_VERSION = "0.6.1"
+"""What clients are told; it selects what they ask for. From 0.6.2 on they would send metadata of files."""
+ENVD_PORT = "49983"
+FOREVER_S = 86_400.0
+MAX_ENTRY_DEPTH = 64
+MAX_UNZIPPED_BYTES = 256 << 20
+_STREAMS = frozenset({"Start", "Connect", "StreamInput", "WatchDir"})
+_SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}
+_HOST = re.compile(r"([0-9]{1,5})-([A-Za-z0-9][A-Za-z0-9_-]*)\.")
+_VARIABLE = re.compile(r"[^=\0]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A request to the control plane. verb: as in `_CONTROL`; body: a JSON object; query: of the URL."""
+
+    verb: str
+    sandbox: str = ""
+    body: dict[str, Any] = field(default_factory=dict)
+    query: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A process to start; the variables of its sandbox are not in call yet. keepalive_s: how often its client wants
+    to hear something.
+    """
+
+    call: ToolCall
+    tag: str
+    keepalive_s: float
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A request about a process that runs. verb: `connect`, `write`, `close` or `signal`, the last with its number."""
+
+    verb: str
+    pid: int | None
+    tag: str = ""
+    data: bytes = b""
+    signal: int = 0
+    keepalive_s: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Calls whose answers are one answer, in form: `entry`, `entries`, `nothing`, `file`, `uploads` or `processes`."""
+
+    calls: tuple[ToolCall, ...]
+    form: str
+
+
+Asked = Control | Start | Chosen | Plain
+
+_ID = "([^/]+)"
+_CONTROL = [
+    (re.compile(pattern.replace("{id}", _ID)), verb)
+    for pattern, verb in {
+        "POST (?:/v2)?/sandboxes": "create",
+        "GET (?:/v2)?/sandboxes": "list",
+        "GET /sandboxes/{id}": "info",
+        "DELETE /sandboxes/{id}": "kill",
+        "POST /sandboxes/{id}/(?:timeout|refreshes)": "timeout",
+        "POST /sandboxes/{id}/pause": "pause",
+        "POST (?:/v2)?/sandboxes/{id}/connect": "connect",
+        "POST /sandboxes/{id}/resume": "connect",
+        "POST /sandboxes/{id}/snapshots": "snapshot",
+        "POST /sandboxes/{id}/fork": "fork",
+        "GET /sandboxes/{id}/metrics": "metrics",
+        "GET (?:/v2)?/sandboxes/{id}/logs": "logs",
+        "GET /snapshots": "snapshots",
+        "DELETE /templates/{id}": "forget",
+        "GET /health": "health",
+        "GET /envs": "envs",
+        "POST /init": "init",
+    }.items()
+]
+_ABSENT = re.compile(r"/(?:v[0-9]+/)?(?:templates|volumes|secrets|sandboxes)(?:/|$)")
+
+
+def is_connect(request: Request) -> bool:
+    """Whether request speaks Connect."""
+    return request.path.startswith(("/process.Process/", "/filesystem.Filesystem/"))
+
+
+def is_stream(request: Request) -> bool:
+    """Whether the answer to request is a stream of Connect's."""
+    return is_connect(request) and request.path.rpartition("/")[2] in _STREAMS
+
+
+def sandbox_of(request: Request) -> str:
+    """Return the sandbox that a request to envd names, by header or by its host; empty where it names none."""
+    named = request.header("e2b-sandbox-id")
+    found = _HOST.match(request.header("host"))
+    return named or (found[2] if found else "")
+
+
+def port_of(request: Request) -> str:
+    """Return the port of the sandbox that a request is for."""
+    found = _HOST.match(request.header("host"))
+    return request.header("e2b-sandbox-port") or (found[1] if found else ENVD_PORT)
+
+
+def read(request: Request, spec: EnvironmentSpec) -> Asked:
+    """Say what request means.
+
+    Raises:
+        Refused: 400 to 501, with what is wrong. ConnectError: the same, in a request that speaks Connect.
+    """
+    if spec.driver not in SERVER_DRIVERS or spec.upstreams:
+        raise Refused(404, "no-such-endpoint", "this task has no e2b endpoint: its driver runs no processes.")
+    path = unquote(request.path).rstrip("/")
+    if path == "/files":
+        return _files(request)
+    if is_connect(request):
+        try:
+            return _rpc(request, spec)
+        except Refused as error:
+            raise ConnectError(
+                "unimplemented" if error.status in (404, 405) else "invalid_argument", str(error)
+            ) from error
+    line = f"{request.method} {path}"
+    for pattern, verb in _CONTROL:
+        found = pattern.fullmatch(line)
+        if found is not None:
+            body = connect.message(request.body) if request.method == "POST" else {}
+            query = dict(parse_qsl(request.query))
+            return Control(verb, found[1] if found.re.groups else "", body, query)
+    if any(pattern.fullmatch(f"{method} {path}") for pattern, _ in _CONTROL for method in ("GET", "POST", "DELETE")):
+        raise Refused(405, "method", f"{path} does not take {request.method}.")
+    if _ABSENT.match(path) or path.startswith("/execute"):
+        raise Refused(501, "unimplemented", f"{line}: Forkpoint does not serve this part of E2B's API.")
+    raise Refused(404, "no-such-path", f"there is no {line} in E2B's API.")
+
+
+# -- processes ------------------------------------------------------------------------------------------------------
+
+
+def _rpc(request: Request, spec: EnvironmentSpec) -> Asked:
+    service, _, method = request.path.lstrip("/").partition("/")
+    if request.method != "POST":
+        raise Refused(405, "method", "Connect's methods take POST.")
+    message = _message(request, stream=method in _STREAMS)
+    if service == "filesystem.Filesystem":
+        return _entries(method, message, request)
+    return _start(message, request, spec) if method == "Start" else _process(method, message, request)
+
+
+def _process(method: str, message: dict[str, Any], request: Request) -> Asked:
+    match method:
+        case "List":
+            return Plain((ToolCall("process", "list", {}),), "processes")
+        case "Connect":
+            pid, tag = _selected(message)
+            return Chosen("connect", pid, tag, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request))
+        case "SendInput":
+            return Chosen("write", *_selected(message), data=_input(message))
+        case "StreamInput":
+            return _stream_input(request)
+        case "CloseStdin":
+            return Chosen("close", *_selected(message))
+        case "SendSignal":
+            number = _SIGNALS.get(message.get("signal", ""))
+            if number is None:
+                raise Refused(400, "signal", "signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL.")
+            return Chosen("signal", *_selected(message), signal=number)
+    raise Refused(404, "no-such-method", f"process.Process/{method} is not served.")
+
+
+def _message(request: Request, *, stream: bool) -> dict[str, Any]:
+    kind = request.header("content-type").partition(";")[0].strip().lower()
+    wanted = connect.STREAM if stream else connect.UNARY
+    if kind != wanted:
+        raise Refused(415, "content-type", f"{request.path} takes {wanted}, not {kind or 'nothing'}.")
+    if not stream:
+        return connect.message(request.body)
+    found = connect.messages(request.body)
+    if not found:
+        raise Refused(400, "envelope", "the request holds no message.")
+    return found[0]
+
+
+def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> Start:
+    process = message.get("process")
+    if message.get("pty") is not None:
+        raise Refused(404, "pty", "terminals (pty) are not served: run the command without one.")
+    if not isinstance(process, dict) or not isinstance(process.get("cmd"), str) or not process["cmd"]:
+        raise Refused(400, "process", "process.cmd must be the program to run.")
+    args = process.get("args") or []
+    if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
+        raise Refused(400, "process", "process.args must be a list of strings.")
+    if any("\0" in word for word in (process["cmd"], *args)):
+        raise Refused(400, "process", "a command's words cannot hold a NUL.")
+    deadline_s = _deadline_s(request)
+    arguments: dict[str, Any] = {
+        "argv": [process["cmd"], *args],
+        "env": variables(process.get("envs")),
+        "cwd": join(spec.workdir, _text(process, "cwd")).rstrip("/") or "/",
+        "user": _user(request),
+        "tty": False,
+        "stdin": message.get("stdin") is True,
+        "timeout_s": deadline_s or FOREVER_S,
+    }
+    return Start(ToolCall("process", "run", arguments), _text(message, "tag"), _keepalive_s(request), deadline_s)
+
+
+def variables(value: Any) -> dict[str, str]:
+    """Return environment variables as a client gives them.
+
+    Raises:
+        Refused: 400, they are none.
+    """
+    given = value or {}
+    if not isinstance(given, dict) or not all(
+        _VARIABLE.fullmatch(name) and isinstance(text, str) and "\0" not in text for name, text in given.items()
+    ):
+        raise Refused(400, "envs", "environment variables are names without = and strings, none with a NUL.")
+    return dict(given)
+
+
+def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
+    selector = message.get("process")
+    pid = selector.get("pid") if isinstance(selector, dict) else None
+    tag = selector.get("tag") if isinstance(selector, dict) else None
+    if isinstance(pid, int) and not isinstance(pid, bool):
+        return pid, ""
+    if isinstance(tag, str) and tag:
+        return None, tag
+    raise Refused(400, "process", "process must select one, by pid or by tag.")
+
+
+def _input(message: dict[str, Any]) -> bytes:
+    given = message.get("input")
+    data = given.get("stdin") if isinstance(given, dict) else None
+    if not isinstance(data, str):
+        raise Refused(400, "input", "input.stdin must be base64; terminals (pty) are not served.")
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise Refused(400, "input", f"input.stdin is no base64: {error}.") from None
+
+
+def _stream_input(request: Request) -> Chosen:
+    """Take a whole stream of input as one write: how it was cut into pieces says nothing."""
+    pid, tag, data = None, "", b""
+    for message in connect.messages(request.body):
+        if isinstance(message.get("start"), dict):
+            pid, tag = _selected(message["start"])
+        if isinstance(message.get("data"), dict):
+            data += _input(message["data"])
+    if pid is None and not tag:
+        raise Refused(400, "input", "a stream of input begins by selecting a process.")
+    return Chosen("write", pid, tag, data=data)
+
+
+def _keepalive_s(request: Request) -> float:
+    given = request.header("keepalive-ping-interval")
+    return min(max(float(given), 1.0), 50.0) if given.isascii() and given.isdigit() else 50.0
+
+
+def _deadline_s(request: Request) -> float | None:
+    return connect.timeout_s(request.header("connect-timeout-ms")) or None
+
+
+# -- files ----------------------------------------------------------------------------------------------------------
+
+
+def _entries(method: str, message: dict[str, Any], request: Request) -> Plain:
+    path, user = _text(message, "path"), _user(request)
+    match method:
+        case "Stat":
+            return _plain("info", "entry", {"path": _path(path), "user": user})
+        case "ListDir":
+            depth = message.get("depth") or 1
+            if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= MAX_ENTRY_DEPTH:
+                raise Refused(400, "depth", f"depth must be 1 to {MAX_ENTRY_DEPTH}.")
+            return _plain("list", "entries", {"path": _path(path or "."), "user": user, "depth": depth})
+        case "MakeDir":
+            return _plain("mkdir", "entry", {"path": _path(path), "user": user})
+        case "Move":
+            source, target = _path(_text(message, "source")), _path(_text(message, "destination"))
+            return _plain("move", "entry", {"path": source, "target": target, "user": user})
+        case "Remove":
+            return _plain("remove", "nothing", {"path": _path(path), "user": user})
+    raise Refused(404, "no-such-method", f"filesystem.Filesystem/{method} is not served: watching is not.")
+
+
+def _files(request: Request) -> Plain:
+    query = dict(parse_qsl(request.query, keep_blank_values=True))
+    user, path = query.get("username", "") or _user(request), query.get("path", "")
+    if request.method == "GET":
+        return _plain("read", "file", {"path": _path(path), "user": user})
+    if request.method != "POST":
+        raise Refused(405, "method", "files take GET and POST.")
+    body = _unpacked(request)
+    kind = request.header("content-type")
+    if not kind.lower().startswith("multipart/form-data"):
+        return Plain((_upload(path, user, body),), "uploads")
+    found = multipart.files(body, kind)
+    if path and len(found) > 1:
+        raise Refused(400, "multipart", "one path was given for several files.")
+    if not found:
+        raise Refused(400, "multipart", "the form holds no file.")
+    return Plain(tuple(_upload(path or file.name, user, file.data) for file in found), "uploads")
+
+
+def _upload(path: str, user: str, data: bytes) -> ToolCall:
+    arguments = {"path": _path(path), "user": user, "sha256": sha256(data).hexdigest()}
+    return ToolCall("files", "write", arguments, data)
+
+
+def _unpacked(request: Request) -> bytes:
+    encoding = request.header("content-encoding").lower() or "identity"
+    if encoding == "identity":
+        return request.body
+    if encoding != "gzip":
+        raise Refused(415, "content-encoding", f"uploads come as they are or gzipped, not as {encoding}.")
+    unzip = zlib.decompressobj(wbits=31)
+    try:
+        data = unzip.decompress(request.body, MAX_UNZIPPED_BYTES)
+    except zlib.error as error:
+        raise Refused(400, "content-encoding", f"the body is no gzip: {error}.") from None
+    if not unzip.eof:
+        raise Refused(400, "content-encoding", "the gzipped body is cut off, or holds too much.")
+    return data
+
+
+def _plain(tool: str, form: str, arguments: dict[str, Any]) -> Plain:
+    return Plain((ToolCall("files", tool, arguments),), form)
+
+
+def _path(path: str) -> str:
+    if not path or "\0" in path or len(path.encode()) > 4095:
+        raise Refused(400, "path", "a path has 1 to 4095 bytes, none of them NUL.")
+    return path
+
+
+def _user(request: Request) -> str:
+    """Return the user that Basic authorization names; empty for the sandbox's own."""
+    scheme, _, coded = request.header("authorization").partition(" ")
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        user = base64.b64decode(coded, validate=True).decode().partition(":")[0]
+    except (binascii.Error, UnicodeDecodeError):
+        raise Refused(400, "user", "the Authorization header is no Basic one.") from None
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", user):
+        raise Refused(400, "user", "a user's name is of letters, digits, _, . and -.")
+    return user
+
+
+def _text(message: dict[str, Any], name: str) -> str:
+    value = message.get(name) or ""
+    if not isinstance(value, str) or "\0" in value:
+        raise Refused(400, name, f"{name} must be a string without NUL.")
+    return value

@@ -1,0 +1,289 @@
+"""E2B's control plane: sandboxes are rollouts, snapshots are nodes. It is answered from memory; all of it lasts."""
+
+import contextlib
+import re
+import time
+from collections import OrderedDict
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from proxy.dialects import e2b_told
+from proxy.dialects.e2b import Control, variables
+from proxy.dialects.kinds import Local, Request
+from proxy.engine import Engine
+from proxy.environments import Wanted
+from proxy.errors import Refused
+from proxy.forest import Rollout
+from proxy.tree import Node, Tree
+from proxy.wire import named
+from sandboxes.driver import NotFreezable
+
+Note = dict[str, Any]
+"""What is remembered of a sandbox: `template`, `metadata`, `envs`, `started`, `ends`, `paused`, `snapshots`, `key`."""
+
+DEFAULT_TEMPLATE = "base"
+"""What SDKs ask for where their user names none: the task's own environment."""
+DEFAULT_TIMEOUT_S = 300
+MAX_FORKS = 100
+_SNAPSHOT = re.compile(r"n([0-9]{1,18})")
+_REMEMBERED = 4096
+_PAGE = 100
+
+
+class Sandboxes:
+    """E2B's names for rollouts, and what was said of them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._notes: dict[int, Note] = {}
+        self._read: set[str] = set()
+        self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    # -- rollouts ----------------------------------------------------------------------------------------------------
+
+    async def running(self, task: str, name: str) -> tuple[Rollout, Note] | None:
+        """Return the sandbox of this name; None where none runs."""
+        rollout = self._engine.tasks.rollouts.get((task, name)) or await self._engine.tasks.running(task, name)
+        return None if rollout is None else (rollout, self._note(rollout))
+
+    async def _known(self, task: str, name: str) -> tuple[Rollout, Note]:
+        found = await self.running(task, name)
+        if found is None:
+            raise Refused(404, "no-such-sandbox", f"sandbox {name!r} was not found")
+        return found
+
+    def _note(self, rollout: Rollout) -> Note:
+        if rollout.task not in self._read:
+            for name, text in self._engine.store.notes(rollout.task).items():
+                of, told = self._engine.tasks.rollouts.get((rollout.task, name)), orjson.loads(text)
+                if of is not None and "e2b" in told:
+                    self._notes[of.id] = told["e2b"]
+            self._read.add(rollout.task)
+        # One that was begun in another way is a sandbox too.
+        return self._notes.setdefault(rollout.id, _new_note(DEFAULT_TEMPLATE))
+
+    def _write(self, rollout: Rollout, note: Note) -> None:
+        self._notes[rollout.id] = note
+        self._engine.store.put_note(rollout.id, orjson.dumps({"e2b": note}).decode())
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def answer(self, task: str, asked: Control, request: Request) -> Local:
+        """Answer a request to the control plane but `kill`.
+
+        Raises:
+            Refused: 400 to 409.
+        """
+        match asked.verb:
+            case "create":
+                return await self._create(task, asked.body, request)
+            case "list":
+                return await self._list(task, asked.query, request)
+            case "snapshots":
+                return await self._snapshots(task, asked.query)
+            case "forget":
+                return await self._forget(task, asked.sandbox)
+        return await self._of_one(*await self._known(task, asked.sandbox), asked, request)
+
+    async def _of_one(self, rollout: Rollout, note: Note, asked: Control, request: Request) -> Local:
+        match asked.verb:
+            case "info":
+                return _json(e2b_told.detail(rollout.name, note, rollout.tree.spec))
+            case "timeout":
+                self._extend(rollout, note, asked.body)
+                return Local(204, headers=())
+            case "pause":
+                return self._pause(rollout, note)
+            case "connect":
+                return self._connect(rollout, note, asked.body)
+            case "snapshot":
+                return await self._snapshot(rollout, note, asked.body)
+            case "fork":
+                return await self._fork(rollout, note, asked.body, request)
+            case "metrics":
+                return _json([])
+            case "logs":
+                return _json({"logs": [], "logEntries": []})
+        raise AssertionError(asked.verb)
+
+    async def _create(self, task: str, body: dict[str, Any], request: Request) -> Local:
+        key = request.header("idempotency-key")
+        again = await self.running(task, self._created.get((task, key), "")) if key else None
+        if again is not None:
+            return _json(e2b_told.sandbox(again[0].name, again[1]), 201)
+        note = _new_note(_word(body, "templateID") or DEFAULT_TEMPLATE) | {
+            "metadata": _strings(body, "metadata"), "envs": variables(body.get("envVars")),
+        }  # fmt: skip
+        note["ends"] = note["started"] + _seconds(body)
+        name = await self._new_name(task, request)
+        rollout = await self._begin(task, name, note["template"])
+        self._write(rollout, note)
+        if key:
+            self._created[task, key] = name
+            if len(self._created) > _REMEMBERED:
+                self._created.popitem(last=False)
+        return _json(e2b_told.sandbox(name, note), 201)
+
+    async def _begin(self, task: str, name: str, template: str) -> Rollout:
+        """Begin a rollout at a snapshot's node, or at the root of what template names, of the task's own by default."""
+        tasks = self._engine.tasks
+        if _SNAPSHOT.fullmatch(template):
+            return tasks.begin(await tasks.open(task), name, *self._place(task, template))
+        base = self._engine.settings.e2b_templates.get(template)
+        wanted = None if template == DEFAULT_TEMPLATE and base is None else Wanted(template, base=base)
+        return await tasks.opened(task, name, wanted=wanted)
+
+    def _place(self, task: str, snapshot: str) -> tuple[Tree, Node]:
+        """Return the node of a snapshot, with its tree."""
+        found = _SNAPSHOT.fullmatch(snapshot)
+        assert found is not None
+        for tree_id in self._engine.store.tree_ids(task):
+            node = self._engine.tasks.node(tree_id, int(found[1]))
+            if node is not None:
+                return self._engine.tasks.tree(tree_id), node
+        raise Refused(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task!r}")
+
+    async def _new_name(self, task: str, request: Request) -> str:
+        if request.rollout and await self._engine.tasks.running(task, request.rollout) is None:
+            return request.rollout
+        # The URL's rollout runs: one more sandbox of the same agent, or of the next one that was given its name.
+        return named("rollout", f"{request.rollout}-{request.fresh}" if request.rollout else f"i{request.fresh}")
+
+    async def _list(self, task: str, query: dict[str, str], request: Request) -> Local:
+        await self._engine.tasks.open(task)
+        wanted = dict(parse_qsl(query.get("metadata", "")))
+        states = set(query["state"].split(",")) if query.get("state") else {"running", "paused"}
+        found = []
+        for (of, name), rollout in self._engine.tasks.rollouts.items():
+            note = self._note(rollout) if of == task else {}
+            if of != task or name.startswith("~") or not _within(name, request.rollout):
+                continue
+            told = e2b_told.detail(name, note, rollout.tree.spec)
+            if wanted.items() <= note["metadata"].items() and told["state"] in states:
+                found.append(told)
+        found.sort(key=lambda told: (told["startedAt"], told["sandboxID"]), reverse=query.get("order") != "asc")
+        return _page(found, query)
+
+    def _extend(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> None:
+        seconds = _seconds({"timeout": body.get("timeout", body.get("duration"))})
+        self._write(rollout, {**note, "ends": time.time() + seconds})
+
+    def _pause(self, rollout: Rollout, note: Note) -> Local:
+        if note["paused"]:
+            raise Refused(409, "paused", f"sandbox {rollout.name!r} is already paused")
+        self._write(rollout, {**note, "paused": True})
+        return Local(204, headers=())
+
+    def _connect(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+        status = 201 if note["paused"] else 200
+        ends = max(note["ends"], time.time() + _seconds(body))
+        note = {**note, "paused": False, "ends": ends}
+        self._write(rollout, note)
+        return _json(e2b_told.sandbox(rollout.name, note), status)
+
+    async def _snapshot(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+        """Keep the state at which rollout stands, and pin it, so that it is there whatever becomes of the budget."""
+        async with rollout.turn:
+            node = rollout.node
+        # A second attempt has it better: the first may wait for a sandbox for longer than its client does.
+        node.pinned = True
+        self._engine.store.save_node(node)
+        # What cannot be frozen is reached by its calls.
+        with contextlib.suppress(NotFreezable):
+            await self._engine.attach.keep(rollout.tree, node)
+        named_so = _word(body, "name")
+        told = {"snapshotID": f"n{node.id}", "names": [named_so] if named_so else []}
+        note = self._note(rollout)
+        self._write(rollout, {**note, "snapshots": [*note["snapshots"], told]})
+        return _json(told, 201)
+
+    async def _snapshots(self, task: str, query: dict[str, str]) -> Local:
+        opened = await self._engine.tasks.open(task)
+        found: list[dict[str, Any]] = []
+        for rollout in opened.rollouts.values():
+            if query.get("sandboxID", rollout.name) == rollout.name:
+                found += [told for told in self._note(rollout)["snapshots"] if told not in found]
+        if query.get("name"):
+            found = [told for told in found if query["name"] in told["names"]]
+        return _page(found, query)
+
+    async def _forget(self, task: str, template: str) -> Local:
+        if _SNAPSHOT.fullmatch(template) is None:
+            raise Refused(404, "no-such-template", f"template {template!r} was not found: only snapshots are here.")
+        opened = await self._engine.tasks.open(task)
+        _, node = self._place(task, template)
+        node.pinned = False
+        self._engine.store.save_node(node)
+        for rollout in opened.rollouts.values():
+            note = self._note(rollout)
+            left = [told for told in note["snapshots"] if told["snapshotID"] != template]
+            if len(left) < len(note["snapshots"]):
+                self._write(rollout, {**note, "snapshots": left})
+        return Local(204, headers=())
+
+    async def _fork(self, rollout: Rollout, note: Note, body: dict[str, Any], request: Request) -> Local:
+        count = body.get("count", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_FORKS:
+            raise Refused(400, "count", f"count must be 1 to {MAX_FORKS}.")
+        async with rollout.turn:
+            tree, node = rollout.tree, rollout.node
+        told = []
+        for number in range(count):
+            new = {**note, "started": time.time(), "ends": time.time() + _seconds(body), "snapshots": []}
+            name = named("rollout", f"{rollout.name}-{request.fresh}{number}")
+            task = await self._engine.tasks.open(rollout.task)
+            self._write(self._engine.tasks.begin(task, name, tree, node), new)
+            told.append({"sandbox": e2b_told.sandbox(name, new)})
+        return _json(told, 201)
+
+
+def _new_note(template: str) -> Note:
+    now = time.time()
+    return {
+        "template": template, "metadata": {}, "envs": {}, "started": now, "ends": now + DEFAULT_TIMEOUT_S,
+        "paused": False, "snapshots": [],
+    }  # fmt: skip
+
+
+def _within(name: str, rollout: str) -> bool:
+    """Whether a sandbox is one of those that a base URL with this rollout has created."""
+    return not rollout or name == rollout or name.startswith(f"{rollout}-")
+
+
+def _page(found: list[dict[str, Any]], query: dict[str, str]) -> Local:
+    """Return one page of a list; its client asks for the next with the token that it is given."""
+    limit, token = query.get("limit", str(_PAGE)), query.get("nextToken", "0")
+    if not (limit.isascii() and limit.isdigit() and token.isascii() and token.isdigit() and 0 < int(limit) <= 1000):
+        raise Refused(400, "page", "limit is 1 to 1000, and nextToken what the last page gave.")
+    at = int(token)
+    more = (("x-next-token", str(at + int(limit))),) if at + int(limit) < len(found) else ()
+    return _json(found[at : at + int(limit)], 200, more)
+
+
+def _json(value: Any, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Local:
+    return Local(status, orjson.dumps(value), (("content-type", "application/json"), *headers))
+
+
+def _seconds(body: dict[str, Any]) -> float:
+    given = body.get("timeout", DEFAULT_TIMEOUT_S)
+    if given is None:
+        return DEFAULT_TIMEOUT_S
+    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 10**9:
+        raise Refused(400, "timeout", "timeout must be a number of seconds.")
+    return float(given)
+
+
+def _word(body: dict[str, Any], name: str) -> str:
+    value = body.get(name) or ""
+    if not isinstance(value, str) or len(value) > 1000:
+        raise Refused(400, name, f"{name} must be a string.")
+    return value
+
+
+def _strings(body: dict[str, Any], name: str) -> dict[str, str]:
+    value = body.get(name) or {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise Refused(400, name, f"{name} must map names to strings.")
+    return dict(value)

@@ -1,0 +1,190 @@
+"""Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove, in a child as `files` has them.
+
+Paths may be relative to that user's home.
+"""
+
+import errno
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable
+from typing import Any
+
+TOOLS = frozenset({"read", "write", "info", "list", "mkdir", "move", "remove"})
+MOST_ENTRIES = 100_000
+_TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"))
+
+
+class Failed(Exception):  # noqa: N818 - becomes an answer
+    """kind: `not_found`, `exists`, `invalid`, `denied` or `user`."""
+
+    def __init__(self, status: int, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.kind = status, kind
+
+
+def perform(
+    tool: str, fields: dict[str, Any], transfer: Callable[[str], tuple[int, str, bytes]]
+) -> tuple[int, str, bytes]:
+    """Return an HTTP status, a media type and JSON, or the bytes read; a failure has `kind` and `detail`.
+
+    transfer: reads or writes the file of a path.
+    """
+    try:
+        _become(fields["user"])
+        path = resolved(fields["path"], home())
+        if tool == "read" and stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
+            raise Failed(422, "invalid", f"path '{path}' is a directory")  # noqa: TRY301
+        if tool in {"read", "write"}:
+            answer = transfer(path)
+            if tool == "read" or answer[0] >= 300:
+                return answer
+        told = _entry(path) if tool == "write" else _done(tool, fields, path)
+    except Failed as failure:
+        return _problem(failure.status, failure.kind, str(failure))
+    except FileNotFoundError as error:
+        return _problem(404, "not_found", f"path '{error.filename}' does not exist")
+    except NotADirectoryError as error:
+        return _problem(422, "invalid", f"path '{error.filename}' is below what is no directory")
+    except PermissionError as error:
+        return _problem(403, "denied", f"path '{error.filename}': {error.strerror}")
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+        return _problem(507 if full else 409, "invalid", f"path '{error.filename}': {error.strerror}")
+    return 200, "application/json", json.dumps(told).encode()
+
+
+def home() -> str:
+    """Return the home of the user who asks; / where the sandbox knows none."""
+    return next((line[5] for line in _lines("/etc/passwd") if line[2] == str(os.geteuid())), "/") or "/"
+
+
+def resolved(path: str, start: str) -> str:
+    """Return path as an absolute one."""
+    if path == "~" or path.startswith("~/"):
+        path = start + path[1:]
+    return os.path.normpath(os.path.join(start, path))  # noqa: PTH118 - pathlib is not loaded in pid 1
+
+
+def _become(user: str) -> None:
+    """Go on as user; whoever the sandbox runs as where it is empty."""
+    if not user:
+        return
+    known = next((line for line in _lines("/etc/passwd") if user in (line[0], line[2])), None)
+    if known is None:
+        raise Failed(401, "user", f"error looking up user '{user}': user: unknown user {user}")
+    uid, gid = int(known[2]), int(known[3])
+    if uid == os.geteuid():
+        return
+    groups = [int(line[2]) for line in _lines("/etc/group") if known[0] in line[3].split(",")]
+    try:
+        os.setgroups([gid, *groups])
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+    except OSError as error:
+        raise Failed(403, "denied", f"this sandbox cannot become user '{user}': {error.strerror}") from error
+
+
+def _done(tool: str, fields: dict[str, Any], path: str) -> Any:
+    match tool:
+        case "info":
+            return _entry(path)
+        case "list":
+            return _listing(path, fields["depth"])
+        case "mkdir":
+            return _mkdir(path)
+        case "move":
+            return _move(path, resolved(fields["target"], home()))
+    _remove(path)
+    return {}
+
+
+def _entry(path: str) -> dict[str, Any]:
+    """Return what is known of an entry: of a link, what it leads to, if it leads anywhere."""
+    link = os.lstat(path)
+    told = link
+    target = None
+    if stat.S_ISLNK(link.st_mode):
+        target = os.path.realpath(path)
+        told = os.stat(path) if os.path.exists(path) else link  # noqa: PTH110, PTH116
+    seconds, nanoseconds = divmod(told.st_mtime_ns, 10**9)
+    when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return {
+        "name": _text(os.path.basename(path) or "/"), "path": _text(path),  # noqa: PTH119
+        "type": next((name for is_type, name in _TYPES if is_type(told.st_mode)), "other"),
+        "size": told.st_size, "mode": stat.S_IMODE(told.st_mode), "permissions": stat.filemode(told.st_mode),
+        "owner": _name("/etc/passwd", told.st_uid), "group": _name("/etc/group", told.st_gid),
+        "modified": f"{when}.{nanoseconds:09d}Z", "link": None if target is None else _text(target),
+    }  # fmt: skip
+
+
+def _listing(path: str, depth: int) -> list[dict[str, Any]]:
+    if not os.path.isdir(path):  # noqa: PTH112
+        if not os.path.lexists(path):
+            raise Failed(404, "not_found", f"path '{path}' does not exist")
+        raise Failed(422, "invalid", f"path '{path}' is not a directory")
+    found: list[dict[str, Any]] = []
+    folders = [(path, 1)]
+    while folders:
+        folder, level = folders.pop(0)
+        for name in sorted(os.listdir(folder)):  # noqa: PTH208
+            below = os.path.join(folder, name)  # noqa: PTH118
+            if len(found) == MOST_ENTRIES:
+                raise Failed(413, "invalid", f"path '{path}' has more than {MOST_ENTRIES} entries")
+            found.append(_entry(below))
+            if level < depth and stat.S_ISDIR(os.lstat(below).st_mode):
+                folders.append((below, level + 1))
+    return sorted(found, key=lambda entry: str(entry["path"]))
+
+
+def _mkdir(path: str) -> dict[str, Any]:
+    if os.path.isdir(path):  # noqa: PTH112
+        raise Failed(409, "exists", f"directory already exists: {path}")
+    if os.path.lexists(path):
+        raise Failed(422, "invalid", f"path already exists but it is not a directory: {path}")
+    os.makedirs(path)  # noqa: PTH103
+    return _entry(path)
+
+
+def _move(path: str, target: str) -> dict[str, Any]:
+    os.lstat(path)
+    os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
+    try:
+        os.rename(path, target)  # noqa: PTH104
+    except OSError as error:
+        raise Failed(422, "invalid", f"'{path}' cannot become '{target}': {error.strerror}") from error
+    return _entry(target)
+
+
+def _remove(path: str) -> None:
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(status.st_mode):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)  # noqa: PTH108
+
+
+def _name(file: str, number: int) -> str:
+    return next((line[0] for line in _lines(file) if line[2] == str(number)), str(number))
+
+
+def _lines(file: str) -> list[list[str]]:
+    try:
+        with open(file, errors="replace") as lines:  # noqa: PTH123
+            found = [line.rstrip("\n").split(":") for line in lines]
+    except OSError:
+        return []
+    return [[*line, "", "", "", ""] for line in found if len(line) >= 3]
+
+
+def _text(path: str) -> str:
+    return os.fsencode(path).decode(errors="replace")
+
+
+def _problem(status: int, kind: str, detail: str) -> tuple[int, str, bytes]:
+    return status, "application/json", json.dumps({"kind": kind, "detail": detail}).encode()

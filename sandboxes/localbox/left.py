@@ -1,0 +1,237 @@
+"""Processes that were left running, by the names that they were started under. Seen from pid 1 or a keeper.
+
+What they say is kept until somebody takes it; who takes it is told in which order it came on each stream, and of their
+end when all of it was taken. Until then they are part of the sandbox's state.
+"""
+
+import base64
+import contextlib
+import json
+import os
+import select
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sandboxes.process import END, ERR, LINGER_S, MEDIA_TYPE, OUT, frame
+
+Told = tuple[int, str, bytes]
+"""Status, media type and body of an answer."""
+_CHUNK = 1 << 16
+WRITE_S = 10.0
+"""How long a process may take to read what is written to it."""
+
+
+class Kept:
+    """One stream: what has come of it and nobody has taken. It keeps limit bytes, and counts what comes then."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.data = bytearray()
+        self.dropped = 0
+
+    def drain(self, limit: int) -> None:
+        """Take what is there without waiting."""
+        while self.fd >= 0:
+            try:
+                data = os.read(self.fd, _CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            room = max(0, limit - len(self.data))
+            self.data += data[:room]
+            self.dropped += max(0, len(data) - room)
+
+    def take(self, size: int | None) -> bytes:
+        """Return what has come, at most size bytes; without one all of it, with a last line on what was not kept."""
+        taken = bytes(self.data[:size])
+        del self.data[:size]
+        if size is None and self.dropped:
+            taken += b"\n[forkpoint: %d more bytes left out]\n" % self.dropped
+            self.dropped = 0
+        return taken
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Left:
+    """One. told: what it was started with. ends: our ends of its streams, by their places.
+
+    death: readable when it has ended. pid: as this process knows it. status: tells its exit code once it has ended.
+    """
+
+    def __init__(
+        self, told: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int, status: Callable[[], int]
+    ) -> None:
+        self.told, self.pid = dict(told), pid
+        self.stdin = ends.get(0, -1)
+        self.streams = {place: Kept(ends.get(place, -1)) for place in (OUT, ERR)}
+        self.code: int | None = None
+        self.signals: set[int] = set()
+        self._death, self._status = death, status
+        self._ended_at = 0.0
+
+    def look(self, limit: int) -> None:
+        """Take what it has said, and note its end."""
+        if self.code is None and select.select([self._death], [], [], 0)[0]:
+            self.code, self._ended_at = self._status(), time.monotonic()
+        for stream in self.streams.values():
+            stream.drain(limit)
+        if self.code is not None and time.monotonic() - self._ended_at > LINGER_S:
+            # What it left behind holds its streams.
+            for stream in self.streams.values():
+                stream.close()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and said all that it will."""
+        return self.code is not None and all(stream.fd < 0 for stream in self.streams.values())
+
+    def take(self, due: Mapping[int, int] | None) -> bytes:
+        """Return frames of what it has said; of each stream no more than is due."""
+        said = b""
+        for place, stream in self.streams.items():
+            data = stream.take(None if due is None else due[place])
+            said += frame(place, data) if data else b""
+        return said
+
+    def ending(self) -> dict[str, Any]:
+        """Return what the last frame of an answer tells."""
+        code = self.code if self.over and not any(stream.data for stream in self.streams.values()) else None
+        number = 0 if code is None else code - 128
+        told = {"exit_code": code, "timed_out": False, "truncated": False}
+        return {**told, "signal": number} if number in self.signals else told
+
+    def write(self, data: bytes, limit: int) -> str:
+        """Write to its stdin; return why that is not possible, or nothing."""
+        view, deadline = memoryview(data), time.monotonic() + WRITE_S
+        if self.stdin < 0:
+            return "its stdin is closed"
+        while view:
+            try:
+                view = view[os.write(self.stdin, view) :]
+            except BlockingIOError:
+                # It may wait for us to take what it says.
+                self.look(limit)
+                if time.monotonic() > deadline:
+                    return "it does not read its stdin"
+                select.select([], [self.stdin], [], 0.05)
+            except OSError:
+                return "it has closed its stdin"
+        return ""
+
+    def shut(self) -> None:
+        """Close its stdin."""
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.shut()
+        for stream in self.streams.values():
+            stream.close()
+        if self._death >= 0:
+            os.close(self._death)
+            self._death = -1
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of this side: where its streams are, and the kernel's names of them."""
+        ends = {place: stream.fd for place, stream in self.streams.items()} | {0: self.stdin}
+        open_ends = {place: fd for place, fd in sorted(ends.items()) if fd >= 0}
+        return {
+            "told": self.told, "pid": self.pid, "code": self.code, "signals": sorted(self.signals),
+            "places": list(open_ends),
+            "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in open_ends.values()],  # noqa: PTH115
+            "kept": {str(place): base64.b64encode(stream.data).decode() for place, stream in self.streams.items()},
+        }  # fmt: skip
+
+    def recall(self, remembered: Mapping[str, Any]) -> None:
+        """Know again what was remembered."""
+        self.code, self.signals = remembered["code"], set(remembered["signals"])
+        for place, data in remembered["kept"].items():
+            self.streams[int(place)].data[:] = base64.b64decode(data)
+
+
+class AllLeft:
+    """Those of one sandbox. limit: bytes kept of each stream."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._processes: dict[int, Left] = {}
+
+    def __iter__(self) -> Any:
+        return iter(list(self._processes.values()))
+
+    def add(self, process: Left) -> None:
+        """Take one over."""
+        self._processes[process.told["process"]] = process
+
+    @property
+    def outputs(self) -> dict[int, Kept]:
+        """Their streams by descriptor, for who drains them."""
+        return {s.fd: s for process in self for s in process.streams.values() if s.fd >= 0}
+
+    @property
+    def state(self) -> set[tuple[Any, ...]]:
+        """What of them is part of the sandbox's state."""
+        return {("left", name) for name in self._processes}
+
+    def look(self) -> None:
+        """Take what all have said, so that they do not wait for us."""
+        for process in self:
+            process.look(self.limit)
+
+    def perform(self, fields: Mapping[str, Any], body: bytes) -> Told:
+        """Do what a call asks for: `list`, or with a process `attend`, `write`, `close` or `signal`."""
+        self.look()
+        tool, arguments = fields["tool"], fields["arguments"]
+        if tool == "list":
+            alive = [process.told for process in self if process.code is None]
+            return 200, "application/json", json.dumps(sorted(alive, key=lambda told: int(told["process"]))).encode()
+        process = self._processes.get(arguments["process"])
+        if process is None or (process.code is not None and tool != "attend"):
+            return 404, "text/plain", f"there is no process {arguments['process']}".encode()
+        match tool:
+            case "attend":
+                return self._attend(process, arguments.get("until"), fields["timeout_s"])
+            case "write":
+                why = process.write(body, self.limit)
+                return (409, "text/plain", why.encode()) if why else (200, "application/json", b"{}")
+            case "close":
+                process.shut()
+            case "signal":
+                process.signals.add(arguments["signal"])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, arguments["signal"])
+        return 200, "application/json", b"{}"
+
+    def _attend(self, process: Left, until: Mapping[str, Any] | None, timeout_s: float) -> Told:
+        """Tell what a process has said; with until, wait for as much and no more, or for its end."""
+        due = None
+        if until is not None:
+            due = {place: int(until[str(place)]) for place in (OUT, ERR)}
+            self._await(process, due, ended=until["ended"], timeout_s=timeout_s)
+        said = process.take(due)
+        told = process.ending()
+        if told["exit_code"] is not None:
+            process.close()
+            del self._processes[process.told["process"]]
+        return 200, MEDIA_TYPE, said + frame(END, json.dumps(told).encode())
+
+    def _await(self, process: Left, due: Mapping[int, int], *, ended: bool, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not process.over:
+            enough = all(len(process.streams[place].data) >= size for place, size in due.items())
+            if enough and not ended:
+                return
+            fds = [stream.fd for stream in process.streams.values() if stream.fd >= 0]
+            select.select([*fds], [], [], 0.01 if ended else 0.05)
+            process.look(self.limit)

@@ -1,0 +1,263 @@
+"""E2B's wire as its SDKs seldom show it: severed streams, restarts, snapshots, two at once, and what is wrong."""
+
+import base64
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from proxy.dialects import connect
+from tests.agents.serving import Proxy, real_proxy
+from tests.machine import require_sandboxes, wait_until
+
+START = "process.Process/Start"
+ENDED = {"end": {"exitCode": 0, "exited": True, "status": "exit status 0"}}
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    require_sandboxes()
+    with real_proxy() as running:
+        yield running
+
+
+class Client:
+    """What an SDK does, by hand. sandbox: one to go on with; without it one is created."""
+
+    def __init__(self, proxy: Proxy, task: str, sandbox: str = "", **create: Any) -> None:
+        self.http, self.base = proxy.client, f"/t/{task}/e2b"
+        self.sandbox = sandbox or self.control("POST", "/sandboxes", **create).json()["sandboxID"]
+        self.headers = {"e2b-sandbox-id": self.sandbox}
+
+    def control(self, method: str, path: str, **body: Any) -> httpx.Response:
+        content = json.dumps(body).encode() if method == "POST" else b""
+        return self.http.request(method, self.base + path, content=content)
+
+    def call(self, method: str, **message: Any) -> httpx.Response:
+        return self.http.post(f"{self.base}/{method}", json=message, headers=self.headers)
+
+    @contextmanager
+    def stream(self, method: str, body: bytes, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
+        """Send a request on a connection of its own, which leaving the block closes."""
+        given = {**self.headers, "content-type": connect.STREAM, **headers}
+        with httpx.Client(base_url=self.http.base_url, timeout=60, trust_env=False) as own:
+            request = own.build_request("POST", f"{self.base}/{method}", content=body, headers=given)
+            response = own.send(request, stream=True)
+            assert response.status_code == 200
+            try:
+                yield events(response)
+            finally:
+                response.close()
+
+    def start(self, command: str, **headers: str) -> Any:
+        process = {"cmd": "/bin/bash", "args": ["-c", command]}
+        return self.stream(START, connect.envelope({"process": process}), **headers)
+
+    def run(self, command: str, **headers: str) -> str:
+        """Return what a command that ends well prints."""
+        with self.start(command, **headers) as told:
+            printed, last = joined(told)
+        assert last == ENDED, last
+        return printed
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield what the envelopes of a stream say, the last one under `last`."""
+    rest = b""
+    for chunk in response.iter_raw():
+        rest += chunk
+        while len(rest) >= 5 and len(rest) >= 5 + (size := int.from_bytes(rest[1:5], "big")):
+            value = json.loads(rest[5 : 5 + size])
+            yield {"last": value} if rest[0] & 2 else value["event"]
+            rest = rest[5 + size :]
+
+
+def joined(told: Iterator[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return what was printed, and the last event that says anything."""
+    printed, last = b"", dict[str, Any]()
+    for event in told:
+        printed += base64.b64decode(event.get("data", {}).get("stdout", ""))
+        last = event if event != {"last": {}} else last
+    return printed.decode(), last
+
+
+def calls(proxy: Proxy, task: str, rollout: str) -> list[tuple[str, str]]:
+    """Return which tools a rollout called, and how each was answered."""
+    steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
+    return [(step["call"]["tool"], step["outcome"]) for step in steps]
+
+
+def test_a_start_that_is_sent_again_after_its_stream_was_cut_joins_the_first(proxy: Proxy) -> None:
+    client = Client(proxy, "again")
+    command = "echo ran >>/root/runs; sleep 0.7; wc -l </root/runs"
+    for _ in range(2):
+        with client.start(command) as told:
+            assert "start" in next(told)
+    assert client.run(command) == "1\n"
+    assert calls(proxy, "again", client.sandbox) == [("run", "miss")]
+
+
+def test_one_that_ended_while_nobody_listened_is_answered_when_it_is_sent_again(proxy: Proxy) -> None:
+    client = Client(proxy, "unheard")
+    with client.start("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") as told:
+        next(told)
+    wait_until(lambda: bool(calls(proxy, "unheard", client.sandbox)), "it does not end")
+    assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") == "1\n"
+    assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") == "2\n"
+
+
+def test_a_client_that_vanishes_and_asks_for_something_else_leaves_its_process_running(proxy: Proxy) -> None:
+    client = Client(proxy, "vanish")
+    with client.start("mkfifo /root/gate; read -r line </root/gate; echo $line >/root/told; sleep 60") as told:
+        pid = next(told)["start"]["pid"]
+    assert client.run("until [ -p /root/gate ]; do sleep 0.01; done; echo go >/root/gate") == ""
+    assert client.run("until [ -s /root/told ]; do sleep 0.01; done; cat /root/told") == "go\n"
+    listed = client.call("process.Process/List").json()["processes"]
+    assert [process["pid"] for process in listed] == [pid]
+    assert client.call("process.Process/SendSignal", process={"pid": pid}, signal="SIGNAL_SIGKILL").json() == {}
+    with client.stream("process.Process/Connect", connect.envelope({"process": {"pid": 1}})) as told:
+        assert next(told)["last"]["error"]["code"] == "not_found"
+
+
+def test_output_that_comes_later_is_told_at_the_same_place_to_who_is_answered_from_the_tree(proxy: Proxy) -> None:
+    command = "read -r line </root/gate; echo heard $line; read -r line </root/gate; echo and $line; exit 3"
+    told_to = []
+    for _ in range(2):
+        client = Client(proxy, "later")
+        client.run("mkfifo /root/gate")
+        with client.start(command) as told:
+            assert "start" in next(told)
+            client.run("echo one >/root/gate")
+            said = [base64.b64decode(next(told)["data"]["stdout"])]
+            client.run("echo two >/root/gate")
+            printed, last = joined(told)
+        told_to.append((said, printed, last["end"]["exitCode"], client.run("echo after")))
+        first = calls(proxy, "later", client.sandbox)
+    assert told_to == [([b"heard one\n"], "and two\n", 3, "after\n")] * 2
+    assert {outcome for _, outcome in first} == {"hit"}
+    assert [tool for tool, _ in first].count("attend") >= 2
+
+
+def test_two_rollouts_that_start_the_same_wait_for_one_execution_until_either_asks_for_more(proxy: Proxy) -> None:
+    first, second = Client(proxy, "two"), Client(proxy, "two")
+    with first.start("sleep 600 & echo $!; wait") as told, second.start("sleep 600 & echo $!; wait") as other:
+        pid = next(told)["start"]["pid"]
+        said = base64.b64decode(next(told)["data"]["stdout"])
+        assert second.run("echo more") == "more\n"
+        assert next(other)["start"]["pid"] == pid
+        assert base64.b64decode(next(other)["data"]["stdout"]) == said
+        assert first.run("echo more") == "more\n"
+    assert [outcome for _, outcome in calls(proxy, "two", first.sandbox)][:2] == ["miss", "hit"]
+
+
+def test_snapshots_forks_and_pauses_are_places_in_the_tree(proxy: Proxy) -> None:
+    client = Client(proxy, "places", metadata={"of": "mine"}, envVars={"TEAM": "blue"})
+    client.run("echo $RANDOM$RANDOM >/root/drawn; echo one >/root/log")
+    snapshot = client.control("POST", f"/sandboxes/{client.sandbox}/snapshots", name="s").json()
+    client.run("echo two >>/root/log")
+    told = client.run("cat /root/log /root/drawn; echo $TEAM")
+    forked = client.control("POST", f"/sandboxes/{client.sandbox}/fork", count=2).json()
+    for fork in forked:
+        other = Client(proxy, "places", sandbox=fork["sandbox"]["sandboxID"])
+        assert other.run("cat /root/log /root/drawn; echo $TEAM") == told
+    back = Client(proxy, "places", templateID=snapshot["snapshotID"])
+    assert back.run("cat /root/log /root/drawn") == told.replace("two\n", "").replace("blue\n", "")
+    assert client.control("GET", "/snapshots").json() == [snapshot]
+    mine = client.control("GET", "/v2/sandboxes?metadata=of%3Dmine&state=running&limit=2")
+    assert len(mine.json()) == 2
+    rest = client.control("GET", f"/v2/sandboxes?metadata=of%3Dmine&limit=2&nextToken={mine.headers['x-next-token']}")
+    assert {one["sandboxID"] for one in mine.json() + rest.json()} == {
+        client.sandbox, *(fork["sandbox"]["sandboxID"] for fork in forked)
+    }  # fmt: skip
+    path = f"/sandboxes/{client.sandbox}"
+    assert client.control("POST", f"{path}/pause").status_code == 204
+    assert client.control("POST", f"{path}/pause").status_code == 409
+    assert client.call("process.Process/List").json()["message"] == "The sandbox was not found"
+    assert client.control("GET", path).json()["state"] == "paused"
+    assert client.control("POST", f"/v2{path}/connect").status_code == 201
+    assert client.run("cat /root/log /root/drawn; echo $TEAM") == told
+    assert client.control("DELETE", f"/templates/{snapshot['snapshotID']}").status_code == 204
+    assert client.control("GET", "/snapshots").json() == []
+    assert client.control("DELETE", path).status_code == 204
+    assert client.control("DELETE", path).status_code == 404
+
+
+def test_sandboxes_and_what_was_said_of_them_outlive_a_restart(tmp_path: Path) -> None:
+    require_sandboxes()
+    kept = tmp_path / "data"
+    kept.mkdir()
+    with real_proxy(kept=kept) as before:
+        client = Client(before, "lasts", envVars={"TEAM": "blue"}, metadata={"of": "mine"})
+        client.run("echo $TEAM >/root/team")
+        # What nobody listens to any more does not keep the proxy from its end: it is left running.
+        with client.start("sleep 600") as told:
+            next(told)
+    with real_proxy(kept=kept) as after:
+        again = Client(after, "lasts", sandbox=client.sandbox)
+        assert again.control("GET", f"/sandboxes/{client.sandbox}").json()["metadata"] == {"of": "mine"}
+        assert again.run("cat /root/team; echo $TEAM") == "blue\nblue\n"
+
+
+def test_a_url_with_a_rollout_names_the_sandbox_and_a_second_one_is_another(proxy: Proxy) -> None:
+    base = "/t/named/r/seven/e2b"
+    first, second = (proxy.client.post(f"{base}/v2/sandboxes", json={}).json()["sandboxID"] for _ in range(2))
+    assert first == "seven"
+    assert second.startswith("seven-")
+    Client(proxy, "named", sandbox=first).run("echo first >/root/name")
+    answer = proxy.client.get(f"{base}/files?path=/root/name", headers={"e2b-sandbox-id": second})
+    assert answer.status_code == 404
+    assert proxy.client.get(f"{base}/files?path=name").text == "first\n"
+
+
+def test_a_create_that_is_sent_again_gives_the_same_sandbox(proxy: Proxy) -> None:
+    given = {"idempotency-key": "k1"}
+    told = [proxy.client.post("/t/idem/e2b/v2/sandboxes", json={}, headers=given).json() for _ in range(2)]
+    assert told[0] == told[1]
+    assert Client(proxy, "idem").sandbox != told[0]["sandboxID"]
+
+
+def test_what_is_wrong_is_told_and_not_recorded(proxy: Proxy) -> None:
+    client = Client(proxy, "wrong")
+    recorded = proxy.recorded
+    gone = Client(proxy, "wrong", sandbox="i-never-was")
+    assert gone.call("process.Process/List").status_code == 502
+    assert gone.http.get(f"{gone.base}/health", headers=gone.headers).status_code == 502
+    ported = {**client.headers, "e2b-sandbox-port": "3000"}
+    assert client.http.get(f"{client.base}/", headers=ported).status_code == 404
+    assert "port is not open" in client.http.get(f"{client.base}/health", headers=ported).json()["message"]
+    assert client.http.post(f"{client.base}/process.Process/List", content=b"{").status_code == 400
+    assert client.call("process.Process/Nothing").json()["code"] == "unimplemented"
+    whole = connect.envelope({"process": {"cmd": "/bin/true"}})
+    for body in (whole[:-1], b"", b"\1" + whole[1:], connect.envelope({"process": {"cmd": "x"}, "pty": {}})):
+        with client.stream(START, body) as told:
+            assert next(told)["last"]["error"]["code"] in {"invalid_argument", "unimplemented"}
+    half = b'--b\r\nContent-Disposition: form-data; name="file"; filename="/root/half"\r\n\r\nabc'
+    form = {**client.headers, "content-type": "multipart/form-data; boundary=b"}
+    assert client.http.post(f"{client.base}/files", content=half, headers=form).status_code == 400
+    assert client.http.get(f"{client.base}/files?path=/root/x&username=nobody-here", headers=client.headers).json() == {
+        "code": 401, "message": "error looking up user 'nobody-here': user: unknown user nobody-here"
+    }  # fmt: skip
+    assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json={"templateID": "n999999"}).status_code == 404
+    assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json={"templateID": "no-such-image"}).status_code == 404
+    assert proxy.client.post("/t/wrong/e2b/v3/templates", json={}).status_code == 501
+    # The user that is not there was looked for in the sandbox, and that is an answer like any other.
+    assert proxy.recorded == recorded + 1
+
+
+def test_a_deadline_ends_the_command_and_is_told_as_one(proxy: Proxy) -> None:
+    client = Client(proxy, "deadline")
+    with client.start("sleep 0.2; echo soon; sleep 60; echo never", **{"connect-timeout-ms": "700"}) as told:
+        printed, last = joined(told)
+    assert (printed, last["last"]["error"]["code"]) == ("soon\n", "deadline_exceeded")
+    assert client.run("ps ax | grep -c '[s]leep 60' || true") == "0\n"
+
+
+def test_a_silent_stream_says_that_all_is_well(proxy: Proxy) -> None:
+    client = Client(proxy, "alive")
+    with client.start("sleep 1.5", **{"keepalive-ping-interval": "1"}) as told:
+        kinds = [next(iter(event)) for event in told]
+    assert kinds == ["start", "keepalive", "end", "last"]
