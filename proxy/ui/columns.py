@@ -86,13 +86,14 @@ async def columns_of(tree: Tree, after: int, limit: int) -> tuple[Columns, list[
 
 
 def _after(tree: Tree, after: int, limit: int) -> tuple[list[Node], bool]:
-    """Ids grow with time and nodes are kept in that order, so what is new is found from the end."""
-    if len(tree.nodes) > limit and after < next(reversed(tree.nodes)):
-        ids = list(tree.nodes)
-        start = bisect_right(ids, after)
-        return [tree.nodes[number] for number in ids[start : start + limit]], start + limit < len(ids)
-    new = list(itertools.takewhile(lambda node: node.id > after, reversed(tree.nodes.values())))
-    return new[::-1], False
+    """Ids grow with time and nodes are kept in that order, so what is new is found from the end: O(limit) for news."""
+    newest = itertools.takewhile(lambda node: node.id > after, reversed(tree.nodes.values()))
+    new = list(itertools.islice(newest, limit + 1))
+    if len(new) <= limit:
+        return new[::-1], False
+    ids = list(tree.nodes)
+    start = bisect_right(ids, after)
+    return [tree.nodes[number] for number in ids[start : start + limit]], True
 
 
 def _append(columns: Columns, node: Node) -> list[tuple[int, int]]:
