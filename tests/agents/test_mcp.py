@@ -53,7 +53,7 @@ def test_a_group_of_sdks_and_wires_that_parts_gets_what_the_server_says_alone() 
         after = proxy.client.get("/api/v1/stats").json()
         rows = proxy.client.get("/api/v1/tasks/m/rollouts").json()
         # Those that ask for lists have names that no URL can have.
-        finished = [row["finished"] for row in rows if not row["name"].startswith("~")]
+        finished = [row["finished"] for row in rows if not row["rollout"].startswith("~")]
     for number, (_, answers, heard, offered) in enumerate(told):
         assert plain(answers, f"p{number}") == plain(alone, "p9")
         assert answers[:shared] == told[0][1][:shared]
@@ -77,7 +77,7 @@ def test_a_group_on_a_stock_server_shares_its_prefix_and_parts_with_its_files_an
     """mcp-server-sqlite, unmodified: a database in a file, and insights in its memory."""
     require_sandboxes()
     entry = {"command": "python3", "args": ["-c", STOCK_MAIN, "--db-path", "/root/db"], "ready_s": 120}
-    archive = {"source": str(packages(STOCK)), "target": "/opt/stock"}
+    archive = {"source": str(packages(STOCK, OLD)), "target": "/opt/stock"}
     with real_proxy(warm_sandboxes=4) as proxy:
         proxy.put("s", archives=[archive], mcp_servers={"db": {**entry, "env": {"PYTHONPATH": "/opt/stock"}}})
         for part in range(1, 7):
