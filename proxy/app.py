@@ -40,7 +40,7 @@ log = structlog.get_logger()
 def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan."""
     engine = Engine(settings, drivers if drivers is not None else _drivers(settings))
-    return DataPlane(engine, Guard(_behind(engine), settings.names))
+    return DataPlane(engine, Guard(_behind(engine), engine.names))
 
 
 def run(settings: Settings) -> None:

@@ -357,7 +357,7 @@ class DataPlane:
 
     def _refuse_foreign(self, scope: Mapping[str, Any]) -> None:
         headers = scope["headers"]
-        refuse_foreign(scope["method"], headers, tool=True, names=self.engine.settings.names)
+        refuse_foreign(scope["method"], headers, tool=True, names=self.engine.names)
         for name, value in headers:
             if name == b"host":
                 _remember(self._hosts, value, True)

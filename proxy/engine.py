@@ -86,6 +86,8 @@ class Engine:
         secret = None if settings.token is None else settings.token.get_secret_value()
         self.access = Access(read_tokens(secret, settings.token_file))
         self.store.namespace = self.access.namespace
+        self.names = None if self.access.needs_token else settings.names
+        """Of hosts that requests may be sent to; None: any, for a page that another name led here has no token."""
         self.ready = False
         self.closing = asyncio.Event()
         self.beside: list[Callable[[], Awaitable[None]]] = []

@@ -20,11 +20,12 @@ BROWSERS = frozenset({b"sec-fetch-site", b"sec-fetch-dest", b"origin"})
 """Headers by which a browser is known, and no agent."""
 
 
-def refuse_foreign(method: str, headers: Headers, *, tool: bool, names: Collection[str] = ()) -> None:
+def refuse_foreign(method: str, headers: Headers, *, tool: bool, names: Collection[str] | None = ()) -> None:
     """Refuse what another site's page sends, and what leads here by a name that its owner may have pointed here.
 
     tool: the request is for a tool; then a browser may not even show the answer, which is a tool's to write, and would
-    run as a page of ours. Elsewhere a link from another site may be followed. names: under which the proxy is known.
+    run as a page of ours. Elsewhere a link from another site may be followed. names: under which the proxy is known;
+    None where a token is asked for, which no page that was led here has.
 
     Raises:
         Refused: 403.
@@ -41,7 +42,7 @@ def refuse_foreign(method: str, headers: Headers, *, tool: bool, names: Collecti
             mode = value
         elif name == b"sec-fetch-dest":
             dest = value
-    if rebindable(host.decode("latin-1")) and _name(host.decode("latin-1")) not in names:
+    if names is not None and rebindable(host.decode("latin-1")) and _name(host.decode("latin-1")) not in names:
         raise Refused(
             403,
             "host",

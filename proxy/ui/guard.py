@@ -17,7 +17,7 @@ _NOSNIFF = (b"x-content-type-options", b"nosniff")
 class Guard:
     """Refuses foreign requests and connections; adds to each answer that its media type is to be believed."""
 
-    def __init__(self, behind: App, names: Collection[str]) -> None:
+    def __init__(self, behind: App, names: Collection[str] | None) -> None:
         self._behind, self._names = behind, names
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

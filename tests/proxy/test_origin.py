@@ -126,3 +126,9 @@ def test_a_known_call_is_refused_too_where_a_page_sends_it(proxy: Running) -> No
 def test_every_answer_of_the_control_plane_forbids_sniffing(proxy: Running) -> None:
     for path in ("/api/v1/stats", "/api/v1/tasks/none", "/metrics", "/openapi.json"):
         assert httpx.get(f"{proxy.client.base_url}{path}").headers["x-content-type-options"] == "nosniff"
+
+
+def test_with_a_token_the_proxy_is_answered_under_any_name_but_not_to_other_sites_pages() -> None:
+    refuse_foreign("POST", [(b"host", b"forkpoint.example.com")], tool=True, names=None)
+    with pytest.raises(Refused, match="another site"):
+        refuse_foreign("POST", [(b"host", b"a.example"), (b"origin", b"https://evil.example")], tool=True, names=None)
