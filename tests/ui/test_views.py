@@ -79,6 +79,18 @@ def test_the_map_is_walked_by_keys_and_pointer(ui: Page) -> None:
     expect(ui).to_have_url(re.compile(r"node=n\d+"))
 
 
+def test_a_label_on_the_map_leaves_out_what_does_not_fit_whole(ui: Page) -> None:
+    told = ui.evaluate(
+        """async () => {
+            const { whole } = await import("/ui/js/tree/near.js");
+            const parts = ["12 ms", "3 hits", "1 read"];
+            return [100, 23, 22, 15, 14, 5, 4, 0].map((room) => whole(parts, (text) => text.length <= room));
+        }"""
+    )
+    every, two = "12 ms  ·  3 hits  ·  1 read", "12 ms  ·  3 hits"
+    assert told == [every, two, two, "12 ms", "12 ms", "12 ms", "", ""]
+
+
 def test_the_table_says_what_the_map_draws(ui: Page) -> None:
     go(ui, "#/t/demo?view=table")
     rows = ui.get_by_role("treegrid").get_by_role("row")

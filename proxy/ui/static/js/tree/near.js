@@ -209,5 +209,13 @@ function label(map, i, x, y, wanted) {
   c.fillStyle = paint.dim;
   const hits = model.hits[v];
   const parts = [seconds(model.seconds[v]), hits && `${short(hits)} hit${hits === 1 ? "" : "s"}`, model.seen[v] && `${short(model.seen[v])} read${model.seen_hits[v] ? ` · ${short(model.seen_hits[v])}` : ""}`];
-  c.fillText(parts.filter(Boolean).join("  ·  ").slice(0, Math.floor(room * 1.3)), left, y + 14);
+  c.fillText(whole(parts.filter(Boolean), (text) => c.measureText(text).width <= room * 6.65), left, y + 14);
+}
+
+/** Return the first parts that fit, joined: one that is cut would say something else. */
+export function whole(parts, fits) {
+  const line = (count) => parts.slice(0, count).join("  ·  ");
+  let count = parts.length;
+  while (count > 0 && !fits(line(count))) count -= 1;
+  return line(count);
 }
