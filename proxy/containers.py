@@ -17,6 +17,7 @@ from proxy.tasks import Tasks
 
 _KEPT = ("id", "name", "owner", "created_at", "state", "exit_code", "started_at", "finished_at")
 _OF_BODY = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "background", "body")
+_PROTOCOL = "docker"
 KILLED = 137
 EXECS = 256
 """Instances that a container remembers: the last ones."""
@@ -60,9 +61,8 @@ class Containers:
         """Read a task's containers back."""
         await self._tasks.open(task)
         if task not in self._by_task:
-            notes = {name: orjson.loads(note) for name, note in self._store.notes(task).items()}
-            # Those of E2B's sandboxes are no containers.
-            found = [_read(task, name, note) for name, note in notes.items() if "e2b" not in note]
+            notes = self._store.notes(task, _PROTOCOL)
+            found = [_read(task, name, orjson.loads(note)) for name, note in notes.items()]
             self._by_task[task] = {container.id: container for container in found}
 
     async def standing(self, container: Container) -> Rollout:
@@ -114,7 +114,7 @@ class Containers:
             return
         told = {name: getattr(container, name) for name in _KEPT}
         told["made"] = {name: getattr(container.made, name) for name in _OF_BODY}
-        self._store.put_note(rollout.id, orjson.dumps(told).decode())
+        self._store.put_note(rollout.id, _PROTOCOL, orjson.dumps(told).decode())
 
     async def remove(self, container: Container) -> None:
         """End a container, and the rollout that it is, when the calls under way have ended."""

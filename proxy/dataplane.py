@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,9 +171,22 @@ class DataPlane:
                 await receive()
                 await refuse(problem, send)
             else:
-                await Exchange(send, receive).problem(problem)
+                await self._turn_away(scope, problem, Exchange(send, receive))
             return False
         return True
+
+    async def _turn_away(self, scope: Message, problem: Problem, exchange: Exchange) -> None:
+        """Tell who is not admitted, in the form that clients of a Docker daemon or of E2B read."""
+        address = None
+        if scope["path"].startswith(("/t/", "/e/")):
+            with suppress(Refused):
+                address = address_of(scope["raw_path"], scope["headers"])
+        if address is not None and address.endpoint == "e2b":
+            await self._e2b.refuse(self._request(scope, address, b""), problem, exchange.send)
+        elif address is not None and address.endpoint == "docker":
+            await self.docker.refuse(scope, problem, exchange)
+        else:
+            await exchange.problem(problem)
 
     async def _serve(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
         if self._under_way > self.engine.settings.max_requests:

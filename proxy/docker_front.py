@@ -88,6 +88,11 @@ class DockerFront:
             return
         await exchange.local(local)
 
+    async def refuse(self, scope: Mapping[str, Any], problem: Problem, exchange: Exchange) -> None:
+        """Tell a problem that was met before the request was read."""
+        exchange.understood(FORM, Request(scope["method"], "/", (), b""))
+        await exchange.problem(problem)
+
     # -- connections that become streams -----------------------------------------------------------------------------
 
     def hijacks(self, scope: Mapping[str, Any]) -> bool:

@@ -60,6 +60,10 @@ class E2b:
             return await self._refuse(send, request, of_problem(problem), problem)
         return None
 
+    async def refuse(self, request: Request, problem: Problem, send: Send) -> None:
+        """Tell a problem that was met before the request was read."""
+        await self._refuse(send, request, of_problem(problem), problem)
+
     async def _control(self, task: str, asked: Control, request: Request) -> Local:
         if asked.verb != "kill":
             return await self._sandboxes.answer(task, asked, request)

@@ -27,6 +27,7 @@ DEFAULT_TEMPLATE = "base"
 """What SDKs ask for where their user names none: the task's own environment."""
 DEFAULT_TIMEOUT_S = 300
 MAX_FORKS = 100
+_PROTOCOL = "e2b"
 _SNAPSHOT = re.compile(r"n([0-9]{1,18})")
 _REMEMBERED = 4096
 _PAGE = 100
@@ -56,17 +57,17 @@ class Sandboxes:
 
     def _note(self, rollout: Rollout) -> Note:
         if rollout.task not in self._read:
-            for name, text in self._engine.store.notes(rollout.task).items():
-                of, told = self._engine.tasks.rollouts.get((rollout.task, name)), orjson.loads(text)
-                if of is not None and "e2b" in told:
-                    self._notes[of.id] = told["e2b"]
+            for name, text in self._engine.store.notes(rollout.task, _PROTOCOL).items():
+                of = self._engine.tasks.rollouts.get((rollout.task, name))
+                if of is not None:
+                    self._notes[of.id] = orjson.loads(text)
             self._read.add(rollout.task)
         # One that was begun in another way is a sandbox too.
         return self._notes.setdefault(rollout.id, _new_note(DEFAULT_TEMPLATE))
 
     def _write(self, rollout: Rollout, note: Note) -> None:
         self._notes[rollout.id] = note
-        self._engine.store.put_note(rollout.id, orjson.dumps({"e2b": note}).decode())
+        self._engine.store.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

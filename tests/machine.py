@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -27,6 +27,16 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file s
 
 Process = tuple[int, str]
 """A pid and when it started: a pid alone may be given again."""
+
+
+class Answering(Protocol):
+    """A proxy to ask, however it is run."""
+
+    @property
+    def client(self) -> httpx.Client: ...
+
+    @property
+    def address(self) -> tuple[str, int]: ...
 
 
 def require_sandboxes() -> None:

@@ -23,9 +23,9 @@ _STATUS = {
 }  # fmt: skip
 """HTTP's word for each of Connect's codes, where an error is all of an answer."""
 _CODES = {
-    400: "invalid_argument", 401: "unauthenticated", 404: "not_found", 405: "unimplemented", 409: "failed_precondition",
-    410: "not_found", 413: "resource_exhausted", 415: "invalid_argument", 422: "invalid_argument",
-    429: "resource_exhausted", 500: "internal", 501: "unimplemented",
+    400: "invalid_argument", 401: "unauthenticated", 403: "permission_denied", 404: "not_found", 405: "unimplemented",
+    409: "failed_precondition", 410: "not_found", 413: "resource_exhausted", 415: "invalid_argument",
+    422: "invalid_argument", 429: "resource_exhausted", 500: "internal", 501: "unimplemented",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from proxy.dialects import connect
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import require_sandboxes, wait_until
+from tests.machine import Answering, require_sandboxes, wait_until
 
 START = "process.Process/Start"
 ENDED = {"end": {"exitCode": 0, "exited": True, "status": "exit status 0"}}
@@ -28,7 +28,7 @@ def proxy() -> Iterator[Proxy]:
 class Client:
     """What an SDK does, by hand. sandbox: one to go on with; without it one is created."""
 
-    def __init__(self, proxy: Proxy, task: str, sandbox: str = "", **create: Any) -> None:
+    def __init__(self, proxy: Answering, task: str, sandbox: str = "", **create: Any) -> None:
         self.http, self.base = proxy.client, f"/t/{task}/e2b"
         self.sandbox = sandbox or self.control("POST", "/sandboxes", **create).json()["sandboxID"]
         self.headers = {"e2b-sandbox-id": self.sandbox}
@@ -85,7 +85,7 @@ def joined(told: Iterator[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     return printed.decode(), last
 
 
-def calls(proxy: Proxy, task: str, rollout: str) -> list[tuple[str, str]]:
+def calls(proxy: Answering, task: str, rollout: str) -> list[tuple[str, str]]:
     """Return which tools a rollout called, and how each was answered."""
     steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
     return [(step["call"]["tool"], step["outcome"]) for step in steps]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.agents.clients import packages, run
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import require_criu, require_sandboxes, wait_until
+from tests.machine import Answering, require_criu, require_sandboxes, wait_until
 
 HERE = Path(__file__).parent
 PROGRAM = (HERE / "mcp_server.py").read_text()
@@ -102,7 +102,7 @@ def test_a_group_on_a_stock_server_shares_its_prefix_and_parts_with_its_files_an
 class Agent:
     """A client of either wire, by hand. wire: a version; session: the header to send."""
 
-    def __init__(self, proxy: Proxy, path: str, *, wire: str = "2025-11-25", session: str = "") -> None:
+    def __init__(self, proxy: Answering, path: str, *, wire: str = "2025-11-25", session: str = "") -> None:
         self.proxy, self.path = proxy, path
         self.headers = {"accept": "application/json, text/event-stream", "mcp-protocol-version": wire}
         if session:

@@ -73,6 +73,27 @@ def test_nothing_is_answered_without_a_token(closed_proxy: Running, path: str) -
         assert answer.headers["www-authenticate"].startswith("Bearer")
 
 
+@pytest.mark.parametrize(("token", "status", "code"), [("", 401, "unauthenticated"), (BOB, 403, "permission_denied")])
+def test_who_is_refused_is_told_in_the_form_of_its_protocol(
+    closed_proxy: Running, token: str, status: int, code: str
+) -> None:
+    base = "/t/alice-1/r/a"
+    ours = asked(closed_proxy, "POST", f"{base}/shell/exec", token, content=BODY)
+    assert (ours.status_code, ours.headers["content-type"]) == (status, "application/problem+json")
+    why = ours.json()["detail"]
+    docker = asked(closed_proxy, "GET", f"{base}/docker/v1.43/containers/json", token)
+    assert (docker.status_code, docker.json()) == (status, {"message": why})
+    control = asked(closed_proxy, "POST", f"{base}/e2b/v2/sandboxes", token, json={})
+    assert (control.status_code, control.json()) == (status, {"code": status, "message": why})
+    listed = asked(closed_proxy, "POST", f"{base}/e2b/process.Process/List", token, json={})
+    assert (listed.status_code, listed.json()) == (status, {"code": code, "message": why})
+    streams = {"content-type": "application/connect+json"}
+    started = asked(closed_proxy, "POST", f"{base}/e2b/process.Process/Start", token, content=b"", headers=streams)
+    assert (started.status_code, json.loads(started.content[5:])["error"]) == (200, {"code": code, "message": why})
+    mcp = asked(closed_proxy, "POST", f"{base}/mcp", token, json={})
+    assert (mcp.status_code, "www-authenticate" in mcp.headers) == (status, status == 401)
+
+
 def test_whether_it_lives_may_be_asked_by_anybody(closed_proxy: Running) -> None:
     for path in ("/healthz", "/readyz"):
         assert asked(closed_proxy, "GET", path).status_code == 200

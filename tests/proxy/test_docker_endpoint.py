@@ -7,12 +7,13 @@ from typing import Any
 
 from sandboxes.calls import ToolCall
 from sandboxes.driver import SandboxError
+from tests.machine import Answering
 from tests.proxy.serving import Running, serving
 
 UPGRADE = "Connection: Upgrade\r\nUpgrade: tcp\r\n"
 
 
-def container(running: Running, rollout: str, **body: Any) -> str:
+def container(running: Answering, rollout: str, **body: Any) -> str:
     base = f"/t/task/r/{rollout}/docker"
     asked = {"Image": "any", "Cmd": ["sleep", "2h"], **body}
     made = running.client.post(f"{base}/containers/create", json=asked)
@@ -22,14 +23,14 @@ def container(running: Running, rollout: str, **body: Any) -> str:
     return number
 
 
-def execution(running: Running, rollout: str, box: str, command: str, **body: Any) -> str:
+def execution(running: Answering, rollout: str, box: str, command: str, **body: Any) -> str:
     asked = {"Cmd": ["sh", "-c", command], "AttachStdout": True, "AttachStderr": True, **body}
     told = running.client.post(f"/t/task/r/{rollout}/docker/containers/{box}/exec", json=asked)
     assert told.status_code == 201, told.text
     return str(told.json()["Id"])
 
 
-def start(running: Running, rollout: str, one: str) -> tuple[int, dict[int, bytes]]:
+def start(running: Answering, rollout: str, one: str) -> tuple[int, dict[int, bytes]]:
     """Start an exec as the command line does; return the status, and what came on each stream."""
     body = b'{"Detach":false,"Tty":false}'
     head = f"POST /t/task/r/{rollout}/docker/exec/{one}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{UPGRADE}"

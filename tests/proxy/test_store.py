@@ -186,6 +186,20 @@ def test_deleting_a_task_leaves_nothing_of_it(tmp_path: Path) -> None:
             assert rows(store, table) == 0, table
 
 
+def test_each_protocol_s_word_on_a_rollout_stays_beside_the_others_until_its_end(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        one, other = (store.create_rollout("task", name, tree.id, tree.root.id, name) for name in ("one", "other"))
+        store.put_note(one, "docker", '{"a":[1.5,null]}')
+        store.put_note(one, "e2b", '{"b":"\\u00e9"}')
+        store.put_note(one, "docker", '{"a":null}')
+        store.put_note(other, "e2b", "{}")
+        assert store.notes("task", "docker") == {"one": '{"a":null}'}
+        assert store.notes("task", "e2b") == {"one": '{"b":"\\u00e9"}', "other": "{}"}
+        store.finish_rollout(one)
+        assert (store.notes("task", "docker"), store.notes("task", "e2b")) == ({}, {"other": "{}"})
+
+
 def test_forgetting_nodes_deletes_the_answers_that_nothing_else_needs(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
