@@ -3,7 +3,7 @@
     manifest/00000000-<digest>   what this is: versions, spec, root key, counts
     blob, zblob/…-<digest>       a call or an answer, as it is or compressed; the digest is that of what it holds
     batch/…-<digest>             nodes and records, a JSON line each: a line only speaks of what came before it
-    snapshot, part, chunk/…      kept states, if they were asked for: a state, then the units that it needs, in pieces
+    part, chunk, snapshot/…      kept states, if they were asked for: units in pieces, then a state that needs them
     seal/…-<digest>              how many parts there are, and the digest of every byte before
 
 Any tar can list and unpack it. The reader is stricter: each header must be, bit by bit, the one that the writer makes

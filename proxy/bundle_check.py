@@ -10,6 +10,7 @@ import orjson
 
 from proxy.bundle import BundleError, Part, read
 from proxy.bundle_lines import Manifest, NodeLine, RecordLine, lines_of, manifest_of
+from proxy.bundle_states import Seen
 from proxy.canonical import UncanonicalArguments, call_key
 from proxy.dialects import DIALECTS
 from sandboxes.calls import ToolCall
@@ -18,8 +19,10 @@ _NAME, _VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\x
 """Of headers, as they may go over the wire."""
 
 
-def check(file: BinaryIO, scratch: Path) -> Manifest:
+def check(file: BinaryIO, scratch: Path) -> tuple[Manifest, Seen]:
     """Read a whole bundle and check it: digests, structure, calls and keys. Blocking, for a thread; constant memory.
+
+    Return what it says of itself, and what was seen of its kept states.
 
     scratch: a file for what is too much to remember; it does not exist yet, and does not afterwards.
 
@@ -44,11 +47,13 @@ class _Check:
         self._ask = connection.execute
         self._ask("CREATE TABLE blobs (digest TEXT PRIMARY KEY, call INTEGER, key BLOB, answer INTEGER) WITHOUT ROWID")
         self._ask("CREATE TABLE seen (source INTEGER, key TEXT, PRIMARY KEY (source, key)) WITHOUT ROWID")
+        self._ask("CREATE TABLE nodes (number INTEGER PRIMARY KEY, content TEXT)")
         self._nodes = self._records = 0
+        self._states = Seen()
         self._unreached: int | None = None
         self._databases: frozenset[str] = frozenset()
 
-    def run(self, file: BinaryIO) -> Manifest:
+    def run(self, file: BinaryIO) -> tuple[Manifest, Seen]:
         manifest: Manifest | None = None
         for part in read(file):
             match part.kind:
@@ -62,7 +67,7 @@ class _Check:
                 case "seal":
                     pass
                 case _:
-                    raise BundleError(f"{part.name}: this Forkpoint takes no kept states from elsewhere.")
+                    self._states.see(part, self._content)
         assert manifest is not None  # or `read` has raised
         if self._unreached is not None:
             raise BundleError(f"no call leads to node {self._unreached}.")
@@ -71,7 +76,21 @@ class _Check:
                 f"it holds {self._nodes} nodes and {self._records} calls, and its manifest says {manifest.nodes} and "
                 f"{manifest.records}."
             )
-        return manifest
+        if len(self._states.states) > manifest.snapshots:
+            raise BundleError(f"it holds more kept states than the {manifest.snapshots} that its manifest says.")
+        return manifest, self._states
+
+    def _content(self, node: int) -> str | None:
+        """Return the digest of a node that came before, None where it has none.
+
+        Raises:
+            BundleError: there is no such node.
+        """
+        row = self._ask("SELECT content FROM nodes WHERE number = ?", (node,)).fetchone()
+        if row is None or node == self._unreached:
+            raise BundleError(f"there is a kept state of node {node}, and no such node.")
+        content: str | None = row[0]
+        return content
 
     def _blob(self, part: Part) -> None:
         call, key = _call(part.data, self._databases)
@@ -90,6 +109,7 @@ class _Check:
             raise BundleError(f"{where}: node {line.node} does not follow the one before it and its call.")
         if line.exact is not None and line.content is None:
             raise BundleError(f"{where}: node {line.node} has half a digest.")
+        self._ask("INSERT INTO nodes VALUES (?, ?)", (line.node, line.content))
         self._nodes += 1
         if line.node:
             self._unreached = line.node

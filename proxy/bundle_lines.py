@@ -16,7 +16,7 @@ _MOST = 1 << 40
 
 
 class Manifest(BaseModel):
-    """What a bundle says of itself."""
+    """What a bundle says of itself. snapshots: kept states in it, at most; left out: those that cannot travel."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,6 +28,8 @@ class Manifest(BaseModel):
     spec: EnvironmentSpec
     nodes: int = Field(ge=1, le=_MOST)
     records: int = Field(ge=0, le=_MOST)
+    snapshots: int = Field(default=0, ge=0, le=_MOST)
+    snapshots_left_out: int = Field(default=0, ge=0, le=_MOST)
 
 
 class NodeLine(BaseModel):

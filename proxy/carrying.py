@@ -2,25 +2,47 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from proxy.attach import tree_key
+from proxy.bringing import bring
 from proxy.bundle import BundleError, Part
 from proxy.bundle_check import check
 from proxy.bundle_lines import Line, Manifest, content
+from proxy.bundle_states import Outgoing, Seen, StateLine
 from proxy.errors import Refused
 from proxy.exporting import export
 from proxy.journal import Journal
-from proxy.store import Store
+from proxy.keeper import Keeper
+from proxy.store import Draft, Store
 from proxy.tasks import Tasks
 from proxy.tree import Tree
-from sandboxes.driver import Driver, SpecError
+from sandboxes.driver import Driver, FrozenState, SpecError
+from sandboxes.porting import PortableDriver, Unpacking
 from sandboxes.spec import EnvironmentSpec
 
+_Made = TypeVar("_Made")
 _SLICE = 200
 """Blobs and lines written in one transaction, between which calls are answered: 5 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came in. snapshots: kept states that are here now, of those that the file says there were."""
+
+    manifest: Manifest
+    snapshots: int
+
+    @property
+    def left_out(self) -> int:
+        """Kept states that are not here: they could not travel, or do not fit."""
+        return self.manifest.snapshots_left_out + self.manifest.snapshots - self.snapshots
 
 
 class Carrying:
@@ -31,13 +53,14 @@ class Carrying:
         store: Store,
         journal: Journal,
         tasks: Tasks,
+        keeper: Keeper,
         drivers: Mapping[str, Driver],
         folder: Path,
         *,
         most_bytes: int,
     ) -> None:
         self._store, self._journal, self._tasks, self._drivers = store, journal, tasks, drivers
-        self._folder, self._most_bytes = folder, most_bytes
+        self._keeper, self._folder, self._most_bytes = keeper, folder, most_bytes
         self._one = asyncio.Lock()
 
     def open(self) -> None:
@@ -46,15 +69,22 @@ class Carrying:
         for left in self._folder.iterdir():
             left.unlink()
 
-    def export(self, task: str, tree: Tree) -> Iterator[bytes]:
-        """Yield the bytes of a tree's bundle; to be iterated in threads.
+    def export(self, task: str, tree: Tree, states: Outgoing | None = None) -> Iterator[bytes]:
+        """Yield the bytes of a tree's bundle, with these kept states; to be iterated in threads.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        return export(self._store.open_apart(), task, tree)
+        return export(self._store.open_apart(), task, tree, states or Outgoing())
 
-    async def take(self, task: str, body: AsyncIterator[bytes]) -> Manifest:
+    @contextmanager
+    def kept(self, tree: Tree) -> Iterator[Outgoing]:
+        """Return a tree's kept states, which stay meanwhile."""
+        driver = self._drivers[tree.spec.driver]
+        with self._keeper.lent(tree) as snapshots:
+            yield Outgoing(snapshots, driver.porter if isinstance(driver, PortableDriver) else None, self._keeper.load)
+
+    async def take(self, task: str, body: AsyncIterator[bytes]) -> Taken:
         """Import a bundle as the tree of task, which is made if there is none. All of it, or nothing.
 
         Raises:
@@ -68,14 +98,36 @@ class Carrying:
             try:
                 await self._receive(file, body)
                 try:
-                    manifest = await asyncio.to_thread(_checked, file, self._folder / f"{name}.sqlite")
+                    manifest, seen = await asyncio.to_thread(_checked, file, self._folder / f"{name}.sqlite")
+                    spec = await self._fitting(task, manifest)
+                    taken = await self._bring_in(task, manifest, spec, file, seen)
                 except BundleError as error:
                     raise Refused(422, "bundle", f"this file is not imported: {error}") from error
-                spec = await self._fitting(task, manifest)
-                await self._write(task, manifest, spec, file)
             finally:
                 file.unlink(missing_ok=True)
-        return manifest
+        return Taken(manifest, taken)
+
+    async def _bring_in(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path, seen: Seen) -> int:
+        """Write the tree and its kept states, these first; return how many of them there are."""
+        driver = self._drivers[spec.driver]
+        if not seen.states or not isinstance(driver, PortableDriver):
+            await self._write(task, manifest, spec, file)
+            return 0
+        with driver.porter.unpacking() as unpacking:
+            states = await _to_its_end(partial(self._bring, file, seen, unpacking, driver.name))
+            draft = await self._write(task, manifest, spec, file)
+            tree = self._tasks.tree(draft.tree)
+            nodes, taken = dict(tree.nodes), 0
+            for line, frozen in states:
+                taken += self._keeper.take_in(frozen, tree, nodes[draft.node + line.node], cost_s=line.cost_s)
+                # Some hundred microseconds of disk each: hits come between.
+                await asyncio.sleep(0)
+            return taken
+
+    def _bring(self, file: Path, seen: Seen, unpacking: Unpacking, driver: str) -> list[tuple[StateLine, FrozenState]]:
+        with file.open("rb") as reading:
+            scratch, room_bytes = file.with_suffix(".unit"), self._keeper.room_bytes
+            return bring(reading, seen, unpacking, scratch, driver=driver, room_bytes=room_bytes)
 
     async def _receive(self, file: Path, body: AsyncIterator[bytes]) -> None:
         size = 0
@@ -109,7 +161,7 @@ class Carrying:
         await self._tasks.require_room(task, spec, key)
         return spec
 
-    async def _write(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path) -> None:
+    async def _write(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path) -> Draft:
         draft = self._store.draft(manifest.nodes, manifest.records)
         try:
             with file.open("rb") as reading:
@@ -120,9 +172,20 @@ class Carrying:
         except BaseException:
             self._store.drop_draft(draft.tree)
             raise
+        return draft
 
 
-def _checked(file: Path, scratch: Path) -> Manifest:
+async def _to_its_end(work: Callable[[], _Made]) -> _Made:
+    """Run work in a thread, and wait for it also when cancelled: what it writes to must not be let go of before."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _checked(file: Path, scratch: Path) -> tuple[Manifest, Seen]:
     with file.open("rb") as reading:
         return check(reading, scratch)
 

@@ -105,6 +105,10 @@ def verify(
 def export_tree(
     task: TaskArgument,
     file: Annotated[Path, typer.Argument(help="Where to write it; - is stdout.", metavar="FILE")],
+    *,
+    snapshots: Annotated[
+        bool, typer.Option("--snapshots", help="With its kept states, but for live processes.")
+    ] = False,
     url: UrlOption = DEFAULT_URL,
     json: JsonOption = False,
 ) -> None:
@@ -112,7 +116,7 @@ def export_tree(
     wire, size = Wire(url), 0
     draft = file.with_name(f"{file.name}.part")
     try:
-        answering = wire.stream("GET", "tasks", task, "export")
+        answering = wire.stream("GET", "tasks", task, "export", params={"snapshots": snapshots})
         with answering as answer, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
             for chunk in answer.iter_bytes(_CHUNK):
                 write(chunk)
@@ -150,7 +154,13 @@ def import_tree(
             view = wire.ask("POST", "tasks", task, "import", content=chunks(), headers=headers, within_s=LONG_S)
     except OSError as error:
         fail(f"{file} cannot be read: {error}")
-    show(view, lambda told: f"{told['nodes']:,} nodes and {told['records']:,} calls", json=json)
+    show(view, _imported, json=json)
+
+
+def _imported(told: dict[str, Any]) -> str:
+    states, left_out = told["snapshots"], told["snapshots_left_out"]
+    kept = f", {states:,} kept states ({left_out:,} more were left out)" if states or left_out else ""
+    return f"{told['nodes']:,} nodes and {told['records']:,} calls{kept}"
 
 
 def gc(url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:

@@ -81,8 +81,9 @@ class Engine:
             share=settings.audit_share, quarantine=settings.audit_quarantine,
         )  # fmt: skip
         self.carrying = Carrying(
-            self.store, self.journal, self.tasks, drivers, settings.data / "imports", most_bytes=settings.import_bytes
-        )
+            self.store, self.journal, self.tasks, self.keeper, drivers, settings.data / "imports",
+            most_bytes=settings.import_bytes,
+        )  # fmt: skip
         secret = None if settings.token is None else settings.token.get_secret_value()
         self.access = Access(read_tokens(secret, settings.token_file))
         self.store.namespace = self.access.namespace

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from proxy.bundle import FORMAT, Writer
+from proxy.bundle_states import Outgoing
 from proxy.canonical import KEY_VERSION
 from proxy.store import StoreError
 from proxy.tree import Tree
@@ -20,7 +21,7 @@ _BATCH = 1000
 _SENT_BYTES = 256 << 10
 
 
-def export(connection: sqlite3.Connection, task: str, tree: Tree) -> Iterator[bytes]:
+def export(connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing) -> Iterator[bytes]:
     """Yield the bytes of a tree's bundle. Blocking, for a thread; the connection is closed at the end.
 
     Left out: what no other rollout may be answered from (private records), and states that were set aside.
@@ -32,7 +33,7 @@ def export(connection: sqlite3.Connection, task: str, tree: Tree) -> Iterator[by
         # One moment of the store, whatever is recorded meanwhile.
         connection.execute("BEGIN")
         pending = bytearray()
-        for piece in _Export(connection, task, tree).pieces():
+        for piece in _Export(connection, task, tree, states).pieces():
             pending += piece
             if len(pending) >= _SENT_BYTES:
                 yield bytes(pending)
@@ -60,14 +61,15 @@ class _Numbers:
 
 
 class _Export:
-    def __init__(self, connection: sqlite3.Connection, task: str, tree: Tree) -> None:
-        self._connection, self._task, self._tree = connection, task, tree
+    def __init__(self, connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing) -> None:
+        self._connection, self._task, self._tree, self._states = connection, task, tree, states
         self._writer, self._numbers = Writer(), _Numbers()
         self._sent = bytearray()
 
     def pieces(self) -> Iterator[bytes]:
         # Counted before anything is sent: the manifest comes first, and says how much follows.
         nodes, records = self._count()
+        snapshots, left_out = self._states.count(self._numbers.of)
         self._numbers = _Numbers()
         self._numbers.add(self._tree.root.id)
         yield self._writer.json(
@@ -75,7 +77,7 @@ class _Export:
             {
                 "forkpoint": version("forkpoint"), "format": FORMAT, "key_version": KEY_VERSION, "task": self._task,
                 "root_key": self._tree.key, "spec": self._tree.spec.shown().model_dump(mode="json"), "nodes": nodes,
-                "records": records, "exported_at": time.time(),
+                "records": records, "exported_at": time.time(), "snapshots": snapshots, "snapshots_left_out": left_out,
             },
         )  # fmt: skip
         lines = [self._node(self._tree.root.id)]
@@ -93,6 +95,7 @@ class _Export:
                 lines = []
         if lines:
             yield self._batch(lines)
+        yield from self._states.pieces(self._writer, self._numbers.of)
         yield self._writer.seal()
 
     def _count(self) -> tuple[int, int]:

@@ -162,6 +162,40 @@ class Keeper:
         finally:
             snapshot.leases -= 1
 
+    @contextmanager
+    def lent(self, tree: Tree) -> Iterator[list[Snapshot]]:
+        """Lend all snapshots of a tree; they are not evicted meanwhile, but may be dropped with their nodes."""
+        found = [snapshot for snapshot in self._snapshots if snapshot.tree == tree.id]
+        for snapshot in found:
+            snapshot.leases += 1
+        try:
+            yield found
+        finally:
+            for snapshot in found:
+                snapshot.leases -= 1
+
+    def load(self, snapshot: Snapshot) -> FrozenState:
+        """Read what a snapshot holds; see `SnapshotStore.load`."""
+        return self._snapshots.load(snapshot)
+
+    @property
+    def room_bytes(self) -> int:
+        """What the budget of kept states has left."""
+        return max(0, self._budget_bytes - self.used_bytes)
+
+    def take_in(self, frozen: FrozenState, tree: Tree, node: Node, *, cost_s: float) -> bool:
+        """Make a state from elsewhere the snapshot of node; False where it has one, or none can be written."""
+        if node.detached or node.snapshot is not None:
+            return False
+        try:
+            snapshot = self._snapshots.save(frozen, tree=tree.id, node=node.id, cost_s=cost_s)
+        except OSError as error:
+            self._freeze_failed(node, error)
+            return False
+        self.used_bytes += snapshot.size_bytes
+        node.snapshot = snapshot.id
+        return True
+
     def failed(self, node: Node, error: SandboxError) -> None:
         """Note that a restore of node's snapshot failed.
 

@@ -1,10 +1,12 @@
 """Routes by which trees travel: export and import."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
+from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from proxy.engine import Engine
@@ -21,12 +23,17 @@ _BODY: dict[str, Any] = {
 
 
 class ImportView(BaseModel):
-    """What was imported. exported_from: the task that it was, where it was exported."""
+    """What was imported. exported_from: the task that it was, where it was exported.
+
+    snapshots: kept states that came; snapshots_left_out: those that could not travel or do not fit: replays reach them.
+    """
 
     task: str
     exported_from: str
     nodes: int
     records: int
+    snapshots: int
+    snapshots_left_out: int
 
 
 def carry_routes(router: APIRouter, engine: Engine) -> None:
@@ -35,17 +42,31 @@ def carry_routes(router: APIRouter, engine: Engine) -> None:
     @router.get(
         "/tasks/{task}/export", response_class=StreamingResponse, responses={200: {"content": {MEDIA_TYPE: {}}}}
     )
-    async def export_task(task: TaskName) -> StreamingResponse:
-        """Download a task's tree with its answers, as one file with digests."""
+    async def export_task(task: TaskName, *, snapshots: bool = False) -> StreamingResponse:
+        """Download a task's tree with its answers, as one file with digests.
+
+        snapshots: with its kept states, where they are plain data and not live processes.
+        """
         found = await engine.tasks.find(task)
         headers = {"content-disposition": f'attachment; filename="{task}.forkpoint.tar"', "x-accel-buffering": "no"}
-        return StreamingResponse(engine.carrying.export(task, found.tree), media_type=MEDIA_TYPE, headers=headers)
+
+        async def states_too() -> AsyncIterator[bytes]:
+            with engine.carrying.kept(found.tree) as states:
+                async for piece in iterate_in_threadpool(engine.carrying.export(task, found.tree, states)):
+                    yield piece
+
+        body = states_too() if snapshots else engine.carrying.export(task, found.tree)
+        return StreamingResponse(body, media_type=MEDIA_TYPE, headers=headers)
 
     @router.post("/tasks/{task}/import", status_code=201, openapi_extra=_BODY)
     async def import_task(task: TaskName, request: Request) -> ImportView:
         """Import a tree as that of a task which has none yet. A file that is not whole changes nothing."""
         try:
-            manifest = await engine.carrying.take(task, request.stream())
+            taken = await engine.carrying.take(task, request.stream())
         except ClientDisconnect as error:
             raise Refused(400, "import", "the upload ended before the file did. Nothing was imported.") from error
-        return ImportView(task=task, exported_from=manifest.task, nodes=manifest.nodes, records=manifest.records)
+        manifest = taken.manifest
+        return ImportView(
+            task=task, exported_from=manifest.task, nodes=manifest.nodes, records=manifest.records,
+            snapshots=taken.snapshots, snapshots_left_out=taken.left_out,
+        )  # fmt: skip

@@ -17,6 +17,7 @@ from sandboxes.localbox.cgroup import sweep
 from sandboxes.localbox.channel import ChannelLost
 from sandboxes.localbox.furnish import furnish
 from sandboxes.localbox.machine import START_S, Machine
+from sandboxes.localbox.porting import LayerPorter
 from sandboxes.localbox.roots import Root, Roots
 from sandboxes.localbox.sandbox import LocalSandbox
 from sandboxes.ownership import Ownership
@@ -42,6 +43,7 @@ class LocalDriver:
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
         self.machine = Machine(self.data_dir, self.bases.host_view, checkpoints=checkpoints, images=images)
         self.roots = Roots(self.data_dir / "roots", self.machine.layers)
+        self.porter = LayerPorter(self.machine.layers, self.machine.holding)
         self._sandboxes: set[LocalSandbox] = set()
         self._ownership = Ownership(self.data_dir)
         self._building: dict[str, asyncio.Lock] = {}

@@ -11,10 +11,11 @@ import itertools
 import posixpath
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -24,6 +25,7 @@ from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.http1 import Listener
 from sandboxes.looking import GONE, Entry, SessionLook, StateLook
+from sandboxes.porting import Unusable
 from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]
@@ -80,6 +82,41 @@ def _canonical(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 
+def _parts(payload: dict[str, Any]) -> tuple[str, ...]:
+    data = _canonical(payload)
+    return (f"{blake2b(data, digest_size=16).hexdigest()}-{len(data)}",)
+
+
+class MemoryPorter:
+    """A `Porter`, and its `Unpacking`: all that a state needs is in its payload, so its parts are empty."""
+
+    def carries(self, kind: str) -> bool:
+        """See `Porter.carries`."""
+        return kind == "files"
+
+    def pack(self, part: str) -> Iterator[bytes]:  # noqa: ARG002
+        """See `Porter.pack`."""
+        return iter(())
+
+    def unpacking(self) -> "AbstractContextManager[MemoryPorter]":
+        """See `Porter.unpacking`."""
+        return nullcontext(self)
+
+    def part(self, name: str, data: BinaryIO, sha256: str) -> None:
+        """See `Unpacking.part`."""
+
+    def state(self, frozen: FrozenState) -> FrozenState:
+        """See `Unpacking.state`."""
+        try:
+            told = _State.from_json(frozen.payload)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Unusable(f"its payload cannot be read: {error!r}") from error
+        if frozen.state is None or told.digest() != frozen.state:
+            raise Unusable("its digest is another")
+        parts = _parts(frozen.payload)
+        return replace(frozen, parts=parts, size_bytes=int(parts[0].rpartition("-")[2]))
+
+
 class MemoryDriver:
     """A `Driver` without a machine under it. `executed` lists the commands that really ran, in order."""
 
@@ -87,6 +124,7 @@ class MemoryDriver:
 
     def __init__(self, gate: Gate | None = None) -> None:
         self.gate = gate
+        self.porter = MemoryPorter()
         self.executed: list[str] = []
         self.live: dict[str, MemorySandbox] = {}
         self._ids = itertools.count(1)
@@ -178,9 +216,8 @@ class MemorySandbox:
         if self._state.jobs:
             raise NotFreezable(f"{self._state.jobs} processes live")
         payload = self._state.to_json()
-        data = _canonical(payload)
-        parts = (f"{blake2b(data, digest_size=16).hexdigest()}-{len(data)}",)
-        return FrozenState("memory", "files", payload, len(data), self._state.digest(), parts)
+        parts = _parts(payload)
+        return FrozenState("memory", "files", payload, len(_canonical(payload)), self._state.digest(), parts)
 
     async def look(self) -> StateLook:
         """See `LookingSandbox.look`. The root state is the files of the spec."""

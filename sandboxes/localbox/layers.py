@@ -205,7 +205,8 @@ def _copy(source: Path, target: Path, status: os.stat_result) -> None:
             while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
                 pass
     elif stat.S_ISLNK(status.st_mode):
-        target.symlink_to(source.readlink())
+        # Not pathlib's way to read it, which would make "./d/" a "d".
+        target.symlink_to(os.readlink(source))  # noqa: PTH115
     else:
         os.mknod(target, status.st_mode, status.st_rdev)
     _copy_facts(source, target)

@@ -1,6 +1,7 @@
 """The commands that look at a running proxy and steer it, as somebody types them."""
 
 import json
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def test_a_tree_goes_out_to_a_file_and_comes_back(proxy: Running, tmp_path: Path
     assert list(tmp_path.iterdir()) == [file]
     assert as_json(proxy, "import", str(file), "copied")["records"] == 3
     assert proxy.exec("r", "echo one > f", task="copied").headers["cache-status"] == "forkpoint; hit"
+    with_states = tmp_path / "states.tar"
+    assert proxy.client.post(f"/api/v1/tasks/demo/nodes/{nodes(proxy)[1]}/snapshot").is_success
+    as_json(proxy, "export", "demo", str(with_states), "--snapshots")
+    with tarfile.open(with_states) as listed:
+        assert any(name.startswith("snapshot/") for name in listed.getnames())
+    assert "kept states (0 more were left out)" in typed(proxy, "import", str(with_states), "with-states")
     damaged = bytearray(file.read_bytes())
     damaged[3000] ^= 1
     file.write_bytes(damaged)
