@@ -93,7 +93,8 @@ async def main(url: str, part: str, *, steady: bool) -> list[Any]:
         await bash(f"greet {part}; pwd; cat file drawn"),
         await bash(
             'a=$(cat tick); for i in {1..90}; do [ "$(cat tick)" = "$a" ] || break; sleep .1; done; '
-            '[ "$(cat tick)" != "$a" ] && echo it ticks; kill %1'
+            # Whether bash tells of its end before the next prompt is chance.
+            '[ "$(cat tick)" != "$a" ] && echo it ticks; kill %1; disown %1'
         ),
         await bash(f"x={part}; echo {part} > own; greet again; cat own"),
         await told(runtime.read_file(ReadFileRequest(path=f"{WORK}/own"))),
