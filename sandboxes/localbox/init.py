@@ -466,7 +466,7 @@ class Init:
                 break
             time.sleep(pause)
         # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
-        held = {("descriptors", shell.name, shell.runs) for shell in self.shells if shell.holds_more()}
+        held = {("descriptors", shell.name, shell.runs) for shell in self.shells.holding()}
         objects = processes.ipc_objects()
         alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set()) | self.left.state
         if alive:

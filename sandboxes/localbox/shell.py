@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import select
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -181,6 +182,10 @@ class Shell:
                 if now != resource.getrlimit(number):
                     changed[name] = list(now)
         return changed
+
+    @property
+    def ended(self) -> bool:
+        return bool(select.select([self.death], [], [], 0)[0])
 
     def holds_more(self) -> bool:
         """Whether the idle shell has other descriptors than when it was new; True where it does not let us look.

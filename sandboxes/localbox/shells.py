@@ -65,7 +65,11 @@ class Shells:
         Raises:
             CannotStart: bash is gone, or broken.
         """
-        shell = self._shells.get(name) or self._start(name)
+        shell = self._shells.get(name)
+        if shell is not None and shell.ended:
+            self.kill(shell)
+            shell = None
+        shell = shell or self._start(name)
         if shell.baseline is None:
             self._await_first_dump(shell)
         return shell
@@ -114,6 +118,21 @@ class Shells:
         shell.close()
         if self._shells.get(shell.name) is shell:
             del self._shells[shell.name]
+
+    def holding(self) -> list[Shell]:
+        """Return the idle shells that hold more than when they were new.
+
+        One that another process has killed is let go of: its session is what its last dump said.
+        """
+        found = []
+        for shell in self:
+            if not shell.holds_more():
+                continue
+            if shell.ended:
+                self.kill(shell)
+            else:
+                found.append(shell)
+        return found
 
     # -- all ---------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 from sandboxes.driver import Driver
 from sandboxes.local import LocalDriver
 from tests.machine import require_criu
-from tests.sandboxes.box import opened, ran
+from tests.sandboxes.box import opened, ran, run
 from tests.sandboxes.processes import SPEC, Audience, ProcessesSuite
 
 
@@ -31,3 +31,21 @@ class TestLocalProcessesWithCriu:
                     assert (await ran(one, "sh", "-c", look)).ending.exit_code == 0
 
         asyncio.run(go())
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_session_whose_idle_shell_was_killed_goes_on_from_its_last_call(data_dir: Path, checkpoints: bool) -> None:
+    if checkpoints:
+        require_criu()
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, checkpoints=checkpoints)) as driver:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "X=7; cd /tmp")
+            await ran(sandbox, "/bin/sh", "-c", "kill -9 -1")
+            back = await driver.restore(SPEC, await sandbox.freeze())
+            for one in (sandbox, back):
+                answer = await run(one, "echo $X; pwd")
+                assert (answer.out, answer.code) == ("7\n/tmp\n", 0)
+
+    asyncio.run(go())
