@@ -110,6 +110,7 @@ def test_a_container_goes_on_where_the_proxy_was_killed(proxy: Killable) -> None
     # The same rollout, as another protocol's client knows it.
     beside = Client(proxy, "task", sandbox="a")
     assert beside.control("POST", "/sandboxes/a/pause").status_code == 204
+    assert proxy.client.post(f"/t/task/r/a/docker/containers/{box}/restart").status_code == 204
     assert start(proxy, "a", execution(proxy, "a", box, "echo $X >/root/f")) == (101, {})
     one = execution(proxy, "a", box, ONCE)
 
@@ -131,7 +132,7 @@ def test_a_container_goes_on_where_the_proxy_was_killed(proxy: Killable) -> None
     assert start(proxy, "a", execution(proxy, "a", box, ONCE)) == (101, {1: b"begun\n1\n"})
     assert start(proxy, "a", execution(proxy, "a", box, "cat /root/f")) == (101, {1: b"7\n"})
     steps = proxy.client.get("/api/v1/tasks/task/rollouts/a").json()["steps"]
-    assert [(step["call"]["tool"], step["outcome"]) for step in steps] == [("run", "miss")] * 3
+    assert [(step["call"]["tool"], step["outcome"]) for step in steps] == [("run", "miss")] * 4
 
 
 def test_a_session_of_mcp_goes_on_where_the_proxy_was_killed(proxy: Killable) -> None:
