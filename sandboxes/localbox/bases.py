@@ -84,7 +84,9 @@ class Bases:
             ) from error
 
     def _host(self) -> Base:
-        identity = hashlib.blake2b(hostbase.fingerprint() + str(self._data).encode(), digest_size=16).hexdigest()
+        # Where the data lies says something of the base only if a hole is left there; else trees travel.
+        hole = str(self._data).encode() if hostbase.in_sight(self._data) else b""
+        identity = hashlib.blake2b(hostbase.fingerprint() + hole, digest_size=16).hexdigest()
         if self._privileged:
             mask = self._make(f"mask-{identity}", lambda target: hostbase.build_mask(target, [self._data]))
             return Base(f"host:{identity}", (str(mask), str(self.host_view / "root")))

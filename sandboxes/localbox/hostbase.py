@@ -116,6 +116,12 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
     _own_text(target / "etc")
 
 
+def in_sight(path: Path) -> bool:
+    """Whether a sandbox would see what is below path, were it not hidden."""
+    seen = {(name,) for name in VISIBLE} | {("var", "lib", name) for name in VISIBLE_STATE}
+    return path.parts[1:2] in seen or path.parts[1:4] in seen
+
+
 def _own_text(folder: Path) -> None:
     for name, text in _OWN_TEXT.items():
         path = folder / name

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from sandboxes.driver import FrozenState, NotFreezable, Sandbox, SandboxError, SpecError, StateGone
 from sandboxes.effects import Effect
 from sandboxes.local import LocalDriver
+from sandboxes.localbox.hostbase import in_sight
 from sandboxes.localbox.layers import remove_tree
 from sandboxes.spec import Archive, EnvironmentSpec
 from tests.sandboxes.box import Answer, file, in_sandbox, needs_root, opened, run
@@ -271,6 +272,24 @@ def test_a_spec_s_archives_files_and_set_up_make_its_root(data_dir: Path, tmp_pa
             identity = await driver.identity(spec)
             (source / "sub" / "g").write_text("more")
             assert await driver.identity(spec) != identity
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("place", ["/usr/x", "/opt/forkpoint", "/etc/x/y", "/var/lib/dpkg/x"])
+def test_data_below_what_a_sandbox_sees_of_the_host_leaves_a_hole_there(place: str) -> None:
+    assert in_sight(Path(place))
+
+
+@pytest.mark.parametrize("place", ["/var/tmp/x", "/var/lib/forkpoint", "/root/x", "/home/me/x", "/work", "/"])
+def test_data_elsewhere_is_not_to_be_seen(place: str) -> None:
+    assert not in_sight(Path(place))
+
+
+def test_the_host_is_one_base_wherever_the_data_lies(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir / "a")) as one, opened(LocalDriver(data_dir / "b")) as two:
+            assert await one.identity(EnvironmentSpec()) == await two.identity(EnvironmentSpec())
 
     asyncio.run(go())
 
