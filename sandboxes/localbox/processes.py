@@ -87,17 +87,19 @@ def kill_except(spared: set[Process], first: int | None = None) -> dict[int, int
         if not doomed or time.monotonic() > deadline:
             return ended
         if spared:
-            for pid, _ in doomed:
-                _kill(pid)
+            # All stand still first: a shell whose child is killed before it would go on with its next command.
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                for pid, _ in doomed:
+                    _kill(pid, number)
         else:
             # One call for all: nobody can fork past it.
             _kill(-1)
         time.sleep(0.0003)
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, number: int = signal.SIGKILL) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return
 

@@ -282,6 +282,18 @@ class DriverContract:
 
         driven(driver, test)
 
+    def test_a_process_that_takes_too_long_does_nothing_more(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            if driver.name == "memory":
+                pytest.skip("its time passes at once")
+            sandbox = await after(driver, "x=5")
+            waiting = "for i in 1 2 3 4 5 6 7 8; do (sleep 60; echo never) & done; echo soon; sleep 60; echo never"
+            for _ in range(3):
+                told = await ran(sandbox, "/bin/sh", "-c", waiting, timeout_s=0.3)
+                assert (told.out, told.ending.timed_out) == (b"soon\n", True)
+
+        driven(driver, test)
+
     def test_what_a_process_leaves_running_is_state(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
