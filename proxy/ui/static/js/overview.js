@@ -6,6 +6,7 @@ import { h, put, say } from "./dom.js";
 import { ago, bytes, count, percent, seconds, short } from "./format.js";
 import { watch } from "./live.js";
 import { timeline } from "./timeline.js";
+import { videos } from "./videos.js";
 
 const FIGURES = [
   ["hit_rate", "Hit rate"],
@@ -37,6 +38,7 @@ export async function overview({ main, params, signal, setParams }) {
       h("h1", { class: "sr" }, "Overview"),
       stats && h("dl", { class: "figures", "aria-label": "Totals since this proxy started" }, [...figures.values()].map((f) => f.element)),
       stats && line.element,
+      stats && videos(signal),
       table.element,
     ),
   );

@@ -1,0 +1,42 @@
+// Videos being prepared, and the last that were: how far each is. Nothing of it where none ever was.
+
+import { get } from "./api.js";
+import { h, put } from "./dom.js";
+import { percent, seconds } from "./format.js";
+import { watch } from "./live.js";
+
+const ENDED = ["done", "failed"];
+
+/** Return the panel; it shows itself once there is a preprocess, and looks each second while one is under way. */
+export function videos(signal) {
+  const body = h("tbody");
+  const heads = [["Video"], ["Stage"], ["At", "num"], ["Stage done", "num"], ["Seconds", "num"]];
+  const head = h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text)));
+  const element = h(
+    "section",
+    { class: "panel", "aria-labelledby": "videos-h", hidden: true },
+    h("header", {}, h("h2", { id: "videos-h" }, "Videos")),
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), body)),
+  );
+  const look = async () => {
+    const { preprocesses } = await get("videos", { signal });
+    element.hidden = preprocesses.length === 0;
+    put(body, [...preprocesses].reverse().map(row));
+    if (preprocesses.some((work) => !ENDED.includes(work.stage))) setTimeout(again, 1000);
+  };
+  const again = watch(look, signal);
+  again();
+  return element;
+}
+
+function row(work) {
+  const bar = h("span", { style: { width: `${Math.min(100, work.share * 100)}%` } });
+  const cells = [
+    h("span", { class: "mono", title: work.video }, work.video.slice(0, 12)),
+    h("span", { class: work.stage === "failed" ? "chip bad" : "chip", title: work.error ?? "" }, work.stage),
+    `${seconds(work.at_s)} of ${seconds(work.of_s)}`,
+    [percent(work.share), h("span", { class: "meter" }, bar)],
+    seconds(work.seconds),
+  ];
+  return h("tr", {}, cells.map((cell, i) => h("td", { class: i > 1 ? "num" : "" }, cell)));
+}
