@@ -257,6 +257,9 @@ class LocalSandbox(Hosting):
             told["checkpoint"]["mapped"] = mapped
             if (path := changed_since_mapped(mapped, told["delta"])) is not None:
                 raise NotFreezable(f"{path} may have been changed since it was mapped")
+            # Of an attempt before this one, which met a file that it was not told of.
+            await asyncio.to_thread(layers.drop, layer)
+            layer.clear()
             if not told["empty"]:
                 layer.append(await asyncio.to_thread(self._copy_upper, told))
 

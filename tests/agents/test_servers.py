@@ -354,7 +354,7 @@ def test_a_spec_that_cannot_be_served_is_refused(proxy: Proxy, spec: dict[str, A
 def test_unknown_endpoints_are_told_which_there_are(proxy: Proxy, task: str) -> None:
     answer = proxy.client.get(f"/t/{task}/r/a/nothing/x")
     assert answer.status_code == 404
-    assert "api, docker, mcp, shell" in answer.json()["detail"]
+    assert "api, docker, e2b, mcp, shell" in answer.json()["detail"]
     nameless = proxy.client.get(f"/t/{task}/api/echo")
     assert nameless.status_code == 400
     assert "rollout" in nameless.json()["detail"]
