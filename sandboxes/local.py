@@ -143,6 +143,8 @@ class LocalDriver:
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
         size += await asyncio.to_thread(checkpoints.size_bytes, kept)
         unneeded = there - kept - before - self._in_stacks() - self.machine.held
+        # At once: a restore that begins while the thread deletes must find them missing, not half there.
+        self.machine.layers.disown(unneeded)
         await asyncio.to_thread(self.machine.layers.drop, unneeded)
         await asyncio.to_thread(checkpoints.drop, unneeded)
         return size

@@ -87,12 +87,17 @@ class Layers:
     def all(self) -> set[str]:
         return {path.name for path in self.frozen.iterdir()}
 
+    def disown(self, ids: Iterable[str]) -> None:
+        """Take their names from layers that will be deleted: from now on they are missing. 10 us each."""
+        for layer in ids:
+            with contextlib.suppress(FileNotFoundError):
+                (self.frozen / layer / "meta.json").unlink()
+
     def drop(self, ids: Iterable[str]) -> None:
         """Delete layers; milliseconds per thousand files."""
         for layer in ids:
             # First the name: a half-deleted layer must not look like one.
-            with contextlib.suppress(FileNotFoundError):
-                (self.frozen / layer / "meta.json").unlink()
+            self.disown([layer])
             remove_tree(self.frozen / layer)
             self.sizes.pop(layer, None)
 

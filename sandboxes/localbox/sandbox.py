@@ -224,10 +224,14 @@ class LocalSandbox(Hosting):
             if "tree" in paused.fields:
                 return await self._checkpoint(int(paused.fields["tree"]))
             told = await self._on_new_layer(paused)
+        added = self._keep_stack()
+        return FrozenState("local", "files", self._payload(told, self.stack), added, digest(told["state"]), self.stack)
+
+    def _keep_stack(self) -> int:
+        """Leave the layers that the sandbox stands on to a frozen state; return the bytes of those that none had."""
         mine = self._unkept.intersection(self.stack)
         self._unkept -= mine
-        added = sum(map(self._machine.layers.size_bytes, mine))
-        return FrozenState("local", "files", self._payload(told, self.stack), added, digest(told["state"]), self.stack)
+        return sum(map(self._machine.layers.size_bytes, mine))
 
     def _payload(self, told: dict[str, Any], layers: tuple[str, ...]) -> dict[str, Any]:
         return {
@@ -273,7 +277,9 @@ class LocalSandbox(Hosting):
         self._held = (*layer, images)
         stack = (*layer, *self.stack)
         payload = self._payload(told, stack) | {"images": images, "checkpoint": told["checkpoint"]}
-        added = await asyncio.to_thread(checkpoints.size_bytes, [images]) + sum(map(layers.size_bytes, layer))
+        # Before any other await: closed meanwhile, the sandbox would take with it what no frozen state holds.
+        added = self._keep_stack() + sum(map(layers.size_bytes, layer))
+        added += await asyncio.to_thread(checkpoints.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, None, (*stack, images))
 
     def _copy_upper(self, told: dict[str, Any]) -> str:

@@ -200,6 +200,18 @@ class DriverContract:
 
         driven(driver, test)
 
+    def test_what_still_runs_comes_back_when_its_sandbox_is_gone(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            if not self.checkpoints:
+                pytest.skip("this driver freezes no live processes")
+            sandbox = await after(driver, "echo a > kept", "sleep 1000 &", "echo b > later")
+            frozen = await sandbox.freeze()
+            await sandbox.close()
+            back = await driver.restore(SPEC, frozen)
+            assert (await run(back, "cat kept later; kill -0 %1; echo $?")).out == "a\nb\n0\n"
+
+        driven(driver, test)
+
     def test_files_are_put_got_and_deleted(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
