@@ -1,5 +1,7 @@
 """kill -9 in the middle of a preprocess: nothing half-made is left, and the next instance makes it whole."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +45,9 @@ def test_a_killed_proxy_leaves_nothing_half_prepared(tmp_path: Path) -> None:
         assert worker is not None
         assert entries(data / "work") != []
         proxy.send_signal(signal.SIGKILL)
+    # Stopped before it had asked to die with its parent, it looks whether that lives when it goes on.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker[0], signal.SIGCONT)
     wait_until(lambda: not alive({worker}), "its worker lives", within_s=10)
 
     async def test(driver: VideoDriver) -> None:
