@@ -1,15 +1,13 @@
 """An answer on its way to a client as server-sent events: what is said while it is made, then the answer itself."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
+from proxy.passing import Patient, Send
 from sandboxes.http1 import Headers
 
 COMMENT_S = 5.0
 """A client that hears nothing for so long is sent a comment: some wait for no more than ten seconds for any byte."""
-PATIENCE_S = 30.0
-"""A client that takes nothing for so long is one that went away."""
 COMMENT = b": still at it\n\n"
 _HEAD = [
     (b"content-type", b"text/event-stream"),
@@ -17,10 +15,8 @@ _HEAD = [
     (b"cache-status", b"forkpoint; fwd=miss"),
 ]
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-
-class Events:
+class Events(Patient):
     """See `Listener`: each piece of data is one thing that is said. Nothing is sent before there is something to say.
 
     form: makes an event of what is said, for this client; empty for what it does not want. speaks: whether the client
@@ -28,10 +24,10 @@ class Events:
     """
 
     def __init__(self, send: Send, form: Callable[[bytes], bytes], extra: Headers, *, speaks: bool) -> None:
-        self._send, self._form, self._speaks = send, form, speaks
+        super().__init__(send)
+        self._form, self._speaks = form, speaks
         self._extra = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in extra]
         self._cancelled = asyncio.Event()
-        self.started = self.gone = False
 
     async def head(self, status: int, headers: Headers) -> None:
         """See `Listener`. What is said has no head."""
@@ -65,12 +61,3 @@ class Events:
             self.started = True
             await self._pass({"type": "http.response.start", "status": 200, "headers": _HEAD + self._extra})
         await self._pass({"type": "http.response.body", "body": event, "more_body": True})
-
-    async def _pass(self, message: dict[str, Any]) -> None:
-        if self.gone:
-            return
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await self._send(message)
-        except (TimeoutError, OSError):
-            self.gone = True

@@ -14,16 +14,33 @@ PATIENCE_S = 30.0
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-class Passing:
+class Patient:
+    """Sends to a client for as long as it takes what it is sent; once it is `gone`, nothing more."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = self.gone = False
+
+    async def _pass(self, message: dict[str, Any]) -> None:
+        if self.gone:
+            return
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            self.gone = True
+
+
+class Passing(Patient):
     """See `Listener`. What ends an answer is sent by `finish` alone: whoever has all of it can rely on its record.
 
     place: brings an answer's head into its client's form.
     """
 
     def __init__(self, send: Send, place: Callable[[Told], Told]) -> None:
-        self._send, self._place = send, place
+        super().__init__(send)
+        self._place = place
         self._held: bytes | None = None
-        self.started = self.gone = False
 
     async def head(self, status: int, headers: Headers) -> None:
         length = next((value for name, value in headers if name.lower() == "content-length"), None)
@@ -48,12 +65,3 @@ class Passing:
     async def finish(self) -> None:
         """Send the end, now that the answer is recorded."""
         await self._pass({"type": "http.response.body", "body": self._held or b"", "more_body": False})
-
-    async def _pass(self, message: dict[str, Any]) -> None:
-        if self.gone:
-            return
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await self._send(message)
-        except (TimeoutError, OSError):
-            self.gone = True

@@ -1,7 +1,7 @@
 // What audits saw of a task: how far answers can be trusted, which calls did not come again, what is not compared.
 
 import { get, names, send } from "./api.js";
-import { h, put, toast } from "./dom.js";
+import { h, put, thead, toast } from "./dom.js";
 import { ago, count, oneLine, percent, plural } from "./format.js";
 import { watch } from "./live.js";
 
@@ -35,7 +35,6 @@ export async function auditView({ main, signal }, task) {
     put(masks, maskList(view.masks));
   };
   await look();
-  const heads = (list) => h("thead", {}, h("tr", {}, list.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text))));
   put(
     main,
     h(
@@ -45,9 +44,9 @@ export async function auditView({ main, signal }, task) {
         "section",
         { class: "panel" },
         h("header", {}, h("h1", {}, "Audit"), state, h("span", { class: "gap" }), h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop),
-        h("div", { class: "scroll" }, h("table", {}, heads([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["The rate is between", "num"], ["Confidence", "num"], ["Not reachable", "num"], ["Last", "num"]]), bounds)),
+        h("div", { class: "scroll" }, h("table", {}, thead([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["The rate is between", "num"], ["Confidence", "num"], ["Not reachable", "num"], ["Last", "num"]]), bounds)),
       ),
-      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Calls that differ")), h("div", { class: "scroll" }, h("table", {}, heads([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings)), none),
+      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Calls that differ")), h("div", { class: "scroll" }, h("table", {}, thead([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings)), none),
       h("section", { class: "panel" }, h("header", {}, h("h2", {}, "What is not compared")), masks),
     ),
   );

@@ -23,6 +23,11 @@ function fill(element, options, children) {
   return element;
 }
 
+/** Make the head of a table: of each column its title, and its class if it has one. */
+export function thead(columns) {
+  return h("thead", {}, h("tr", {}, columns.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text))));
+}
+
 /** Put children in the place of all that an element holds. */
 export function put(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));

@@ -1,7 +1,7 @@
 // Live sandboxes and kept snapshots: where each is, and why.
 
 import { get } from "./api.js";
-import { h, put } from "./dom.js";
+import { h, put, thead } from "./dom.js";
 import { bytes, count, percent, seconds } from "./format.js";
 import { watch } from "./live.js";
 
@@ -84,7 +84,7 @@ async function list({ main, params, signal, setParams }, { title, path, heads, r
         "section",
         { class: "panel" },
         h("header", {}, h("h1", {}, title), note, h("span", { class: "gap" }), search),
-        h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text)))), body)),
+        h("div", { class: "scroll" }, h("table", {}, thead(heads), body)),
         none,
       ),
     ),

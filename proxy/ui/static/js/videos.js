@@ -1,7 +1,7 @@
 // Videos being prepared, and the last that were: how far each is. Nothing of it where none ever was.
 
 import { get } from "./api.js";
-import { h, put } from "./dom.js";
+import { h, put, thead } from "./dom.js";
 import { percent, seconds } from "./format.js";
 import { watch } from "./live.js";
 
@@ -10,13 +10,12 @@ const ENDED = ["done", "failed"];
 /** Return the panel; it shows itself once there is a preprocess, and looks each second while one is under way. */
 export function videos(signal) {
   const body = h("tbody");
-  const heads = [["Video"], ["Stage"], ["At", "num"], ["Stage done", "num"], ["Seconds", "num"]];
-  const head = h("tr", {}, heads.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text)));
+  const head = thead([["Video"], ["Stage"], ["At", "num"], ["Stage done", "num"], ["Seconds", "num"]]);
   const element = h(
     "section",
     { class: "panel", "aria-labelledby": "videos-h", hidden: true },
     h("header", {}, h("h2", { id: "videos-h" }, "Videos")),
-    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), body)),
+    h("div", { class: "scroll" }, h("table", {}, head, body)),
   );
   const look = async () => {
     const { preprocesses } = await get("videos", { signal });
