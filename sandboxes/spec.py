@@ -40,21 +40,11 @@ class Archive(BaseModel):
     target: AbsolutePath = "/"
 
 
-class Server(BaseModel):
-    """A tool server inside the sandbox: the endpoint of its name leads to its port on the sandbox's own loopback."""
+class _ToolServer(BaseModel):
+    """What is said of a tool server wherever it runs: what requests to it mean, and the bounds of an answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    command: Text = Field(min_length=1, description="run by bash in workdir; it stays in the foreground")
-    port: int = Field(ge=1, le=65535)
-    env: dict[VariableName, Text] = Field(default_factory=dict)
-    ready: Literal["tcp"] | Annotated[str, Field(pattern=r"^/[\x21-\x7e]*$")] = Field(
-        default="tcp", description="ready once the port is open; or a path, once GET of it is answered below 500"
-    )
-    ready_s: float = Field(default=30.0, gt=0, le=600)
-    start: Literal["call", "root"] = Field(
-        default="call", description="with a sandbox's first call to it; 'root': it runs in the task's root state"
-    )
     dialect: str = Field(default="http", description="which calls read, what a call's key leaves out: rules by name")
     rules: tuple[dict[str, Any], ...] = Field(default=(), description="rules of one's own, before those of the dialect")
     task: str = Field(
@@ -70,6 +60,21 @@ class Server(BaseModel):
     )
 
 
+class Server(_ToolServer):
+    """A tool server inside the sandbox: the endpoint of its name leads to its port on the sandbox's own loopback."""
+
+    command: Text = Field(min_length=1, description="run by bash in workdir; it stays in the foreground")
+    port: int = Field(ge=1, le=65535)
+    env: dict[VariableName, Text] = Field(default_factory=dict)
+    ready: Literal["tcp"] | Annotated[str, Field(pattern=r"^/[\x21-\x7e]*$")] = Field(
+        default="tcp", description="ready once the port is open; or a path, once GET of it is answered below 500"
+    )
+    ready_s: float = Field(default=30.0, gt=0, le=600)
+    start: Literal["call", "root"] = Field(
+        default="call", description="with a sandbox's first call to it; 'root': it runs in the task's root state"
+    )
+
+
 class Farewell(BaseModel):
     """What an upstream is told when nobody needs a session any more. `{session}` stands for its name."""
 
@@ -80,10 +85,8 @@ class Farewell(BaseModel):
     body: Any = None
 
 
-class Upstream(BaseModel):
+class Upstream(_ToolServer):
     """A server outside Forkpoint's care: a URL, no sandbox. Driver `http` sends it requests, and to no other host."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     upstream: str = Field(
         pattern=r"^https?://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?(?:/[\x21\x24-\x3b\x3d\x40-\x7e]*)?$",
@@ -95,8 +98,6 @@ class Upstream(BaseModel):
         description="'pass': no call is shared. 'replay': those are whose answer is known to come again: stateless "
         "ones by rule, and those behind a rule's `open`, which begins afresh",
     )
-    dialect: str = "http"
-    rules: tuple[dict[str, Any], ...] = Field(default=(), description="rules of one's own, before those of the dialect")
     bind: tuple[str, ...] = Field(
         default=(), description="fields of JSON bodies, both ways, that hold a session's name, beside the dialect's"
     )
@@ -104,17 +105,6 @@ class Upstream(BaseModel):
         default=(), description="statuses that say that a session is gone: it is built again, and nothing is recorded"
     )
     farewell: Farewell | None = Field(default=None, description="sent when a session that a rule opened is let go")
-    task: str = Field(
-        default="",
-        pattern=r"^((header|cookie|query|body):.+)?$",
-        description="where a request names its task, if not the one in the URL is meant: body:task_id",
-    )
-    timeout_s: float | None = Field(
-        default=None, gt=0, le=86_400, description="of silence, before an answer or in it; limits.timeout_s by default"
-    )
-    answer_bytes: int = Field(
-        default=32 << 20, ge=0, le=1 << 28, description="of a recorded answer; a longer one passes, and is not recorded"
-    )
 
 
 def _kind_of_server(value: Any) -> str:

@@ -83,7 +83,7 @@ def test_a_group_over_the_local_driver_gets_what_a_rollout_alone_gets(place: Pat
 def test_a_group_over_containers_gets_what_docker_says(place: Path, tmp_path: Path) -> None:
     require_docker()
     require_criu()
-    _, alone = agent(place, "unix:///var/run/docker.sock", "p0", tmp_path, steady=False)
+    _, alone = agent(place, os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock"), "p0", tmp_path, steady=False)
     with real_proxy(checkpoints=True, containers=True) as proxy:
         # No PUT: the image that the client names is the environment.
         _, told = group(proxy, place, tmp_path, GROUP, steady=False)
