@@ -51,6 +51,7 @@ class Checkpoints:
         self._own = data_dir / "criu"
         self._criu: Criu | None = None
         self._preparing = asyncio.Lock()
+        self._under_way: set[str] = set()
         self.missing = "" if wanted else "checkpoints of live processes are turned off"
 
     async def possible(self) -> bool:
@@ -66,7 +67,9 @@ class Checkpoints:
     # -- on disk -----------------------------------------------------------------------------------------------------
 
     def all(self) -> set[str]:
-        return {path.name for path in self._directory.iterdir()} if self._directory.exists() else set()
+        """Return the names of what is there; what is still being taken is nobody's yet."""
+        there = {path.name for path in self._directory.iterdir()} if self._directory.exists() else set()
+        return there - self._under_way
 
     def size_bytes(self, names: Iterable[str]) -> int:
         """Return the bytes on disk of those of names that are checkpoints."""
@@ -99,6 +102,7 @@ class Checkpoints:
     async def _take(self, start: Start, tree: int, held: Callable[[Mapped], Awaitable[None]], seen: Mapped) -> str:
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
+        self._under_way.add(name)
         images.mkdir(parents=True)
         images.chmod(0o700)
         stood_still = False
@@ -122,6 +126,8 @@ class Checkpoints:
             if isinstance(error, ChannelLost | TimeoutError | OSError):
                 raise SandboxError(f"CRIU could not be started: {error}") from error
             raise
+        finally:
+            self._under_way.discard(name)
         return name
 
     async def bring_back(self, name: str, start: Start, inherit: Sequence[str]) -> None:

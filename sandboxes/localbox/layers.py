@@ -101,6 +101,12 @@ class Layers:
             remove_tree(self.frozen / layer)
             self.sizes.pop(layer, None)
 
+    def undo(self, uppers: Iterable[Upper]) -> None:
+        """Delete what was to become layers, however far it came."""
+        for upper in uppers:
+            remove_tree(upper.path)
+            self.drop([upper.id])
+
     def sync(self, ids: Iterable[str]) -> None:
         """Wait until the disk has these layers. 1 ms to minutes, by what they hold."""
         for layer in ids:

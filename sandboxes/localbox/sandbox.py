@@ -250,7 +250,7 @@ class LocalSandbox(Hosting):
             NotFreezable: CRIU cannot dump them, in its own words.
         """
         told: dict[str, Any] = {}
-        layer: list[str] = []
+        copies: list[Upper] = []
 
         async def start(program: list[str], files: list[int]) -> None:
             assert self._process is not None
@@ -262,17 +262,22 @@ class LocalSandbox(Hosting):
             if (path := changed_since_mapped(mapped, told["delta"])) is not None:
                 raise NotFreezable(f"{path} may have been changed since it was mapped")
             # Of an attempt before this one, which met a file that it was not told of.
-            await asyncio.to_thread(layers.drop, layer)
-            layer.clear()
+            await asyncio.to_thread(layers.undo, copies)
+            copies.clear()
             if not told["empty"]:
-                layer.append(await asyncio.to_thread(self._copy_upper, told))
+                copies.append(layers.allocate())
+                # Held by name from before it is a layer: collecting may come in between.
+                self._held = (copies[0].id,)
+                await asyncio.to_thread(self._copy_upper, copies[0], told)
 
         checkpoints, layers = self._machine.checkpoints, self._machine.layers
         try:
             images = await checkpoints.take(start, tree, held)
         except BaseException:
-            await asyncio.to_thread(layers.drop, layer)
+            self._held = ()
+            await asyncio.to_thread(layers.undo, copies)
             raise
+        layer = tuple(copy.id for copy in copies)
         # Held for as long as nobody else can know of it.
         self._held = (*layer, images)
         stack = (*layer, *self.stack)
@@ -282,11 +287,10 @@ class LocalSandbox(Hosting):
         added += await asyncio.to_thread(checkpoints.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, None, (*stack, images))
 
-    def _copy_upper(self, told: dict[str, Any]) -> str:
+    def _copy_upper(self, copy: Upper, told: dict[str, Any]) -> None:
         """Make a layer of a copy of what the sandbox, which goes on writing, has written so far."""
-        copy = self._machine.layers.allocate()
         self._machine.layers.copy(self._upper, copy)
-        return self._machine.layers.freeze(copy, {"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
+        self._machine.layers.freeze(copy, {"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
 
     async def _seal(self) -> None:
         """Put what a call wrote into a layer of its own, whether or not its state will be kept.

@@ -262,6 +262,20 @@ class DriverContract:
 
         driven(driver, test)
 
+    def test_collecting_spares_what_is_being_frozen(self, driver: Driver) -> None:
+        async def test(driver: Driver) -> None:
+            left = "sleep 1000 &" if self.checkpoints else "true"
+            for _ in range(3):
+                sandbox = await after(driver, "echo a > kept", left, "echo b > later")
+                freezing = asyncio.ensure_future(sandbox.freeze())
+                while not freezing.done():
+                    await driver.collect(())
+                    await asyncio.sleep(0)
+                restored = await driver.restore(SPEC, await freezing)
+                assert (await run(restored, "cat kept; cat later")).out == "a\nb\n"
+
+        driven(driver, test)
+
     def test_closing_twice_is_closing_once(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
