@@ -583,7 +583,7 @@ class Keeper:
                     if shell.session is None:
                         self.pristine = shell.baseline
                     else:
-                        # These come with the command, not before: see `session.command_text`.
+                        # These come with the command, not before: see `session.orders`.
                         shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
                     return
                 if death in events:

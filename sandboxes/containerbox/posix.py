@@ -109,10 +109,13 @@ def restore_script(
     return "\n".join([*lines, ready, ""]).encode("latin-1")
 
 
-def command_text(session: Session | None, command: bytes) -> bytes:
-    """Return what the shell sources for command: first the traps and options that would act on our lines too."""
+def orders(session: Session | None, command: bytes) -> tuple[bytes, bytes]:
+    """Return the line that lets the shell go, and what it sources then: first the traps and options of its session.
+
+    On the command's first line, so that its lines are counted from one; a command that is none ends this shell anyway.
+    """
     arming = ""
     if session is not None:
-        arming = "".join(f"{line}\n" for line in (session["traps"].strip(),) if line)
+        arming = "".join(f"{trap}; " for trap in _statements(session["traps"]))
         arming += f"set -{session['options']}; " if session["options"] else ""
-    return arming.encode("latin-1") + command + b"\n"
+    return b"\n", arming.encode("latin-1") + command + b"\n"

@@ -112,14 +112,14 @@ class Shell:
     def run(self, command: bytes) -> None:
         """Begin a command; the shell answers with a dump."""
         self.runs += 1
-        text = (sessions if self.bash else posix).command_text(self.session, command)
+        go, text = (sessions if self.bash else posix).orders(self.session, command)
         fd = self._fds["command"]
         os.ftruncate(fd, 0)
         written = 0
         while written < len(text):
             written += os.pwrite(fd, text[written:], written)
         self.dump.clear()
-        os.write(self._fds["go"], b"\n")
+        os.write(self._fds["go"], go)
 
     def read_dump(self) -> bool:
         """Take what has come of a dump; return whether it is whole."""

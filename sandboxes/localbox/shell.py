@@ -139,13 +139,13 @@ class Shell:
     def run(self, command: bytes) -> None:
         """Begin a command; the shell answers with a dump."""
         self.runs += 1
-        text = sessions.command_text(self.session, command)
+        go, text = sessions.orders(self.session, command)
         os.ftruncate(self.command, 0)
         written = 0
         while written < len(text):
             written += os.pwrite(self.command, text[written:], written)
         self.dump.clear()
-        os.write(self.go, b"\n")
+        os.write(self.go, go)
 
     def read_dump(self) -> bool:
         """Take what has come of a dump; return whether it is whole."""

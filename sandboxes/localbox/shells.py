@@ -219,7 +219,7 @@ class Shells:
                     if shell.session is None:
                         self.pristine = shell.baseline
                     else:
-                        # These come with the command, not before: see `command_text`.
+                        # These come with the command, not before: see `orders`.
                         shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
                     return
                 if shell.death in events:

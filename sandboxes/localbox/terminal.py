@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 import struct
 import termios
 
@@ -46,8 +45,7 @@ def _become_shell(slave: int, session: Session | None, environment: dict[str, st
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         places = {0: slave, 1: slave, 2: slave, sessions.RESTORE_FD: script, sessions.DUMP_FD: null}
         kernel.place_descriptors(places)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
+        kernel.reset_signals()
         told = environment if session is None else {}
         argv = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{sessions.RESTORE_FD}", "-i"]
         os.execve(BASH, argv, {"PATH": os.defpath, **told})  # noqa: S606

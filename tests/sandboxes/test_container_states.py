@@ -141,6 +141,22 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
     driven(OnImage(container_dir, spares=0), test)
 
 
+@pytest.mark.parametrize(
+    ("image", "said"), [(BASH_IMAGE, "line 1: "), (SH_IMAGE, ": 1: "), (BUSYBOX_IMAGE, "line 1: ")]
+)
+def test_a_command_that_is_none_leaves_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
+        assert (await run(sandbox, "if true")).effect is Effect.NONE
+        assert (await run(sandbox, "kill -USR1 $$; kill -USR2 $$; true")).out == "one\ntwo\n"
+        told = await run(sandbox, "echo ${never}; echo on")
+        assert (told.out, told.effect) == ("", Effect.NONE)
+        assert said in told.err
+
+    driven(OnImage(container_dir, image, spares=0), test)
+
+
 @pytest.mark.parametrize("image", [SH_IMAGE, BUSYBOX_IMAGE])
 def test_what_a_posix_shell_can_print_comes_back_and_functions_last_for_one_call(
     container_dir: Path, image: str
