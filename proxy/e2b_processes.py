@@ -7,13 +7,14 @@ See docs/decisions/0015.
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import structlog
 
 from proxy.attach import StateLost
-from proxy.canonical import CallKey, call_key
+from proxy.canonical import CallKey, again_key, call_key
 from proxy.dialects import e2b_told
 from proxy.dialects.connect import ConnectError, of_problem
 from proxy.dialects.e2b import Chosen, Start
@@ -64,20 +65,21 @@ class Run:
     shown: how much of its output the client has been told, in bytes. heir: where a client listens that asked again.
     """
 
-    def __init__(self, start: Start, key: CallKey, stream: EventStream) -> None:
+    def __init__(self, start: Start, plain: CallKey, key: CallKey, stream: EventStream) -> None:
         self.key, self.pid, self.shown = key, 0, 0
+        self._plain = plain
         self.task: asyncio.Task[Answer] | None = None
         self.heir: EventStream | None = None
         self._start, self._stream = start, stream
         self._left = asyncio.Event()
         self._incoming = Incoming()
 
-    async def awaits(self, rollout: Rollout, key: CallKey) -> bool:
-        """Whether a start of this key is its own, sent again by a client that lost the answer.
+    async def awaits(self, rollout: Rollout, plain: CallKey) -> bool:
+        """Whether a start of this key, asked for the first time or not, is its own, sent again by who lost the answer.
 
         That it did may be heard a little after it asks again.
         """
-        if self.key != key:
+        if self._plain != plain:
             return False
         try:
             async with asyncio.timeout(LOST_S):
@@ -139,6 +141,7 @@ class Processes:
         self._engine, self._step = engine, engine.step
         self._runs: dict[int, Run] = {}
         self._watched: dict[int, Watched] = {}
+        self._asked: dict[int, tuple[Node, Counter[CallKey]]] = {}
         self._closing: asyncio.Task[None] | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -151,16 +154,17 @@ class Processes:
             self._moved(rollout)
 
     async def _start(self, rollout: Rollout, asked: Start, stream: EventStream) -> None:
-        key = call_key(asked.call)
+        plain = call_key(asked.call)
         run = self._runs.get(rollout.id)
-        if run is None or not await run.awaits(rollout, key):
+        if run is None or not await run.awaits(rollout, plain):
             self._runs.pop(rollout.id, None)
             self.catch_up(rollout)
+            key = self._again(rollout, plain)
             record = self._step.known(rollout, key)
             if record is not None:
                 self._tell(rollout, pid_of(record.source, key), record, stream)
                 return
-            run = self._runs[rollout.id] = Run(asked, key, stream)
+            run = self._runs[rollout.id] = Run(asked, plain, key, stream)
             run.task = asyncio.ensure_future(self._step.run(rollout, run.placed, key, run))
         else:
             run.heir = stream
@@ -168,7 +172,7 @@ class Processes:
                 stream.begin(run.pid)
         answer = await self._answer(run, stream)
         skip = 0 if stream is run.heir else run.shown
-        self._tell(rollout, pid_of(answer.record.source, key), answer.record, stream, skip=skip)
+        self._tell(rollout, pid_of(answer.record.source, run.key), answer.record, stream, skip=skip)
         if self._runs.get(rollout.id) is run and not stream.gone:
             del self._runs[rollout.id]
 
@@ -210,7 +214,7 @@ class Processes:
         """Answer a call that is no start."""
         self._runs.pop(rollout.id, None)
         self.catch_up(rollout)
-        key = call_key(call)
+        key = self._again(rollout, call_key(call))
         try:
             record = self._step.known(rollout, key)
             if record is None:
@@ -218,6 +222,21 @@ class Processes:
             return self._engine.store.result(record)
         finally:
             self._moved(rollout)
+
+    def _again(self, rollout: Rollout, key: CallKey) -> CallKey:
+        """Return the key under which a call is asked here.
+
+        Beside what lives a client that asks the same again waits for something: told what it was told before, it would
+        wait for ever. All who ask as often are told the same.
+        """
+        if rollout.node.state is not None:
+            return key
+        node, asked = self._asked.get(rollout.id, (None, Counter[CallKey]()))
+        if node is not rollout.node:
+            asked = Counter()
+            self._asked[rollout.id] = rollout.node, asked
+        asked[key] += 1
+        return again_key(key, asked[key] - 1)
 
     def _moved(self, rollout: Rollout) -> None:
         self.catch_up(rollout)
@@ -235,6 +254,7 @@ class Processes:
     def end(self, rollout: Rollout, why: str) -> None:
         """End all streams of a rollout that has ended."""
         self._runs.pop(rollout.id, None)
+        self._asked.pop(rollout.id, None)
         watched = self._watched.pop(rollout.id, None)
         if watched is not None:
             _end(watched, ConnectError("unavailable", why))
@@ -286,6 +306,9 @@ class Processes:
             del watched.streams[pid]
 
     def _watch(self, rollout: Rollout, pid: int, stream: EventStream) -> None:
+        if rollout.finished:
+            stream.end(ConnectError("unavailable", f"the sandbox {rollout.name!r} has ended"))
+            return
         watched = self._watched.setdefault(rollout.id, Watched(rollout))
         watched.streams.setdefault(pid, []).append(stream)
         stream.bind()

@@ -142,12 +142,15 @@ def sandbox(name: str, note: dict[str, Any]) -> dict[str, Any]:
 
 
 def detail(name: str, note: dict[str, Any], spec: EnvironmentSpec) -> dict[str, Any]:
-    """Return all that is told of a sandbox. Its end is noted, and nothing happens then."""
+    """Return all that is told of a sandbox."""
+    at_end = {"onTimeout": "pause" if note["pauses"] else "kill", "autoResume": note["resumes"]}
     return {
         **sandbox(name, note),
         "startedAt": _time(note["started"]), "endAt": _time(note["ends"]), "cpuCount": 1,
         "memoryMB": spec.limits.memory_mb, "diskSizeMB": spec.limits.disk_mb,
         "state": "paused" if note["paused"] else "running", "metadata": note["metadata"],
+        # Nothing in a sandbox reaches a network.
+        "allowInternetAccess": False, "lifecycle": at_end,
     }  # fmt: skip
 
 

@@ -47,11 +47,14 @@ def is_tending(call: ToolCall) -> bool:
 def tended(call: ToolCall, answer: Message) -> Execution:
     """Return what came of a call about such processes (pure).
 
-    One that was told of what a process has said makes a state: in a sandbox that stands there it has said so much.
+    One that was told of what a process has said makes a state: in a sandbox that stands there it has said so much. So
+    does one that gave a process something: whether or not it has taken that up yet, it is there.
     """
     done = execution(answer, float(answer.fields["seconds"]))
-    if call.tool != "attend" or done.result.status != 200:
+    if call.tool == "list" or done.result.status != 200:
         return done
+    if call.tool != "attend":
+        return replace(done, effect=done.effect | Effect.PROCESSES)
     told = ending(done.result.body)
     said = {str(place): len(output(done.result.body, place)) for place in (OUT, ERR)}
     until = {**said, "ended": told.exit_code is not None}
