@@ -29,7 +29,7 @@ from sandboxes.localbox.left import AllLeft, Kept
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.running import Running, failed
-from sandboxes.localbox.servers import Log, ServerFailed, served
+from sandboxes.localbox.servers import Log, ServerFailed, hand_over, served
 from sandboxes.localbox.session import MalformedDump, Session
 from sandboxes.localbox.shell import Output
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
@@ -237,7 +237,7 @@ class Keeper:
             touched = fields["session"]
             answer, body = self._exec(fields, message.body)
         elif fields["op"] == "serve":
-            answer, body = self._serve(fields["server"]), b""
+            answer, body = self._serve(fields["server"], message.body), b""
         elif fields["op"] == "process":
             answer, body = self._process(fields, message.body), b""
         elif fields["op"] == "tend":
@@ -259,24 +259,18 @@ class Keeper:
         if not self.alive and touched is not None:
             self._renew(touched)
 
-    def _serve(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Give the driver a way to a server, and wait until it has its answer."""
+    def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
+        """Give the driver a way to a server, on which first was sent, and wait until it has its answer."""
         order = {**order, "environment": {**self.environment, **order["environment"]}}
         while True:
             try:
-                self._hand_over(order)
+                hand_over(self.driver, self.servers, order, self._watch(), first)
             except ServerFailed as error:
                 return {"failed": error.kind, "detail": str(error)}
             message = self._hear_while_serving()
             if message.fields["op"] != "again":
                 return served(self.servers, order, message)
-
-    def _hand_over(self, order: dict[str, Any]) -> None:
-        fds, fresh = self.servers.connect(order, self._watch())
-        told = {"connected": True, "fresh": fresh, "note": self.servers.note(order["name"])}
-        socket.send_fds(self.driver, [pack(told, fds=len(fds))], fds)
-        for fd in fds:
-            os.close(fd)
+            first = b""
 
     def _hear_while_serving(self) -> Message:
         watch = self._watch()

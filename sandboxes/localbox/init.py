@@ -20,7 +20,7 @@ from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
 from sandboxes.localbox.left import AllLeft, Kept, Left
 from sandboxes.localbox.restoring import Restoring
 from sandboxes.localbox.running import Running, death_of, due_of, failed, new_pipes, open_terminal
-from sandboxes.localbox.servers import Log, ServerFailed, Servers, served
+from sandboxes.localbox.servers import Log, ServerFailed, Servers, hand_over, served
 from sandboxes.localbox.session import MalformedDump
 from sandboxes.localbox.shell import Output, Shell
 from sandboxes.localbox.shells import Shells
@@ -189,7 +189,7 @@ class Init:
         if fields["op"] == "exec":
             answer, body, touched = self._exec(fields, message.body)
         elif fields["op"] == "serve":
-            answer, body, touched = self._serve(fields["server"]), b"", None
+            answer, body, touched = self._serve(fields["server"], message.body), b"", None
         elif fields["op"] == "process":
             answer, body, touched = self._process(fields, message.body), b"", None
         elif fields["op"] == "tend":
@@ -320,12 +320,12 @@ class Init:
         os.waitpid(pid, 0)
         return *files.heard(data, whole=whole), None
 
-    def _serve(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Give the driver a connection to a server, and wait until it has its answer."""
+    def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
+        """Give the driver a connection to a server, on which first was sent, and wait until it has its answer."""
         watch = self._watch()
         while True:
             try:
-                self._hand_over(order)
+                hand_over(self.driver, self.servers, order, watch, first)
             except ServerFailed as error:
                 return {"failed": error.kind, "detail": str(error)}
             while (message := self.inbox.take()) is None:
@@ -334,13 +334,7 @@ class Init:
                 watch()
             if message.fields["op"] != "again":
                 return served(self.servers, order, message)
-
-    def _hand_over(self, order: dict[str, Any]) -> None:
-        fds, fresh = self.servers.connect(order, self._watch())
-        told = {"connected": True, "fresh": fresh, "note": self.servers.note(order["name"])}
-        socket.send_fds(self.driver, [pack(told, fds=len(fds))], fds)
-        for fd in fds:
-            os.close(fd)
+            first = b""
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""

@@ -11,6 +11,7 @@ Process = tuple[int, int]
 GRACE_S = (0.001, 0.002, 0.004, 0.008, 0.015)
 """How long what a command left is given to end: the right side of `> >(tee log)` outlives its command by moments."""
 _LOOKS = 5
+_PAGE = 1 << 16
 
 
 def living() -> set[Process]:
@@ -22,10 +23,18 @@ def living() -> set[Process]:
     return found
 
 
+def _read(path: str) -> bytes:
+    """Return what a file of the kernel's says. 5 us; a file object asks for more than twice as much."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return b"".join(iter(lambda: os.read(fd, _PAGE), b""))
+    finally:
+        os.close(fd)
+
+
 def _start_time(pid: str) -> int | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return None
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
@@ -42,10 +51,9 @@ def turns(processes: Iterable[Process]) -> dict[Process, int]:
         try:
             for thread in os.listdir(f"/proc/{process[0]}/task"):  # noqa: PTH208
                 place = f"/proc/{process[0]}/task/{thread}"
-                with open(f"{place}/stat", "rb") as file:  # noqa: PTH123
-                    state = file.read().rpartition(b")")[2].split()[0]
-                with open(f"{place}/schedstat", "rb") as file:  # noqa: PTH123
-                    count = -1 if state in {b"R", b"D"} or count < 0 else count + int(file.read().split()[2])
+                state = _read(f"{place}/stat").rpartition(b")")[2].split()[0]
+                taken = int(_read(f"{place}/schedstat").split()[2])
+                count = -1 if state in {b"R", b"D"} or count < 0 else count + taken
         except OSError:
             # It ended, which others notice; or this kernel does not count turns: then nobody knows.
             count = -1
@@ -134,8 +142,7 @@ def descend(listed: Callable[[], Iterable[int]], root: int) -> bool:
 
 def _parent(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            return int(file.read().rpartition(b")")[2].split()[1])
+        return int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1])
     except OSError:
         return 0
 
@@ -148,8 +155,7 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 
 def last_pid() -> int:
     """Return the pid that was given away last in this pid namespace."""
-    with open("/proc/sys/kernel/ns_last_pid", "rb") as file:  # noqa: PTH123
-        return int(file.read())
+    return int(_read("/proc/sys/kernel/ns_last_pid"))
 
 
 def ipc_objects() -> int:
@@ -157,8 +163,7 @@ def ipc_objects() -> int:
     count = 0
     for kind in ("shm", "sem", "msg"):
         try:
-            with open(f"/proc/sysvipc/{kind}", "rb") as file:  # noqa: PTH123
-                count += sum(1 for _ in file) - 1
+            count += _read(f"/proc/sysvipc/{kind}").count(b"\n") - 1
         except OSError:
             continue
     return count
