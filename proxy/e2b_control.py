@@ -17,7 +17,7 @@ from proxy.e2b_lifetime import Lifetimes, is_over
 from proxy.engine import Engine
 from proxy.environments import Wanted
 from proxy.errors import Refused
-from proxy.forest import Rollout
+from proxy.forest import Rollout, Task
 from proxy.tree import Node, Tree
 from proxy.wire import named
 from sandboxes.driver import NotFreezable
@@ -186,20 +186,20 @@ class Sandboxes:
         """Begin a rollout at a snapshot's node, or at the root of what template names, of the task's own by default."""
         tasks = self._engine.tasks
         if _SNAPSHOT.fullmatch(template):
-            return tasks.begin(await tasks.open(task), name, *self._place(task, template))
+            opened = await tasks.open(task)
+            return tasks.begin(opened, name, *self._place(opened, template))
         base = self._engine.settings.e2b_templates.get(template)
         wanted = None if template == DEFAULT_TEMPLATE and base is None else Wanted(template, base=base)
         return await tasks.opened(task, name, wanted=wanted)
 
-    def _place(self, task: str, snapshot: str) -> tuple[Tree, Node]:
+    def _place(self, task: Task, snapshot: str) -> tuple[Tree, Node]:
         """Return the node of a snapshot, with its tree."""
         found = _SNAPSHOT.fullmatch(snapshot)
         assert found is not None
-        for tree_id in self._engine.store.tree_ids(task):
-            node = self._engine.tasks.node(tree_id, int(found[1]))
-            if node is not None:
-                return self._engine.tasks.tree(tree_id), node
-        raise Refused(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task!r}")
+        place = self._engine.tasks.place(task, int(found[1]))
+        if place is None:
+            raise Refused(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task.name!r}")
+        return place
 
     async def _new_name(self, task: str, request: Request) -> str:
         if request.rollout and await self._engine.tasks.running(task, request.rollout) is None:
@@ -272,7 +272,7 @@ class Sandboxes:
         if _SNAPSHOT.fullmatch(template) is None:
             raise Refused(404, "no-such-template", f"template {template!r} was not found: only snapshots are here.")
         opened = await self._engine.tasks.open(task)
-        _, node = self._place(task, template)
+        _, node = self._place(opened, template)
         node.pinned = False
         self._engine.store.save_node(node)
         for rollout in opened.rollouts.values():
