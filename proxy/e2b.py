@@ -104,8 +104,9 @@ class E2b:
     ) -> Problem | None:
         """Answer with a stream; a client that goes away leaves what it began to run on."""
         stream = EventStream(
-            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=isinstance(asked, Chosen)
-        )
+            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=isinstance(asked, Chosen),
+            terminal=isinstance(asked, Start) and asked.has_terminal,
+        )  # fmt: skip
         working = asyncio.ensure_future(self._begin(rollout, note, asked, stream))
         watching = asyncio.ensure_future(_gone(receive, stream))
         try:

@@ -253,11 +253,12 @@ if [ "$fp_to" != "$fp_uid" ] || [ -n "$fp_group" ]; then
     esac
 fi
 if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1; then
-    (PATH=/usr/bin:/bin; exec setsid /bin/sh -c 'exec 0<>"$0" 1>&0 2>&0; exec "$@"' "$fp_terminal" "$@") 2>/dev/null
+    exec 2>/dev/null
+    (PATH=/usr/bin:/bin; exec setsid /bin/sh -c 'exec 0<>"$0" 1>&0 2>&0; exec "$@"' "$fp_terminal" "$@")
     exit "$?"
 fi
 if [ -n "$fp_quiet" ]; then exec >/dev/null 2>&1; fi
 exec "$@"
 """
 """The last steps. A terminal is its session's: whoever opens one as the first of a new session has it.
-Without `setsid` the process has it as its streams alone."""
+Without `setsid` the process has it as its streams alone. Who waits for it says nothing there of how it ended."""

@@ -180,7 +180,7 @@ class Keeper:
                     if not data:
                         return None
                     self.inbox.feed(data, fds)
-            self.left.look()
+            self.left.drain()
         return message
 
     def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
@@ -673,6 +673,8 @@ class Keeper:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
         if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
+        if self.left.terminals:
+            return "a terminal is open, and a checkpoint does not hold it"
 
         def others() -> set[int]:
             return {pid for pid, _ in self.house.living()} - {self.house.pid}

@@ -145,7 +145,7 @@ class Init:
             if not self._listen(self._outputs if self.alive else {}):
                 return None
             self.shells.reap()
-            self.left.look()
+            self.left.drain()
         return message
 
     @property
@@ -530,6 +530,8 @@ class Init:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
         if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
+        if self.left.terminals:
+            return "a terminal is open, and a checkpoint does not hold it"
         anchor = self.shells.anchor
         if anchor is None or not processes.descend(lambda: (pid for pid, _ in processes.living()), anchor.pid):
             return "processes live that have lost the sandbox's anchor, because a command killed it"

@@ -149,6 +149,32 @@ def send(client: Client, pid: int, data: bytes) -> httpx.Response:
     )
 
 
+def test_a_terminal_is_its_rollouts_own_and_what_came_before_it_everybodys(proxy: Proxy) -> None:
+    size = {"size": {"rows": 24, "cols": 80}}
+    bash = {"cmd": "/bin/bash", "args": ["--norc", "-i"], "envs": {"TERM": "dumb", "PS1": ""}}
+    drawn = set()
+    for _ in range(2):
+        client = Client(proxy, "typed")
+        client.run("echo $RANDOM$RANDOM >/root/drawn")
+        with client.stream(START, connect.envelope({"process": bash, "pty": size})) as told:
+            process = {"pid": next(told)["start"]["pid"]}
+            size["size"]["cols"] = 100
+            assert client.call("process.Process/Update", process=process, pty=size).json() == {}
+            keys = base64.b64encode(b"stty size; cat /root/drawn; cd /tmp; pwd\n").decode()
+            assert client.call("process.Process/SendInput", process=process, input={"pty": keys}).json() == {}
+            heard = b""
+            while not heard.endswith(b"\r\n/tmp\r\n"):
+                heard += base64.b64decode(next(told).get("data", {}).get("pty", ""))
+            assert b"\r\n24 100\r\n" in heard
+            drawn.add(heard.split()[-2])
+            wrong = client.call("process.Process/SendInput", process=process, input={"stdin": keys})
+            assert wrong.json()["code"] == "failed_precondition"
+            assert client.call("process.Process/SendSignal", process=process, signal="SIGNAL_SIGKILL").json() == {}
+            assert joined(told)[1]["end"]["status"] == "signal: killed"
+    assert len(drawn) == 1
+    assert [outcome for _, outcome in calls(proxy, "typed", client.sandbox)][:2] == ["hit", "bypass"]
+
+
 def is_there(client: Client) -> bool:
     return client.http.get(f"{client.base}/files?path=/root/told", headers=client.headers).status_code == 200
 
