@@ -82,11 +82,9 @@ def stub_proxy() -> Iterator[Stub]:
                 self._send(200, {}, stub.totals)
                 return
             stub.asked.append(dict(parse_qsl(parts.query)))
-            task = f"/api/v1/tasks/{stub.view.get('task')}"
-            known = {f"{task}/tree": (200, stub.view), f"{task}/trees": (200, [])}
+            found = parts.path == f"/api/v1/tasks/{stub.view.get('task')}/tree"
             missing = {"title": "Unknown task", "detail": "No task has this name.\x1b[2J"}
-            status, told = known.get(parts.path, (404, missing))
-            self._send(status, {}, told)
+            self._send(200 if found else 404, {}, stub.view if found else missing)
 
         def do_DELETE(self) -> None:
             stub.deleted.append(self.path)
