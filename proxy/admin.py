@@ -29,7 +29,19 @@ from proxy.routes_carry import carry_routes
 from proxy.routes_live import live_routes
 from proxy.routes_tree import tree_routes
 from proxy.routes_visit import visit_routes
-from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, TaskName, granted, no_rollout, node_of, running
+from proxy.routing import (
+    PROBLEM,
+    NewName,
+    NodePath,
+    RolloutName,
+    RootQuery,
+    TaskName,
+    granted,
+    no_rollout,
+    place_of,
+    running,
+    tree_of,
+)
 from proxy.store import StoreError
 from proxy.tree import Node
 from proxy.videos import video_routes
@@ -104,16 +116,15 @@ def _task_routes(router: APIRouter, engine: Engine) -> None:
         await engine.tasks.delete(task)
 
     @router.post("/tasks/{task}/warm", status_code=202)
-    async def warm_task(task: TaskName, batch: Batch) -> WarmView:
-        """Have sandboxes ready at a task's root for the next batch of rollouts. They are made in the background."""
-        found = await engine.tasks.open(task)
-        root = found.tree.root
-        granted = engine.warm.ask(found.tree, batch.count)
+    async def warm_task(task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
+        """Have sandboxes ready at a tree's root for the next batch of rollouts. They are made in the background."""
+        tree = tree_of(engine, await engine.tasks.open(task), root)
+        granted = engine.warm.ask(tree, batch.count)
         return WarmView(
             task=task,
-            node=node_name(root),
+            node=node_name(tree.root),
             granted=granted,
-            ready=engine.warm.ready(root),
+            ready=engine.warm.ready(tree.root),
             expires_s=engine.settings.sandbox_idle_s,
         )
 
@@ -125,21 +136,23 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
     async def get_tree(
         task: TaskName,
         node: Annotated[NodeName | None, Query(description="start here; the root where it is left out")] = None,
+        root: RootQuery = None,
         depth: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> TreeView:
-        """Show the tree, or what lies below a node, parents first."""
+        """Show a tree, the current one by default, or what lies below a node of any tree, parents first."""
         found = await engine.tasks.find(task)
-        top = found.tree.root if node is None else node_of(found, node)
-        return reader.tree(found, top, depth=depth, limit=limit)
+        tree = tree_of(engine, found, node or root)
+        top = tree.root if node is None else tree.nodes[int(node[1:])]
+        return reader.tree(found, tree, top, depth=depth, limit=limit)
 
     @router.get("/tasks/{task}/nodes/{node}")
     async def get_node(task: TaskName, node: NodePath) -> NodeDetail:
         """Show a node: its call, answer, effect, seconds, hits, who passed, and why its state is kept or not."""
         found = await engine.tasks.find(task)
-        shown = node_of(found, node)
-        passed = await engine.passed(found.tree, shown, _PASSED_SHOWN)
-        kept = engine.keeper.outlook(shown, found.tree)
+        tree, shown = place_of(engine, found, node)
+        passed = await engine.passed(tree, shown, _PASSED_SHOWN)
+        kept = engine.keeper.outlook(shown, tree)
         return reader.detail(found, shown, _snapshot_of(engine, shown), kept, passed)
 
     @router.delete("/tasks/{task}/nodes/{node}")
@@ -149,15 +162,15 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         end_rollouts: Annotated[bool, Query(description="end the rollouts that stand there")] = False,
     ) -> Forgotten:
         """Forget a node and all that came from it: their calls run again. Rollouts that stand there go on alone."""
-        found = await engine.tasks.find(task)
-        count, ended, going_on = await engine.tasks.forget(found, node_of(found, node), end_rollouts=end_rollouts)
+        tree, top = place_of(engine, await engine.tasks.find(task), node)
+        count, ended, going_on = await engine.tasks.forget(tree, top, end_rollouts=end_rollouts)
         return Forgotten(nodes=count, rollouts=ended, going_on=going_on)
 
     @router.post("/tasks/{task}/nodes/{node}/pin")
     async def pin_node(task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
         """Keep a node's snapshot whatever the budget says, or stop doing so."""
         found = await engine.tasks.find(task)
-        pinned = node_of(found, node)
+        _, pinned = place_of(engine, found, node)
         pinned.pinned = pin is None or pin.pinned
         engine.store.save_node(pinned)
         return reader.detail(found, pinned, _snapshot_of(engine, pinned))
@@ -166,9 +179,9 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
     async def snapshot_node(task: TaskName, node: NodePath) -> NodeDetail:
         """Take a node's snapshot now. Where it has one, nothing is done."""
         found = await engine.tasks.find(task)
-        kept = node_of(found, node)
+        tree, kept = place_of(engine, found, node)
         try:
-            await engine.attach.keep(found.tree, kept)
+            await engine.attach.keep(tree, kept)
         except NotFreezable as reason:
             raise Refused(409, "not-freezable", f"the state {node} cannot be frozen: {reason}") from reason
         if kept.snapshot is None:
@@ -238,12 +251,10 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         """Begin a rollout where another stands, or at a node: for tree search."""
         source = await running(engine, task, rollout)
         found = await engine.tasks.find(task)
-        start = source.node if node is None else source.tree.nodes.get(int(node[1:]))
-        if start is None:
-            raise Refused(404, "no-such-node", f"the tree of rollout {rollout!r} has no node {node}.")
+        tree, start = (source.tree, source.node) if node is None else place_of(engine, found, node)
         if start.detached:
             raise Refused(409, "forgotten", f"the state that rollout {rollout!r} stands at was forgotten.")
-        begun = engine.tasks.begin(found, name, source.tree, start)
+        begun = engine.tasks.begin(found, name, tree, start)
         engine.warm.saw(begun)
         return RolloutView(**_shown(engine, begun, request))
 

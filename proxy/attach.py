@@ -128,6 +128,8 @@ class Attach:
 
         Without an owner it is a warm fork, made from nobody's.
         """
+        # A tree may be older than the settings: it is looked at still, but nothing runs there.
+        driver_of(self._drivers, tree.spec)
         failed: dict[Node, SandboxError] = {}
         first = True
         while True:
@@ -288,15 +290,25 @@ class Attach:
         self._keeper.costs[tree.spec.driver] = costs
 
 
+def driver_of(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> Driver:
+    """Return the driver of a spec's sandboxes.
+
+    Raises:
+        SpecError: there is none of this name.
+    """
+    driver = drivers.get(spec.driver)
+    if driver is None:
+        raise SpecError(f"there is no driver {spec.driver!r} here; there are: {', '.join(sorted(drivers))}.")
+    return driver
+
+
 async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
     """Return the key of the tree that spec names now.
 
     Raises:
         SpecError: there is no such driver, or what spec names cannot be used.
     """
-    driver = drivers.get(spec.driver)
-    if driver is None:
-        raise SpecError(f"there is no driver {spec.driver!r} here; there are: {', '.join(sorted(drivers))}.")
+    driver = driver_of(drivers, spec)
     try:
         rules = identity(spec)
     except RulesError as error:

@@ -18,7 +18,7 @@ import structlog
 from proxy.attach import Attach, StateLost, differs, require_its_due
 from proxy.counts import Counts
 from proxy.errors import Refused
-from proxy.forest import Outcome, Task
+from proxy.forest import Outcome
 from proxy.journal import Step as Place
 from proxy.masks import Masks, masked
 from proxy.rules import steady
@@ -79,18 +79,18 @@ class Audit:
 
     # -- on demand ---------------------------------------------------------------------------------------------------
 
-    def begin(self, task: Task, below: Node, sample: int | None, seed: int | None) -> Tally:
-        """Begin to check a sample of the calls recorded at a node and under it; return what will be known of it.
+    def begin(self, task: str, tree: Tree, below: Node, sample: int | None, seed: int | None) -> Tally:
+        """Begin to check a sample of the calls recorded at a node of a task's tree and under it; return what will be
+        known of it.
 
         Raises:
             Refused: 409, an audit of this tree is running.
         """
-        tree = task.tree
         if tree.id in self._running:
-            raise Refused(409, "audit-runs", f"an audit of {task.name!r} is running. Wait for it, or DELETE it.")
+            raise Refused(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
         records = chosen(below, sample, self._random if seed is None else random.Random(seed))  # noqa: S311
         tally = Tally(of=len(records))
-        running = asyncio.get_running_loop().create_task(self._verify(tree, records, self.masks(task.name), tally))
+        running = asyncio.get_running_loop().create_task(self._verify(tree, records, self.masks(task), tally))
         self._running[tree.id] = running, tally
         running.add_done_callback(lambda _: self._running.pop(tree.id, None))
         return tally

@@ -1,4 +1,4 @@
-"""Trees of any size, a part at a time: children by page with what lies below them, outlines, search, who passed."""
+"""Trees of any size, a part at a time: children by page with what lies below them, search, who passed."""
 
 import sqlite3
 from typing import Literal
@@ -67,23 +67,6 @@ class ChildrenView(BaseModel):
     total: int
     offset: int
     children: list[Chain]
-
-
-class OutlineView(BaseModel):
-    """A whole tree in columns, parents before children: parents are positions in the same columns, -1 for the first.
-
-    marks: 1 snapshot, 2 diverged, 4 unreproducible, 8 pinned, 16 private, 32 rollouts stand there.
-    """
-
-    task: str
-    total: int
-    truncated: bool
-    ids: list[int]
-    parents: list[int]
-    hits: list[int]
-    saved_ms: list[int]
-    observations: list[int]
-    marks: list[int]
 
 
 class Found(BaseModel):
@@ -182,28 +165,6 @@ class Browser:
     def _found(self, record: Record, target: int) -> Found:
         text, _ = self._titles.of(record)
         return Found(record=record.id, node=f"n{target}", observation=record.observation, title=text, hits=record.hits)
-
-
-def outline(task: str, summed: Summed, standing: dict[Node, list[str]], *, limit: int) -> OutlineView:
-    """Return the shape of a tree. 0.1 s for 50,000 nodes, to be made in a thread."""
-    nodes = [node for node in summed.order[:limit] if not node.detached]
-    at = {node.id: place for place, node in enumerate(nodes)}
-    bits = {"diverged": 2, "unreproducible": 4, "pinned": 8, "private": 16}
-    view = OutlineView(
-        task=task, total=len(summed.order), truncated=len(summed.order) > limit,
-        ids=[], parents=[], hits=[], saved_ms=[], observations=[], marks=[],
-    )  # fmt: skip
-    for node in nodes:
-        origin = node.origin
-        view.ids.append(node.id)
-        view.parents.append(-1 if origin is None else at.get(origin.source.id, -1))
-        view.hits.append(0 if origin is None else origin.hits)
-        view.saved_ms.append(0 if origin is None else round(1000 * origin.hits * origin.seconds))
-        # A copy: calls are recorded meanwhile.
-        view.observations.append(sum(record.observation for record in list(node.records.values())))
-        marks = (node.snapshot is not None) + 32 * (node in standing)
-        view.marks.append(marks + sum(bits[flag] for flag in flags(node) if flag in bits))
-    return view
 
 
 def _sorted(nodes: list[Node], summed: Summed, order: Order) -> list[Node]:

@@ -16,7 +16,10 @@ _MOST = 1 << 40
 
 
 class Manifest(BaseModel):
-    """What a bundle says of itself. snapshots: kept states in it, at most; left out: those that cannot travel."""
+    """What a bundle says of itself. current: whether it was the tree of its task's spec, or of another environment.
+
+    snapshots: kept states in it, at most; left out: those that cannot travel.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -26,6 +29,7 @@ class Manifest(BaseModel):
     task: str = Field(max_length=200)
     root_key: str = Field(pattern=r"^[0-9a-f]{32}$")
     spec: EnvironmentSpec
+    current: bool = True
     nodes: int = Field(ge=1, le=_MOST)
     records: int = Field(ge=0, le=_MOST)
     snapshots: int = Field(default=0, ge=0, le=_MOST)

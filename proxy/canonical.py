@@ -66,6 +66,14 @@ def private_key(key: CallKey, rollout: int, turn: int) -> CallKey:
     return CallKey(blake2b(key + salt, digest_size=32, person=b"private").digest())
 
 
+def again_key(key: CallKey, nth: int) -> CallKey:
+    """Return the key of a call that is asked again where asking again may tell something else; nth: how often before.
+
+    All who ask as often find it.
+    """
+    return CallKey(blake2b(key + nth.to_bytes(8, "little"), digest_size=32, person=b"again").digest()) if nth else key
+
+
 def root_key(spec_json: bytes, identity: str) -> str:
     """Return the hex digest that names a tree: its spec, what the spec names, and the version of the key rules."""
     return blake2b(b"%d\0%b\0%b" % (KEY_VERSION, identity.encode(), spec_json), digest_size=16).hexdigest()

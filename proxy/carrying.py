@@ -20,9 +20,9 @@ from proxy.errors import Refused
 from proxy.exporting import export
 from proxy.journal import Journal
 from proxy.keeper import Keeper
-from proxy.store import Draft, Store
+from proxy.store import Store
 from proxy.tasks import Tasks
-from proxy.tree import Tree
+from proxy.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState, SpecError
 from sandboxes.porting import PortableDriver, Unpacking
 from sandboxes.spec import EnvironmentSpec
@@ -34,9 +34,14 @@ _SLICE = 200
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came in. snapshots: kept states that are here now, of those that the file says there were."""
+    """What came in. root: of the tree. current: whether it is the tree of the task's own spec.
+
+    snapshots: kept states that are here now, of those that the file says there were.
+    """
 
     manifest: Manifest
+    root: Node
+    current: bool
     snapshots: int
 
     @property
@@ -69,23 +74,28 @@ class Carrying:
         for left in self._folder.iterdir():
             left.unlink()
 
-    def export(self, task: str, tree: Tree, states: Outgoing | None = None) -> Iterator[bytes]:
+    def export(self, task: str, tree: Tree, states: Outgoing | None = None, *, current: bool = True) -> Iterator[bytes]:
         """Yield the bytes of a tree's bundle, with these kept states; to be iterated in threads.
+
+        current: whether it is the tree of task's own spec.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        return export(self._store.open_apart(), task, tree, states or Outgoing())
+        return export(self._store.open_apart(), task, tree, states or Outgoing(), current=current)
 
     @contextmanager
     def kept(self, tree: Tree) -> Iterator[Outgoing]:
         """Return a tree's kept states, which stay meanwhile."""
-        driver = self._drivers[tree.spec.driver]
+        driver = self._drivers.get(tree.spec.driver)
         with self._keeper.lent(tree) as snapshots:
             yield Outgoing(snapshots, driver.porter if isinstance(driver, PortableDriver) else None, self._keeper.load)
 
     async def take(self, task: str, body: AsyncIterator[bytes]) -> Taken:
-        """Import a bundle as the tree of task, which is made if there is none. All of it, or nothing.
+        """Import a bundle as a tree of task, which is made if there is none. All of it, or nothing.
+
+        What was the tree of its task's spec becomes that again. What was the tree of another environment leaves the
+        task's spec as it is: it is the tree of the rollouts that ask for that environment.
 
         Raises:
             Refused: 409, task has calls, or the root state is another one here; 413, too large; 422, the file is
@@ -99,30 +109,30 @@ class Carrying:
                 await self._receive(file, body)
                 try:
                     manifest, seen = await asyncio.to_thread(_checked, file, self._folder / f"{name}.sqlite")
-                    spec = await self._fitting(task, manifest)
-                    taken = await self._bring_in(task, manifest, spec, file, seen)
+                    spec, current = await self._fitting(task, manifest)
+                    tree, taken = await self._bring_in(task, manifest, spec, file, seen)
                 except BundleError as error:
                     raise Refused(422, "bundle", f"this file is not imported: {error}") from error
             finally:
                 file.unlink(missing_ok=True)
-        return Taken(manifest, taken)
+        return Taken(manifest, tree.root, current, taken)
 
-    async def _bring_in(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path, seen: Seen) -> int:
-        """Write the tree and its kept states, these first; return how many of them there are."""
+    async def _bring_in(
+        self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path, seen: Seen
+    ) -> tuple[Tree, int]:
+        """Write the tree and its kept states, these first; return it, and how many of them there are."""
         driver = self._drivers[spec.driver]
         if not seen.states or not isinstance(driver, PortableDriver):
-            await self._write(task, manifest, spec, file)
-            return 0
+            return await self._write(task, manifest, spec, file), 0
         with driver.porter.unpacking() as unpacking:
             states = await _to_its_end(partial(self._bring, file, seen, unpacking, driver.name))
-            draft = await self._write(task, manifest, spec, file)
-            tree = self._tasks.tree(draft.tree)
+            tree = await self._write(task, manifest, spec, file)
             nodes, taken = dict(tree.nodes), 0
             for line, frozen in states:
-                taken += self._keeper.take_in(frozen, tree, nodes[draft.node + line.node], cost_s=line.cost_s)
+                taken += self._keeper.take_in(frozen, tree, nodes[tree.root.id + line.node], cost_s=line.cost_s)
                 # Some hundred microseconds of disk each: hits come between.
                 await asyncio.sleep(0)
-            return taken
+            return tree, taken
 
     def _bring(self, file: Path, seen: Seen, unpacking: Unpacking, driver: str) -> list[tuple[StateLine, FrozenState]]:
         with file.open("rb") as reading:
@@ -138,41 +148,47 @@ class Carrying:
                     raise Refused(413, "import", f"the file is larger than import_bytes, {self._most_bytes}. Raise it.")
                 await asyncio.to_thread(writing.write, chunk)
 
-    async def _fitting(self, task: str, manifest: Manifest) -> EnvironmentSpec:
-        """Return the spec that task has here, its own if it was PUT; the root state must be that of the file.
+    async def _fitting(self, task: str, manifest: Manifest) -> tuple[EnvironmentSpec, bool]:
+        """Return the spec of the tree here, and whether it is the task's own; the root state must be that of the file.
 
         Raises:
             Refused: 409, it is not, or there is no room for its tree.
         """
         # Its own may name the same databases at another place.
-        spec = (await self._tasks.open(task)).spec if self._store.tasks(task) else manifest.spec
-        try:
-            key = await tree_key(self._drivers, spec)
-        except SpecError as error:
-            raise Refused(
-                409, "spec", f"what its spec names cannot be used here: {error} PUT the task with a spec that can."
-            ) from error
+        spec = self._tasks.spec(task) if self._store.tasks(task) or not manifest.current else manifest.spec
+        key = await self._key(spec)
+        current = manifest.current or key == manifest.root_key
+        if not current:
+            spec, key = manifest.spec, await self._key(manifest.spec)
         if key != manifest.root_key:
             raise Refused(
                 409, "root-key",
                 f"its root state is {manifest.root_key}, and here it is {key}: the spec, the base, an archive, a "
                 "database or the driver is another one, so its answers may be wrong here.",
             )  # fmt: skip
-        await self._tasks.require_room(task, spec, key)
-        return spec
+        await self._tasks.require_room(task, spec, key, beside=not manifest.current)
+        return spec, current
 
-    async def _write(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path) -> Draft:
+    async def _key(self, spec: EnvironmentSpec) -> str:
+        try:
+            return await tree_key(self._drivers, spec)
+        except SpecError as error:
+            raise Refused(
+                409, "spec", f"what its spec names cannot be used here: {error} PUT the task with a spec that can."
+            ) from error
+
+    async def _write(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path) -> Tree:
         draft = self._store.draft(manifest.nodes, manifest.records)
         try:
             with file.open("rb") as reading:
                 items = content(reading)
                 while part := await asyncio.to_thread(_some, items):
                     self._store.write_draft(draft, part)
-            await self._tasks.adopt(task, spec, manifest.root_key, draft)
+            beside = not manifest.current
+            return await self._tasks.adopt(task, spec, manifest.root_key, draft, beside=beside)
         except BaseException:
             self._store.drop_draft(draft.tree)
             raise
-        return draft
 
 
 async def _to_its_end(work: Callable[[], _Made]) -> _Made:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli_ops import DEFAULT_URL, JsonOption, UrlOption, add_commands, show
+from proxy.cli_ops import DEFAULT_URL, JsonOption, RootOption, UrlOption, add_commands, show
 from proxy.cli_wire import Wire, fail, given
 
 if TYPE_CHECKING:
@@ -91,14 +92,18 @@ def tree(
     task: Annotated[str, typer.Argument(help="The task's name.")],
     url: UrlOption = DEFAULT_URL,
     node: Annotated[str | None, typer.Option(help="Show the tree below this node.")] = None,
+    root: RootOption = None,
     depth: Annotated[int | None, typer.Option(help="How many nodes down to go.", min=1)] = None,
     json: JsonOption = False,
 ) -> None:
     """Show a task's tree: its calls, what they changed and cost, how often they were hit, and where rollouts stand."""
-    from proxy.cli_tree import render_tree  # noqa: PLC0415
+    from proxy.cli_tree import TREES_SHOWN, render_tree  # noqa: PLC0415
 
-    view = Wire(url).ask("GET", "tasks", task, "tree", params=given(node=node, depth=depth))
-    show(view, render_tree, json=json)
+    wire = Wire(url)
+    view = wire.ask("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
+    # One is the one that is shown; and one more says that there are more.
+    trees = [] if json else wire.ask("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
+    show(view, partial(render_tree, trees=trees), json=json)
 
 
 @app.command()

@@ -20,6 +20,10 @@ _CHUNK = 1 << 20
 UrlOption = Annotated[str, typer.Option(envvar="FORKPOINT_URL", help="Base URL of a running proxy.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the proxy's own JSON.")]
 TaskArgument = Annotated[str, typer.Argument(help="The task's name.")]
+RootOption = Annotated[
+    str | None,
+    typer.Option("--root", help="Which tree of the task: its root, or any node of it.", show_default="current"),
+]
 NodeArgument = Annotated[str, typer.Argument(help="A node, as n12.")]
 
 
@@ -76,6 +80,7 @@ def verify(
     sample: Annotated[int, typer.Option(help="So many recorded calls, drawn evenly.", min=1, max=1_000_000)] = 100,
     everything: Annotated[bool, typer.Option("--all", help="All recorded calls.")] = False,
     node: Annotated[str | None, typer.Option(help="Only what is recorded at this node and below.")] = None,
+    root: RootOption = None,
     seed: Annotated[int | None, typer.Option(help="Draw the same sample again.", min=0)] = None,
     json: JsonOption = False,
 ) -> None:
@@ -83,7 +88,10 @@ def verify(
     from proxy.cli_show import render_audit  # noqa: PLC0415
 
     wire = Wire(url)
-    asked = {"sample": None if everything else sample, "node": node, "seed": seed}
+    which = given(root=node or root)
+    # A tree is named by any of its nodes, but all of it lies below its root.
+    below = node or (root and wire.ask("GET", "tasks", task, "audit", params=which)["root"])
+    asked = {"sample": None if everything else sample, "node": below, "seed": seed}
     begun = wire.ask("POST", "tasks", task, "verify", json=asked)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -92,7 +100,7 @@ def verify(
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("verify", total=begun["of"], differing=0)
         last = begun
-        while (view := wire.ask("GET", "tasks", task, "audit"))["running"] is not None:
+        while (view := wire.ask("GET", "tasks", task, "audit", params=which))["running"] is not None:
             last = view["running"]
             progress.update(bar, completed=last["checked"] + last["unreachable"], differing=last["differing"])
             time.sleep(_LOOK_S)
@@ -106,6 +114,7 @@ def export_tree(
     task: TaskArgument,
     file: Annotated[Path, typer.Argument(help="Where to write it; - is stdout.", metavar="FILE")],
     *,
+    root: RootOption = None,
     snapshots: Annotated[
         bool, typer.Option("--snapshots", help="With its kept states, but for live processes.")
     ] = False,
@@ -116,7 +125,7 @@ def export_tree(
     wire, size = Wire(url), 0
     draft = file.with_name(f"{file.name}.part")
     try:
-        answering = wire.stream("GET", "tasks", task, "export", params={"snapshots": snapshots})
+        answering = wire.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
         with answering as answer, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
             for chunk in answer.iter_bytes(_CHUNK):
                 write(chunk)
@@ -160,7 +169,8 @@ def import_tree(
 def _imported(told: dict[str, Any]) -> str:
     states, left_out = told["snapshots"], told["snapshots_left_out"]
     kept = f", {states:,} kept states ({left_out:,} more were left out)" if states or left_out else ""
-    return f"{told['nodes']:,} nodes and {told['records']:,} calls{kept}"
+    where = "" if told["current"] else f", as {told['root']}: the tree of rollouts that ask for its environment"
+    return f"{told['nodes']:,} nodes and {told['records']:,} calls{kept}{where}"
 
 
 def gc(url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:

@@ -16,6 +16,7 @@ from proxy.cli_text import printable
 
 OBSERVATIONS_SHOWN = 3
 ROLLOUTS_SHOWN = 3
+TREES_SHOWN = 10
 SNAPSHOT = "◆"
 ROLLOUT = "▸"
 LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts that stand there   · calls that changed nothing"
@@ -23,8 +24,11 @@ LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts that stand there   · calls 
 Node = Mapping[str, Any]
 
 
-def render_tree(view: Mapping[str, Any]) -> RenderableType:
-    """Render the answer of `GET /api/v1/tasks/{task}/tree`: any depth, without recursion over it."""
+def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
+    """Render the answer of `GET /api/v1/tasks/{task}/tree`: any depth, without recursion over it.
+
+    trees: the answer of `…/trees`; those that are not shown are named.
+    """
     nodes: Sequence[Node] = view["nodes"]
     children: dict[Any, list[Node]] = {}
     for node in nodes:
@@ -42,7 +46,18 @@ def render_tree(view: Mapping[str, Any]) -> RenderableType:
     notes = [Text(LEGEND, style="dim")]
     if view.get("truncated"):
         notes.append(Text("The tree is too large to show at once: name a part with --node, or go less --depth."))
-    return Group(rendered, *notes)
+    return Group(rendered, *notes, *_others([tree for tree in trees if tree["root"] != view["root"]]))
+
+
+def _others(trees: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
+    if trees:
+        yield Text("Other trees of this task, of other environments:")
+    for tree in trees[:TREES_SHOWN]:
+        counts = f"{tree['nodes']:,} nodes, {tree['calls']:,} calls, {tree['rollouts']:,} rollouts"
+        now = " (current)" if tree["current"] else ""
+        yield Text(printable(f"  --root {tree['root']}  {tree['title']}{now}")).append(f"  {counts}", style="dim")
+    if len(trees) > TREES_SHOWN:
+        yield Text("  … and more: GET …/trees lists all", style="dim")
 
 
 def _follow(node: Node, children: Mapping[Any, Sequence[Node]]) -> tuple[list[Node], Sequence[Node]]:

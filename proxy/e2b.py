@@ -36,8 +36,8 @@ class E2b:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._sandboxes = Sandboxes(engine)
         self._processes = Processes(engine)
+        self._sandboxes = Sandboxes(engine, self._end, self._processes.end)
 
     async def serve(self, task: str, request: Request, send: Send, receive: Receive) -> Problem | None:
         """Answer a request; return what went wrong, which its client has been told."""
@@ -70,13 +70,17 @@ class E2b:
         found = await self._sandboxes.running(task, asked.sandbox)
         if found is None:
             raise Refused(404, "no-such-sandbox", f"sandbox {asked.sandbox!r} was not found")
-        rollout = found[0]
+        await self._end(found[0], "it was killed")
+        return Local(204, headers=())
+
+    async def _end(self, rollout: Rollout, why: str) -> None:
+        """End a sandbox, after what is under way in it; a command is left running for that."""
         self._engine.step.leave(rollout)
         async with rollout.turn:
             if not rollout.finished:
                 await self._engine.tasks.finish(rollout)
-        self._processes.end(rollout, f"the sandbox {rollout.name!r} was killed")
-        return Local(204, headers=())
+        self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {why}")
+        self._sandboxes.forget(rollout)
 
     async def _sandbox(self, task: str, request: Request) -> tuple[Rollout, Note]:
         """Return the sandbox that a request to envd is for."""
@@ -84,6 +88,8 @@ class E2b:
         if not name:
             raise Refused(400, "no-sandbox", "nothing says which sandbox this is for: send E2b-Sandbox-Id.")
         found = await self._sandboxes.running(task, name)
+        if found is not None:
+            found = found[0], self._sandboxes.resume(*found)
         if found is None or found[1]["paused"]:
             raise GoneSandbox(name, "The sandbox was not found")
         port = e2b.port_of(request)
@@ -98,8 +104,9 @@ class E2b:
     ) -> Problem | None:
         """Answer with a stream; a client that goes away leaves what it began to run on."""
         stream = EventStream(
-            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=isinstance(asked, Chosen)
-        )
+            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=isinstance(asked, Chosen),
+            terminal=isinstance(asked, Start) and asked.has_terminal,
+        )  # fmt: skip
         working = asyncio.ensure_future(self._begin(rollout, note, asked, stream))
         watching = asyncio.ensure_future(_gone(receive, stream))
         try:

@@ -4,6 +4,7 @@ import contextlib
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -12,32 +13,45 @@ import orjson
 from proxy.dialects import e2b_told
 from proxy.dialects.e2b import Control, variables
 from proxy.dialects.kinds import Local, Request
+from proxy.e2b_lifetime import Lifetimes, is_over
 from proxy.engine import Engine
 from proxy.environments import Wanted
 from proxy.errors import Refused
-from proxy.forest import Rollout
+from proxy.forest import Rollout, Task
 from proxy.tree import Node, Tree
 from proxy.wire import named
 from sandboxes.driver import NotFreezable
 
 Note = dict[str, Any]
-"""What is remembered of a sandbox: `template`, `metadata`, `envs`, `started`, `ends`, `paused`, `snapshots`, `key`."""
+"""What is remembered of a sandbox: `template`, `metadata`, `envs`, `started`, `ends`, `paused`, `snapshots`.
+
+Of one that was made as such, that it is `mortal`; then whether it `pauses` at its end, whether it `resumes` when it is
+asked something, and how many `seconds` it was given.
+"""
 
 DEFAULT_TEMPLATE = "base"
 """What SDKs ask for where their user names none: the task's own environment."""
 DEFAULT_TIMEOUT_S = 300
 MAX_FORKS = 100
 _PROTOCOL = "e2b"
+_NONE: Note = {}
 _SNAPSHOT = re.compile(r"n([0-9]{1,18})")
 _REMEMBERED = 4096
 _PAGE = 100
 
 
 class Sandboxes:
-    """E2B's names for rollouts, and what was said of them."""
+    """E2B's names for rollouts, and what was said of them.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    end: ends a rollout, and tells its streams why. cut: ends its streams alone.
+    """
+
+    def __init__(
+        self, engine: Engine, end: Callable[[Rollout, str], Awaitable[None]], cut: Callable[[Rollout, str], None]
+    ) -> None:
+        self._engine, self._end, self._cut = engine, end, cut
+        self._lifetimes = Lifetimes(self._over)
+        engine.beside.append(self._lifetimes.aclose)
         self._notes: dict[int, Note] = {}
         self._read: set[str] = set()
         self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -47,7 +61,16 @@ class Sandboxes:
     async def running(self, task: str, name: str) -> tuple[Rollout, Note] | None:
         """Return the sandbox of this name; None where none runs."""
         rollout = self._engine.tasks.rollouts.get((task, name)) or await self._engine.tasks.running(task, name)
-        return None if rollout is None else (rollout, self._note(rollout))
+        if rollout is None:
+            return None
+        note = self._note(rollout)
+        if is_over(note, time.time()):
+            # What is under way in it may take a while to end.
+            self._lifetimes.watch(rollout, note)
+            if not note["pauses"]:
+                return None
+            self._set_aside(rollout, note)
+        return rollout, self._notes[rollout.id]
 
     async def _known(self, task: str, name: str) -> tuple[Rollout, Note]:
         found = await self.running(task, name)
@@ -60,13 +83,42 @@ class Sandboxes:
             for name, text in self._engine.store.notes(rollout.task, _PROTOCOL).items():
                 of = self._engine.tasks.rollouts.get((rollout.task, name))
                 if of is not None:
-                    self._notes[of.id] = orjson.loads(text)
+                    self._notes[of.id] = {**_new_note(DEFAULT_TEMPLATE), **orjson.loads(text)}
+                    self._lifetimes.watch(of, self._notes[of.id])
             self._read.add(rollout.task)
         # One that was begun in another way is a sandbox too.
         return self._notes.setdefault(rollout.id, _new_note(DEFAULT_TEMPLATE))
 
+    def forget(self, rollout: Rollout) -> None:
+        """Let go of what is remembered of one that has ended."""
+        self._lifetimes.forget(rollout)
+        self._notes.pop(rollout.id, None)
+
+    def resume(self, rollout: Rollout, note: Note) -> Note:
+        """Let a sandbox that was set aside go on, if it was made to when it is asked; return its note."""
+        if note["paused"] and note.get("resumes"):
+            note = {**note, "paused": False, "ends": time.time() + note["seconds"]}
+            self._write(rollout, note)
+        return note
+
+    async def _over(self, rollout: Rollout) -> None:
+        note = self._notes.get(rollout.id)
+        if note is None or rollout.finished:
+            return
+        if not is_over(note, time.time()):
+            self._lifetimes.watch(rollout, note)
+        elif note["pauses"]:
+            self._set_aside(rollout, note)
+        else:
+            await self._end(rollout, "its time is over")
+
+    def _set_aside(self, rollout: Rollout, note: Note) -> None:
+        self._write(rollout, {**note, "paused": True})
+        self._cut(rollout, f"the sandbox {rollout.name!r} was paused")
+
     def _write(self, rollout: Rollout, note: Note) -> None:
         self._notes[rollout.id] = note
+        self._lifetimes.watch(rollout, note)
         self._engine.store.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -96,7 +148,7 @@ class Sandboxes:
                 self._extend(rollout, note, asked.body)
                 return Local(204, headers=())
             case "pause":
-                return self._pause(rollout, note)
+                return self._pause(rollout, note, asked.body)
             case "connect":
                 return self._connect(rollout, note, asked.body)
             case "snapshot":
@@ -115,9 +167,12 @@ class Sandboxes:
         if again is not None:
             return _json(e2b_told.sandbox(again[0].name, again[1]), 201)
         note = _new_note(_word(body, "templateID") or DEFAULT_TEMPLATE) | {
-            "metadata": _strings(body, "metadata"), "envs": variables(body.get("envVars")),
+            "metadata": _strings(body, "metadata"), "envs": variables(body.get("envVars")), "mortal": True,
+            "pauses": body.get("autoPause") is True, "resumes": _resumes(body), "seconds": _seconds(body),
         }  # fmt: skip
-        note["ends"] = note["started"] + _seconds(body)
+        if body.get("volumeMounts"):
+            raise Refused(501, "unimplemented", "there are no volumes here: upload what the sandbox needs.")
+        note["ends"] = note["started"] + note["seconds"]
         name = await self._new_name(task, request)
         rollout = await self._begin(task, name, note["template"])
         self._write(rollout, note)
@@ -131,20 +186,20 @@ class Sandboxes:
         """Begin a rollout at a snapshot's node, or at the root of what template names, of the task's own by default."""
         tasks = self._engine.tasks
         if _SNAPSHOT.fullmatch(template):
-            return tasks.begin(await tasks.open(task), name, *self._place(task, template))
+            opened = await tasks.open(task)
+            return tasks.begin(opened, name, *self._place(opened, template))
         base = self._engine.settings.e2b_templates.get(template)
         wanted = None if template == DEFAULT_TEMPLATE and base is None else Wanted(template, base=base)
         return await tasks.opened(task, name, wanted=wanted)
 
-    def _place(self, task: str, snapshot: str) -> tuple[Tree, Node]:
+    def _place(self, task: Task, snapshot: str) -> tuple[Tree, Node]:
         """Return the node of a snapshot, with its tree."""
         found = _SNAPSHOT.fullmatch(snapshot)
         assert found is not None
-        for tree_id in self._engine.store.tree_ids(task):
-            node = self._engine.tasks.node(tree_id, int(found[1]))
-            if node is not None:
-                return self._engine.tasks.tree(tree_id), node
-        raise Refused(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task!r}")
+        place = self._engine.tasks.place(task, int(found[1]))
+        if place is None:
+            raise Refused(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task.name!r}")
+        return place
 
     async def _new_name(self, task: str, request: Request) -> str:
         if request.rollout and await self._engine.tasks.running(task, request.rollout) is None:
@@ -156,10 +211,10 @@ class Sandboxes:
         await self._engine.tasks.open(task)
         wanted = dict(parse_qsl(query.get("metadata", "")))
         states = set(query["state"].split(",")) if query.get("state") else {"running", "paused"}
-        found = []
+        found, now = [], time.time()
         for (of, name), rollout in self._engine.tasks.rollouts.items():
-            note = self._note(rollout) if of == task else {}
-            if of != task or name.startswith("~") or not _within(name, request.rollout):
+            note = self._note(rollout) if of == task else _NONE
+            if of != task or name.startswith("~") or not _within(name, request.rollout) or is_over(note, now):
                 continue
             told = e2b_told.detail(name, note, rollout.tree.spec)
             if wanted.items() <= note["metadata"].items() and told["state"] in states:
@@ -171,21 +226,24 @@ class Sandboxes:
         seconds = _seconds({"timeout": body.get("timeout", body.get("duration"))})
         self._write(rollout, {**note, "ends": time.time() + seconds})
 
-    def _pause(self, rollout: Rollout, note: Note) -> Local:
+    def _pause(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+        _require_memory(body)
         if note["paused"]:
             raise Refused(409, "paused", f"sandbox {rollout.name!r} is already paused")
-        self._write(rollout, {**note, "paused": True})
+        self._set_aside(rollout, note)
         return Local(204, headers=())
 
     def _connect(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+        _require_memory(body)
         status = 201 if note["paused"] else 200
-        ends = max(note["ends"], time.time() + _seconds(body))
+        ends = max(0.0 if note["paused"] else note["ends"], time.time() + _seconds(body))
         note = {**note, "paused": False, "ends": ends}
         self._write(rollout, note)
         return _json(e2b_told.sandbox(rollout.name, note), status)
 
     async def _snapshot(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
         """Keep the state at which rollout stands, and pin it, so that it is there whatever becomes of the budget."""
+        _require_memory(body)
         async with rollout.turn:
             node = rollout.node
         # A second attempt has it better: the first may wait for a sandbox for longer than its client does.
@@ -214,7 +272,7 @@ class Sandboxes:
         if _SNAPSHOT.fullmatch(template) is None:
             raise Refused(404, "no-such-template", f"template {template!r} was not found: only snapshots are here.")
         opened = await self._engine.tasks.open(task)
-        _, node = self._place(task, template)
+        _, node = self._place(opened, template)
         node.pinned = False
         self._engine.store.save_node(node)
         for rollout in opened.rollouts.values():
@@ -232,7 +290,17 @@ class Sandboxes:
             tree, node = rollout.tree, rollout.node
         told = []
         for number in range(count):
-            new = {**note, "started": time.time(), "ends": time.time() + _seconds(body), "snapshots": []}
+            seconds = _seconds(body)
+            now = time.time()
+            new = {
+                **_new_note(DEFAULT_TEMPLATE),
+                **note,
+                "mortal": True,
+                "started": now,
+                "ends": now + seconds,
+                "seconds": seconds,
+                "snapshots": [],
+            }
             name = named("rollout", f"{rollout.name}-{request.fresh}{number}")
             task = await self._engine.tasks.open(rollout.task)
             self._write(self._engine.tasks.begin(task, name, tree, node), new)
@@ -244,7 +312,7 @@ def _new_note(template: str) -> Note:
     now = time.time()
     return {
         "template": template, "metadata": {}, "envs": {}, "started": now, "ends": now + DEFAULT_TIMEOUT_S,
-        "paused": False, "snapshots": [],
+        "paused": False, "snapshots": [], "pauses": False, "resumes": False, "seconds": DEFAULT_TIMEOUT_S,
     }  # fmt: skip
 
 
@@ -274,6 +342,22 @@ def _seconds(body: dict[str, Any]) -> float:
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 10**9:
         raise Refused(400, "timeout", "timeout must be a number of seconds.")
     return float(given)
+
+
+def _resumes(body: dict[str, Any]) -> bool:
+    """Whether a sandbox that pauses goes on when it is asked something."""
+    given = body.get("autoResume")
+    return given is True or (isinstance(given, dict) and given.get("enabled") is True)
+
+
+def _require_memory(body: dict[str, Any]) -> None:
+    """Refuse, as E2B does where it has none, a state without what runs in it.
+
+    Raises:
+        Refused: 400.
+    """
+    if body.get("memory") is False:
+        raise Refused(400, "snapshot_filesystem_only_disabled", "states are kept with what runs in them, not without.")
 
 
 def _word(body: dict[str, Any], name: str) -> str:

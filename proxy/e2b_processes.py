@@ -7,13 +7,15 @@ See docs/decisions/0015.
 """
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import structlog
 
 from proxy.attach import StateLost
-from proxy.canonical import CallKey, call_key
+from proxy.canonical import CallKey, again_key, call_key, private_key
 from proxy.dialects import e2b_told
 from proxy.dialects.connect import ConnectError, of_problem
 from proxy.dialects.e2b import Chosen, Start
@@ -38,6 +40,8 @@ LOOK_S = 0.05
 LOOK_MOST_S = 1.0
 BUSY_MOST_S = 10.0
 """while it says something: each look that finds something makes a state."""
+ALONE_S = 30.0
+"""Between looks at a terminal that nobody listens to: its state is in its sandbox alone, which is not idle then."""
 PATIENT_S = 10.0
 """The same where others went on from this state without looking: it is probable that this one will, too."""
 KEPT_OUT_S = 30.0
@@ -64,20 +68,21 @@ class Run:
     shown: how much of its output the client has been told, in bytes. heir: where a client listens that asked again.
     """
 
-    def __init__(self, start: Start, key: CallKey, stream: EventStream) -> None:
+    def __init__(self, start: Start, plain: CallKey, key: CallKey, stream: EventStream) -> None:
         self.key, self.pid, self.shown = key, 0, 0
+        self._plain = plain
         self.task: asyncio.Task[Answer] | None = None
         self.heir: EventStream | None = None
         self._start, self._stream = start, stream
         self._left = asyncio.Event()
         self._incoming = Incoming()
 
-    async def awaits(self, rollout: Rollout, key: CallKey) -> bool:
-        """Whether a start of this key is its own, sent again by a client that lost the answer.
+    async def awaits(self, rollout: Rollout, plain: CallKey) -> bool:
+        """Whether a start of this key, asked for the first time or not, is its own, sent again by who lost the answer.
 
         That it did may be heard a little after it asks again.
         """
-        if self.key != key:
+        if self._plain != plain:
             return False
         try:
             async with asyncio.timeout(LOST_S):
@@ -110,7 +115,7 @@ class Run:
             if kind == OUT and self.shown == 0 and e2b_told.cannot_start(data):
                 return
             self.shown += len(data)
-            for event in e2b_told.pieces(kind, data):
+            for event in e2b_told.pieces(kind, data, terminal=self._start.has_terminal):
                 self._stream.put(event)
             await self._stream.room()
 
@@ -123,10 +128,14 @@ class Run:
 
 @dataclass(slots=True, eq=False)
 class Watched:
-    """The processes of one rollout that were left running and that clients listen to, by their pids."""
+    """The processes of one rollout that were left running and that clients listen to, by their pids.
+
+    terminals: those that are looked at even if nobody listens.
+    """
 
     rollout: Rollout
     streams: dict[int, list[EventStream]] = field(default_factory=dict)
+    terminals: set[int] = field(default_factory=set)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     kept_out_s: float = 0.0
     task: asyncio.Task[None] | None = None
@@ -139,6 +148,7 @@ class Processes:
         self._engine, self._step = engine, engine.step
         self._runs: dict[int, Run] = {}
         self._watched: dict[int, Watched] = {}
+        self._asked: dict[int, tuple[Node, Counter[CallKey]]] = {}
         self._closing: asyncio.Task[None] | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -151,16 +161,19 @@ class Processes:
             self._moved(rollout)
 
     async def _start(self, rollout: Rollout, asked: Start, stream: EventStream) -> None:
-        key = call_key(asked.call)
+        plain = call_key(asked.call)
         run = self._runs.get(rollout.id)
-        if run is None or not await run.awaits(rollout, key):
+        if run is None or not await run.awaits(rollout, plain):
             self._runs.pop(rollout.id, None)
             self.catch_up(rollout)
+            # What can be typed at is nobody else's: see `Conversation`.
+            own = asked.has_terminal
+            key = private_key(plain, rollout.id, rollout.calls) if own else self._again(rollout, plain)
             record = self._step.known(rollout, key)
             if record is not None:
                 self._tell(rollout, pid_of(record.source, key), record, stream)
                 return
-            run = self._runs[rollout.id] = Run(asked, key, stream)
+            run = self._runs[rollout.id] = Run(asked, plain, key, stream)
             run.task = asyncio.ensure_future(self._step.run(rollout, run.placed, key, run))
         else:
             run.heir = stream
@@ -168,7 +181,7 @@ class Processes:
                 stream.begin(run.pid)
         answer = await self._answer(run, stream)
         skip = 0 if stream is run.heir else run.shown
-        self._tell(rollout, pid_of(answer.record.source, key), answer.record, stream, skip=skip)
+        self._tell(rollout, pid_of(answer.record.source, run.key), answer.record, stream, skip=skip)
         if self._runs.get(rollout.id) is run and not stream.gone:
             del self._runs[rollout.id]
 
@@ -189,18 +202,18 @@ class Processes:
             ConnectError: there is none.
         """
         found = await self._find(rollout, pid, tag)
-        stream.begin(found)
-        self._watch(rollout, found, stream)
+        stream.terminal = bool(found["tty"])
+        stream.begin(found["process"])
+        self._watch(rollout, found["process"], stream)
 
     async def act(self, rollout: Rollout, asked: Chosen) -> None:
-        """Write to a process, close its stdin, or send it a signal.
+        """Write to a process, close its stdin, resize its terminal, or send it a signal.
 
         Raises:
-            ConnectError: there is none, or it has no such stdin.
+            ConnectError: there is none, or it has no such stdin or terminal.
         """
-        pid = asked.pid if asked.pid is not None else await self._find(rollout, None, asked.tag)
-        signal = {"signal": asked.signal} if asked.verb == "signal" else {}
-        result = await self.ask(rollout, ToolCall("process", asked.verb, {"process": pid, **signal}, asked.data))
+        pid = asked.pid if asked.pid is not None else (await self._find(rollout, None, asked.tag))["process"]
+        result = await self.ask(rollout, ToolCall("process", asked.verb, {"process": pid, **asked.more}, asked.data))
         if result.status == 404:
             raise _not_found(pid)
         if result.status != 200:
@@ -210,7 +223,7 @@ class Processes:
         """Answer a call that is no start."""
         self._runs.pop(rollout.id, None)
         self.catch_up(rollout)
-        key = call_key(call)
+        key = self._again(rollout, call_key(call))
         try:
             record = self._step.known(rollout, key)
             if record is None:
@@ -219,22 +232,38 @@ class Processes:
         finally:
             self._moved(rollout)
 
+    def _again(self, rollout: Rollout, key: CallKey) -> CallKey:
+        """Return the key under which a call is asked here.
+
+        Beside what lives a client that asks the same again waits for something: told what it was told before, it would
+        wait for ever. All who ask as often are told the same.
+        """
+        if rollout.node.state is not None:
+            return key
+        node, asked = self._asked.get(rollout.id, (None, Counter[CallKey]()))
+        if node is not rollout.node:
+            asked = Counter()
+            self._asked[rollout.id] = rollout.node, asked
+        asked[key] += 1
+        return again_key(key, asked[key] - 1)
+
     def _moved(self, rollout: Rollout) -> None:
         self.catch_up(rollout)
         watched = self._watched.get(rollout.id)
         if watched is not None:
             watched.moved.set()
 
-    async def _find(self, rollout: Rollout, pid: int | None, tag: str) -> int:
-        listed = e2b_told.processes(await self.ask(rollout, LIST))
-        for process in listed:
-            if process["pid"] == pid or (tag and process.get("tag") == tag):
-                return int(process["pid"])
+    async def _find(self, rollout: Rollout, pid: int | None, tag: str) -> dict[str, Any]:
+        """Return what a process was started with, its `process` among it."""
+        for process in e2b_told.left_running(await self.ask(rollout, LIST)):
+            if process["process"] == pid or (tag and process["tag"] == tag):
+                return process
         raise _not_found(pid if pid is not None else tag)
 
     def end(self, rollout: Rollout, why: str) -> None:
         """End all streams of a rollout that has ended."""
         self._runs.pop(rollout.id, None)
+        self._asked.pop(rollout.id, None)
         watched = self._watched.pop(rollout.id, None)
         if watched is not None:
             _end(watched, ConnectError("unavailable", why))
@@ -286,8 +315,13 @@ class Processes:
             del watched.streams[pid]
 
     def _watch(self, rollout: Rollout, pid: int, stream: EventStream) -> None:
+        if rollout.finished:
+            stream.end(ConnectError("unavailable", f"the sandbox {rollout.name!r} has ended"))
+            return
         watched = self._watched.setdefault(rollout.id, Watched(rollout))
         watched.streams.setdefault(pid, []).append(stream)
+        if stream.terminal:
+            watched.terminals.add(pid)
         stream.bind()
         self.catch_up(rollout)
         watched.moved.set()
@@ -313,7 +347,7 @@ class Processes:
                 except (RolloutGone, StateLost) as error:
                     _end(watched, of_problem(problem_of(error)))
                     break
-                pause_s = min(pause_s * 2, BUSY_MOST_S if said else LOOK_MOST_S)
+                pause_s = min(pause_s * 2, _most_s(watched, said=said))
         watched.task = None
         if self._watched.get(watched.rollout.id) is watched:
             del self._watched[watched.rollout.id]
@@ -321,7 +355,7 @@ class Processes:
     def _listened(self, watched: Watched) -> bool:
         for pid, streams in list(watched.streams.items()):
             streams[:] = [stream for stream in streams if not stream.over]
-            if not streams:
+            if not streams and pid not in watched.terminals:
                 del watched.streams[pid]
         return bool(watched.streams)
 
@@ -359,14 +393,23 @@ class Processes:
 LIST = ToolCall("process", "list", {})
 
 
+def _most_s(watched: Watched, *, said: bool) -> float:
+    """Return how long to wait at most until the next look; said: whether the last one found anything."""
+    if not any(watched.streams.values()):
+        return ALONE_S
+    # What a terminal says makes states that are its rollout's alone.
+    return BUSY_MOST_S if said and not watched.terminals else LOOK_MOST_S
+
+
 def _told(body: bytes, pid: int, streams: list[EventStream], *, skip: int = 0) -> bool:
     """Tell what an answer says of a process; return whether that is its end."""
     try:
         last, error = e2b_told.ended(body), None
     except ConnectError as failed:
         last, error = None, failed
-    events = [] if error is not None and error.code == "invalid_argument" else list(e2b_told.output(body, skip=skip))
+    silent = error is not None and error.code == "invalid_argument"
     for stream in streams:
+        events = [] if silent else list(e2b_told.output(body, skip=skip, terminal=stream.terminal))
         if events or error is None:
             stream.begin(pid)
         for event in [*events, *([last] if last else [])]:

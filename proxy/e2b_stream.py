@@ -27,10 +27,19 @@ class EventStream:
 
     keepalive_s: of silence, before the client is told that all is well; not before its first event.
     deadline_s: what its client allows for all of it. strict: whether it ends then; while a process runs that is ended
-    with its time, its own end is waited for.
+    with its time, its own end is waited for. terminal: whether its process has one.
     """
 
-    def __init__(self, send: Send, *, keepalive_s: float, deadline_s: float | None, strict: bool = True) -> None:
+    def __init__(
+        self,
+        send: Send,
+        *,
+        keepalive_s: float,
+        deadline_s: float | None,
+        strict: bool = True,
+        terminal: bool = False,
+    ) -> None:
+        self.terminal = terminal
         self._send, self._keepalive_s, self._strict = send, keepalive_s, strict
         self._until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         self._waiting: deque[bytes] = deque()

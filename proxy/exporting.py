@@ -21,8 +21,12 @@ _BATCH = 1000
 _SENT_BYTES = 256 << 10
 
 
-def export(connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing) -> Iterator[bytes]:
+def export(
+    connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing, *, current: bool
+) -> Iterator[bytes]:
     """Yield the bytes of a tree's bundle. Blocking, for a thread; the connection is closed at the end.
+
+    current: whether it is the tree of task's own spec.
 
     Left out: what no other rollout may be answered from (private records), and states that were set aside.
 
@@ -33,7 +37,7 @@ def export(connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoi
         # One moment of the store, whatever is recorded meanwhile.
         connection.execute("BEGIN")
         pending = bytearray()
-        for piece in _Export(connection, task, tree, states).pieces():
+        for piece in _Export(connection, task, tree, states, current=current).pieces():
             pending += piece
             if len(pending) >= _SENT_BYTES:
                 yield bytes(pending)
@@ -61,8 +65,11 @@ class _Numbers:
 
 
 class _Export:
-    def __init__(self, connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing) -> None:
+    def __init__(
+        self, connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing, *, current: bool
+    ) -> None:
         self._connection, self._task, self._tree, self._states = connection, task, tree, states
+        self._current = current
         self._writer, self._numbers = Writer(), _Numbers()
         self._sent = bytearray()
 
@@ -76,7 +83,8 @@ class _Export:
             "manifest",
             {
                 "forkpoint": version("forkpoint"), "format": FORMAT, "key_version": KEY_VERSION, "task": self._task,
-                "root_key": self._tree.key, "spec": self._tree.spec.shown().model_dump(mode="json"), "nodes": nodes,
+                "root_key": self._tree.key, "spec": self._tree.spec.shown().model_dump(mode="json"),
+                "current": self._current, "nodes": nodes,
                 "records": records, "exported_at": time.time(), "snapshots": snapshots, "snapshots_left_out": left_out,
             },
         )  # fmt: skip

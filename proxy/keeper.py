@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -56,7 +56,8 @@ class Keeper:
         self._freezes: set[asyncio.Task[None]] = set()
         self._failures: Counter[str] = Counter()
         self.used_bytes = 0
-        self.costs = dict.fromkeys(drivers, Costs())
+        # Of other drivers too: trees may be older than the settings that turned theirs off.
+        self.costs = defaultdict(Costs, dict.fromkeys(drivers, Costs()))
         self.reuse = Reuse()
 
     @property

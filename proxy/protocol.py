@@ -6,6 +6,7 @@ streams both ways, which are a `Wire` from then on. All this leans on names of u
 pyproject.toml bounds its version, and tests hold them.
 """
 
+import asyncio
 import sys
 from time import perf_counter
 from typing import Any, ClassVar, cast
@@ -24,6 +25,37 @@ _Begun = tuple[RequestResponseCycle, Any]
 def protocol_for(data_plane: DataPlane) -> type[HttpToolsProtocol]:
     """Return the protocol class of a server whose application is data_plane."""
     return type("HitFirstFor", (HitFirst,), {"data_plane": data_plane, "hit_s": data_plane.engine.counts.hit_s})
+
+
+class Joining:
+    """A transport that sends an answer's head together with what is written next, or with nothing, a moment later.
+
+    A packet less for each answer: 40 us of the machine's, and as much of its client's.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head: bytes | None = None
+        self._begun = False
+
+    def write(self, data: bytes) -> None:
+        if not self._begun:
+            self._begun, self._head = True, data
+            self._loop.call_soon(self._flush)
+            return
+        head, self._head = self._head, None
+        self._transport.write(data if head is None else head + data)
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            self.write(b"")
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class HitFirst(HttpToolsProtocol):
@@ -65,6 +97,7 @@ class HitFirst(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        cycle.transport = cast("asyncio.Transport", Joining(cycle.transport, self.loop))
         if self.data_plane.hijacks(cast("Message", cycle.scope)) and not cycle.waiting_for_100_continue:
             self._held = cycle, app
             self._take_over_when_whole()

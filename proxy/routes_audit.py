@@ -10,9 +10,10 @@ from proxy.bounds import clopper_pearson
 from proxy.engine import Engine
 from proxy.forest import Task
 from proxy.masks import Masks
-from proxy.resources import NodeName
-from proxy.routing import TaskName, node_of
+from proxy.resources import NodeName, node_name
+from proxy.routing import RootQuery, TaskName, place_of, tree_of
 from proxy.titles import TITLE_CHARS, title
+from proxy.tree import Tree
 
 
 class Bound(BaseModel):
@@ -56,9 +57,13 @@ class Progress(BaseModel):
 
 
 class AuditView(BaseModel):
-    """What audits saw of a task. masks: noise that answers were compared without. quarantine: the policy."""
+    """What audits saw of a task's tree. root: its. masks: noise that answers were compared without, in all trees.
+
+    quarantine: the policy.
+    """
 
     task: str
+    root: NodeName
     bounds: list[Bound]
     findings: list[Finding]
     masks: Masks
@@ -67,7 +72,9 @@ class AuditView(BaseModel):
 
 
 class Wanted(BaseModel):
-    """What to check. sample: so many calls, drawn evenly; null: all. node: of those that led there or came after."""
+    """What to check. sample: so many calls, drawn evenly; null: all. node: of those that led there or came after; the
+    root of another tree means that tree.
+    """
 
     sample: int | None = Field(default=100, ge=1, le=1_000_000)
     node: NodeName | None = None
@@ -99,36 +106,38 @@ def audit_routes(router: APIRouter, engine: Engine) -> None:
     """Add the routes."""
 
     @router.get("/tasks/{task}/audit")
-    async def get_audit(task: TaskName) -> AuditView:
+    async def get_audit(task: TaskName, root: RootQuery = None) -> AuditView:
         """Show what audits saw: bounds on the rate of wrong answers, and the calls that differ."""
-        return _view(engine, await engine.tasks.find(task))
+        found = await engine.tasks.find(task)
+        return _view(engine, found, tree_of(engine, found, root))
 
     @router.put("/tasks/{task}/audit/masks")
     async def put_masks(task: TaskName, masks: Masks) -> AuditView:
         """Say what noise in this task's answers does not count when they are compared."""
         found = await engine.tasks.find(task)
         engine.store.put_masks(task, masks.model_dump_json())
-        return _view(engine, found)
+        return _view(engine, found, found.tree)
 
     @router.post("/tasks/{task}/verify", status_code=202)
     async def verify(task: TaskName, wanted: Annotated[Wanted | None, Body()] = None) -> Progress:
         """Begin to run recorded calls again in fresh sandboxes, and to compare. GET …/audit shows how far it is."""
         found = await engine.tasks.find(task)
         asked = wanted or Wanted()
-        below = found.tree.root if asked.node is None else node_of(found, asked.node)
-        return _progress(engine.audit.begin(found, below, asked.sample, asked.seed))
+        tree, below = (found.tree, found.tree.root) if asked.node is None else place_of(engine, found, asked.node)
+        return _progress(engine.audit.begin(task, tree, below, asked.sample, asked.seed))
 
     @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response)
-    async def stop(task: TaskName) -> None:
+    async def stop(task: TaskName, root: RootQuery = None) -> None:
         """Stop the audit that runs; what it has seen stays known."""
-        await engine.audit.stop((await engine.tasks.find(task)).tree)
+        await engine.audit.stop(tree_of(engine, await engine.tasks.find(task), root))
 
 
-def _view(engine: Engine, task: Task) -> AuditView:
-    running = engine.audit.running(task.tree)
+def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:
+    running = engine.audit.running(tree)
     return AuditView(
         task=task.name,
-        bounds=bounds(engine.store.audits(task.tree.id)),
+        root=node_name(tree.root),
+        bounds=bounds(engine.store.audits(tree.id)),
         findings=[
             Finding(
                 record=record,
@@ -139,7 +148,7 @@ def _view(engine: Engine, task: Task) -> AuditView:
                 quarantined=bool(quarantined),
                 found_at=at,
             )
-            for record, source, target, call, why, quarantined, at in engine.store.findings(task.tree.id)
+            for record, source, target, call, why, quarantined, at in engine.store.findings(tree.id)
         ],
         masks=engine.audit.masks(task.name),
         quarantine=engine.audit.quarantine,

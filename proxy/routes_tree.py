@@ -1,16 +1,16 @@
-"""Routes for looking at trees of any size: children by page, outlines, search, answers as they were given."""
+"""Routes for looking at trees of any size: which a task has, children by page, search, answers as they were given."""
 
 import asyncio
 from functools import partial
 from typing import Annotated
 
-import orjson
 from fastapi import APIRouter, Query, Response
 
-from proxy.browse import Browser, ChildrenView, FoundView, Order, OutlineView, matching, outline
+from proxy.browse import Browser, ChildrenView, FoundView, Order, matching
 from proxy.engine import Engine
 from proxy.errors import Refused
-from proxy.routing import NodePath, TaskName, node_of, standing
+from proxy.routing import NodePath, RootQuery, TaskName, place_of, standing, tree_of
+from proxy.trees import TreeSummary, summaries
 from proxy.views import Passed
 
 _SHOWN_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
@@ -21,6 +21,20 @@ _LOOKED_AT = 50_000
 def tree_routes(router: APIRouter, engine: Engine) -> None:
     """Add the routes."""
     browser = Browser(engine.store)
+
+    @router.get("/tasks/{task}/trees")
+    async def list_trees(
+        task: TaskName,
+        offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> list[TreeSummary]:
+        """List a task's trees, the current one first: one for each environment that its rollouts began in."""
+        found = await engine.tasks.find(task)
+        ask = partial(
+            summaries, task=task, common=engine.store.common(task), current=found.tree.id,
+            default=engine.settings.default_spec, templates=engine.settings.e2b_templates, offset=offset, limit=limit,
+        )  # fmt: skip
+        return await asyncio.to_thread(engine.store.apart, ask)
 
     @router.get("/tasks/{task}/nodes/{node}/children")
     async def list_children(
@@ -33,43 +47,31 @@ def tree_routes(router: APIRouter, engine: Engine) -> None:
     ) -> ChildrenView:
         """List a node's children, a page of them, each with the run of single children after it and sums below."""
         found = await engine.tasks.find(task)
-        shown = node_of(found, node)
-        summed = await engine.sums.of(found.tree)
+        tree, shown = place_of(engine, found, node)
+        summed = await engine.sums.of(tree)
         return browser.children(
             task, shown, summed, standing(found), order=order, offset=offset, limit=limit, fold=fold
         )
-
-    @router.get("/tasks/{task}/outline", response_model=OutlineView)
-    async def get_outline(task: TaskName, limit: Annotated[int, Query(ge=1, le=1_000_000)] = 100_000) -> Response:
-        """Show a whole tree's shape in columns: 50,000 nodes in 1 MB."""
-        found = await engine.tasks.find(task)
-        summed = await engine.sums.of(found.tree)
-        there = standing(found)
-
-        def made() -> bytes:
-            return orjson.dumps(outline(task, summed, there, limit=limit).model_dump())
-
-        return Response(await asyncio.to_thread(made), media_type="application/json")
 
     @router.get("/tasks/{task}/search")
     async def search(
         task: TaskName,
         q: Annotated[str, Query(min_length=1, max_length=1000, description="part of a command, whatever its case")],
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        root: RootQuery = None,
     ) -> FoundView:
-        """Find calls by the text of their command, statement or arguments."""
-        found = await engine.tasks.find(task)
-        ask = partial(matching, tree=found.tree.id, query=q, most=_LOOKED_AT)
+        """Find calls of a tree by the text of their command, statement or arguments."""
+        tree = tree_of(engine, await engine.tasks.find(task), root)
+        ask = partial(matching, tree=tree.id, query=q, most=_LOOKED_AT)
         rows = await asyncio.to_thread(engine.store.apart, ask)
-        return browser.search(task, found.tree, q, rows, limit)
+        return browser.search(task, tree, q, rows, limit)
 
     @router.get("/tasks/{task}/nodes/{node}/rollouts")
     async def list_passed(
         task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100
     ) -> list[Passed]:
         """List the rollouts that a call led to this node, the latest first."""
-        found = await engine.tasks.find(task)
-        return await engine.passed(found.tree, node_of(found, node), limit)
+        return await engine.passed(*place_of(engine, await engine.tasks.find(task), node), limit)
 
     @router.get("/tasks/{task}/nodes/{node}/answer", response_class=Response, responses={200: {"content": {"*/*": {}}}})
     async def get_answer(
@@ -78,8 +80,7 @@ def tree_routes(router: APIRouter, engine: Engine) -> None:
         record: Annotated[int | None, Query(ge=1, le=1 << 62, description="of a call that changed nothing")] = None,
     ) -> Response:
         """Download a recorded answer's body as it is: of the call that led here, or of a record made here."""
-        found = await engine.tasks.find(task)
-        shown = node_of(found, node)
+        _, shown = place_of(engine, await engine.tasks.find(task), node)
         records = [r for r in (shown.origin, *shown.records.values()) if r is not None]
         wanted = next((r for r in records if r.id == record), None) if record is not None else shown.origin
         if wanted is None:

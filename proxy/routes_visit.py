@@ -14,7 +14,7 @@ from proxy.diffing import diff
 from proxy.engine import Engine
 from proxy.errors import Refused, problem_of
 from proxy.resources import NodeName, node_name
-from proxy.routing import NodePath, TaskName, node_of
+from proxy.routing import NodePath, TaskName, place_of
 from proxy.views import AnswerView, answer_view
 from proxy.visits import call_of, command_call
 from sandboxes.driver import Sandbox, execute
@@ -81,15 +81,21 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
     async def get_diff(task: TaskName, a: NodePath, b: NodePath) -> DiffView:
         """Show what changed from one state to another: files, shell sessions, databases."""
         found = await engine.tasks.find(task)
-        return await diff(engine.visits, task, found.tree, node_of(found, a), node_of(found, b))
+        (tree, one), (other_tree, other) = place_of(engine, found, a), place_of(engine, found, b)
+        if tree is not other_tree:
+            detail = (
+                f"{a} and {b} lie in different trees of the task, over different root states. Compare two of one tree."
+            )
+            raise Refused(409, "other-tree", detail)
+        return await diff(engine.visits, task, tree, one, other)
 
     @router.post("/tasks/{task}/nodes/{node}/exec")
     async def try_call(task: TaskName, node: NodePath, trial: Trial) -> TrialView:
         """Run a call in a throw-away fork of a node. The tree is not touched, and nothing is recorded."""
         found = await engine.tasks.find(task)
-        here = node_of(found, node)
-        call = trial.call(found.tree.spec)
-        async with engine.visits.at(found.tree, here) as sandbox:
+        tree, here = place_of(engine, found, node)
+        call = trial.call(tree.spec)
+        async with engine.visits.at(tree, here) as sandbox:
             execution = await execute(sandbox, call.call, None)
         known = here.records.get(call.key)
         return TrialView(
@@ -115,9 +121,9 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
         with contextlib.suppress(WebSocketDisconnect, RuntimeError):
             try:
                 found = await engine.tasks.find(task)
-                here = node_of(found, node)
-                async with engine.visits.at(found.tree, here) as sandbox:
-                    opened = await _open(sandbox, found.tree.spec.driver, columns, rows)
+                tree, here = place_of(engine, found, node)
+                async with engine.visits.at(tree, here) as sandbox:
+                    opened = await _open(sandbox, tree.spec.driver, columns, rows)
                     try:
                         await _pass(websocket, opened, engine)
                     finally:

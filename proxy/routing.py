@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import Body, Path
+from fastapi import Body, Path, Query
 from starlette.requests import HTTPConnection
 
 from proxy.access import ALL, GRANT, Grant
@@ -10,12 +10,16 @@ from proxy.engine import Engine
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task
 from proxy.resources import NodeName
-from proxy.tree import Node
+from proxy.tree import Node, Tree
 from proxy.wire import NAME_PATTERN
 
 TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]
 RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="a rollout's name")]
 NodePath = Annotated[NodeName, Path(description="a node as X-Forkpoint-Node names it, n12")]
+RootQuery = Annotated[
+    NodeName | None,
+    Query(description="which of the task's trees: its root, or any node of it; the current one where it is left out"),
+]
 NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
 
 PROBLEM: dict[str, Any] = {
@@ -43,16 +47,26 @@ def granted(request: HTTPConnection) -> Grant:
     return grant
 
 
-def node_of(task: Task, name: str) -> Node:
-    """Return a node of a task's tree.
+def place_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
+    """Return a node of any of a task's trees, with the tree.
 
     Raises:
         Refused: 404, there is none of this name.
     """
-    node = task.tree.nodes.get(int(name[1:]))
-    if node is None:
-        raise Refused(404, "no-such-node", f"the tree of {task.name!r} has no node {name}. GET …/tree lists them.")
-    return node
+    found = engine.tasks.place(task, int(name[1:]))
+    if found is None:
+        detail = f"task {task.name!r} has no node {name}. GET …/tree lists them, GET …/trees its other trees."
+        raise Refused(404, "no-such-node", detail)
+    return found
+
+
+def tree_of(engine: Engine, task: Task, root: str | None) -> Tree:
+    """Return the tree of a task that a query means, its current one by default.
+
+    Raises:
+        Refused: 404, there is no such node.
+    """
+    return task.tree if root is None else place_of(engine, task, root)[0]
 
 
 async def running(engine: Engine, task: str, name: str) -> Rollout:

@@ -30,6 +30,8 @@ from sandboxes.spec import EnvironmentSpec
 T = TypeVar("T")
 _COMPRESS_FROM = 1024
 _TREES_OF = "SELECT id FROM trees WHERE task = {} UNION SELECT tree FROM shares WHERE task = {}"
+OF_TASK = "(t.task = :task OR (t.task = :common AND t.id IN (SELECT tree FROM shares WHERE task = :task)))"
+"""Whether a row t of `trees` is seen through a task; common: see `Store.common`."""
 _DRAFT = "draft "
 _NUMBERED = ("trees", "nodes", "records", "rollouts", "blobs")
 
@@ -271,6 +273,21 @@ class Store:
     def tree_ids(self, task: str) -> list[int]:
         """Return the ids of all trees that a task ever used, one for each root state."""
         return [row[0] for row in self._all(_TREES_OF.format("?", "?"), (task, task))]
+
+    def common(self, task: str) -> str:
+        """Return what the trees are filed under that task shares with others: nothing, or its namespace.
+
+        What it shared with those of another namespace is not its any more.
+        """
+        space = self.namespace(task)
+        return f"/{space}" if space else ""
+
+    def tree_with(self, task: str, node: int) -> int | None:
+        """Return the id of the tree of task in which a node lies; None where it lies in none, or in others' alone."""
+        sql = f"SELECT t.id FROM nodes n JOIN trees t ON t.id = n.tree WHERE n.id = :node AND {OF_TASK}"
+        values = {"node": node, "task": task, "common": self.common(task)}
+        row = self._connection.execute(sql, values).fetchone()
+        return None if row is None else int(row[0])
 
     def sole_tree_ids(self, task: str) -> list[int]:
         """Return the ids of the trees that no other task uses."""
@@ -549,10 +566,7 @@ class Store:
 
     def _owner(self, task: str, spec: EnvironmentSpec) -> str:
         """Return the task that a tree of this spec is filed under; where tasks share it, none or their namespace."""
-        if not spec.shared:
-            return task
-        space = self.namespace(task)
-        return f"/{space}" if space else ""
+        return self.common(task) if spec.shared else task
 
     def _insert_node(self, execute: Any, tree: int, node: Node) -> None:
         exact, content = (node.state.exact, node.state.content) if node.state else (None, node.witness)

@@ -200,7 +200,7 @@ class Tasks:
         del self._tasks[name]
         await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
 
-    async def forget(self, task: Task, node: Node, *, end_rollouts: bool) -> tuple[int, list[str], list[str]]:
+    async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> tuple[int, list[str], list[str]]:
         """Forget node and what came from it; return how many nodes no other rollout will come to, and which rollouts
         that stood there ended, and go on.
 
@@ -210,7 +210,6 @@ class Tasks:
         Raises:
             Refused: 409, node is the root.
         """
-        tree = task.tree
         if node is tree.root:
             raise Refused(409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec.")
         if node.diverged == FORGOTTEN:
@@ -267,15 +266,17 @@ class Tasks:
         await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
         return len(nodes)
 
-    async def require_room(self, name: str, spec: EnvironmentSpec, key: str) -> int | None:
+    async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
         """Return the id of the empty tree that task has for this root state; None where it has none.
+
+        beside: it may be another tree than that of the task's spec.
 
         Raises:
             Refused: 409, the task has another spec, or calls are recorded there, or rollouts run.
         """
         if self._store.tasks(name):
             task = await self.open(name)
-            if task.tree.key != key:
+            if not beside and task.tree.key != key:
                 raise Refused(
                     409,
                     "task-exists",
@@ -294,14 +295,16 @@ class Tasks:
             )  # fmt: skip
         return known
 
-    async def adopt(self, name: str, spec: EnvironmentSpec, key: str, draft: Draft) -> Task:
+    async def adopt(self, name: str, spec: EnvironmentSpec, key: str, draft: Draft, *, beside: bool) -> Tree:
         """Make a tree that was written piece by piece the one of task; see `require_room`.
+
+        beside: the task keeps its spec; the tree is that of the rollouts that ask for this environment.
 
         Raises:
             Refused: 409, there is no room for it any more.
         """
         async with self._opening.setdefault(f"import {name}", asyncio.Lock()):
-            instead = await self.require_room(name, spec, key)
+            instead = await self.require_room(name, spec, key, beside=beside)
             self._journal.fold()
             self._store.publish(draft, name, key, spec, instead=instead)
             gone = self._trees.pop(instead or 0, None)
@@ -309,8 +312,31 @@ class Tasks:
                 gone.root.detached = True
                 self._keeper.drop_tree(gone.id)
             rows = self._store.tasks(name)
-            self._store.put_task(name, spec.model_dump_json())
-            return self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
+            created_at = rows[0]["created_at"] if rows else time.time()
+            if not beside:
+                self._store.put_task(name, spec.model_dump_json())
+                return self._admit(name, spec, key, created_at).tree
+            known = self._tasks.get(name)
+            if not rows:
+                self._store.put_task(name, None)
+            if known is not None and known.tree is gone:
+                return self._admit(name, None if known.origin is None else known.spec, key, created_at).tree
+            return self._tree(name, key, spec)
+
+    def place(self, task: Task, node_id: int) -> tuple[Tree, Node] | None:
+        """Return a node of task with its tree, whichever of the task's it is; None where none has it.
+
+        In the current tree it is found at once. Else the store is asked once, and the tree read back if it is not open.
+        """
+        node = task.tree.nodes.get(node_id)
+        if node is not None:
+            return task.tree, node
+        tree_id = self._store.tree_with(task.name, node_id)
+        if tree_id is None:
+            return None
+        tree = self.tree(tree_id)
+        node = tree.nodes.get(node_id)
+        return None if node is None else (tree, node)
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree, reading the tree back where it is not open; None where it is gone."""

@@ -109,7 +109,10 @@ class TreeView(BaseModel):
 
 
 class TaskView(BaseModel):
-    """A task. default: it runs on the default spec, for nobody gave it one."""
+    """A task. default: it runs on the default spec, for nobody gave it one. root: of its current tree.
+
+    nodes, rollouts: of all its trees.
+    """
 
     task: str
     spec: EnvironmentSpec
@@ -188,17 +191,17 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def tree(self, task: Task, top: Node, *, depth: int | None, limit: int) -> TreeView:
-        """Return up to limit nodes below top."""
+    def tree(self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int) -> TreeView:
+        """Return up to limit nodes below top, a node of tree."""
         nodes: list[NodeView] = []
         truncated = False
         standing = self._standing(task)
-        for node, _ in task.tree.walk(top, depth):
+        for node, _ in tree.walk(top, depth):
             if len(nodes) == limit:
                 truncated = True
                 break
             nodes.append(self.node(node, standing.get(node, [])))
-        return TreeView(task=task.name, root=node_name(task.tree.root), nodes=nodes, truncated=truncated)
+        return TreeView(task=task.name, root=node_name(tree.root), nodes=nodes, truncated=truncated)
 
     def node(self, node: Node, rollouts: list[str]) -> NodeView:
         return NodeView(**self._node(node, rollouts))
@@ -321,7 +324,7 @@ def task_view(task: Task, row: dict[str, Any]) -> TaskView:
         default=task.origin is None,
         root=node_name(task.tree.root),
         created_at=task.created_at,
-        nodes=len(task.tree.nodes),
+        nodes=row["nodes"],
         rollouts=row["rollouts"],
         running=len(task.rollouts),
     )

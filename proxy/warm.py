@@ -146,11 +146,15 @@ class Warm:
             running = [r for r in self._walkers.of(tree.id) if r.cached and now - r.used_at < self._idle_s]
             # One whose call is being answered has a sandbox at work for it.
             thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKS_S)
-            walking = Counter(rollout.node for rollout in thinking)
+            walking = Counter(rollout.node for rollout in thinking if not self._has_own(rollout))
             asked = {tree.root: self._at_root(tree, running)}
             worth = targets(walking, asked, ready=self.ready, saved_s=partial(self._saved_s, tree))
             found += [(tree, target) for target in worth if target.node not in self._cooling]
         return sorted(found, key=lambda pair: -pair[1].worth_s)
+
+    def _has_own(self, rollout: Rollout) -> bool:
+        """Whether a rollout that leaves the tree where it stands needs no other sandbox than its own."""
+        return any(slot.owner == rollout.id for slot in self._pool.roster.at(rollout.node))
 
     def _at_root(self, tree: Tree, running: list[Rollout]) -> int:
         """Return how many forks to have at the root: one once a rollout has begun, for the others of its group."""

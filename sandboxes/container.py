@@ -25,7 +25,7 @@ from sandboxes.localbox.furnish import furnish
 from sandboxes.ownership import Ownership, is_unowned
 from sandboxes.spec import EnvironmentSpec
 
-VERSION = 1
+VERSION = 2
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
 _PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 REAP_S = 30.0

@@ -96,9 +96,9 @@ _OURS = frozenset({"host", "content-length", "expect"})
 
 
 async def exchange(
-    connection: socket.socket, head: bytes, body: bytes, listener: Listener, *, silence_s: float
+    connection: socket.socket, head: bytes, body: bytes, listener: Listener, *, silence_s: float, sent: bool = False
 ) -> None:
-    """Send a request and hear its answer to the end. The connection is closed, whatever happens.
+    """Send a request, unless it was sent, and hear its answer to the end. The connection is closed, whatever happens.
 
     Raises:
         Garbage: what came is no answer, or half of one.
@@ -110,9 +110,9 @@ async def exchange(
     answer = _Answer(bodiless=head.startswith(b"HEAD "))
     sending: asyncio.Task[None] | None = None
     try:
-        if len(body) <= _CHUNK:
+        if not sent and len(body) <= _CHUNK:
             await loop.sock_sendall(connection, head + body)
-        else:
+        elif not sent:
             # A server may answer, and hang up, before it has read a large body: its answer tells why.
             sending = loop.create_task(_send(loop, connection, head, body))
         while not answer.complete:

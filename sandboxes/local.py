@@ -23,7 +23,7 @@ from sandboxes.localbox.sandbox import LocalSandbox
 from sandboxes.ownership import Ownership
 from sandboxes.spec import EnvironmentSpec
 
-VERSION = 1
+VERSION = 2
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
 _PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 """Working directories that every base has."""

@@ -156,8 +156,9 @@ class MemoryDriver:
         return self._adopt(spec, _State.from_json(frozen.payload))
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Frozen states hold all they need, so nothing is deleted; a part's name ends with its bytes."""
-        return sum(int(part.rpartition("-")[2]) for part in set(keep))
+        """Frozen states hold all they need, so nothing is deleted; the name of a part of ours ends with its bytes."""
+        sizes = (part.partition("-")[2] for part in set(keep))
+        return sum(int(size) for size in sizes if size.isdecimal())
 
     async def aclose(self) -> None:
         for sandbox in list(self.live.values()):

@@ -55,16 +55,24 @@ class Start:
     keepalive_s: float
     deadline_s: float | None
 
+    @property
+    def has_terminal(self) -> bool:
+        """Whether somebody can type at it."""
+        return bool(self.call.arguments["tty"])
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A request about a process that runs. verb: `connect`, `write`, `close` or `signal`, the last with its number."""
+    """A request about a process that runs. verb: `connect`, `write`, `close`, `resize` or `signal`.
+
+    more: what the call has beside the process: a signal's number, a terminal's rows and columns, whether data is typed.
+    """
 
     verb: str
     pid: int | None
     tag: str = ""
     data: bytes = b""
-    signal: int = 0
+    more: dict[str, Any] = field(default_factory=dict)
     keepalive_s: float = 0.0
     deadline_s: float | None = None
 
@@ -181,7 +189,8 @@ def _process(method: str, message: dict[str, Any], request: Request) -> Asked:
             pid, tag = _selected(message)
             return Chosen("connect", pid, tag, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request))
         case "SendInput":
-            return Chosen("write", *_selected(message), data=_input(message))
+            data, more = _input(message)
+            return Chosen("write", *_selected(message), data=data, more=more)
         case "StreamInput":
             return _stream_input(request)
         case "CloseStdin":
@@ -190,7 +199,9 @@ def _process(method: str, message: dict[str, Any], request: Request) -> Asked:
             number = _SIGNALS.get(message.get("signal", ""))
             if number is None:
                 raise Refused(400, "signal", "signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL.")
-            return Chosen("signal", *_selected(message), signal=number)
+            return Chosen("signal", *_selected(message), more={"signal": number})
+        case "Update":
+            return Chosen("resize", *_selected(message), more={"size": _size(message)})
     raise Refused(404, "no-such-method", f"process.Process/{method} is not served.")
 
 
@@ -209,8 +220,6 @@ def _message(request: Request, *, stream: bool) -> dict[str, Any]:
 
 def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> Start:
     process = message.get("process")
-    if message.get("pty") is not None:
-        raise Refused(404, "pty", "terminals (pty) are not served: run the command without one.")
     if not isinstance(process, dict) or not isinstance(process.get("cmd"), str) or not process["cmd"]:
         raise Refused(400, "process", "process.cmd must be the program to run.")
     args = process.get("args") or []
@@ -228,6 +237,8 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
         "stdin": message.get("stdin") is True,
         "timeout_s": deadline_s or FOREVER_S,
     }
+    if message.get("pty") is not None:
+        arguments |= {"tty": True, "stdin": False, "size": _size(message)}
     return Start(ToolCall("process", "run", arguments), _text(message, "tag"), _keepalive_s(request), deadline_s)
 
 
@@ -256,28 +267,43 @@ def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
     raise Refused(400, "process", "process must select one, by pid or by tag.")
 
 
-def _input(message: dict[str, Any]) -> bytes:
+def _size(message: dict[str, Any]) -> list[int]:
+    """Return the rows and columns of a terminal."""
+    pty = message.get("pty")
+    given = pty.get("size") if isinstance(pty, dict) else None
+    size = [given.get(name, 0) for name in ("rows", "cols")] if isinstance(given, dict) else []
+    if len(size) != 2 or not all(
+        isinstance(length, int) and not isinstance(length, bool) and 0 <= length < 1 << 16 for length in size
+    ):
+        raise Refused(400, "pty", "pty.size must have rows and cols, each below 65536.")
+    return size
+
+
+def _input(message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+    """Return what is written, and in which way: to a process's stdin, or typed at its terminal."""
     given = message.get("input")
-    data = given.get("stdin") if isinstance(given, dict) else None
+    typed = isinstance(given, dict) and "pty" in given
+    data = given.get("pty" if typed else "stdin") if isinstance(given, dict) else None
     if not isinstance(data, str):
-        raise Refused(400, "input", "input.stdin must be base64; terminals (pty) are not served.")
+        raise Refused(400, "input", "input.stdin, or input.pty, must be base64.")
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(data, validate=True), {"typed": True} if typed else {}
     except binascii.Error as error:
-        raise Refused(400, "input", f"input.stdin is no base64: {error}.") from None
+        raise Refused(400, "input", f"input is no base64: {error}.") from None
 
 
 def _stream_input(request: Request) -> Chosen:
     """Take a whole stream of input as one write: how it was cut into pieces says nothing."""
-    pid, tag, data = None, "", b""
+    pid, tag, data, more = None, "", b"", dict[str, Any]()
     for message in connect.messages(request.body):
         if isinstance(message.get("start"), dict):
             pid, tag = _selected(message["start"])
         if isinstance(message.get("data"), dict):
-            data += _input(message["data"])
+            piece, more = _input(message["data"])
+            data += piece
     if pid is None and not tag:
         raise Refused(400, "input", "a stream of input begins by selecting a process.")
-    return Chosen("write", pid, tag, data=data)
+    return Chosen("write", pid, tag, data=data, more=more)
 
 
 def _keepalive_s(request: Request) -> float:

@@ -38,18 +38,19 @@ def started(pid: int) -> Event:
 KEEPALIVE: Event = {"event": {"keepalive": {}}}
 
 
-def pieces(kind: int, data: bytes) -> Iterator[Event]:
-    """Yield the events of what came on one stream."""
+def pieces(kind: int, data: bytes, *, terminal: bool) -> Iterator[Event]:
+    """Yield the events of what came on one stream, or on the terminal that is all that a process has."""
+    name = "pty" if terminal else _STREAMS[kind]
     for at in range(0, len(data), PIECE_BYTES):
         coded = base64.b64encode(data[at : at + PIECE_BYTES]).decode()
-        yield {"event": {"data": {_STREAMS[kind]: coded}}}
+        yield {"event": {"data": {name: coded}}}
 
 
-def output(body: bytes, *, skip: int = 0) -> Iterator[Event]:
+def output(body: bytes, *, terminal: bool, skip: int = 0) -> Iterator[Event]:
     """Yield the events of all output in a recorded answer, but for its first bytes."""
     for kind, data in frames(body):
         if kind != END:
-            yield from pieces(kind, data[skip:])
+            yield from pieces(kind, data[skip:], terminal=terminal)
             skip = max(0, skip - len(data))
 
 
@@ -81,10 +82,16 @@ def cannot_start(said: bytes) -> bool:
     return said.startswith(_CANNOT_START)
 
 
+def left_running(result: ToolResult) -> list[dict[str, Any]]:
+    """Return what each process that a recorded list names was started with."""
+    found: list[dict[str, Any]] = orjson.loads(result.body)
+    return found
+
+
 def processes(result: ToolResult) -> list[dict[str, Any]]:
     """Return the processes that a recorded list names, as envd lists them."""
     listed = []
-    for one in orjson.loads(result.body):
+    for one in left_running(result):
         config = {"cmd": one["argv"][0], "args": one["argv"][1:], "envs": one["env"], "cwd": one["cwd"]}
         tag = {"tag": one["tag"]} if one["tag"] else {}
         listed.append({"pid": one["process"], "config": config, **tag})
@@ -142,12 +149,15 @@ def sandbox(name: str, note: dict[str, Any]) -> dict[str, Any]:
 
 
 def detail(name: str, note: dict[str, Any], spec: EnvironmentSpec) -> dict[str, Any]:
-    """Return all that is told of a sandbox. Its end is noted, and nothing happens then."""
+    """Return all that is told of a sandbox."""
+    at_end = {"onTimeout": "pause" if note["pauses"] else "kill", "autoResume": note["resumes"]}
     return {
         **sandbox(name, note),
         "startedAt": _time(note["started"]), "endAt": _time(note["ends"]), "cpuCount": 1,
         "memoryMB": spec.limits.memory_mb, "diskSizeMB": spec.limits.disk_mb,
         "state": "paused" if note["paused"] else "running", "metadata": note["metadata"],
+        # Nothing in a sandbox reaches a network.
+        "allowInternetAccess": False, "lifecycle": at_end,
     }  # fmt: skip
 
 

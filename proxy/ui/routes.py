@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from proxy.engine import Engine
 from proxy.errors import Refused
-from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, TaskName, node_of, standing
+from proxy.routing import PROBLEM, NewName, NodePath, RolloutName, RootQuery, TaskName, place_of, standing, tree_of
 from proxy.titles import Titles
 from proxy.tree import Node, Record
 from proxy.ui.answers import ShownAnswer, shown
@@ -102,10 +102,11 @@ def _tree_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
         task: TaskName,
         after: Annotated[int, Query(ge=0, le=1 << 60, description="nodes made after the one of this number")] = 0,
         limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
+        root: RootQuery = None,
     ) -> Response:
         """Show a tree as columns of numbers, in the order in which its nodes were made, and who stands in it."""
         found = await engine.tasks.find(task)
-        tree = found.tree
+        tree = tree_of(engine, found, root)
         read = await columns_of(tree, after, limit)
         here = {node.id: names for node, names in standing(found).items() if tree.nodes.get(node.id) is node}
         slots = [(slot.place, slot.warm) for slot in engine.pool.roster.slots]
@@ -116,9 +117,10 @@ def _tree_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
     async def get_labels(
         task: TaskName,
         nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
+        root: RootQuery = None,
     ) -> list[LabelView]:
         """Show in one line each the calls that led to nodes, given by their numbers; unknown ones are left out."""
-        tree = (await engine.tasks.find(task)).tree
+        tree = tree_of(engine, await engine.tasks.find(task), root)
         known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_LABELS]]
         return await _labels(titles, [node.origin for node in known if node is not None and node.origin is not None])
 
@@ -127,16 +129,18 @@ def _tree_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
         task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 200
     ) -> list[LabelView]:
         """List the calls at a node that changed nothing, those with most hits first."""
-        here = node_of(await engine.tasks.find(task), node)
+        _, here = place_of(engine, await engine.tasks.find(task), node)
         seen = sorted((r for r in here.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
         return await _labels(titles, seen[:limit])
 
     @router.get("/tasks/{task}/failures")
     async def get_failures(
-        task: TaskName, after: Annotated[int, Query(ge=0, le=1 << 60, description="a record's number")] = 0
+        task: TaskName,
+        after: Annotated[int, Query(ge=0, le=1 << 60, description="a record's number")] = 0,
+        root: RootQuery = None,
     ) -> FailuresView:
         """List the nodes whose call failed, or at which one failed: an exit code other than 0, a status from 400 on."""
-        tree = (await engine.tasks.find(task)).tree
+        tree = tree_of(engine, await engine.tasks.find(task), root)
         known = await lookups.failures(tree.id)
         new = [(source, target) for record, source, target in known.found if record > after]
         return FailuresView(
@@ -154,7 +158,8 @@ def _call_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
         record: Annotated[int, Path(ge=0, le=1 << 60, description="a call's number among the tree's records")],
     ) -> RecordView:
         """Show a recorded call that was made at a node, or led to it, with its answer and who made it."""
-        found = _record(node_of(await engine.tasks.find(task), node), record)
+        _, here = place_of(engine, await engine.tasks.find(task), node)
+        found = _record(here, record)
         call, result = engine.store.call(found), engine.store.result(found)
         engine.journal.fold()
         passed = await lookups.passages(found.id, _PASSAGES)
@@ -188,7 +193,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
     async def fork_at_node(task: TaskName, node: NodePath, request: Request, name: NewName) -> RolloutView:
         """Begin a rollout at a node, whoever stands there."""
         found = await engine.tasks.find(task)
-        begun = engine.tasks.begin(found, name, found.tree, node_of(found, node))
+        begun = engine.tasks.begin(found, name, *place_of(engine, found, node))
         engine.warm.saw(begun)
         row = engine.store.rollouts(task, name=name)[-1]
         return RolloutView(**rollout_view(row, str(request.base_url), begun))

@@ -32,7 +32,7 @@ class AnchorLost(Exception):  # noqa: N818 - says what happened
 
 
 class CannotStart(Exception):  # noqa: N818 - an answer about a sandbox whose bash is gone
-    """This sandbox's shell does not start (any more)."""
+    """This sandbox's /bin/bash does not start (any more)."""
 
 
 class Anchor:
@@ -133,8 +133,7 @@ def _become_bash(requests: int, replies: int) -> NoReturn:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         null = os.open("/dev/null", os.O_RDWR)
         kernel.place_descriptors({0: null, 1: null, 2: null, _REQUESTS: requests, _REPLIES: replies})
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        kernel.reset_signals()
         os.execve(BASH, ["anchor", "--noprofile", "--norc", "-c", _LOOP], {})  # noqa: S606
     finally:
         os._exit(127)

@@ -41,17 +41,20 @@ def is_process(call: ToolCall) -> bool:
 
 def is_tending(call: ToolCall) -> bool:
     """Whether call is about processes that were left running."""
-    return call.endpoint == "process" and call.tool in {"list", "attend", "write", "close", "signal"}
+    return call.endpoint == "process" and call.tool in {"list", "attend", "write", "close", "resize", "signal"}
 
 
 def tended(call: ToolCall, answer: Message) -> Execution:
     """Return what came of a call about such processes (pure).
 
-    One that was told of what a process has said makes a state: in a sandbox that stands there it has said so much.
+    One that was told of what a process has said makes a state: in a sandbox that stands there it has said so much. So
+    does one that gave a process something: whether or not it has taken that up yet, it is there.
     """
     done = execution(answer, float(answer.fields["seconds"]))
-    if call.tool != "attend" or done.result.status != 200:
+    if call.tool == "list" or done.result.status != 200:
         return done
+    if call.tool != "attend":
+        return replace(done, effect=done.effect | Effect.PROCESSES)
     told = ending(done.result.body)
     said = {str(place): len(output(done.result.body, place)) for place in (OUT, ERR)}
     until = {**said, "ended": told.exit_code is not None}
@@ -124,10 +127,16 @@ class Conversation:
         if told.get("kept") and told["exit_code"] is None:
             return self._left(done, body)
         gone = told["exit_code"] is None and not told.get("detached")
-        return replace(done, shareable=self.frames.whole and not told["timed_out"] and not gone)
+        return replace(done, shareable=self._steady and not told["timed_out"] and not gone)
 
     def _left(self, done: Execution, body: bytes) -> Execution:
         """Return what is known of a process that is kept track of: a replay leaves it when it has said as much."""
         until = {str(place): len(output(body, place)) for place in (OUT, ERR)}
         replay = replace(self._call, arguments={**self._call.arguments, "until": until})
-        return replace(done, shareable=self.frames.whole, effect=done.effect | Effect.PROCESSES, replay=replay)
+        return replace(done, shareable=self._steady, effect=done.effect | Effect.PROCESSES, replay=replay)
+
+    @property
+    def _steady(self) -> bool:
+        """Whether others may be answered with it: what somebody can type at shows what came in which moment."""
+        typed_at = "process" in self._call.arguments and self._call.arguments.get("tty")
+        return self.frames.whole and not typed_at

@@ -31,6 +31,8 @@ from sandboxes.spec import EnvironmentSpec, McpServer
 from sandboxes.websocket import Socket, carrier, is_message
 
 MCP_TYPE = "application/vnd.forkpoint.mcp+json"
+ALONG_BYTES = 16 << 10
+"""Of a request; what a fresh connection takes at once, whatever the server does."""
 LOOK_S = 30.0
 """Of looking at files."""
 MCP_BYTES = 32 << 20
@@ -139,13 +141,15 @@ class Hosting(Talk):
     async def _forward(self, call: ToolCall, listener: Listener | None) -> Execution:
         server = self._hosted.hosted[call.endpoint]
         head = serving.request(call, server.port)
+        # A small request goes along: it is on its way before the connection has come here.
+        along = head + call.body if len(head) + len(call.body) <= ALONG_BYTES else b""
         asked = {"op": "serve", "server": order(call.endpoint, self._hosted, self._environment)}
-        connected = self._hear_of_server(await self.ask(asked, b"", server.ready_s))
+        connected = self._hear_of_server(await self.ask(asked, along, server.ready_s))
         silence_s = server.timeout_s or self._hosted.limits.timeout_s
         spool = Spool(call, listener, most=server.answer_bytes, folder=self._folder)
         try:
             connection = socket.socket(fileno=connected.fds[0])
-            await exchange(connection, head, call.body, spool, silence_s=silence_s)
+            await exchange(connection, head, call.body, spool, silence_s=silence_s, sent=bool(along))
             answer = self._concluded(await self._talk({"op": "served", "read": serving.reads(call), "log": False}))
             return replace(
                 execution(answer, float(answer.fields["seconds"]), spool.result()),

@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal
-from sandboxes.localbox.alive import Alive
 from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
 from sandboxes.localbox.left import AllLeft, Kept, Left
 from sandboxes.localbox.restoring import Restoring
 from sandboxes.localbox.running import Running, death_of, due_of, failed, new_pipes, open_terminal
-from sandboxes.localbox.servers import Log, ServerFailed, Servers, served
+from sandboxes.localbox.servers import Log, ServerFailed, Servers, hand_over, served
 from sandboxes.localbox.session import MalformedDump
 from sandboxes.localbox.shell import Output, Shell
 from sandboxes.localbox.shells import Shells
@@ -106,8 +105,9 @@ class Init:
         self.servers = Servers(self.shells)
         self.left = AllLeft(self.output_bytes)
         self.changes = Changes(roots, fields)
-        self.alive = Alive(self.shells, self.left, self._living)
+        self.alive: frozenset[Any] = frozenset()
         self.stillness, self.held_from = Stillness(), 0.0
+        self.calls = 0
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Init:
             if not self._listen(self._outputs if self.alive else {}):
                 return None
             self.shells.reap()
-            self.left.look()
+            self.left.drain()
         return message
 
     @property
@@ -180,15 +180,16 @@ class Init:
 
     def _call(self, message: Message) -> None:
         fields = message.fields
+        self.calls += 1
         self.shells.reap()
-        alive_before, free = self.alive.now, self.changes.free_bytes()
-        turns_before = processes.turns(self.alive.processes)
+        alive_before, free = self.alive, self.changes.free_bytes()
+        turns_before = processes.turns(self._living())
         started = time.perf_counter()
         touched: str | None
         if fields["op"] == "exec":
             answer, body, touched = self._exec(fields, message.body)
         elif fields["op"] == "serve":
-            answer, body, touched = self._serve(fields["server"]), b"", None
+            answer, body, touched = self._serve(fields["server"], message.body), b"", None
         elif fields["op"] == "process":
             answer, body, touched = self._process(fields, message.body), b"", None
         elif fields["op"] == "tend":
@@ -198,10 +199,10 @@ class Init:
             answer, body, touched = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
         changed, read = answer.pop("session_changed", False), answer.pop("read", False)
-        self.alive.settle()
+        self._settle()
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
-        came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
+        worked = not read and processes.worked(turns_before, processes.turns(self._living()))
+        came_or_went, wrote_files = self.alive != alive_before, self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         wrote = self.seals and self.changes.written and not self.alive
@@ -295,7 +296,6 @@ class Init:
         """Run a file operation in a child; like a command's, its time and its memory are bounded."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
-        spared = processes.living()
         try:
             pid = os.fork()
         except OSError as error:
@@ -314,15 +314,18 @@ class Init:
             os.close(fd)
         data, whole = self._read_all(reading, fields["timeout_s"])
         os.close(reading)
-        self.shells.kill_except(spared)
+        # It alone, which starts nobody: what lives beside it may have started others meanwhile.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         return *files.heard(data, whole=whole), None
 
-    def _serve(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Give the driver a connection to a server, and wait until it has its answer."""
+    def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
+        """Give the driver a connection to a server, on which first was sent, and wait until it has its answer."""
         watch = self._watch()
         while True:
             try:
-                self._hand_over(order)
+                hand_over(self.driver, self.servers, order, watch, first)
             except ServerFailed as error:
                 return {"failed": error.kind, "detail": str(error)}
             while (message := self.inbox.take()) is None:
@@ -331,13 +334,7 @@ class Init:
                 watch()
             if message.fields["op"] != "again":
                 return served(self.servers, order, message)
-
-    def _hand_over(self, order: dict[str, Any]) -> None:
-        fds, fresh = self.servers.connect(order, self._watch())
-        told = {"connected": True, "fresh": fresh, "note": self.servers.note(order["name"])}
-        socket.send_fds(self.driver, [pack(told, fds=len(fds))], fds)
-        for fd in fds:
-            os.close(fd)
+            first = b""
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""
@@ -437,7 +434,7 @@ class Init:
         except ServerFailed as error:
             self._reply({"failed": error.kind, "detail": str(error)})
             return
-        self.alive.settle()
+        self._settle()
         self.changes.look()
         self._reply({})
 
@@ -455,9 +452,27 @@ class Init:
 
     # -- what lives --------------------------------------------------------------------------------------------------
 
-    def _living(self) -> set[processes.Process]:
-        self.shells.reap()
-        return processes.living()
+    def _settle(self, grace_s: tuple[float, ...] = processes.GRACE_S) -> None:
+        """Find out what outlives the call, with some grace for what is just about to end."""
+        for pause in (*grace_s, None):
+            self.shells.reap()
+            idle = self.shells.idle_pids
+            left = {process for process in processes.living() if process[0] not in idle}
+            if left <= self.alive or pause is None:
+                break
+            time.sleep(pause)
+        # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
+        held = {("descriptors", shell.name, shell.runs) for shell in self.shells.holding()}
+        objects = processes.ipc_objects()
+        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set()) | self.left.state
+        if alive:
+            # These shells are not replaced after the call: what they know of their children lives on with them.
+            alive |= {("jobs", shell.name, *shell.jobs) for shell in self.shells if shell.jobs}
+        self.alive = frozenset(alive)
+
+    def _living(self) -> list[processes.Process]:
+        """Return the processes among what is alive."""
+        return [(entry[0], entry[1]) for entry in self.alive if isinstance(entry[0], int)]
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -468,7 +483,7 @@ class Init:
         """
         alive = bool(self.alive) and not discard
         if alive and (not checkpoint or root or (why := self._outside_the_tree())):
-            self._reply({"not_freezable": why if checkpoint and not root else self.alive.who})
+            self._reply({"not_freezable": why if checkpoint and not root else self._who_lives()})
             return
         self.stillness.saw(wrote=self.changes.look())
         linked = self.changes.linked
@@ -513,8 +528,10 @@ class Init:
 
     def _outside_the_tree(self) -> str:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
-        if self.alive.has_ipc_objects:
+        if any(kind == "ipc" for kind, *_ in self.alive):
             return "System V IPC objects exist, and a checkpoint does not hold them"
+        if self.left.terminals:
+            return "a terminal is open, and a checkpoint does not hold it"
         anchor = self.shells.anchor
         if anchor is None or not processes.descend(lambda: (pid for pid, _ in processes.living()), anchor.pid):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
@@ -538,20 +555,37 @@ class Init:
             process = self._left(told["told"], ends, death_of(told["pid"]), told["pid"])
             process.recall(told)
             self.left.add(process)
-        self.alive.settle(patient=False)
+        self._settle(())
 
     def _show(self, fields: dict[str, Any]) -> None:
         """Serve who looks at this state."""
         if fields["op"] == "look":
             self._look()
         elif fields["op"] == "terminal":
-            columns, rows = fields["size"]
-            given = (self.shells.sessions.get("main"), self.shells.environment, self.shells.workdir)
-            terminal.give(self.driver, lambda: terminal.start_shell(*given, (columns, rows)))
+            self._terminal(fields["size"])
         else:
             self.changes.look()
             known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
             self._reply({"delta": self.changes.now, **known})
+
+    def _terminal(self, size: list[int]) -> None:
+        session = self.shells.sessions.get("main")
+        try:
+            end = terminal.start_shell(session, self.shells.environment, self.shells.workdir, (size[0], size[1]))
+        except OSError as error:
+            self._reply({"failed": f"no terminal can be had: {error.strerror}"})
+            return
+        socket.send_fds(self.driver, [pack({}, fds=1)], [end])
+        os.close(end)
+
+    def _who_lives(self) -> str:
+        kinds = {
+            "descriptors": "the shell holds open descriptors",
+            "ipc": "System V IPC objects exist",
+            "jobs": "the shell has jobs",
+        }
+        told = {kinds.get(str(kind), f"process {kind} lives") for kind, *_ in self.alive}
+        return "; ".join(sorted(told)[:5])
 
     def _switched(self, message: Message) -> None:
         """Go on over other layers; message carries the new upper and lower directories, if they did change."""

@@ -201,6 +201,16 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(probe.fileno(), 0x8914, request)
 
 
+def reset_signals() -> None:
+    """Take every signal as a new process does, before an exec: what is ignored or blocked stays so beyond it.
+
+    Who started the proxy (nohup, a script's `&`) and the processes on the way here ignore some.
+    """
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
 def place_descriptors(places: Mapping[int, int]) -> None:
     """Put descriptors at their places, for an exec, and close all others."""
     high = max(places) + 1

@@ -6,11 +6,14 @@ end when all of it was taken. Until then they are part of the sandbox's state.
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import select
+import struct
+import termios
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sandboxes.process import END, ERR, LINGER_S, MEDIA_TYPE, OUT, frame
@@ -18,6 +21,8 @@ from sandboxes.process import END, ERR, LINGER_S, MEDIA_TYPE, OUT, frame
 Told = tuple[int, str, bytes]
 """Status, media type and body of an answer."""
 _CHUNK = 1 << 16
+_SESSION = 0x5429
+"""TIOCGSID, which Python 3.11 has no name for: whose session a terminal is."""
 WRITE_S = 10.0
 """How long a process may take to read what is written to it."""
 
@@ -71,6 +76,7 @@ class Left:
         self, told: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int, status: Callable[[], int]
     ) -> None:
         self.told, self.pid = dict(told), pid
+        self.terminal = bool(told.get("tty"))
         self.stdin = ends.get(0, -1)
         self.streams = {place: Kept(ends.get(place, -1)) for place in (OUT, ERR)}
         self.code: int | None = None
@@ -78,12 +84,16 @@ class Left:
         self._death, self._status = death, status
         self._ended_at = 0.0
 
-    def look(self, limit: int) -> None:
-        """Take what it has said, and note its end."""
-        if self.code is None and select.select([self._death], [], [], 0)[0]:
-            self.code, self._ended_at = self._status(), time.monotonic()
+    def drain(self, limit: int) -> None:
+        """Take what it has said."""
         for stream in self.streams.values():
             stream.drain(limit)
+
+    def look(self, limit: int) -> None:
+        """Take what it has said, and note its end, which the anchor tells: never while a dump may hold that still."""
+        if self.code is None and select.select([self._death], [], [], 0)[0]:
+            self.code, self._ended_at = self._status(), time.monotonic()
+        self.drain(limit)
         if self.code is not None and time.monotonic() - self._ended_at > LINGER_S:
             # What it left behind holds its streams.
             for stream in self.streams.values():
@@ -109,33 +119,61 @@ class Left:
         told = {"exit_code": code, "timed_out": False, "truncated": False}
         return {**told, "signal": number} if number in self.signals else told
 
-    def write(self, data: bytes, limit: int) -> str:
-        """Write to its stdin; return why that is not possible, or nothing."""
+    def write(self, data: bytes, limit: int, *, typed: bool) -> str:
+        """Write to its stdin, or typed at its terminal; return why that is not possible, or nothing."""
+        if typed != self.terminal:
+            return "it has a terminal: what it reads is typed there" if self.terminal else "it has no terminal"
         view, deadline = memoryview(data), time.monotonic() + WRITE_S
-        if self.stdin < 0:
+        to = self.streams[OUT].fd if self.terminal else self.stdin
+        if to < 0:
             return "its stdin is closed"
         while view:
             try:
-                view = view[os.write(self.stdin, view) :]
+                view = view[os.write(to, view) :]
             except BlockingIOError:
                 # It may wait for us to take what it says.
                 self.look(limit)
                 if time.monotonic() > deadline:
                     return "it does not read its stdin"
-                select.select([], [self.stdin], [], 0.05)
+                select.select([], [to], [], 0.05)
             except OSError:
                 return "it has closed its stdin"
         return ""
 
-    def shut(self) -> None:
-        """Close its stdin."""
+    def shut(self) -> str:
+        """Close its stdin; return why that is not possible, or nothing."""
+        if self.terminal:
+            return "it has a terminal, whose end is typed: Ctrl+D (0x04)"
         if self.stdin >= 0:
             os.close(self.stdin)
             self.stdin = -1
+        return ""
+
+    def resize(self, size: Sequence[int]) -> str:
+        """Give its terminal so many rows and columns; return why that is not possible, or nothing."""
+        if not self.terminal:
+            return "it has no terminal"
+        # Nobody has a terminal open any more whose process has ended.
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.streams[OUT].fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        return ""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; of a terminal's processes, to the one whose session it is."""
+        self.signals.add(number)
+        pid = self.pid
+        if self.terminal:
+            with contextlib.suppress(OSError):
+                told = fcntl.ioctl(self.streams[OUT].fd, _SESSION, struct.pack("i", 0))
+                pid = struct.unpack("i", told)[0] or pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
     def close(self) -> None:
         """Let go of it."""
-        self.shut()
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
         for stream in self.streams.values():
             stream.close()
         if self._death >= 0:
@@ -180,17 +218,27 @@ class AllLeft:
         return {s.fd: s for process in self for s in process.streams.values() if s.fd >= 0}
 
     @property
+    def terminals(self) -> bool:
+        """Whether one has a terminal: the kernel's half of it is outside of what a checkpoint holds."""
+        return any(process.terminal for process in self)
+
+    @property
     def state(self) -> set[tuple[Any, ...]]:
         """What of them is part of the sandbox's state."""
         return {("left", name) for name in self._processes}
 
+    def drain(self) -> None:
+        """Take what all have said, so that they do not wait for us. Between calls, when a dump may be under way."""
+        for process in self:
+            process.drain(self.limit)
+
     def look(self) -> None:
-        """Take what all have said, so that they do not wait for us."""
+        """The same during a call; who has ended is noted."""
         for process in self:
             process.look(self.limit)
 
     def perform(self, fields: Mapping[str, Any], body: bytes) -> Told:
-        """Do what a call asks for: `list`, or with a process `attend`, `write`, `close` or `signal`."""
+        """Do what a call asks for: `list`, or with a process `attend`, `write`, `close`, `resize` or `signal`."""
         self.look()
         tool, arguments = fields["tool"], fields["arguments"]
         if tool == "list":
@@ -199,19 +247,19 @@ class AllLeft:
         process = self._processes.get(arguments["process"])
         if process is None or (process.code is not None and tool != "attend"):
             return 404, "text/plain", f"there is no process {arguments['process']}".encode()
+        why = ""
         match tool:
             case "attend":
                 return self._attend(process, arguments.get("until"), fields["timeout_s"])
             case "write":
-                why = process.write(body, self.limit)
-                return (409, "text/plain", why.encode()) if why else (200, "application/json", b"{}")
+                why = process.write(body, self.limit, typed=bool(arguments.get("typed")))
             case "close":
-                process.shut()
+                why = process.shut()
+            case "resize":
+                why = process.resize(arguments["size"])
             case "signal":
-                process.signals.add(arguments["signal"])
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, arguments["signal"])
-        return 200, "application/json", b"{}"
+                process.signal(arguments["signal"])
+        return (409, "text/plain", why.encode()) if why else (200, "application/json", b"{}")
 
     def _attend(self, process: Left, until: Mapping[str, Any] | None, timeout_s: float) -> Told:
         """Tell what a process has said; with until, wait for as much and no more, or for its end."""

@@ -190,7 +190,10 @@ class LocalSandbox(Hosting):
         """See `TerminalSandbox.open_terminal`."""
         await self._settle()
         self._sealed = None
-        return await self._open_terminal(columns, rows)
+        told = await self._talk({"op": "terminal", "size": [columns, rows]})
+        if not told.fds:
+            raise SandboxError(f"sandbox {self.id}: {told.fields['failed']}")
+        return Pty(told.fds[0])
 
     def _kill(self) -> None:
         if self._process is not None:

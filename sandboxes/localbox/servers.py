@@ -12,7 +12,7 @@ from sandboxes.localbox import processes
 from sandboxes.localbox.anchor import CannotStart
 from sandboxes.localbox.session import quote
 from sandboxes.localbox.shells import Shells
-from sandboxes.localbox.wire import Message
+from sandboxes.localbox.wire import Message, pack
 
 TAIL_BYTES = 1 << 14
 POLL_S = 0.01
@@ -215,6 +215,27 @@ class Servers:
         """Whether a command that ended has failed, or left nobody behind to do its work."""
         left = {pid for pid, _ in processes.living()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not left
+
+
+def hand_over(
+    driver: socket.socket, servers: Servers, order: dict[str, Any], watch: Callable[[], None], first: bytes = b""
+) -> None:
+    """Give the driver what leads to the server that order names. first: what goes there before that.
+
+    Raises:
+        ServerFailed: see `Servers.connect`.
+    """
+    fds, fresh = servers.connect(order, watch)
+    try:
+        # One that hangs up without reading is met by the driver, who hears its answer.
+        with contextlib.suppress(OSError):
+            while first:
+                first = first[os.write(fds[0], first) :]
+        told = {"connected": True, "fresh": fresh, "note": servers.note(order["name"])}
+        socket.send_fds(driver, [pack(told, fds=len(fds))], fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def served(servers: Servers, order: dict[str, Any], told: Message) -> dict[str, Any]:

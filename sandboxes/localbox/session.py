@@ -18,36 +18,46 @@ RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = 29, 30, 31, 32, 33
 END = b"forkpoint-end-of-dump\0"
 MAX_DUMP_BYTES = 16 << 20
 
-LOOP = " ".join(
+_TELL = " ".join(
     line.strip()
     for line in r"""
-    { \builtin printf '%s\0' "$SHELLOPTS" "$BASHOPTS" >&33; \builtin trap -p >&33;
-    \builtin trap - DEBUG ERR RETURN EXIT; \builtin set +abefkmnptuvxCEHPT -hB +o pipefail +o posix;
-    { \builtin printf '\0'; \builtin declare -p; \builtin printf '\0'; \builtin declare -f; \builtin printf '\0';
+    { \builtin printf '%s\0' "$?" "$SHELLOPTS" "$BASHOPTS" >&33; \builtin trap -p >&33;
+    \builtin trap - DEBUG ERR RETURN EXIT; \builtin set +abefkmnptuvxCEHPT -hB +o pipefail +o posix; }
+    >/dev/null 2>&1
+    """.strip().splitlines()
+)
+"""What begins a dump, right behind what it tells of: traps and options are off before the rest runs, and whatever they
+print before that goes nowhere."""
+LOOP = (
+    " ".join(
+        line.strip()
+        for line in r"""
+    { { \builtin printf '\0'; \builtin declare -p; \builtin printf '\0'; \builtin declare -f; \builtin printf '\0';
     \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0'; \builtin umask;
     \builtin printf '\0'; \builtin pwd; \builtin printf '\0'; \builtin dirs -l -p; \builtin printf '\0';
     \builtin enable -n; \builtin printf '\0'; \builtin jobs -l;
     \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33;
     \builtin hash -r; [[ '' =~ ^ ]]; } >/dev/null 2>&1;
-    \builtin read -r -u 32 __forkpoint || \builtin exit; \builtin unset -v __forkpoint; \builtin : '';
+    \builtin read -r -u 32 __forkpoint || \builtin exit;
+    \builtin eval "\builtin unset -v __forkpoint; \builtin : ''; $__forkpoint";
     \builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-;
-    { \builtin printf '%s\0' "$?" >&33; } 2>/dev/null;
-    \builtin eval "$(</proc/self/fd/30)"
     """.strip().splitlines()
+    )
+    + f' {_TELL}; \\builtin eval "$(</proc/self/fd/30)"'
 )
-"""What the shell does for ever: dump, wait, run the command, tell its status, again.
+"""What the shell does for ever: tell the rest of a dump, wait, take on its session's options, run the command, begin
+the next dump, again.
 
 One line, so it is read whole before any of it runs.
 
-`\\builtin`: no alias of the user's gets between. DEBUG and ERR traps are off before the rest runs, and whatever they or
-`set -x` print before that goes nowhere. Our descriptors are closed for the command and its children; the copies that
-bash keeps meanwhile are close-on-exec.
+`\\builtin`: no alias of the user's gets between. Our descriptors are closed for the command and its children; the
+copies that bash keeps meanwhile are close-on-exec.
 """
 START = '. /proc/self/fd/29 2>/dev/null; \\builtin eval "$(</proc/self/fd/30)"'
 """What `bash -c` is given: short, for `ps` shows it."""
 
 _FIELDS = 15
-_READY = "\\builtin printf '0\\0' >&33"
+_READY = f"\\builtin :; {_TELL}"
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
 _DEFAULT_SHOPTS = [
     "checkwinsize",
@@ -120,6 +130,9 @@ _BORN_WITH = [
     "SHLVL",
     "TERM",
 ]
+_SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
+_MOST_EARLY = 1 << 15
+"""Characters, so that a pipe holds them."""
 _JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILINE)
 _DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
@@ -227,16 +240,31 @@ def restore_script(session: Session | None, workdir: str) -> bytes:
     return "\n".join(parts).encode("latin-1")
 
 
-def command_text(session: Session | None, command: bytes) -> bytes:
-    """Return what the shell evaluates for command: first the traps and options that would act on our lines too."""
+def orders(session: Session | None, command: bytes) -> tuple[bytes, bytes]:
+    """Return the line that lets the shell go, with the options and traps of its session, and what it evaluates then.
+
+    Not all in one: bash reads a line whole before it runs any of it, so they would be lost with a command that is none,
+    and its lines would be counted from another one. What acts on our lines too stands on the command's first.
+    """
     if session is None:
-        return command
+        return b"\n", command
     options = set(session["options"])
-    arming = [line for line in (session["traps"].strip(),) if line]
-    arming += [f"set +o {name}" for name in sorted(_DEFAULT_OPTIONS - options)]
-    extra = sorted(options - _DEFAULT_OPTIONS, key=lambda name: (name in {"errexit", "xtrace", "verbose"}, name))
-    arming += [f"set -o {name}" for name in extra]
-    return ("\n".join(arming).replace("\nset ", "; set ") + "; " if arming else "").encode("latin-1") + command
+    early = [f"\\builtin set +o {name}" for name in sorted(_DEFAULT_OPTIONS - options)]
+    extra = sorted(options - _DEFAULT_OPTIONS, key=lambda name: (name in {"errexit", "verbose", "xtrace"}, name))
+    early += [f"\\builtin set -o {name}" for name in extra if name not in _SHOWING]
+    traps = [f"\\builtin {_on_one_line(trap)}" for trap in _split_unquoted(session["traps"])]
+    early += [trap for trap in traps if not trap.endswith(_DEBUG)]
+    late = [trap for trap in traps if trap.endswith(_DEBUG)]
+    late += [f"set -o {name}" for name in extra if name in _SHOWING]
+    if sum(map(len, early)) > _MOST_EARLY:
+        early, late = [], early + late
+    # What a user's IFS takes from the end of what is read, it takes from a remark.
+    line = "; ".join(early) + " # forkpoint\n" if early else "\n"
+    return line.encode("latin-1"), "".join(f"{order}; " for order in late).encode("latin-1") + command
+
+
+def _on_one_line(quoted: str) -> str:
+    return quoted.replace("\n", "'$'\\n''")
 
 
 def digest(sessions: dict[str, Session]) -> bytes:

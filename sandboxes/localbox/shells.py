@@ -46,16 +46,6 @@ class Shells:
         return {shell.pid for shell in self} | self.anchor_pids
 
     @property
-    def arriving(self) -> bool:
-        """Whether one was started and has not said yet what it is."""
-        return any(shell.baseline is None for shell in self)
-
-    @property
-    def program(self) -> str:
-        """The path of the shell that they are."""
-        return BASH
-
-    @property
     def anchor_pids(self) -> set[int]:
         return set() if self.anchor is None else {self.anchor.pid}
 
@@ -118,9 +108,8 @@ class Shells:
         return self._ended.get(pid, KILLED)
 
     def kill(self, shell: Shell) -> None:
-        if not shell.ended:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(shell.death, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(shell.death, signal.SIGKILL)
         self.status(shell)
         self.forget(shell)
 
@@ -131,13 +120,13 @@ class Shells:
             del self._shells[shell.name]
 
     def holding(self) -> list[Shell]:
-        """Return the idle shells that hold more than when they were new. One on its way has run nothing yet.
+        """Return the idle shells that hold more than when they were new.
 
         One that another process has killed is let go of: its session is what its last dump said.
         """
         found = []
         for shell in self:
-            if shell.baseline is None or not shell.holds_more():
+            if not shell.holds_more():
                 continue
             if shell.ended:
                 self.kill(shell)
@@ -230,7 +219,7 @@ class Shells:
                     if shell.session is None:
                         self.pristine = shell.baseline
                     else:
-                        # These come with the command, not before: see `command_text`.
+                        # These come with the command, not before: see `orders`.
                         shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
                     return
                 if shell.death in events:
@@ -238,4 +227,4 @@ class Shells:
         shell.err.drain(4096)
         reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
         self.kill(shell)
-        raise CannotStart(f"{self.program} does not start in this sandbox: {reason}")
+        raise CannotStart(f"{BASH} does not start in this sandbox: {reason}")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 HEADER = struct.Struct("!III")
 MAX_BYTES = 1 << 31
 _DESCRIPTORS_AT_ONCE = 8
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Message(NamedTuple):
@@ -28,7 +29,7 @@ class MalformedFrame(ValueError):  # noqa: N818 - says what happened
 
 def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
     """Return the frame of a message that fds descriptors accompany."""
-    text = json.dumps(fields, separators=(",", ":")).encode()
+    text = _encode(fields).encode()
     return HEADER.pack(len(text), len(body), fds) + text + body
 
 

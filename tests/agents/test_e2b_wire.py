@@ -2,8 +2,9 @@
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,91 @@ def test_output_that_comes_later_is_told_at_the_same_place_to_who_is_answered_fr
     assert [tool for tool, _ in first].count("attend") >= 2
 
 
+def send(client: Client, pid: int, data: bytes) -> httpx.Response:
+    return client.call(
+        "process.Process/SendInput", process={"pid": pid}, input={"stdin": base64.b64encode(data).decode()}
+    )
+
+
+def test_a_terminal_is_its_rollouts_own_and_what_came_before_it_everybodys(proxy: Proxy) -> None:
+    size = {"size": {"rows": 24, "cols": 80}}
+    bash = {"cmd": "/bin/bash", "args": ["--norc", "-i"], "envs": {"TERM": "dumb", "PS1": ""}}
+    drawn = set()
+    for _ in range(2):
+        client = Client(proxy, "typed")
+        client.run("echo $RANDOM$RANDOM >/root/drawn")
+        with client.stream(START, connect.envelope({"process": bash, "pty": size})) as told:
+            process = {"pid": next(told)["start"]["pid"]}
+            size["size"]["cols"] = 100
+            assert client.call("process.Process/Update", process=process, pty=size).json() == {}
+            keys = base64.b64encode(b"stty size; cat /root/drawn; cd /tmp; pwd\n").decode()
+            assert client.call("process.Process/SendInput", process=process, input={"pty": keys}).json() == {}
+            heard = b""
+            while not heard.endswith(b"\r\n/tmp\r\n"):
+                heard += base64.b64decode(next(told).get("data", {}).get("pty", ""))
+            assert b"\r\n24 100\r\n" in heard
+            drawn.add(heard.split()[-2])
+            wrong = client.call("process.Process/SendInput", process=process, input={"stdin": keys})
+            assert wrong.json()["code"] == "failed_precondition"
+            assert client.call("process.Process/SendSignal", process=process, signal="SIGNAL_SIGKILL").json() == {}
+            assert joined(told)[1]["end"]["status"] == "signal: killed"
+    assert len(drawn) == 1
+    assert [outcome for _, outcome in calls(proxy, "typed", client.sandbox)][:2] == ["hit", "bypass"]
+
+
+def is_there(client: Client) -> bool:
+    return client.http.get(f"{client.base}/files?path=/root/told", headers=client.headers).status_code == 200
+
+
+def all_ended(client: Client) -> bool:
+    return not client.call("process.Process/List").json()["processes"]
+
+
+def polled(ask: Callable[[], bool]) -> int:
+    """Return how often ask was asked until it was so."""
+    return next(count for count in range(1, 1000) if ask())
+
+
+def test_what_is_written_twice_arrives_twice_though_nobody_has_read_it_yet(proxy: Proxy) -> None:
+    command = "read -r line </root/gate; read -r one; read -r two; echo $one-$two"
+    body = connect.envelope({"process": {"cmd": "/bin/bash", "args": ["-c", command]}, "stdin": True})
+    for _ in range(2):
+        client = Client(proxy, "twice")
+        client.run("mkfifo /root/gate")
+        with client.stream(START, body) as told:
+            pid = next(told)["start"]["pid"]
+            for _ in range(2):
+                assert send(client, pid, b"same\n").status_code == 200
+            client.run("echo go >/root/gate")
+            assert joined(told)[0] == "same-same\n"
+    assert {outcome for _, outcome in calls(proxy, "twice", client.sandbox)} == {"hit"}
+
+
+def test_who_polls_beside_a_process_that_goes_on_by_itself_is_told_of_its_doings(proxy: Proxy) -> None:
+    command = "until [ -p /root/gate ]; do sleep 0.01; done; read -r line </root/gate; sleep 0.3; echo done >/root/told"
+    polls = []
+    for _ in range(2):
+        client = Client(proxy, "polls")
+        with client.start(command) as told:
+            next(told)
+        client.run("mkfifo /root/gate; echo go >/root/gate")
+        polls.append((polled(partial(is_there, client)), polled(partial(all_ended, client))))
+    # Who comes the same way is told the same, as often, with no sandbox.
+    assert polls[0][0] > 1
+    assert polls[0] == polls[1]
+    assert {outcome for _, outcome in calls(proxy, "polls", client.sandbox)} == {"hit"}
+
+
+def test_files_that_are_looked_at_end_nothing_that_is_just_starting(proxy: Proxy) -> None:
+    client = Client(proxy, "starting")
+    with client.start("for i in $(seq 60); do /bin/true || echo ended $i; done; echo all") as told:
+        next(told)
+        while client.call("process.Process/List").json()["processes"]:
+            for _ in range(5):
+                client.http.get(f"{client.base}/files?path=/root/none", headers=client.headers)
+        assert joined(told)[0] == "all\n"
+
+
 def test_two_rollouts_that_start_the_same_wait_for_one_execution_until_either_asks_for_more(proxy: Proxy) -> None:
     first, second = Client(proxy, "two"), Client(proxy, "two")
     with first.start("sleep 600 & echo $!; wait") as told, second.start("sleep 600 & echo $!; wait") as other:
@@ -202,6 +288,45 @@ def test_sandboxes_and_what_was_said_of_them_outlive_a_restart(tmp_path: Path) -
         assert again.run("cat /root/team; echo $TEAM") == "blue\nblue\n"
 
 
+def test_a_sandbox_whose_time_is_over_is_gone_for_its_client_and_the_tree_stays(proxy: Proxy) -> None:
+    command = "echo begun; sleep 60"
+    client = Client(proxy, "over", timeout=3600)
+    path = f"/sandboxes/{client.sandbox}"
+    with client.start(command) as told:
+        next(told)
+        assert base64.b64decode(next(told)["data"]["stdout"]) == b"begun\n"
+        assert client.control("POST", f"{path}/timeout", timeout=7200).status_code == 204
+        assert client.run("echo goes on") == "goes on\n"
+        assert client.control("POST", f"{path}/timeout", timeout=0).status_code == 204
+        assert client.call("process.Process/List").json()["message"] == "The sandbox was not found"
+        assert list(told)[-1]["last"]["error"]["code"] == "unavailable"
+    assert client.http.get(f"{client.base}/health", headers=client.headers).status_code == 502
+    for method, of in (("GET", path), ("POST", f"{path}/timeout"), ("POST", f"/v2{path}/connect"), ("DELETE", path)):
+        assert client.control(method, of).status_code == 404
+    assert client.control("GET", "/v2/sandboxes").json() == []
+    again = Client(proxy, "over")
+    with again.start(command) as told:
+        next(told)
+        assert again.run("echo goes on") == "goes on\n"
+    assert {outcome for _, outcome in calls(proxy, "over", again.sandbox)} == {"hit"}
+
+
+def test_one_that_is_to_pause_then_does_and_goes_on_when_it_is_asked_if_it_was_made_so(proxy: Proxy) -> None:
+    for resumes in (False, True):
+        client = Client(proxy, "pauses", timeout=3600, autoPause=True, autoResume={"enabled": resumes})
+        path = f"/sandboxes/{client.sandbox}"
+        client.run("echo kept >/root/kept")
+        client.control("POST", f"{path}/timeout", timeout=0)
+        assert client.control("GET", path).json()["state"] == "paused"
+        if not resumes:
+            assert client.call("process.Process/List").status_code == 502
+            assert client.control("POST", f"/v2{path}/connect", timeout=60).status_code == 201
+        assert client.run("cat /root/kept") == "kept\n"
+        told = client.control("GET", path).json()
+        assert told["state"] == "running"
+        assert told["lifecycle"] == {"onTimeout": "pause", "autoResume": resumes}
+
+
 def test_a_url_with_a_rollout_names_the_sandbox_and_a_second_one_is_another(proxy: Proxy) -> None:
     base = "/t/named/r/seven/e2b"
     first, second = (proxy.client.post(f"{base}/v2/sandboxes", json={}).json()["sandboxID"] for _ in range(2))
@@ -243,6 +368,11 @@ def test_what_is_wrong_is_told_and_not_recorded(proxy: Proxy) -> None:
     }  # fmt: skip
     assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json={"templateID": "n999999"}).status_code == 404
     assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json={"templateID": "no-such-image"}).status_code == 404
+    for given in ({"volumeMounts": [{"name": "v", "path": "/v"}]}, {"timeout": -1}, {"envVars": {"a=": ""}}):
+        assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json=given).status_code in (400, 501)
+    for verb in ("pause", "snapshots", "connect"):
+        answer = client.control("POST", f"/sandboxes/{client.sandbox}/{verb}", memory=False)
+        assert (answer.status_code, "not without" in answer.json()["message"]) == (400, True)
     assert proxy.client.post("/t/wrong/e2b/v3/templates", json={}).status_code == 501
     # The user that is not there was looked for in the sandbox, and that is an answer like any other.
     assert proxy.recorded == recorded + 1

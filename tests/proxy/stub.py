@@ -82,9 +82,11 @@ def stub_proxy() -> Iterator[Stub]:
                 self._send(200, {}, stub.totals)
                 return
             stub.asked.append(dict(parse_qsl(parts.query)))
-            found = parts.path == f"/api/v1/tasks/{stub.view.get('task')}/tree"
+            task = f"/api/v1/tasks/{stub.view.get('task')}"
+            known = {f"{task}/tree": (200, stub.view), f"{task}/trees": (200, [])}
             missing = {"title": "Unknown task", "detail": "No task has this name.\x1b[2J"}
-            self._send(200 if found else 404, {}, stub.view if found else missing)
+            status, told = known.get(parts.path, (404, missing))
+            self._send(status, {}, told)
 
         def do_DELETE(self) -> None:
             stub.deleted.append(self.path)

@@ -81,7 +81,7 @@ def begin(running: Engine, task: Task, name: str) -> Rollout:
 
 
 async def verified(running: Engine, task: Task, sample: int | None, seed: int = 0) -> Tally:
-    tally = running.audit.begin(task, task.tree.root, sample, seed)
+    tally = running.audit.begin(task.name, task.tree, task.tree.root, sample, seed)
     while running.audit.running(task.tree) is not None:
         await asyncio.wait([running.audit._running[task.tree.id][0]])
     return tally

@@ -1,4 +1,4 @@
-"""Trees a part at a time: pages of children, folded chains, sums, outlines, search, answers, and who passed."""
+"""Trees a part at a time: pages of children, folded chains, sums, search, answers, and who passed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,18 +47,6 @@ def test_a_chain_of_single_children_folds_into_one_run(proxy: Running) -> None:
     (chain,) = get(proxy, f"tasks/chain/nodes/{root}/children?fold=3")["children"]
     assert [node["id"] for node in chain["nodes"]] == nodes[:3]
     assert (chain["length"], chain["last"]["id"], chain["last"]["children"]) == (50, nodes[-1], 2)
-
-
-def test_an_outline_has_every_node_once_after_its_parent(proxy: Running) -> None:
-    walk(proxy, "outline", "a", "echo 1 > f", "cat f", "echo 2 > f")
-    walk(proxy, "outline", "b", "echo 1 > f", "echo 3 > f")
-    told = get(proxy, "tasks/outline/outline")
-    listed = [int(node["id"][1:]) for node in get(proxy, "tasks/outline/tree")["nodes"]]
-    assert (told["ids"], told["total"], told["truncated"]) == (listed, 4, False)
-    assert told["parents"] == [-1, 0, 1, 1]
-    assert (told["hits"], told["saved_ms"], told["observations"]) == ([0, 1, 0, 0], [0, 10, 0, 0], [0, 1, 0, 0])
-    assert [mark & 32 for mark in told["marks"]] == [0, 0, 32, 32]
-    assert get(proxy, "tasks/outline/outline?limit=2")["truncated"]
 
 
 def test_calls_are_found_by_their_text_whatever_its_case(proxy: Running) -> None:

@@ -302,9 +302,11 @@ def test_export_and_import_over_http(proxy: Running) -> None:
     data = proxy.client.get("/api/v1/tasks/from/export")
     assert data.headers["content-disposition"] == 'attachment; filename="from.forkpoint.tar"'
     taken = proxy.client.post("/api/v1/tasks/to/import", content=data.content)
+    root = proxy.client.get("/api/v1/tasks/to").json()["root"]
     assert (taken.status_code, taken.json()) == (
         201, {
-            "task": "to", "exported_from": "from", "nodes": 1, "records": 1, "snapshots": 0, "snapshots_left_out": 0,
+            "task": "to", "exported_from": "from", "root": root, "current": True, "nodes": 1, "records": 1,
+            "snapshots": 0, "snapshots_left_out": 0,
         },
     )  # fmt: skip
     again = proxy.exec("b", "cat f", task="to")

@@ -106,6 +106,8 @@ def test_the_key_of_a_start_is_what_it_does() -> None:
         start({**process(), "stdin": True}),
         start(process(), authorization=basic),
         start(process(), connect_timeout_ms="1000"),
+        start({**process(), "pty": {"size": {"rows": 24, "cols": 80}}}),
+        start({**process(), "pty": {"size": {"rows": 80, "cols": 24}}}),
     ]
     keys = {call_key(asked.call) for asked in others}
     assert len(keys) == len(others)
@@ -114,7 +116,7 @@ def test_the_key_of_a_start_is_what_it_does() -> None:
 
 def test_what_is_about_a_process_names_it_by_pid_or_tag() -> None:
     assert e2b.read(rpc("process.Process/SendSignal", {"process": {"pid": 7}, "signal": "SIGNAL_SIGKILL"}), SPEC) == (
-        Chosen("signal", 7, signal=9)
+        Chosen("signal", 7, more={"signal": 9})
     )
     assert e2b.read(
         rpc("process.Process/SendInput", {"process": {"tag": "t"}, "input": {"stdin": "eA=="}}), SPEC
@@ -144,7 +146,7 @@ def test_both_creates_are_one() -> None:
         (rpc("process.Process/Start", b"\1\0\0\0\x02{}"), "invalid_argument"),
         (rpc("process.Process/Start", b""), "invalid_argument"),
         (rpc("process.Process/Start", {}), "invalid_argument"),
-        (rpc("process.Process/Start", {**process(), "pty": {}}), "unimplemented"),
+        (rpc("process.Process/Start", {**process(), "pty": {}}), "invalid_argument"),
         (rpc("process.Process/Start", process("a\0b")), "invalid_argument"),
         (rpc("process.Process/Start", process(envs={"A=": "1"})), "invalid_argument"),
         (rpc("process.Process/Start", process(), connect_timeout_ms="-1"), "invalid_argument"),
@@ -194,13 +196,20 @@ def test_a_driver_without_processes_has_no_such_endpoint() -> None:
         e2b.read(Request("POST", "/sandboxes", (), b"{}"), spec)
 
 
-@given(st.lists(st.tuples(st.sampled_from([OUT, ERR]), st.binary(min_size=1)), max_size=5), st.integers(0, 40))
-def test_events_carry_all_output_but_what_was_told_before(pieces: list[tuple[int, bytes]], skip: int) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from([OUT, ERR]), st.binary(min_size=1)), max_size=5),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_events_carry_all_output_but_what_was_told_before(
+    pieces: list[tuple[int, bytes]], skip: int, terminal: bool
+) -> None:
     frames = Frames()
     for kind, data in pieces:
         frames.add(kind, data)
     told = b""
-    for event in e2b_told.output(frames.end(0), skip=skip):
+    for event in e2b_told.output(frames.end(0), terminal=terminal, skip=skip):
+        assert terminal == ("pty" in event["event"]["data"])
         told += b"".join(base64.b64decode(data) for data in event["event"]["data"].values())
     assert told == b"".join(data for _, data in pieces)[skip:]
 

@@ -31,7 +31,7 @@ def test_whatever_is_forgotten_each_rollout_is_answered_as_alone(
             for number in forgotten:
                 nodes = [node for node in task.tree.nodes.values() if node is not task.tree.root]
                 if nodes:
-                    await running.tasks.forget(task, nodes[number % len(nodes)], end_rollouts=False)
+                    await running.tasks.forget(task.tree, nodes[number % len(nodes)], end_rollouts=False)
                     task.tree.check()
             for at, rollout in enumerate(rollouts):
                 told[at] += [(await ask(running, rollout, command))[0] for command in after]
@@ -49,7 +49,7 @@ def test_a_rollout_goes_on_in_what_was_forgotten_after_a_restart_and_then_it_is_
             for command in ("echo 1 >> f", "echo 2 >> f"):
                 await ask(running, rollout, command)
             (top,) = [record.target for record in task.tree.root.records.values()]
-            assert await running.tasks.forget(task, top, end_rollouts=False) == (2, [], ["r"])
+            assert await running.tasks.forget(task.tree, top, end_rollouts=False) == (2, [], ["r"])
         async with engine(tmp_path) as again:
             task = await again.tasks.open("task")
             rollout = task.rollouts["r"]

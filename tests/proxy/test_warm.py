@@ -102,6 +102,27 @@ def test_a_fork_is_ready_where_a_walking_rollout_will_leave_the_tree(tmp_path: P
     warmed(tmp_path, test)
 
 
+def test_none_is_made_for_a_rollout_whose_own_sandbox_stands_where_it_will_leave_the_tree(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        # What lives keeps its state from being shared, so the sandbox stays the rollout's own.
+        first = await begun(running, "first", "sleep 9 &")
+        await settled(running)
+        node = first.node
+        assert node.origin is not None
+        node.origin.doubtful = False
+        assert running.warm._saved_s(first.tree, node) > 0
+
+        def wanted() -> set[Node]:
+            first.used_at = time.monotonic() - 1
+            return {target.node for _, target in running.warm._wanted([first.tree])}
+
+        assert node not in wanted()
+        await running.pool.close_where(lambda slot: slot.owner == first.id)
+        assert node in wanted()
+
+    warmed(tmp_path, test)
+
+
 def test_a_rollout_that_is_begun_or_forked_finds_a_sandbox_where_it_stands(tmp_path: Path) -> None:
     def warm() -> list[str]:
         slots = proxy.client.get("/api/v1/sandboxes").json()
@@ -227,7 +248,7 @@ def test_forgetting_a_node_closes_the_fork_that_stands_there(tmp_path: Path) -> 
         await settled(running)
         node = first.node
         task = await running.tasks.open("task")
-        await running.tasks.forget(task, second.node, end_rollouts=True)
+        await running.tasks.forget(task.tree, second.node, end_rollouts=True)
         await settled(running)
         assert node not in places(running)
 

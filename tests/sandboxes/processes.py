@@ -9,11 +9,14 @@ import tarfile
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
+
 from sandboxes.calls import ToolCall
-from sandboxes.driver import Driver, Sandbox
+from sandboxes.driver import Driver, NotFreezable, Sandbox, execute
 from sandboxes.effects import Effect
+from sandboxes.process import OUT, ending, output
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import opened, ran, run
+from tests.sandboxes.box import Ran, opened, ran, run
 
 SPEC = EnvironmentSpec()
 
@@ -21,6 +24,19 @@ SPEC = EnvironmentSpec()
 async def archive(sandbox: Sandbox, tool: str, path: str, body: bytes = b"", **more: Any) -> tuple[int, bytes]:
     result = (await sandbox.execute(ToolCall("archive", tool, {"path": path, **more}, body))).result
     return result.status, result.body
+
+
+async def tend(sandbox: Sandbox, tool: str, body: bytes = b"", **more: Any) -> int:
+    """Do something about process 7; return the status of the answer."""
+    return (await sandbox.execute(ToolCall("process", tool, {"process": 7, **more}, body))).result.status
+
+
+async def said(sandbox: Sandbox, last: bytes) -> bytes:
+    """Take what process 7 says until it has said last."""
+    heard = b""
+    while not heard.endswith(last):
+        heard += output((await sandbox.execute(ToolCall("process", "attend", {"process": 7}))).result.body, OUT)
+    return heard
 
 
 class Audience:
@@ -39,6 +55,12 @@ class Audience:
 
     async def left(self) -> None:
         await self._something.wait()
+
+
+async def leave(sandbox: Sandbox, text: str, **more: Any) -> Ran:
+    """Start process 7, and leave it running once it has said something."""
+    asked = {"argv": ["sh", "-c", text], "env": {}, "cwd": None, "user": None, "timeout_s": 20.0, "tag": "", **more}
+    return Ran(await execute(sandbox, ToolCall("process", "run", {**asked, "process": 7}), Audience()))
 
 
 class ProcessesSuite:
@@ -95,18 +117,6 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_beside_a_shell_that_is_still_on_its_way_it_changes_nothing(self, driver: Driver) -> None:
-        async def test(sandbox: Sandbox) -> None:
-            # So large a session that its next shell, begun after each call, takes longer than a process.
-            large = "i=0; while [ $i -lt 6000 ]; do eval v$i=$i; i=$((i+1)); done; echo text >/tmp/f"
-            assert (await run(sandbox, large, timeout_s=60.0)).effect is Effect.FILES | Effect.SESSION
-            for _ in range(2):
-                assert (await run(sandbox, "cat /tmp/f")).effect is Effect.NONE
-                told = await ran(sandbox, "cat", "/tmp/f")
-                assert (told.out, told.effect) == (b"text\n", Effect.NONE)
-
-        self.driven(driver, test)
-
     def test_it_runs_as_whom_it_is_told(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
             look = "id -u; id -g; echo $HOME"
@@ -119,6 +129,41 @@ class ProcessesSuite:
         async def test(sandbox: Sandbox) -> None:
             told = await ran(sandbox, "sh", "-c", "test -t 0 && test -t 2 && echo $TERM >/dev/tty; exit 4", tty=True)
             assert (told.out, told.err, told.ending.exit_code) == (b"xterm\r\n", b"", 4)
+
+        self.driven(driver, test)
+
+    def test_a_terminal_that_was_left_is_typed_at_resized_and_signalled_and_in_no_frozen_state(
+        self, driver: Driver
+    ) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            text = "trap 'echo resized' WINCH; sleep 1000 & echo up; while :; do read -r line && echo heard $line; done"
+            told = await leave(sandbox, text, tty=True, size=[24, 80])
+            assert (told.out, told.ending.exit_code, told.shareable) == (b"up\r\n", None, False)
+            with pytest.raises(NotFreezable):
+                await sandbox.freeze()
+            assert await tend(sandbox, "resize", size=[30, 100]) == 200
+            assert await tend(sandbox, "write", b"for its stdin\n") == 409
+            assert await tend(sandbox, "close") == 409
+            assert await tend(sandbox, "write", b"it\n", typed=True) == 200
+            heard = (await said(sandbox, b"heard it\r\n")).split()
+            assert sorted(heard) == [b"heard", b"it", b"it", b"resized"]
+            assert await tend(sandbox, "signal", signal=9) == 200
+            asked = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
+            ended = await sandbox.execute(ToolCall("process", "attend", asked))
+            assert ending(ended.result.body).signal == 9
+            assert (await run(sandbox, "grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1")).out == "0\n"
+
+        self.driven(driver, test)
+
+    def test_what_is_given_to_one_that_was_left_is_a_change_though_it_takes_nothing(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = await leave(sandbox, "echo up; sleep 1000", tty=False, stdin=True)
+            assert (told.out, told.ending.exit_code, told.shareable) == (b"up\n", None, True)
+            asked = {"process": 7}
+            for _ in range(2):
+                done = await sandbox.execute(ToolCall("process", "write", asked, b"same\n"))
+                assert (done.result.status, done.effect) == (200, Effect.PROCESSES)
+            assert (await sandbox.execute(ToolCall("process", "list", {}))).effect is Effect.NONE
 
         self.driven(driver, test)
 

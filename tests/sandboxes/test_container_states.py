@@ -23,7 +23,7 @@ from sandboxes.effects import Effect
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
 from tests.machine import wait_until
 from tests.sandboxes.box import file, opened, run
-from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, derive
+from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers
 
 SPEC = EnvironmentSpec()
 LISTING = (
@@ -141,6 +141,22 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
     driven(OnImage(container_dir, spares=0), test)
 
 
+@pytest.mark.parametrize(
+    ("image", "said"), [(BASH_IMAGE, "line 1: "), (SH_IMAGE, ": 1: "), (BUSYBOX_IMAGE, "line 1: ")]
+)
+def test_a_command_that_is_none_leaves_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
+        assert (await run(sandbox, "if true")).effect is Effect.NONE
+        assert (await run(sandbox, "kill -USR1 $$; kill -USR2 $$; true")).out == "one\ntwo\n"
+        told = await run(sandbox, "echo ${never}; echo on")
+        assert (told.out, told.effect) == ("", Effect.NONE)
+        assert said in told.err
+
+    driven(OnImage(container_dir, image, spares=0), test)
+
+
 @pytest.mark.parametrize("image", [SH_IMAGE, BUSYBOX_IMAGE])
 def test_what_a_posix_shell_can_print_comes_back_and_functions_last_for_one_call(
     container_dir: Path, image: str
@@ -198,7 +214,7 @@ def test_archives_files_and_set_up_are_one_layer_over_the_image_built_once(conta
 
 def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container_dir: Path) -> None:
     name = "forkpoint-test-user:1"
-    derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
+    _derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
 
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(EnvironmentSpec(driver="container", image=name, workdir="/tmp"))
@@ -209,6 +225,14 @@ def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container
         assert (await file(sandbox, "put", "/etc/passwd", b"x"))[0] == 409
 
     driven(ContainerDriver(container_dir, spares=0), test)
+
+
+def _derive(name: str, changes: list[str]) -> None:
+    options = [word for change in changes for word in ("--change", change)]
+    made = subprocess.run(["docker", "create", BASH_IMAGE, "/bin/true"], capture_output=True, text=True, check=True)
+    container = made.stdout.strip()
+    subprocess.run(["docker", "commit", *options, container, name], capture_output=True, check=True)
+    subprocess.run(["docker", "rm", container], capture_output=True, check=True)
 
 
 def test_an_image_that_is_not_there_or_has_no_shell_is_the_spec_s_fault(container_dir: Path) -> None:

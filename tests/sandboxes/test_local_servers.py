@@ -1,6 +1,7 @@
 """Tool servers in sandboxes of the `local` driver, without a proxy: what becomes of the sandbox, and what is left."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Sandbox, ServerError
 from sandboxes.effects import Effect
 from sandboxes.local import LocalDriver
+from sandboxes.localbox.hosting import ALONG_BYTES
 from sandboxes.spec import EnvironmentSpec, Limits, Server
 from tests.machine import require_criu
 from tests.sandboxes.box import in_sandbox, opened, run
@@ -32,6 +34,16 @@ def test_the_first_call_starts_the_server_and_that_is_its_effect(data_dir: Path)
         assert (await ask(sandbox, "GET", "/echo", effect="change")).effect is Effect.PROCESSES
         assert (await ask(sandbox, "POST", "/length", effect="read")).effect is Effect.NONE
         assert (await ask(sandbox, "GET", "/touch")).effect is Effect.FILES
+
+    in_sandbox(data_dir, test, **SPEC)
+
+
+@pytest.mark.parametrize("size", [0, 1, ALONG_BYTES - 200, ALONG_BYTES - 1, ALONG_BYTES, 1 << 17, 1 << 20])
+def test_a_request_of_any_size_comes_whole(data_dir: Path, size: int) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        for _ in range(3):
+            said = (await ask(sandbox, "POST", "/length", bytes(size))).result
+            assert json.loads(said.body)["length"] == size
 
     in_sandbox(data_dir, test, **SPEC)
 

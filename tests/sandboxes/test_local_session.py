@@ -1,6 +1,7 @@
 """What a session keeps, and what a call may do to its shell."""
 
 import asyncio
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from sandboxes.driver import NotFreezable, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.local import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
-from tests.sandboxes.box import in_sandbox, opened, run
+from tests.sandboxes.box import in_sandbox, opened, ran, run
 
 KEPT = [
     ("a=(1 'two words' $'new\\nline')", "declare -p a", 'declare -a a=([0]="1" [1]="two words" [2]=$\'new\\nline\')\n'),
@@ -69,6 +70,62 @@ def test_commands_run_at_the_top_level_of_the_shell(data_dir: Path) -> None:
         assert (await run(sandbox, "ls /proc/self/fd")).out == "0\n1\n2\n3\n"
 
     in_sandbox(data_dir, test)
+
+
+def test_a_command_that_is_none_leaves_options_and_traps(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        traps = ["trap -- 'echo one' SIGUSR1", "trap -- 'echo two' SIGUSR2", "trap -- 'many\nlines' SIGALRM"]
+        await run(sandbox, f"set -u -o pipefail; IFS=dt; {'; '.join(traps)}")
+        for broken in ("if true", "fi", "echo 'open", "$(", "((", "f() {"):
+            told = await run(sandbox, broken)
+            assert told.code != 0, broken
+            assert told.effect is Effect.NONE, broken
+        assert (await run(sandbox, "trap -p; echo $-")).out == "\n".join([*sorted(traps, key=_number), "huBc\n"])
+        assert (await run(sandbox, "nope\nnope")).err == (
+            "bash: line 1: nope: command not found\nbash: line 2: nope: command not found\n"
+        )
+        assert (await run(sandbox, "if true")).err == "bash: eval: line 2: syntax error: unexpected end of file\n"
+        assert (await run(sandbox, "echo $unset; echo on")).err == "bash: line 1: unset: unbound variable\n"
+
+    in_sandbox(data_dir, test)
+
+
+def _number(trap: str) -> int:
+    return signal.Signals[trap.rpartition(" ")[2]].value
+
+
+def test_what_is_traced_is_the_command(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "set -x; echo a")).told == ("a\n", "+++ echo a\n", 0, Effect.SESSION)
+        assert (await run(sandbox, "echo b")).told == ("b\n", "+++ echo b\n", 0, Effect.NONE)
+        assert (await run(sandbox, "set +x; set -v")).err == "+++ set +x\n"
+        assert (await run(sandbox, "echo c")).told == ("c\n", "", 0, Effect.NONE)
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_sandbox_takes_signals_as_a_new_process_does_whoever_started_the_proxy(data_dir: Path) -> None:
+    ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "trap -p")).out == ""
+        for told in (
+            (await run(sandbox, "grep -E 'Sig(Ign|Blk)' /proc/self/status")).out,
+            (await ran(sandbox, "grep", "-E", "Sig(Ign|Blk)", "/proc/self/status")).out.decode(),
+        ):
+            assert [int(line.split()[1], 16) for line in told.splitlines()] == [0, 0]
+        interrupted = await run(sandbox, "python3 -c 'import os; os.kill(os.getpid(), 2)'")
+        assert interrupted.code == 130
+        assert "KeyboardInterrupt" in interrupted.err
+
+    try:
+        in_sandbox(data_dir, test)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_what_ends_the_shell_ends_the_call_only(data_dir: Path) -> None:

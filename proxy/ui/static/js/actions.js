@@ -30,7 +30,7 @@ export function actions(task, detail, call, on, signal) {
     root ? null : act("Verify", "Run this call and those after it again, in fresh sandboxes, and compare", async () => {
       const found = await send("POST", `tasks/${names(task)}/verify`, { node: detail.id, sample: 100 });
       toast(`${plural(found.of, "call")} at ${detail.id} and after it: being run again`);
-      location.hash = `#/t/${names(task)}/audit`;
+      location.hash = `#/t/${names(task)}/audit?root=${detail.id}`;
     }),
     call ? act("Download answer", "The answer's bytes as they were recorded", () => download(`${path}/answer?record=${call.record}`, `${task}-${detail.id}${suffix(call.answer.media_type)}`)) : null,
     root ? null : act("Forget", "Forget this call and all that came after it", () => forget(path, detail, on), "danger"),
@@ -129,5 +129,5 @@ async function forget(path, detail, on) {
   const gone = await send("DELETE", `${path}${end.checked ? "?end_rollouts=true" : ""}`);
   const told = [`${plural(gone.nodes, "node")} forgotten`, gone.rollouts.length ? `${plural(gone.rollouts.length, "rollout")} ended` : "", gone.going_on.length ? `${plural(gone.going_on.length, "rollout")} going on alone` : ""];
   toast(told.filter(Boolean).join(", "));
-  on.gone();
+  on.gone(detail.parent);
 }

@@ -4,13 +4,16 @@ import { get, names, send } from "./api.js";
 import { h, put, thead, toast } from "./dom.js";
 import { ago, count, oneLine, percent, plural } from "./format.js";
 import { watch } from "./live.js";
+import { TreeChoice, preferred, treesOf } from "./trees.js";
 
-export async function auditView({ main, signal }, task) {
+export async function auditView({ main, params, signal, setParams }, task) {
   const path = `tasks/${names(task)}`;
   const bounds = h("tbody");
   const findings = h("tbody");
   const none = h("p", { class: "empty" }, "No call has been found that did not come again.");
   const state = h("span", { class: "note", role: "status" });
+  const trees = await treesOf(task, signal);
+  let tree = params.get("root") ?? preferred(trees);
   const masks = h("div", { class: "body" });
   const sample = h("input", { type: "text", inputmode: "numeric", value: "100", size: "6", "aria-label": "How many calls" });
   const act = (run) => async () => {
@@ -21,10 +24,20 @@ export async function auditView({ main, signal }, task) {
       toast(error.message, true);
     }
   };
-  const begin = h("button", { class: "primary", on: { click: act(() => send("POST", `${path}/verify`, { sample: Math.max(1, Math.floor(Number(sample.value)) || 100) })) } }, "Verify");
-  const stop = h("button", { hidden: true, on: { click: act(() => send("DELETE", `${path}/verify`)) } }, "Stop");
+  const begin = h("button", { class: "primary", on: { click: act(() => send("POST", `${path}/verify`, { node: tree, sample: Math.max(1, Math.floor(Number(sample.value)) || 100) })) } }, "Verify");
+  const stop = h("button", { hidden: true, on: { click: act(() => send("DELETE", `${path}/verify?root=${tree}`)) } }, "Stop");
+  const choice = new TreeChoice((root) => {
+    tree = root;
+    setParams({ root });
+    act(() => {})();
+  });
   const look = async () => {
-    const view = await get(`${path}/audit`, { signal });
+    const asked = tree;
+    const view = await get(`${path}/audit?root=${encodeURIComponent(tree)}`, { signal });
+    if (asked !== tree) return;
+    // Any node names its tree; what is checked is all of it.
+    tree = view.root;
+    choice.show(trees, tree);
     put(bounds, view.bounds.map(boundRow));
     put(findings, view.findings.map((found) => findingRow(task, found)));
     none.hidden = view.findings.length > 0;
@@ -43,7 +56,7 @@ export async function auditView({ main, signal }, task) {
       h(
         "section",
         { class: "panel" },
-        h("header", {}, h("h1", {}, "Audit"), state, h("span", { class: "gap" }), h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop),
+        h("header", {}, h("h1", {}, "Audit"), state, h("span", { class: "gap" }), choice.element, h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop),
         h("div", { class: "scroll" }, h("table", {}, thead([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["The rate is between", "num"], ["Confidence", "num"], ["Not reachable", "num"], ["Last", "num"]]), bounds)),
       ),
       h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Calls that differ")), h("div", { class: "scroll" }, h("table", {}, thead([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings)), none),

@@ -5,11 +5,11 @@ import { busy, question } from "./actions.js";
 import { h, toast } from "./dom.js";
 import { plural } from "./format.js";
 
-/** What saves a task's tree with its answers: a link, written to disk as it comes, or where a token must go along, a button. */
-export function exportLink(task) {
-  const path = `tasks/${names(task)}/export`;
+/** What saves a tree with its answers: a link, written to disk as it comes, or where a token must go along, a button. */
+export function exportLink(task, tree) {
+  const path = `tasks/${names(task)}/export?root=${tree}`;
   const file = `${task}.forkpoint.tar`;
-  const title = "Save this task's tree with its answers as one file";
+  const title = "Save this tree with its answers as one file";
   if (!token()) return h("a", { class: "button", href: new URL(`api/v1/${path}`, root).href, download: file, title }, "Export");
   return h("button", { title, on: { click: (event) => busy(event.currentTarget, () => download(path, file)) } }, "Export");
 }
@@ -30,5 +30,5 @@ async function take(file) {
   if (!task) return;
   const found = await send("POST", `tasks/${names(task)}/import`, chosen);
   toast(`${plural(found.nodes, "node")} imported`);
-  location.hash = `#/t/${names(task)}`;
+  location.hash = `#/t/${names(task)}${found.current ? "" : `?root=${found.root}`}`;
 }

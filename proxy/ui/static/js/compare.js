@@ -46,9 +46,12 @@ export function forkPoint(one, other, together = true) {
 }
 
 function forkRow(task, node, one, other, rest) {
+  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ They began at different states, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
   const text = rest.every(Boolean) ? "They part here, at " : rest.some(Boolean) ? `${rest[0] ? other.rollout : one.rollout} stops here, at ` : "Both stand here, at ";
-  return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ ", text, h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node))));
+  return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ ", text, nodeLink(task, node))));
 }
+
+const nodeLink = (task, node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
 
 function rows(one, other, fork, mark) {
   const made = [];

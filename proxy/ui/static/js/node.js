@@ -13,14 +13,14 @@ const READS = 200;
 export async function nodeView({ main, signal }, task, node) {
   const panel = h("div", { class: "panel" });
   put(main, h("div", { class: "wrap" }, panel));
-  await nodePanel(panel, task, node, signal, { gone: () => (location.hash = `#/t/${names(task)}`), whole: true });
+  await nodePanel(panel, task, node, signal, { gone: (parent) => (location.hash = `#/t/${names(task)}?root=${parent}`), whole: true });
 }
 
-/** Fill an element with a node. on: `gone()` after it was forgotten, `go(node)` to show another. */
+/** Fill an element with a node. on: `gone(parent)` after it was forgotten, `go(node)` to show another. */
 export async function nodePanel(element, task, node, signal, on) {
   const path = `tasks/${names(task)}`;
   const show = async () => {
-    const [detail, labels] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), get(`${path}/labels?nodes=${node.slice(1)}`, { signal })]);
+    const [detail, labels] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), get(`${path}/labels?nodes=${node.slice(1)}&root=${node}`, { signal })]);
     const record = labels[0]?.record;
     const call = record === undefined ? null : await get(`${path}/nodes/${node}/calls/${record}`, { signal });
     const reads = detail.observations.length ? await get(`${path}/nodes/${node}/observations?limit=${READS}`, { signal }) : [];

@@ -10,10 +10,12 @@ import { finder } from "./tree/finder.js";
 import { Model } from "./tree/model.js";
 import { TreeMap } from "./tree/canvas.js";
 import { TreeTable, marksOf } from "./tree/table.js";
+import { TreeChoice, preferred, treesOf } from "./trees.js";
 
 const PAGE = 10_000;
 const MOST = 300_000;
 const LABELS_AT_ONCE = 200;
+const TREES_MS = 5000;
 
 export async function treeView(context, task) {
   const view = new TreeView(context, task);
@@ -31,6 +33,10 @@ class TreeView {
     this.failuresUpto = 0;
     this.params = params;
     this.focused = 0;
+    this.root = null;
+    this.loads = 0;
+    // Somebody chose a tree, or a node: no other is shown instead.
+    this.fixed = params.has("node") || params.has("root");
     this.panel = new AbortController();
     signal.addEventListener("abort", () => this.panel.abort());
   }
@@ -38,19 +44,66 @@ class TreeView {
   async open() {
     performance.mark("tree-open");
     this._frame();
-    await this._load(true);
+    const trees = treesOf(this.task, this.signal).catch(() => []);
+    await this._load(this._first(trees), true);
     this._choose(this.params.get("node"), true);
     performance.mark("tree-ready");
     this.main.dataset.ready = "1";
     this._failures();
+    this._trees(trees).catch(() => {});
+    if (this.params.get("q")) this.finder.look();
     watch(() => this._news(), this.signal);
   }
 
-  /** The address's query changed: another node is chosen, or the other way to see it. */
-  update(params) {
+  /** The address's query changed: another node is chosen, or tree, or the other way to see it. */
+  async update(params) {
     this.params = params;
     this._mode(params.get("view") === "table" ? "table" : "map");
-    this._choose(params.get("node"), false);
+    const node = params.get("node");
+    const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : params.has("root") && params.get("root") !== this.root;
+    if (elsewhere) await this._show(node ?? params.get("root")).catch(() => {});
+    this._choose(node, false);
+  }
+
+  /** Show another tree: the one that has a node. */
+  async _show(node) {
+    this.fixed = true;
+    await this._load(this._part(0, node), true);
+    this._choose(null, false);
+    this._failures();
+    this.finder.look();
+  }
+
+  /** The first part of the tree that the address means; a node that is gone means none. */
+  async _first(trees) {
+    for (const node of [this.params.get("node"), this.params.get("root")].filter(Boolean)) {
+      try {
+        return await this._part(0, node);
+      } catch (error) {
+        if (![404, 422].includes(error.status)) throw error;
+      }
+    }
+    const view = await this._part(0, null);
+    // Only an empty tree waits for the others.
+    const others = this.fixed || view.nodes > 1 ? [] : await trees;
+    return others.length && preferred(others) !== `n${view.root}` ? this._part(0, preferred(others)) : view;
+  }
+
+  _part(after, node = this.root) {
+    return get(`${this.path}/columns?after=${after}&limit=${PAGE}${node ? `&root=${encodeURIComponent(node)}` : ""}`, { signal: this.signal });
+  }
+
+  /** Take which trees there are. Where nobody chose one, an empty one makes way for the one to show by now. */
+  async _trees(coming) {
+    this.listed = performance.now();
+    const trees = await coming.catch(() => []);
+    if (!trees.length || this.signal.aborted) return;
+    this.trees = trees;
+    this.choice.show(trees, this.root);
+    const empty = trees.some((tree) => tree.root === this.root && tree.calls === 0);
+    if (this.fixed || !empty || preferred(trees) === this.root) return;
+    await this._load(this._part(0, preferred(trees)), true);
+    this._failures();
   }
 
   _frame() {
@@ -62,11 +115,16 @@ class TreeView {
     this.tip = h("div", { class: "tip", hidden: true });
     this.main.className = "tree";
     this.modes = ["map", "table"].map((mode) => h("button", { on: { click: () => { this._mode(mode); this.setParams({ view: mode === "map" ? null : mode }); } } }, mode === "map" ? "Map" : "Table"));
-    this.finder = finder(this.task, signal, { choose: (node) => this._go(node), found: (ids) => this._found(ids), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
+    this.choice = new TreeChoice((root) => {
+      this.setParams({ root, node: null, at: null });
+      this._show(root).catch((error) => toast(error.message, true));
+    });
+    this.saving = h("span");
+    this.finder = finder(this.task, signal, { tree: () => this.root, choose: (node) => this._go(node), found: (ids) => this._found(ids), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
     put(
       this.main,
       h("h1", { class: "sr" }, `Tree of ${this.task}`),
-      h("div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes), this._select("size", "Size", ["saved", "hits", "seconds", "observations"]), this._select("colour", "Colour", ["hits", "saved", "seconds", "effect"]), h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), h("span", { class: "gap" }), this.counts, exportLink(this.task)),
+      h("div", { class: "tools" }, this.finder.element, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes), this._select("size", "Size", ["saved", "hits", "seconds", "observations"]), this._select("colour", "Colour", ["hits", "saved", "seconds", "effect"]), h("button", { class: "fold", "aria-pressed": "true", on: { click: () => this._fold() } }, "Fold chains"), this.choice.element, h("span", { class: "gap" }), this.counts, this.saving),
       h("div", { class: "field-row" }, this.stage, this.side),
     );
     this.map = new TreeMap(
@@ -101,25 +159,46 @@ class TreeView {
     if (mode === "table") this.table.changed();
   }
 
-  async _load(first) {
-    const page = (after) => get(`${this.path}/columns?after=${after}&limit=${PAGE}`, { signal: this.signal });
-    let view = null;
-    let coming = page(this.model.lastId);
-    do {
-      view = await coming;
-      // The next part is on its way while this one is taken in.
-      if (view.more) coming = page(view.columns.id.at(-1));
-      this.model.append(view.columns, view.meets);
-      if (first) {
-        this._lay(view);
-        this.map.begin();
-        this._restoreView();
-        first = false;
-        performance.mark("tree-first");
+  /** Load a tree whose first part is coming, in the place of what is shown. anew: it is looked at from its beginning. */
+  async _load(coming, anew) {
+    const mine = ++this.loads;
+    let view = await coming;
+    if (mine !== this.loads) return;
+    this.loading = true;
+    try {
+      this._begin(view);
+      for (;;) {
+        // The next part is on its way while this one is taken in.
+        coming = view.more ? this._part(view.columns.id.at(-1)) : null;
+        this.model.append(view.columns, view.meets);
+        if (anew) {
+          this._lay(view);
+          this.map.begin();
+          this._restoreView();
+          anew = false;
+          performance.mark("tree-first");
+        }
+        if (!view.more || this.model.size >= MOST) break;
+        view = await coming;
+        if (mine !== this.loads) return;
       }
-    } while (view.more && this.model.size < MOST);
+    } finally {
+      if (mine === this.loads) this.loading = false;
+    }
     if (view.more) toast(`Shown are the first ${count(this.model.size)} calls.`);
     this._lay(view);
+  }
+
+  _begin(view) {
+    this.root = `n${view.root}`;
+    Object.assign(this.model, new Model());
+    this.texts.clear();
+    this.wanted.clear();
+    this.failuresUpto = 0;
+    this.chosen = undefined;
+    this.map.found = new Set();
+    put(this.saving, exportLink(this.task, this.root));
+    if (this.trees) this.choice.show(this.trees, this.root);
   }
 
   _lay(view) {
@@ -146,7 +225,10 @@ class TreeView {
 
   /** What was recorded since; all anew where something was forgotten. */
   async _news() {
-    const view = await get(`${this.path}/columns?after=${this.model.lastId}&limit=${PAGE}`, { signal: this.signal });
+    if (this.loading) return;
+    const mine = this.loads;
+    const view = await this._part(this.model.lastId);
+    if (mine !== this.loads) return;
     const added = this.model.append(view.columns, view.meets);
     if (!view.more && view.nodes !== this.model.size && this.model.size < MOST) {
       await this._again();
@@ -161,17 +243,15 @@ class TreeView {
     }
     if (added) this._failures();
     this._refresh();
+    // Who looks at an empty tree may wait for another to be begun.
+    if (this.model.size === 1 || performance.now() - this.listed > TREES_MS) await this._trees(treesOf(this.task, this.signal));
   }
 
   async _again() {
     const chosen = this.chosen === undefined ? null : `n${this.model.id[this.chosen]}`;
     const { collapsed, opened, id } = this.model;
     const ids = [collapsed, opened].map((set) => [...set].map((v) => id[v]));
-    Object.assign(this.model, new Model());
-    this.texts.clear();
-    this.failuresUpto = 0;
-    this.chosen = undefined;
-    await this._load(false);
+    await this._load(this._part(0), false);
     [this.model.collapsed, this.model.opened] = ids.map((kept) => new Set(kept.map((n) => this.model.index.get(n)).filter((v) => v !== undefined)));
     this._lay(null);
     this._choose(chosen, false);
@@ -179,8 +259,9 @@ class TreeView {
   }
 
   async _failures() {
-    const found = await get(`${this.path}/failures?after=${this.failuresUpto}`, { signal: this.signal }).catch(() => null);
-    if (!found) return;
+    const mine = this.loads;
+    const found = await get(`${this.path}/failures?after=${this.failuresUpto}&root=${this.root}`, { signal: this.signal }).catch(() => null);
+    if (!found || mine !== this.loads) return;
     this.failuresUpto = found.upto;
     this.model.fail(found);
     this.map.draw();
@@ -208,7 +289,9 @@ class TreeView {
 
   async _labels(chosen) {
     const { model } = this;
-    const labels = await get(`${this.path}/labels?nodes=${chosen.map((v) => model.id[v]).join(",")}`, { signal: this.signal });
+    const mine = this.loads;
+    const labels = await get(`${this.path}/labels?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${this.root}`, { signal: this.signal });
+    if (mine !== this.loads) return;
     for (const label of labels) {
       const v = model.index.get(Number(label.node.slice(1)));
       if (v === undefined) continue;
@@ -256,6 +339,7 @@ class TreeView {
 
   /** Choose a node by its number, as a link would. */
   _go(id, centre = true) {
+    this.fixed = true;
     this.setParams({ node: `n${id}` });
     this._choose(`n${id}`, centre);
   }

@@ -4,7 +4,8 @@ import { get, names } from "../api.js";
 import { h, put } from "../dom.js";
 import { oneLine, plural } from "../format.js";
 
-export function finder(task, signal, { choose, found, query, setQuery }) {
+/** tree: says which of the task's trees is looked through. look: searches it, for what stands in the field. */
+export function finder(task, signal, { tree, choose, found, query, setQuery }) {
   let at = -1;
   let hits = [];
   let timer = 0;
@@ -35,7 +36,7 @@ export function finder(task, signal, { choose, found, query, setQuery }) {
       open(false);
       return;
     }
-    const view = await get(`tasks/${names(task)}/search?q=${encodeURIComponent(text)}&limit=200`, { signal }).catch((error) => ({ found: [], error }));
+    const view = await get(`tasks/${names(task)}/search?q=${encodeURIComponent(text)}&limit=200&root=${tree()}`, { signal }).catch((error) => ({ found: [], error }));
     if (mine !== asked) return;
     hits = view.found;
     at = hits.length ? 0 : -1;
@@ -75,6 +76,5 @@ export function finder(task, signal, { choose, found, query, setQuery }) {
     event.preventDefault();
   }
 
-  if (query) look();
-  return { element: h("div", { class: "finder" }, input, list) };
+  return { element: h("div", { class: "finder" }, input, list), look };
 }

@@ -1,0 +1,145 @@
+"""A task's trees on the page: one is chosen by its environment, and whatever is linked is shown in its own."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.proxy.serving import Running, serving
+from tests.proxy.test_trees import begin, get, two_trees
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data"), any_image=True) as running:
+        yield running
+
+
+def go(proxy: Running, page: Page, address: str) -> Page:
+    page.goto(f"{proxy.client.base_url}/ui/#/t/{address}")
+    return page
+
+
+def test_one_of_two_trees_is_chosen_by_keys_and_the_address_remembers_it(proxy: Running, page: Page) -> None:
+    root, one, other_root, other = two_trees(proxy, "chosen")
+    go(proxy, page, "chosen?view=table")
+    grid, choice = page.get_by_role("treegrid"), page.get_by_role("combobox", name="Environment")
+    expect(grid).to_contain_text("echo own > f")
+    expect(choice).to_have_value(root)
+    expect(choice.locator("option")).to_have_text(
+        [f"memory · 2 nodes · current · {root}", f"memory · env X · 2 nodes · {other_root}"]
+    )
+    choice.focus()
+    page.keyboard.press("ArrowDown")
+    expect(grid).to_contain_text("echo $X > f")
+    expect(grid).not_to_contain_text("echo own > f")
+    expect(page).to_have_url(re.compile(f"root={other_root}"))
+    expect(page.locator(".counts")).to_have_text("2 nodes · 1 rollout here")
+    page.get_by_label("Search calls").fill("> F")
+    expect(page.locator(".finds").get_by_role("option")).to_have_text(re.compile(f"{other} "))
+    page.keyboard.press("Enter")
+    expect(page.locator(".side .command")).to_have_text("echo $X > f")
+    page.reload()
+    expect(page.locator(".side .command")).to_have_text("echo $X > f")
+    expect(choice).to_have_value(other_root)
+    choice.select_option(root)
+    expect(grid).to_contain_text("echo own > f")
+    expect(page.locator(".side")).to_be_hidden()
+    assert one not in page.url
+
+
+def test_news_are_those_of_the_tree_that_is_shown(proxy: Running, page: Page) -> None:
+    _, _, other_root, _ = two_trees(proxy, "news")
+    proxy.exec("other", "cat nothing", task="news")
+    go(proxy, page, f"news?view=table&root={other_root}")
+    grid = page.get_by_role("treegrid")
+    expect(grid).to_contain_text("▸ other")
+    expect(grid).to_contain_text("a read failed")
+    proxy.exec("own", "echo elsewhere > f", task="news")
+    proxy.exec("other", "echo here > f; false", task="news")
+    row = grid.get_by_role("row", name=re.compile("echo here > f"))
+    expect(row).to_contain_text("▸ other")
+    expect(row.locator(".failed")).to_be_visible()
+    expect(grid).not_to_contain_text("elsewhere")
+
+
+def test_links_to_nodes_and_rollouts_lead_into_their_tree(proxy: Running, page: Page) -> None:
+    root, one, other_root, other = two_trees(proxy, "links")
+    go(proxy, page, f"links?node={other}")
+    expect(page.locator(".side .command")).to_have_text("echo $X > f")
+    choice = page.get_by_role("combobox", name="Environment")
+    expect(choice).to_have_value(other_root)
+    page.evaluate("address => (location.hash = address)", f"#/t/links?node={one}")
+    expect(page.locator(".side .command")).to_have_text("echo own > f")
+    expect(choice).to_have_value(root)
+    page.evaluate("address => (location.hash = address)", "#/t/links/r/other")
+    page.locator(".waterfall").get_by_role("link", name=other).first.click()
+    expect(page.locator(".side .command")).to_have_text("echo $X > f")
+    go(proxy, page, f"links/n/{other}")
+    expect(page.locator("h1")).to_have_text(other)
+    expect(page.locator(".command")).to_have_text("echo $X > f")
+    page.get_by_role("button", name=f"Compare with {other_root}").click()
+    expect(page.locator(".changes")).to_contain_text("/root/f")
+    go(proxy, page, f"links/diff/{one}/{other}")
+    expect(page.locator("main")).to_contain_text("lie in different trees")
+    go(proxy, page, "links/r/own/vs/other")
+    expect(page.locator("tr.fork")).to_contain_text(f"They began at different states, {root} and {other_root}")
+
+
+def test_where_the_tasks_own_tree_is_empty_the_other_is_shown(proxy: Running, page: Page) -> None:
+    begin(proxy, "docker", "a", "X=1")
+    go(proxy, page, "docker?view=table")
+    current, other = get(proxy, "docker/trees")
+    choice = page.get_by_role("combobox", name="Environment")
+    expect(choice).to_have_value(current["root"])
+    proxy.exec("a", "echo $X > f", task="docker")
+    # It is shown once something is recorded in it, without a choice of anybody.
+    expect(page.get_by_role("treegrid")).to_contain_text("echo $X > f")
+    expect(choice).to_have_value(other["root"])
+    page.reload()
+    expect(page.get_by_role("treegrid")).to_contain_text("echo $X > f")
+    go(proxy, page, f"docker?view=table&root={current['root']}")
+    expect(choice).to_have_value(current["root"])
+    expect(page.get_by_role("treegrid")).not_to_contain_text("echo $X > f")
+
+
+def test_where_there_is_one_tree_there_is_nothing_to_choose(proxy: Running, page: Page) -> None:
+    proxy.exec("a", "echo 1 > f", task="one")
+    go(proxy, page, "one?view=table")
+    expect(page.get_by_role("treegrid")).to_contain_text("echo 1 > f")
+    expect(page.locator(".counts")).to_have_text("2 nodes · 1 rollout here")
+    expect(page.get_by_label("Environment")).to_be_hidden()
+
+
+def test_another_tree_is_audited_from_its_node(proxy: Running, page: Page) -> None:
+    root, _, other_root, other = two_trees(proxy, "audited")
+    go(proxy, page, f"audited?node={other}")
+    page.locator(".side").get_by_role("button", name="Verify").click()
+    expect(page.get_by_role("row", name=re.compile("recorded calls 2 0"))).to_be_visible()
+    choice = page.get_by_role("combobox", name="Environment")
+    expect(choice).to_have_value(other_root)
+    choice.select_option(root)
+    expect(page.get_by_role("row", name=re.compile("recorded calls"))).to_have_count(0)
+    page.get_by_role("button", name="Verify").click()
+    expect(page.get_by_role("row", name=re.compile("recorded calls 1 0"))).to_be_visible()
+
+
+def test_another_tree_is_saved_and_shown_where_it_arrives(
+    proxy: Running, page: Page, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    _, _, other_root, _ = two_trees(proxy, "saved")
+    go(proxy, page, f"saved?root={other_root}")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Export").click()
+    file = Path(download.value.path())
+    with serving(tmp_path_factory.mktemp("other"), any_image=True) as there:
+        there.exec("own", "echo own > f", task="taken")
+        page.goto(f"{there.client.base_url}/ui/")
+        page.get_by_label("File to import").set_input_files(file)
+        page.get_by_role("dialog").get_by_label("Task").fill("taken")
+        page.get_by_role("dialog").get_by_role("button", name="Import").click()
+        expect(page).to_have_url(re.compile(r"#/t/taken\?root=n\d+"))
+        page.get_by_role("button", name="Table").click()
+        expect(page.get_by_role("treegrid")).to_contain_text("echo $X > f")
