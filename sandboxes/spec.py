@@ -134,6 +134,10 @@ class McpServer(BaseModel):
     type: Literal["stdio", "http", "streamable-http"] | None = Field(
         default=None, description="http where there is a url, else stdio"
     )
+    trust_hints: bool = Field(
+        default=False,
+        description="whether a tool with readOnlyHint is taken to leave the server's memory, which nobody sees, alone",
+    )
     ready_s: float = Field(default=60.0, gt=0, le=600, description="for its answer to `initialize`")
     timeout_s: float | None = Field(
         default=None, gt=0, le=86_400, description="of silence; limits.timeout_s by default"

@@ -216,7 +216,7 @@ class Hosting(Talk):
         method, params, names = (call.arguments[member] for member in ("method", "params", "server"))
         if "," in names:
             return await self._list_all(method, params, names.split(","))
-        read = method != "tools/call" or await self._read_only(names, params.get("name"))
+        read = method != "tools/call" or await self._reads(names, params.get("name"))
         ask = self._ask_pages if method in PAGED else self._ask_mcp
         heard, answer = await ask(names, method, dict(params), listener, read=read)
         told = {"notifications": heard.notifications, **heard.answer}
@@ -240,13 +240,18 @@ class Hosting(Talk):
         result = ToolResult(200, MCP_TYPE, orjson.dumps({"notifications": [], "result": found}))
         return replace(runs[-1], result=result, effect=effect, seconds=sum(run.seconds for run in runs))
 
-    async def _read_only(self, name: str, tool: object) -> bool:
-        """Whether a tool's annotations say that it changes nothing. Asked of the first process of each server."""
-        known = self._known_reads.get(self._hosted.mcp_servers[name].model_dump_json())
+    async def _reads(self, name: str, tool: object) -> bool:
+        """Whether a tool is known to leave its server's memory alone: by its annotations, where these are trusted.
+
+        They are asked of the first process of each server.
+        """
+        server = self._hosted.mcp_servers[name]
+        if not server.trust_hints:
+            return False
+        known = self._known_reads.get(server.model_dump_json())
         if known is None:
             heard, _ = await self._ask_pages(name, "tools/list", {}, read=True)
-            known = _read_only_tools(heard.answer)
-            self._known_reads[self._hosted.mcp_servers[name].model_dump_json()] = known
+            known = self._known_reads[server.model_dump_json()] = _read_only_tools(heard.answer)
         return tool in known
 
     async def _ask_pages(

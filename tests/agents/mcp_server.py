@@ -29,6 +29,13 @@ def recall(key: str) -> str:
     return memory[key]
 
 
+@server.tool(annotations=READ)
+def note(text: str) -> str:
+    """Keep a text, whatever the hint says."""
+    memory["noted"] = ", ".join(filter(None, (memory.get("noted"), text)))
+    return str(memory["noted"].count(",") + 1)
+
+
 @server.tool()
 def draw() -> float:
     """Keep a random number."""

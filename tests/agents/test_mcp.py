@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.agents.clients import packages, run
+from tests.agents.clients import node_packages, packages, run
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import Answering, require_criu, require_sandboxes, wait_until
 
@@ -99,6 +99,26 @@ def test_a_group_on_a_stock_server_shares_its_prefix_and_parts_with_its_files_an
             assert [f"insight {other}" in memo for other in range(1, 7)] == [other == part for other in range(1, 7)]
 
 
+THINKING = "@modelcontextprotocol/server-sequential-thinking@2026.8.31"
+
+
+def test_a_stock_server_of_node_that_says_it_only_reads_keeps_each_rollouts_thoughts() -> None:
+    require_criu()
+    archive = {"source": str(node_packages(THINKING) / "node_modules"), "target": "/opt/node_modules"}
+    program = "/opt/node_modules/@modelcontextprotocol/server-sequential-thinking/dist/index.js"
+    with real_proxy(checkpoints=True, keeps_all=False, warm_sandboxes=4) as proxy:
+        proxy.put("n", archives=[archive], mcp_servers={"think": {"command": "node", "args": [program]}})
+        for part in range(4):
+            agent = Agent(proxy, f"/t/n/r/r{part}/mcp/think")
+            for at, thought in enumerate(("first", "second", f"own {part}", "last"), start=1):
+                answer = agent.tool(
+                    "sequentialthinking", thought=thought, thoughtNumber=at, totalThoughts=4, nextThoughtNeeded=at < 4
+                )
+                assert json.loads(text_of(answer))["thoughtHistoryLength"] == at
+                assert (answer.headers["cache-status"] == HIT) == (part > 0 and at < 3)
+        assert proxy.client.get("/api/v1/stats").json()["failures"] == {}
+
+
 class Agent:
     """A client of either wire, by hand. wire: a version; session: the header to send."""
 
@@ -141,8 +161,24 @@ def test_the_built_in_tools_are_the_shell_endpoints_calls_with_the_same_records(
     assert other.headers["cache-status"] == HIT
 
 
-def test_a_hint_that_a_tool_only_reads_is_overruled_by_what_it_wrote(proxy: Proxy) -> None:
-    agent = Agent(proxy, "/t/m/r/hint/mcp")
+def test_a_hint_that_a_tool_only_reads_is_not_believed_of_a_servers_memory(proxy: Proxy) -> None:
+    """As stock servers have it that count what they are told in a tool that says it only reads."""
+    for rollout in ("h1", "h2"):
+        agent = Agent(proxy, f"/t/m/r/{rollout}/mcp")
+        agent.tool("remember", key="a", value="1")
+        assert [text_of(agent.tool("note", text=text)) for text in ("shared", rollout, "shared")] == ["1", "2", "3"]
+        assert text_of(agent.tool("recall", key="noted")) == f"shared, {rollout}, shared"
+
+
+def text_of(answer: httpx.Response) -> Any:
+    # A server that was long in starting is answered for in events.
+    last = answer.text.strip().rpartition("\n")[2].removeprefix("data: ")
+    return json.loads(last)["result"]["content"][0]["text"]
+
+
+def test_a_trusted_hint_is_overruled_by_what_a_tool_wrote(proxy: Proxy) -> None:
+    proxy.put("trusting", **spec(trust_hints=True))
+    agent = Agent(proxy, "/t/trusting/r/hint/mcp")
     agent.tool("remember", key="a", value="1")
     first = agent.tool("recall", key="a").headers["x-forkpoint-node"]
     assert agent.tool("recall", key="a").headers["x-forkpoint-node"] == first
