@@ -87,6 +87,12 @@ def test_a_group_over_containers_gets_what_docker_says(place: Path, tmp_path: Pa
     with real_proxy(checkpoints=True, containers=True) as proxy:
         # No PUT: the image that the client names is the environment.
         _, told = group(proxy, place, tmp_path, GROUP, steady=False)
+        trees = proxy.client.get("/api/v1/tasks/mini/trees").json()
+        last = proxy.client.get("/api/v1/tasks/mini/rollouts/p6").json()["node"]
+        shown = proxy.client.get(f"/api/v1/tasks/mini/nodes/{last}").json()
+    current, theirs = trees
+    assert (current["calls"], theirs["driver"], theirs["rollouts"]) == (0, "container", len(GROUP))
+    assert (theirs["title"], shown["id"]) == (f"container {theirs['image']}", last)
     for part, seen in told.items():
         assert plain(seen, part) == plain(alone, "p0")
     left = subprocess.run(

@@ -64,6 +64,8 @@ def test_each_tree_of_a_task_is_listed_the_current_one_first(proxy: Running) -> 
     assert get(proxy, "listed/trees?limit=1&offset=1") == [second]
     shown = get(proxy, "listed")
     assert (shown["nodes"], shown["rollouts"]) == (4, 3), "of all trees"
+    (line,) = (task for task in proxy.client.get("/api/v1/tasks").json() if task["task"] == "listed")
+    assert (line["nodes"], line["rollouts"]) == (4, 3)
     get(proxy, "none/trees", 404)
 
 
@@ -227,14 +229,15 @@ def test_a_tree_that_was_shared_before_there_were_tokens_is_not_theirs(tmp_path:
 def test_a_tree_of_another_environment_travels_to_those_who_ask_for_it(
     proxy: Running, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    _, _, root, _ = two_trees(proxy, "travels")
-    bundle = proxy.client.get(f"/api/v1/tasks/travels/export?root={root}").content
+    _, _, root, node = two_trees(proxy, "travels")
+    proxy.client.post(f"/api/v1/tasks/travels/nodes/{node}/snapshot").raise_for_status()
+    bundle = proxy.client.get(f"/api/v1/tasks/travels/export?root={root}&snapshots=true").content
     with serving(tmp_path_factory.mktemp("there"), any_image=True) as there:
         for task in ("travels", "again"):
             if task == "again":
                 there.exec("own", "echo own > f", task=task)
             told = there.client.post(f"/api/v1/tasks/{task}/import", content=bundle).json()
-            assert (told["current"], told["nodes"], told["records"]) == (False, 2, 2)
+            assert (told["current"], told["nodes"], told["records"], told["snapshots"]) == (False, 2, 2, 2)
             current, other = get(there, f"{task}/trees")
             assert (other["root"], other["calls"], other["title"]) == (told["root"], 2, "memory · env X")
             assert get(there, task)["default"]

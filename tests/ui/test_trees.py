@@ -23,7 +23,7 @@ def go(proxy: Running, page: Page, address: str) -> Page:
 
 
 def test_one_of_two_trees_is_chosen_by_keys_and_the_address_remembers_it(proxy: Running, page: Page) -> None:
-    root, one, other_root, other = two_trees(proxy, "chosen")
+    root, _, other_root, other = two_trees(proxy, "chosen")
     go(proxy, page, "chosen?view=table")
     grid, choice = page.get_by_role("treegrid"), page.get_by_role("combobox", name="Environment")
     expect(grid).to_contain_text("echo own > f")
@@ -47,7 +47,12 @@ def test_one_of_two_trees_is_chosen_by_keys_and_the_address_remembers_it(proxy: 
     choice.select_option(root)
     expect(grid).to_contain_text("echo own > f")
     expect(page.locator(".side")).to_be_hidden()
-    assert one not in page.url
+    assert "node=" not in page.url
+    assert "root=" not in page.url, "the current tree is meant anyway"
+    choice.select_option(other_root)
+    expect(grid).to_contain_text("echo $X > f")
+    page.locator("body").press("t")
+    expect(choice).to_have_value(root)
 
 
 def test_news_are_those_of_the_tree_that_is_shown(proxy: Running, page: Page) -> None:
@@ -71,6 +76,9 @@ def test_links_to_nodes_and_rollouts_lead_into_their_tree(proxy: Running, page: 
     expect(page.locator(".side .command")).to_have_text("echo $X > f")
     choice = page.get_by_role("combobox", name="Environment")
     expect(choice).to_have_value(other_root)
+    page.keyboard.press("Escape")
+    expect(page).to_have_url(re.compile(f"#/t/links\\?.*root={other_root}"))
+    assert "node=" not in page.url
     page.evaluate("address => (location.hash = address)", f"#/t/links?node={one}")
     expect(page.locator(".side .command")).to_have_text("echo own > f")
     expect(choice).to_have_value(root)

@@ -60,8 +60,10 @@ class TreeView {
     this.params = params;
     this._mode(params.get("view") === "table" ? "table" : "map");
     const node = params.get("node");
-    const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : params.has("root") && params.get("root") !== this.root;
-    if (elsewhere) await this._show(node ?? params.get("root")).catch(() => {});
+    const root = params.get("root") ?? (this.trees ? preferred(this.trees) : this.root);
+    const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.root;
+    if (elsewhere) await this._show(node ?? root).catch(() => {});
+    this.fixed = Boolean(node ?? params.get("root"));
     this._choose(node, false);
   }
 
@@ -99,7 +101,7 @@ class TreeView {
     const trees = await coming.catch(() => []);
     if (!trees.length || this.signal.aborted) return;
     this.trees = trees;
-    this.choice.show(trees, this.root);
+    this._name();
     const empty = trees.some((tree) => tree.root === this.root && tree.calls === 0);
     if (this.fixed || !empty || preferred(trees) === this.root) return;
     await this._load(this._part(0, preferred(trees)), true);
@@ -116,7 +118,7 @@ class TreeView {
     this.main.className = "tree";
     this.modes = ["map", "table"].map((mode) => h("button", { on: { click: () => { this._mode(mode); this.setParams({ view: mode === "map" ? null : mode }); } } }, mode === "map" ? "Map" : "Table"));
     this.choice = new TreeChoice((root) => {
-      this.setParams({ root, node: null, at: null });
+      this.setParams({ node: null, at: null });
       this._show(root).catch((error) => toast(error.message, true));
     });
     this.saving = h("span");
@@ -198,7 +200,13 @@ class TreeView {
     this.chosen = undefined;
     this.map.found = new Set();
     put(this.saving, exportLink(this.task, this.root));
-    if (this.trees) this.choice.show(this.trees, this.root);
+    if (this.trees) this._name();
+  }
+
+  /** Say which tree is shown: among the others, and in the address where it is not the one that it would mean anyway. */
+  _name() {
+    this.choice.show(this.trees, this.root);
+    this.setParams({ root: this.root === preferred(this.trees) ? null : this.root });
   }
 
   _lay(view) {
