@@ -1,18 +1,18 @@
 // The tree of a task: loaded in parts, drawn as a map or a table, followed live; what is chosen is shown beside it.
 
 import { get, names } from "./api.js";
-import { h, put, say, svg, toast } from "./dom.js";
+import { h, put, say, toast } from "./dom.js";
 import { count, oneLine, plural, seconds, short } from "./format.js";
 import { watch } from "./live.js";
 import { nodePanel } from "./node.js";
 import { exportLink } from "./carry.js";
 import { finder } from "./tree/finder.js";
+import { legend } from "./tree/legend.js";
 import { Model } from "./tree/model.js";
 import { TreeMap } from "./tree/canvas.js";
 import { TreeTable, marksOf } from "./tree/table.js";
-import { TreeChoice, preferred, treesOf } from "./trees.js";
+import { TreeChoice, Which } from "./trees.js";
 
-const PAGE = 10_000;
 const MOST = 300_000;
 const LABELS_AT_ONCE = 200;
 const TREES_MS = 5000;
@@ -33,10 +33,8 @@ class TreeView {
     this.failuresUpto = 0;
     this.params = params;
     this.focused = 0;
-    this.root = null;
     this.loads = 0;
-    // Somebody chose a tree, or a node: no other is shown instead.
-    this.fixed = params.has("node") || params.has("root");
+    this.which = new Which(task, params, signal);
     this.panel = new AbortController();
     signal.addEventListener("abort", () => this.panel.abort());
   }
@@ -44,13 +42,12 @@ class TreeView {
   async open() {
     performance.mark("tree-open");
     this._frame();
-    const trees = treesOf(this.task, this.signal).catch(() => []);
-    await this._load(this._first(trees), true);
+    await this._load(this.which.first(this.params), true);
     this._choose(this.params.get("node"), true);
     performance.mark("tree-ready");
     this.main.dataset.ready = "1";
     this._failures();
-    this._trees(trees).catch(() => {});
+    this.which.listing.then(() => this._name());
     if (this.params.get("q")) this.finder.look();
     watch(() => this._news(), this.signal);
   }
@@ -60,52 +57,20 @@ class TreeView {
     this.params = params;
     this._mode(params.get("view") === "table" ? "table" : "map");
     const node = params.get("node");
-    const root = params.get("root") ?? (this.trees ? preferred(this.trees) : this.root);
-    const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.root;
+    const root = params.get("root") ?? this.which.usual;
+    const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.which.root;
     if (elsewhere) await this._show(node ?? root).catch(() => {});
-    this.fixed = Boolean(node ?? params.get("root"));
+    this.which.fixed = Boolean(node ?? params.get("root"));
     this._choose(node, false);
   }
 
   /** Show another tree: the one that has a node. */
   async _show(node) {
-    this.fixed = true;
-    await this._load(this._part(0, node), true);
+    this.which.fixed = true;
+    await this._load(this.which.part(0, node), true);
     this._choose(null, false);
     this._failures();
     this.finder.look();
-  }
-
-  /** The first part of the tree that the address means; a node that is gone means none. */
-  async _first(trees) {
-    for (const node of [this.params.get("node"), this.params.get("root")].filter(Boolean)) {
-      try {
-        return await this._part(0, node);
-      } catch (error) {
-        if (![404, 422].includes(error.status)) throw error;
-      }
-    }
-    const view = await this._part(0, null);
-    // Only an empty tree waits for the others.
-    const others = this.fixed || view.nodes > 1 ? [] : await trees;
-    return others.length && preferred(others) !== `n${view.root}` ? this._part(0, preferred(others)) : view;
-  }
-
-  _part(after, node = this.root) {
-    return get(`${this.path}/columns?after=${after}&limit=${PAGE}${node ? `&root=${encodeURIComponent(node)}` : ""}`, { signal: this.signal });
-  }
-
-  /** Take which trees there are. Where nobody chose one, an empty one makes way for the one to show by now. */
-  async _trees(coming) {
-    this.listed = performance.now();
-    const trees = await coming.catch(() => []);
-    if (!trees.length || this.signal.aborted) return;
-    this.trees = trees;
-    this._name();
-    const empty = trees.some((tree) => tree.root === this.root && tree.calls === 0);
-    if (this.fixed || !empty || preferred(trees) === this.root) return;
-    await this._load(this._part(0, preferred(trees)), true);
-    this._failures();
   }
 
   _frame() {
@@ -119,10 +84,11 @@ class TreeView {
     this.modes = ["map", "table"].map((mode) => h("button", { on: { click: () => { this._mode(mode); this.setParams({ view: mode === "map" ? null : mode }); } } }, mode === "map" ? "Map" : "Table"));
     this.choice = new TreeChoice((root) => {
       this.setParams({ node: null, at: null });
+      this.params.delete("at");
       this._show(root).catch((error) => toast(error.message, true));
     });
     this.saving = h("span");
-    this.finder = finder(this.task, signal, { tree: () => this.root, choose: (node) => this._go(node), found: (ids) => this._found(ids), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
+    this.finder = finder(this.task, signal, { tree: () => this.which.root, choose: (node) => this._go(node), found: (ids) => this._found(ids), query: params.get("q") ?? "", setQuery: (q) => this.setParams({ q }) });
     put(
       this.main,
       h("h1", { class: "sr" }, `Tree of ${this.task}`),
@@ -169,9 +135,10 @@ class TreeView {
     this.loading = true;
     try {
       this._begin(view);
+      if (anew) this.focused = 0;
       for (;;) {
         // The next part is on its way while this one is taken in.
-        coming = view.more ? this._part(view.columns.id.at(-1)) : null;
+        coming = view.more ? this.which.part(view.columns.id.at(-1)) : null;
         this.model.append(view.columns, view.meets);
         if (anew) {
           this._lay(view);
@@ -192,21 +159,23 @@ class TreeView {
   }
 
   _begin(view) {
-    this.root = `n${view.root}`;
+    this.which.root = `n${view.root}`;
     Object.assign(this.model, new Model());
     this.texts.clear();
     this.wanted.clear();
     this.failuresUpto = 0;
     this.chosen = undefined;
     this.map.found = new Set();
-    put(this.saving, exportLink(this.task, this.root));
-    if (this.trees) this._name();
+    put(this.saving, exportLink(this.task, this.which.root));
+    this._name();
   }
 
   /** Say which tree is shown: among the others, and in the address where it is not the one that it would mean anyway. */
   _name() {
-    this.choice.show(this.trees, this.root);
-    this.setParams({ root: this.root === preferred(this.trees) ? null : this.root });
+    const { trees, root, usual } = this.which;
+    if (!trees) return;
+    this.choice.show(trees, root);
+    this.setParams({ root: root === usual ? null : root });
   }
 
   _lay(view) {
@@ -216,7 +185,7 @@ class TreeView {
       this.nodes = view.nodes;
     }
     this.model.layout();
-    this.focused = Math.max(0, this.model.itemOf[selected]);
+    this.focused = Math.max(0, this.model.itemOf[selected] ?? 0);
     this.map.selected = this.chosen === undefined ? -1 : this.model.itemOf[this.chosen];
     this.map.changed();
     this.table.selected = this.focused;
@@ -235,7 +204,7 @@ class TreeView {
   async _news() {
     if (this.loading) return;
     const mine = this.loads;
-    const view = await this._part(this.model.lastId);
+    const view = await this.which.part(this.model.lastId);
     if (mine !== this.loads) return;
     const added = this.model.append(view.columns, view.meets);
     if (!view.more && view.nodes !== this.model.size && this.model.size < MOST) {
@@ -252,14 +221,24 @@ class TreeView {
     if (added) this._failures();
     this._refresh();
     // Who looks at an empty tree may wait for another to be begun.
-    if (this.model.size === 1 || performance.now() - this.listed > TREES_MS) await this._trees(treesOf(this.task, this.signal));
+    if (this.model.size === 1 || performance.now() - this.which.listed > TREES_MS) await this._others();
+  }
+
+  /** Which trees there are by now; the one to show may be another. */
+  async _others() {
+    await this.which.list();
+    this._name();
+    const { instead } = this.which;
+    if (!instead) return;
+    await this._load(this.which.part(0, instead), true);
+    this._failures();
   }
 
   async _again() {
     const chosen = this.chosen === undefined ? null : `n${this.model.id[this.chosen]}`;
     const { collapsed, opened, id } = this.model;
     const ids = [collapsed, opened].map((set) => [...set].map((v) => id[v]));
-    await this._load(this._part(0), false);
+    await this._load(this.which.part(0), false);
     [this.model.collapsed, this.model.opened] = ids.map((kept) => new Set(kept.map((n) => this.model.index.get(n)).filter((v) => v !== undefined)));
     this._lay(null);
     this._choose(chosen, false);
@@ -268,7 +247,7 @@ class TreeView {
 
   async _failures() {
     const mine = this.loads;
-    const found = await get(`${this.path}/failures?after=${this.failuresUpto}&root=${this.root}`, { signal: this.signal }).catch(() => null);
+    const found = await get(`${this.path}/failures?after=${this.failuresUpto}&root=${this.which.root}`, { signal: this.signal }).catch(() => null);
     if (!found || mine !== this.loads) return;
     this.failuresUpto = found.upto;
     this.model.fail(found);
@@ -298,7 +277,7 @@ class TreeView {
   async _labels(chosen) {
     const { model } = this;
     const mine = this.loads;
-    const labels = await get(`${this.path}/labels?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${this.root}`, { signal: this.signal });
+    const labels = await get(`${this.path}/labels?nodes=${chosen.map((v) => model.id[v]).join(",")}&root=${this.which.root}`, { signal: this.signal });
     if (mine !== this.loads) return;
     for (const label of labels) {
       const v = model.index.get(Number(label.node.slice(1)));
@@ -347,7 +326,7 @@ class TreeView {
 
   /** Choose a node by its number, as a link would. */
   _go(id, centre = true) {
-    this.fixed = true;
+    this.which.fixed = true;
     this.setParams({ node: `n${id}` });
     this._choose(`n${id}`, centre);
   }
@@ -471,20 +450,4 @@ class TreeView {
     event.preventDefault();
     act();
   }
-}
-
-function legend() {
-  const shape = (...parts) => svg("svg", { width: 14, height: 12, viewBox: "0 0 14 12", "aria-hidden": "true" }, parts);
-  const ring = (colour, dash) => shape(svg("circle", { cx: 7, cy: 6, r: 4, fill: "var(--s1)", stroke: colour, "stroke-width": 1.8, "stroke-dasharray": dash }));
-  return h(
-    "div",
-    { class: "key", "aria-hidden": "true" },
-    h("span", {}, shape(svg("path", { d: "M7 2l4 4-4 4-4-4Z", fill: "var(--snapshot)" })), "snapshot"),
-    h("span", {}, shape(svg("path", { d: "M3 10l4-7 4 7Z", fill: "var(--warm)" })), "warm fork"),
-    h("span", {}, shape(svg("rect", { x: 4, y: 3, width: 6, height: 6, fill: "none", stroke: "var(--warm)" })), "sandbox"),
-    h("span", {}, shape(svg("path", { d: "M4 2l7 4-7 4Z", fill: "var(--accent)" })), "rollout"),
-    h("span", {}, shape(svg("circle", { cx: 7, cy: 6, r: 2.6, fill: "var(--s1)", stroke: "var(--faint)" })), "reads"),
-    h("span", {}, ring("var(--bad)"), "failed"),
-    h("span", {}, ring("var(--diverged)", "2 2"), "diverged"),
-  );
 }
