@@ -166,6 +166,13 @@ def text(
     return ("\n".join(lines) + "\n").encode("latin-1")
 
 
+def terminal_text(argv: Sequence[str], terminal: str, *, places: str, ready: str) -> bytes:
+    """Return what a POSIX shell does to become argv, with the terminal at this path as its controlling one."""
+    words = " ".join(quote(_bytes(word)) for word in argv)
+    lines = (f"exec {places}", ready, f"set -- {words}", f"fp_terminal={quote(terminal)}", _ON_TERMINAL, 'exec "$@"')
+    return ("\n".join(lines) + "\n").encode("latin-1")
+
+
 def quote(word: str) -> str:
     """Return word as one word of any POSIX shell."""
     return "'" + word.replace("'", "'\\''") + "'"
@@ -241,7 +248,18 @@ if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
 
 Texts and the exit code are those of Docker 20.10 with runc 1.1."""
 
-_BECOME = r"""
+_ON_TERMINAL = r"""
+if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1; then
+    exec 2>/dev/null
+    (PATH=/usr/bin:/bin; exec setsid /bin/sh -c 'exec 0<>"$0" 1>&0 2>&0; exec "$@"' "$fp_terminal" "$@")
+    exit "$?"
+fi
+"""
+"""A terminal is its session's: whoever opens one as the first of a new session has it.
+Without `setsid` the process has it as its streams alone. Who waits for it says nothing there of how it ended."""
+
+_BECOME = (
+    r"""
 if [ "$fp_to" != "$fp_uid" ] || [ -n "$fp_group" ]; then
     PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
     case $(setpriv --help 2>&1) in
@@ -252,13 +270,10 @@ if [ "$fp_to" != "$fp_uid" ] || [ -n "$fp_group" ]; then
         esac;;
     esac
 fi
-if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1; then
-    exec 2>/dev/null
-    (PATH=/usr/bin:/bin; exec setsid /bin/sh -c 'exec 0<>"$0" 1>&0 2>&0; exec "$@"' "$fp_terminal" "$@")
-    exit "$?"
-fi
-if [ -n "$fp_quiet" ]; then exec >/dev/null 2>&1; fi
+"""
+    + _ON_TERMINAL
+    + r"""if [ -n "$fp_quiet" ]; then exec >/dev/null 2>&1; fi
 exec "$@"
 """
-"""The last steps. A terminal is its session's: whoever opens one as the first of a new session has it.
-Without `setsid` the process has it as its streams alone. Who waits for it says nothing there of how it ended."""
+)
+"""The last steps."""

@@ -10,13 +10,10 @@ from typing import Any
 
 from sandboxes.containerbox.household import Household, inner_of, kill, start_time
 from sandboxes.containerbox.texts import FIFOS
+from sandboxes.localbox.anchor import CannotStart
 
 ANSWER_S = 10.0
 SHELTERED = "-900"
-
-
-class CannotStart(Exception):  # noqa: N818 - an answer about a sandbox whose shell is gone
-    """This container's shell does not start (any more)."""
 
 
 class Anchor:

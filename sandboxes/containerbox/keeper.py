@@ -5,38 +5,39 @@ when the container does, and takes the container with it.
 """
 
 import contextlib
-import json
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxes.containerbox import copies, household, rooms
-from sandboxes.containerbox.anchor import Anchor, CannotStart
-from sandboxes.containerbox.left import ContainerLeft, Prepared
+from sandboxes.containerbox import household, rooms, terminal
+from sandboxes.containerbox.anchor import Anchor
+from sandboxes.containerbox.changes import FOLDER, ContainerChanges
+from sandboxes.containerbox.freezing import Freezing, Parts
+from sandboxes.containerbox.left import ContainerLeft
 from sandboxes.containerbox.processes import Launch
 from sandboxes.containerbox.servers import ContainerServers
-from sandboxes.containerbox.shells import Shell, limit, read_limits
+from sandboxes.containerbox.shell import limit
+from sandboxes.containerbox.shells import ContainerShells
 from sandboxes.localbox import confine, delta, files, kernel, processes
-from sandboxes.localbox import session as sessions
-from sandboxes.localbox.changes import WATCH_S, Stillness, disk_watch, free_bytes
+from sandboxes.localbox.alive import Alive
+from sandboxes.localbox.anchor import CannotStart
+from sandboxes.localbox.changes import WATCH_S, Stillness
 from sandboxes.localbox.left import AllLeft, Kept
-from sandboxes.localbox.operate import operate, set_last_pid
-from sandboxes.localbox.restoring import OUT_OF_THE_WAY
 from sandboxes.localbox.running import Running, failed
 from sandboxes.localbox.servers import Log, ServerFailed, hand_over, served
-from sandboxes.localbox.session import MalformedDump, Session
-from sandboxes.localbox.shell import Output
+from sandboxes.localbox.session import MalformedDump
+from sandboxes.localbox.shell import Output, Shell
+from sandboxes.localbox.terminal import give
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
 
 READY_S = 10.0
-TIMED_OUT, OVER_DISK, KILLED = 124, 137, 137
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+TIMED_OUT, OVER_DISK = 124, 137
 
 
 class Ended(Exception):  # noqa: N818 - says what happened
@@ -60,7 +61,7 @@ def run(channel: int, fields: dict[str, Any]) -> None:
         os.close(namespace)
         _narrow(house.pid)
         lower = rooms.view(fields["lowers"], fields["view"])
-        roots = delta.Roots(os.open(fields["upper"], _FOLDER), lower, lower)
+        roots = delta.Roots(os.open(fields["upper"], FOLDER), lower, lower)
         anchor = Anchor(Path(fields["box"]), house)
         Keeper(driver, house, anchor, roots, fields).serve()
     finally:
@@ -115,33 +116,28 @@ class Keeper:
         roots: delta.Roots,
         fields: dict[str, Any],
     ) -> None:
-        self.driver, self.house, self.anchor, self.roots = driver, house, anchor, roots
+        self.driver, self.house, self.anchor = driver, house, anchor
         self.inbox = Inbox()
-        self.disk_bytes: int = fields["disk_bytes"]
-        self.reserve_bytes: int = fields["reserve_bytes"]
         self.user = household.ids(house.pid)
         self.inherited = household.environment(house.pid)
-        self.environment: dict[str, str] = {}
-        self.workdir = "/"
-        self.output_bytes = self.born_ns = self.calls = 0
-        self.shells: dict[str, Shell] = {}
+        self.output_bytes = 0
+        self.shells = ContainerShells(anchor, house, set(self.inherited))
         self.servers = ContainerServers(anchor, house)
         self.left = AllLeft(0)
-        self.sessions: dict[str, Session] = {}
-        self.pristine: Session | None = None
-        self.delta: delta.Delta | None = {}
-        self.signatures: dict[str, delta.Signature] = {}
-        self.copied: tuple[str, dict[str, delta.Signature]] = ("", {})
-        self.alive: frozenset[Any] = frozenset()
-        self.stillness, self.held_from = Stillness(), 0.0
+        self.changes = ContainerChanges(house, roots, fields)
+        self.alive = Alive(self.shells, self.left, self._living)
+        self.parts = Parts(
+            house, anchor, self.shells, self.servers, self.left, self.alive, self.changes, stillness=Stillness()
+        )
+        self.freezing = Freezing(self.parts)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         """Say that the container is ready; then answer until the driver is gone, or the container."""
         bash = self.anchor.ready(READY_S)
-        for pid in self._kept():
-            limit(pid, self.disk_bytes)
+        for pid in self.shells.anchor_pids:
+            limit(pid, self.changes.disk_bytes)
         self._reply({"bash": bash})
         while (message := self._next()) is not None:
             match message.fields["op"]:
@@ -151,15 +147,26 @@ class Keeper:
                     self._call(message)
                 case "start":
                     self._start_servers(message.fields["servers"])
-                case "freeze":
-                    self._freeze(message.fields)
-                case "dump":
-                    self._dump(message)
-                case "copy":
-                    self._copy(message.fields)
-                case "describe":
-                    self._look_at_files()
-                    self._reply({"delta": self.delta, "sessions": self.sessions, "pristine": self.pristine})
+                case "freeze" | "dump" | "copy" | "describe" | "terminal":
+                    self._show(message)
+
+    def _show(self, message: Message) -> None:
+        """Serve who freezes this state, or looks at it."""
+        fields = message.fields
+        match fields["op"]:
+            case "freeze":
+                self._reply(self.freezing.freeze(fields))
+            case "dump":
+                self._reply(self.freezing.dump(fields["program"], message.fds))
+            case "copy":
+                self._reply(self.freezing.copy(fields))
+            case "terminal":
+                launch, (columns, rows) = Launch(self.anchor, self.house, self.user[0]), fields["size"]
+                give(self.driver, lambda: terminal.start_shell(launch, self.shells, (columns, rows)))
+            case "describe":
+                self.changes.look()
+                known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
+                self._reply({"delta": self.changes.now, **known})
 
     def _next(self) -> Message | None:
         """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
@@ -192,45 +199,34 @@ class Keeper:
         With a checkpoint its processes come back instead, by a CRIU that the driver talks to.
         """
         fields = message.fields
-        for name in ("workdir", "output_bytes", "born_ns", "sessions", "pristine"):
-            setattr(self, name, fields[name])
+        self.output_bytes = fields["output_bytes"]
         self.left.limit = self.output_bytes
         given = {name: value for name, value in self.inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
-        self.environment = {**fields["defaults"], **given, **fields["environment"]}
-        if copy := fields["copy"]:
-            meta = json.loads((Path(copy) / "meta.json").read_bytes())
-            self._lay_over(f"{copy}/diff", meta["links"])
-            told = meta["delta"]
-            self.delta = None if told is None else {path: (what, at) for path, (what, at) in told.items()}
-            self.signatures = delta.signatures(self.roots.upper)
-            self.copied = (copy, self.signatures)
-        else:
-            self._look_at_files()
+        self.shells.begin(fields, {**fields["defaults"], **given, **fields["environment"]})
+        self.changes.begin(fields["born_ns"], fields["copy"])
         if fields["checkpoint"] is not None:
-            self._bring_back(fields["checkpoint"], fields["program"], message.fds)
+            self._reply(
+                self.freezing.bring_back(fields["checkpoint"], fields["program"], message.fds, self._await_restored)
+            )
             return
         try:
-            self._ready_shell(next(iter(self.sessions), "main"))
+            self.shells.ready(next(iter(self.shells.sessions), "main"))
         except CannotStart as error:
             self._reply({"cannot_start": str(error)})
             return
         self._reply({})
 
-    def _lay_over(self, copy: str, links: dict[str, str]) -> None:
-        source, target = os.open(copy, _FOLDER), os.open(f"/proc/{self.house.pid}/root", _FOLDER)
-        try:
-            copies.lay_over(source, target, links)
-        finally:
-            os.close(source)
-            os.close(target)
+    def _await_restored(self) -> None:
+        self._reply({})
+        while (message := self._next()) is not None and message.fields["op"] != "restored":
+            self._reply({})
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _call(self, message: Message) -> None:
         fields = message.fields
-        self.calls += 1
-        alive_before, free = self.alive, self._free_bytes()
-        turns_before = processes.turns(self._living())
+        alive_before, free = self.alive.now, self.changes.free_bytes()
+        turns_before = processes.turns(self.alive.processes)
         started = time.perf_counter()
         touched: str | None = None
         if fields["op"] == "exec":
@@ -247,21 +243,21 @@ class Keeper:
             answer, body = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
         changed, read = answer.pop("session_changed", False), answer.pop("read", False)
-        self._settle()
+        self.alive.settle()
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.worked(turns_before, processes.turns(self._living()))
-        came_or_went, wrote_files = self.alive != alive_before, self._look_at_files()
-        self.stillness.saw(wrote=wrote_files, moved=came_or_went)
+        worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
+        came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
+        self.parts.stillness.saw(wrote=wrote_files, moved=came_or_went)
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
-        if self._free_bytes() < min(free, self.reserve_bytes):
+        if self.changes.free_bytes() < min(free, self.changes.reserve_bytes):
             answer["host_full"] = True
-        self._reply({**answer, **effects, **self._state()}, body)
+        self._reply({**answer, **effects, **self.parts.state()}, body)
         if not self.alive and touched is not None:
-            self._renew(touched)
+            self.shells.renew([touched])
 
     def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
         """Give the driver a way to a server, on which first was sent, and wait until it has its answer."""
-        order = {**order, "environment": {**self.environment, **order["environment"]}}
+        order = {**order, "environment": {**self.shells.environment, **order["environment"]}}
         while True:
             try:
                 hand_over(self.driver, self.servers, order, self._watch(), first)
@@ -319,18 +315,15 @@ class Keeper:
         elif ending == "left":
             for fd in running.outputs:
                 self.servers.take_over(fd, launch.inner)
-        answer = running.conclude(ending, lambda: self._status(launch.inner), self.disk_bytes)
+        answer = running.conclude(ending, lambda: self.shells.status_of(launch.inner), self.changes.disk_bytes)
         return {**answer, "detached": detach, "kept": "process" in fields["arguments"]}
 
     def _leave(self, running: Running, launch: Launch, told: dict[str, Any]) -> None:
         launch.left = True
         ends, death = running.hand_over()
         inner, pid = launch.inner, self.house.find(launch.inner) or 0
-        status = lambda: self._status(inner)  # noqa: E731
+        status = lambda: self.shells.status_of(inner)  # noqa: E731
         self.left.add(ContainerLeft(told, ends, death, pid, status, inner=inner, folder=launch.folder))
-
-    def _status(self, inner: int) -> int:
-        return self.anchor.status(inner, otherwise=KILLED)
 
     def _client_left(self) -> bool:
         """Hear what the driver says during a call: that its client has left, or nothing ever again."""
@@ -348,7 +341,7 @@ class Keeper:
         def look() -> None:
             self._mind({fd for fd in (self.driver.fileno(), self.house.init) if _hung_up(fd, self.driver.fileno())})
             if over_disk() is not None:
-                self.house.kill_except(self._kept())
+                self.house.kill_except(self.shells.anchor_pids)
 
         return look
 
@@ -356,23 +349,23 @@ class Keeper:
         """Start servers, as part of the root state."""
         try:
             for order in orders:
-                told = {**order, "environment": {**self.environment, **order["environment"]}}
+                told = {**order, "environment": {**self.shells.environment, **order["environment"]}}
                 for fd in self.servers.connect(told, self._watch())[0]:
                     os.close(fd)
         except ServerFailed as error:
             self._reply({"failed": error.kind, "detail": str(error)})
             return
-        self._settle()
-        self._look_at_files()
+        self.alive.settle()
+        self.changes.look()
         self._reply({})
 
     def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes]:
-        spared = self._kept() | {pid for pid, _ in self._living()}
+        spared = self.shells.anchor_pids | {pid for pid, _ in self.alive.processes}
         try:
-            shell = self._ready_shell(fields["session"])
+            shell = self.shells.ready(fields["session"])
         except CannotStart as error:
             return self._answer(127, b"", f"{error}\n".encode()), f"{error}\n".encode()
-        spared |= {other.pid for other in self.shells.values() if other is not shell}
+        spared |= {other.pid for other in self.shells if other is not shell}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
         return self._conclude(shell, ending, spared)
@@ -419,26 +412,26 @@ class Keeper:
         code, changed, notes = 0, False, b""
         if ending == "dump":
             try:
-                code, changed = self._take_dump(shell)
+                code, changed = self.shells.take_dump(shell)
             except MalformedDump as error:
                 ending, code = "malformed", 1
                 notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
             if household.exiting(self.house.pid):
                 raise Ended("the container ended during a call")
-            code = self.anchor.status(shell.inner, otherwise=KILLED)
+            code = self.shells.status(shell)
         else:
             self.house.kill_except(spared, first=shell.pid)
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             if ending == "disk":
-                megabytes = self.disk_bytes >> 20
+                megabytes = self.changes.disk_bytes >> 20
                 notes = f"\n[forkpoint: killed: the sandbox may hold {megabytes} MB of new files]\n".encode()
         for output in (shell.out, shell.err):
             output.drain(self.output_bytes)
         (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
         err += notes
         if ending != "dump":
-            self._kill(shell)
+            self.shells.kill(shell)
         answer = self._answer(code, out, err, timed_out=ending == "timeout", truncated=out_cut or err_cut)
         return {**answer, "session_changed": changed, "host_full": ending == "host"}, out + err
 
@@ -447,25 +440,6 @@ class Keeper:
     ) -> dict[str, Any]:
         lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
         return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
-
-    def _take_dump(self, shell: Shell) -> tuple[int, bool]:
-        """Return the exit status that the dump tells, and whether the session is another now.
-
-        Raises:
-            MalformedDump: a command has interfered with it.
-        """
-        code, now = shell.finish_dump()
-        # Compared with what the restored shell said of itself, not with what it was restored from: where a shell
-        # prints a thing differently the second time, nothing has changed.
-        changed = now != shell.baseline
-        if changed:
-            shell.session = None if now == self.pristine else now
-            shell.baseline = now
-            if shell.session is None:
-                self.sessions.pop(shell.name, None)
-            else:
-                self.sessions[shell.name] = now
-        return code, changed
 
     def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes]:
         """Run a file operation in a child that has moved into the container's files, with its rights and no more."""
@@ -490,7 +464,7 @@ class Keeper:
             namespace = os.open(f"/proc/{self.house.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
             kernel.setns(namespace, kernel.CLONE_NEWNS)
             os.umask(0o022)
-            confine.limit_resources(self.disk_bytes, None, None)
+            confine.limit_resources(self.changes.disk_bytes, None, None)
             confine.confine()
             uid, gid, groups = self.user
             if uid:
@@ -515,268 +489,16 @@ class Keeper:
 
     # -- who lives ---------------------------------------------------------------------------------------------------
 
-    def _kept(self) -> set[int]:
-        return {self.house.pid, *self.anchor.pids}
-
-    def _settle(self, grace_s: tuple[float, ...] = processes.GRACE_S) -> None:
-        """Find out what outlives the call, with some grace for what is just about to end."""
-        for pause in (*grace_s, None):
-            self.anchor.look_after()
-            idle = {shell.pid for shell in self.shells.values()} | self._kept()
-            left = {process for process in self.house.living() if process[0] not in idle}
-            if left <= self.alive or pause is None:
-                break
-            time.sleep(pause)
-        # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
-        held = {("descriptors", name, shell.runs) for name, shell in self.shells.items() if shell.holds_more()}
-        objects = processes.ipc_objects()
-        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set()) | self.left.state
-        if alive:
-            # These shells are not replaced after the call: what they know of their children lives on with them.
-            alive |= {("jobs", name, *shell.jobs) for name, shell in self.shells.items() if shell.jobs}
-        self.alive = frozenset(alive)
-
-    def _living(self) -> list[processes.Process]:
-        """Return the processes among what is alive."""
-        return [(entry[0], entry[1]) for entry in self.alive if isinstance(entry[0], int)]
-
-    def _ready_shell(self, name: str) -> Shell:
-        """Return session name's shell when it has said what it is; start it where there is none.
-
-        Raises:
-            CannotStart: the image's shell is gone, or broken.
-        """
-        shell = self.shells.get(name) or self._start_shell(name)
-        if shell.baseline is None:
-            self._await_first_dump(shell)
-        return shell
-
-    def _start_shell(self, name: str) -> Shell:
+    def _living(self) -> set[processes.Process]:
         self.anchor.look_after()
-        shell = Shell(name, self.sessions.get(name), self.anchor.new_folder(), bash=self.anchor.bash)
-        shell.prepare(self.workdir, self.environment, set(self.inherited))
-        try:
-            pid, inner = self.anchor.start(shell.folder.name)
-        except CannotStart:
-            shell.close()
-            raise
-        shell.started(pid, inner, read_limits(self.anchor.pid))
-        self.shells[name] = shell
-        return shell
-
-    def _await_first_dump(self, shell: Shell) -> None:
-        poll = select.poll()
-        poll.register(shell.dump_fd, select.POLLIN)
-        with contextlib.suppress(ProcessLookupError, MalformedDump), _descriptor(os.pidfd_open(shell.pid)) as death:
-            poll.register(death, select.POLLIN)
-            deadline = time.monotonic() + READY_S
-            while time.monotonic() < deadline:
-                events = {fd for fd, _ in poll.poll(READY_S * 1000)}
-                if shell.dump_fd in events and shell.read_dump():
-                    _, shell.baseline = shell.finish_dump()
-                    if shell.session is None:
-                        self.pristine = shell.baseline
-                    else:
-                        # These come with the command, not before: see `session.orders`.
-                        shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
-                    return
-                if death in events:
-                    break
-        shell.err.drain(4096)
-        reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
-        self._kill(shell)
-        path = "/bin/bash" if self.anchor.bash else "/bin/sh"
-        raise CannotStart(f"{path} does not start in this sandbox: {reason}")
-
-    def _kill(self, shell: Shell) -> None:
-        household.kill(shell.pid)
-        self.anchor.status(shell.inner, otherwise=KILLED)
-        shell.close()
-        if self.shells.get(shell.name) is shell:
-            del self.shells[shell.name]
-
-    def _renew(self, name: str) -> None:
-        """Replace a shell by a fresh one restored from its dump: a session is what its dump says."""
-        if name in self.shells:
-            self._kill(self.shells[name])
-        with contextlib.suppress(CannotStart):
-            self._start_shell(name)
+        return self.house.living()
 
     def _outputs(self) -> dict[int, Output | Log | Kept]:
-        shells: dict[int, Output | Log | Kept] = {
-            output.fd: output for shell in self.shells.values() for output in (shell.out, shell.err)
-        }
-        return {**shells, **self.servers.outputs, **self.left.outputs}
-
-    # -- files -------------------------------------------------------------------------------------------------------
-
-    def _look_at_files(self) -> bool:
-        """Update the delta; return whether anything differs from before."""
-        now = delta.signatures(self.roots.upper)
-        if now == self.signatures:
-            return False
-        before, self.signatures = self.delta, now
-        try:
-            self.delta = delta.merge({}, self.roots, copies.OPAQUE)
-        except delta.TooLarge:
-            self.delta = None
-            return True
-        return self.delta != before
-
-    def _state(self) -> dict[str, Any]:
-        if self.delta is None:
-            return {"state": None, "witness": None}
-        told, now_ns = sessions.digest(self.sessions), time.time_ns()
-        if not self.alive:
-            exact, content = delta.digests(self.delta, told, born_ns=self.born_ns, now_ns=now_ns)
-            return {"state": [exact.hex(), content.hex()], "witness": None}
-        # What lives may go on writing where it writes: only the rest says what the call itself did.
-        written = self.house.written_paths()
-        still = {path: entry for path, entry in self.delta.items() if path not in written}
-        witness = delta.digests(still, told, born_ns=self.born_ns, now_ns=now_ns)[1].hex()
-        return {"state": None, "witness": witness, "restless": self.stillness.restless}
-
-    def _freeze(self, fields: dict[str, Any]) -> None:
-        """Copy the container's own files to an empty directory.
-
-        Where something lives, name the process whose tree can be dumped, and wait to be told to copy then.
-        """
-        if self.alive:
-            why = self._outside_the_tree() if fields["checkpoint"] else self._who_lives()
-            self.held_from = time.monotonic()
-            self._reply({"not_freezable": why} if why else {"tree": household.inner_of(self._top())})
-            return
-        self._copy(fields)
-
-    def _copy(self, fields: dict[str, Any]) -> None:
-        self.stillness.saw(wrote=self._look_at_files())
-        if self.alive:
-            self.stillness.stood_still(time.monotonic() - self.held_from)
-        folder = Path(fields["folder"])
-        (folder / "diff").mkdir(parents=True)
-        target = os.open(folder / "diff", _FOLDER)
-        copy = copies.Copy(self._unchanged)
-        try:
-            copy.take(self.roots.upper, target)
-        finally:
-            os.close(target)
-        meta = {"delta": self.delta, "links": copy.links, "added_bytes": copy.added_bytes}
-        (folder / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
-        self.copied = (fields["becomes"], self.signatures)
-        told = {"sessions": self.sessions, "pristine": self.pristine, "added_bytes": copy.added_bytes}
-        checkpoint = self._remember() if self.alive else None
-        self._reply({**told, **self._state(), "delta": self.delta, "checkpoint": checkpoint})
-
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def _outside_the_tree(self) -> str:
-        """Say what lives here that no checkpoint would hold; empty where there is nothing."""
-        if any(kind == "ipc" for kind, *_ in self.alive):
-            return "System V IPC objects exist, and a checkpoint does not hold them"
-        if self.left.terminals:
-            return "a terminal is open, and a checkpoint does not hold it"
-
-        def others() -> set[int]:
-            return {pid for pid, _ in self.house.living()} - {self.house.pid}
-
-        if not processes.descend(others, self._top()):
-            return (
-                "processes live outside the tree of the container's anchor: this machine has no tini, or it was killed"
-            )
-        for name in list(self.shells):
-            # What a new shell says of itself would be lost on its way to us.
-            with contextlib.suppress(CannotStart):
-                self._ready_shell(name)
-        return ""
-
-    def _top(self) -> int:
-        """Return the root of the tree that holds all but pid 1."""
-        return next(iter(self.anchor.pids - {self.house.pid, self.anchor.pid}), self.anchor.pid)
-
-    def _dump(self, message: Message) -> None:
-        reply, host_root, *files = message.fds
-        if os.fork() == 0:
-            self._enter()
-            operate(host_root, message.fields["program"], reply, files, survey=True)
-        for fd in message.fds:
-            os.close(fd)
-        self._reply({})
-
-    def _enter(self) -> None:
-        """In a fork: move into the container's namespaces; children are born in its pid namespace."""
-        try:
-            every = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-            kernel.setns(self.house.init, every | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
-            os.chdir("/")
-        except OSError:
-            os._exit(1)
-
-    def _remember(self) -> dict[str, Any]:
-        """Return what must be known of the processes to take them over in another container."""
-        return {
-            "anchor": self.anchor.remember(),
-            "shells": [shell.remember() for shell in self.shells.values()],
-            "servers": [server.remember() for server in self.servers],
-            "restless": self.stillness.restless,
-            "left": [process.remember() for process in self.left],
-            "pids": sorted(household.inner_of(pid) for pid, _ in self.house.living()),
-        }
-
-    def _bring_back(self, checkpoint: dict[str, Any], program: list[str], fds: list[int]) -> None:
-        self.house.kill_except({self.house.pid})
-        shells = [Shell.prepare_again(told, self.anchor.box, bash=self.anchor.bash) for told in checkpoint["shells"]]
-        self.servers.prepare_again(checkpoint.get("servers", []))
-        left = [Prepared(told, self.anchor.box) for told in checkpoint.get("left", [])]
-        reply, host_root, *files = fds
-        last = max(checkpoint["pids"])
-        operator = os.fork()
-        if operator == 0:
-            household.join(self.house.pid)
-            self._enter()
-            _in_child(lambda: set_last_pid(host_root, last + OUT_OF_THE_WAY))
-            operate(host_root, program, reply, files)
-        for fd in (reply, *files):
-            os.close(fd)
-        self._reply({})
-        while (message := self._next()) is not None and message.fields["op"] != "restored":
-            self._reply({})
-        os.waitpid(operator, 0)
-        after = os.fork()
-        if after == 0:
-            self._enter()
-            _in_child(lambda: set_last_pid(host_root, last))
-            os._exit(0)
-        os.waitpid(after, 0)
-        os.close(host_root)
-        self.anchor.adopt(checkpoint["anchor"])
-        self.stillness.saw(wrote=checkpoint["restless"])
-        for shell, told in zip(shells, checkpoint["shells"], strict=True):
-            shell.adopt(told, self.house.find(told["inner"]) or 0)
-            self.shells[shell.name] = shell
-        self.servers.adopt_prepared()
-        for process in left:
-            self.left.add(process.adopted(self.house, self._status))
-        self._settle(())
-        self._reply({})
-
-    def _unchanged(self, path: str) -> str | None:
-        copy, signatures = self.copied
-        return f"{copy}/diff/{path}" if copy and signatures.get(path) == self.signatures.get(path) else None
-
-    def _who_lives(self) -> str:
-        kinds = {
-            "descriptors": "the shell holds open descriptors",
-            "ipc": "System V IPC objects exist",
-            "jobs": "the shell has jobs",
-        }
-        return "; ".join(sorted({kinds.get(str(kind), f"process {kind} lives") for kind, *_ in self.alive})[:5])
-
-    def _free_bytes(self) -> int:
-        return free_bytes(self.roots.upper)
+        return {**self.shells.outputs, **self.servers.outputs, **self.left.outputs}
 
     def _disk_watch(self) -> Callable[[], str | None]:
         """Return what is to be called during a call: see `disk_watch`. It takes the output of servers meanwhile."""
-        over_disk = disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes)
+        over_disk = self.changes.disk_watch()
 
         def tend() -> str | None:
             self.left.look()
@@ -791,22 +513,3 @@ def _hung_up(fd: int, socket_fd: int) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLHUP | select.POLLRDHUP if fd == socket_fd else select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _in_child(work: Callable[[], None]) -> None:
-    """Do work in a child, which is born in another pid namespace than this process is in."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-
-
-@contextlib.contextmanager
-def _descriptor(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)

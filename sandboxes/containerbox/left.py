@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.containerbox.household import Household
-from sandboxes.containerbox.shells import RIGHTS
+from sandboxes.containerbox.shell import RIGHTS
 from sandboxes.localbox.left import Left
 from sandboxes.localbox.running import death_of
 

@@ -5,6 +5,7 @@ print its functions, so they last for one call: `. ./functions.sh` where they ar
 """
 
 import re
+from collections.abc import Collection, Mapping
 
 from sandboxes.containerbox.texts import BOX
 from sandboxes.localbox.session import END, MAX_DUMP_BYTES, Jobs, MalformedDump, Session, quote
@@ -31,6 +32,11 @@ def loop(name: str) -> str:
         f"{{ command printf '%s\\0' \"$?\" >{here}/dump; }} 2>/dev/null\n"
         f". {here}/loop\n"
     )
+
+
+def ready(name: str) -> str:
+    """Return what the shell in directory name says when it is restored: a status, as the loop's first dump follows."""
+    return f"{{ command printf '0\\0' >{BOX}/{name}/dump; }} 2>/dev/null"
 
 
 def parse_dump(data: bytes) -> tuple[int, Session, Jobs]:
@@ -85,20 +91,18 @@ def _names(text: str) -> list[str]:
 
 
 def restore_script(
-    session: Session | None, workdir: str, environment: dict[str, str], inherited: set[str], name: str
+    session: Session | None, workdir: str, environment: Mapping[str, str], inherited: Collection[str], ready: str
 ) -> bytes:
-    """Return what the fresh shell in directory name sources to be session. inherited: variables it was born with."""
-    # The loop's own first dump follows this status.
-    ready = f"{{ command printf '0\\0' >{BOX}/{name}/dump; }} 2>/dev/null"
+    """Return what a fresh shell sources to be session. inherited: variables it was born with; ready: its last line."""
     lines = ["command printf 0 >/proc/self/oom_score_adj"]
     if session is None:
         lines += [f"export {name}={quote(value)}" for name, value in environment.items()]
-        lines += [f"unset {name}" for name in sorted(inherited - environment.keys())]
+        lines += [f"unset {name}" for name in sorted(set(inherited) - environment.keys())]
         lines += [f"command cd -- {quote(workdir)} || command cd /", "unset OLDPWD"]
         return "\n".join([*lines, ready, ""]).encode("latin-1")
     have = {match[0] for line in session["variables"] if (match := _NAME.match(line))}
     lines.append(f"command cd -- {quote(session['cwd'])} || command cd /")
-    lines += [f"unset {name}" for name in sorted((inherited | {"OLDPWD"}) - have)]
+    lines += [f"unset {name}" for name in sorted({*inherited, "OLDPWD"} - have)]
     lines += session["variables"]
     lines += [f"export {name}" for name in session["exported"]]
     lines += [f"alias {alias}" for alias in session["aliases"]]

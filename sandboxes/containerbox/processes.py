@@ -7,20 +7,23 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sandboxes.containerbox.anchor import ANSWER_S, Anchor, CannotStart
+from sandboxes.containerbox.anchor import ANSWER_S, Anchor
 from sandboxes.containerbox.household import Household
 from sandboxes.containerbox.left import remove
-from sandboxes.containerbox.shells import RIGHTS
+from sandboxes.containerbox.shell import RIGHTS
 from sandboxes.containerbox.texts import BOX, SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.localbox.anchor import CannotStart
 from sandboxes.localbox.running import Running, death_of, due_of, open_terminal
-from sandboxes.process import text
+from sandboxes.process import terminal_text, text
 
 _START = "start"
 """A FIFO on which the process hears that it is known here, and may become what it is to be."""
+_OTHER_END = 0x5441
+"""TIOCGPTPEER, which Python 3.11 has no name for."""
 _SHUT = "[ -z \"$BASH_VERSION\" ] || eval 'exec 29<&- 30<&- 31<&- 32<&- 33>&-'"
 
 
@@ -40,26 +43,58 @@ class Launch:
         Raises:
             CannotStart: the container's shell is gone. OSError: the machine refuses a terminal or a FIFO.
         """
-        asked, ends = fields["arguments"], {}
+        asked, ends, terminal = fields["arguments"], {}, ""
+        keeps_in = bool(asked.get("stdin"))
         self._furnish()
         try:
-            terminal = ""
             if asked.get("tty"):
-                multiplexer = f"/proc/{self._house.pid}/root/dev/pts/ptmx"
-                ends[1], terminal = open_terminal(multiplexer, asked.get("size"))
+                ends[1], terminal = self._terminal(asked.get("size"))
             else:
-                ends = self._ends(stdin=bool(stdin or asked.get("stdin")))
-            self._write(asked, fields["environment"], terminal, stdin=bool(stdin or asked.get("stdin")))
-            self._anchor.look_after()
-            self._pid, self.inner = self._anchor.start(self.folder.name)
-            death = death_of(self._pid)
-            self._await_open(death)
-            os.write(self._held[_START], b"\n")
-            return Running(ends, stdin, death, to, keeps_in=bool(asked.get("stdin")), due=due_of(asked))
+                ends = self._ends(stdin=bool(stdin or keeps_in))
+            places = self._places(terminal, stdin=bool(stdin or keeps_in))
+            script = text(
+                asked, fields["environment"], uid=self._uid, places=places, ready=self._ready, terminal=terminal
+            )
+            death = self._start(script)
+            return Running(ends, stdin, death, to, keeps_in=keeps_in, due=due_of(asked))
         except BaseException:
             for fd in ends.values():
                 os.close(fd)
             raise
+
+    def begin_terminal(self, shell: Callable[[str], Sequence[str]], session: bytes, *, rows: int, columns: int) -> int:
+        """Start a shell on a terminal of the container's; return our end. Its directory stays, for it reads there.
+
+        shell: returns its words, given the path of the text that makes it session.
+
+        Raises:
+            CannotStart: the container's shell is gone. OSError: the machine refuses a terminal or a FIFO.
+        """
+        self._furnish()
+        master, terminal = self._terminal((rows, columns))
+        try:
+            script = terminal_text(
+                shell(f"{BOX}/{self.folder.name}/command"),
+                terminal,
+                places=self._places(terminal, stdin=False),
+                ready=self._ready,
+            )
+            os.close(self._start(script, session))
+        except BaseException:
+            os.close(master)
+            raise
+        self.left = True
+        return master
+
+    def _start(self, script: bytes, beside: bytes = b"") -> int:
+        """Have the anchor start a shell that runs script; return its death when it has its streams. beside: a text."""
+        self._write({"restore": script, "command": beside})
+        self._anchor.look_after()
+        self._pid, self.inner = self._anchor.start(self.folder.name)
+        death = death_of(self._pid)
+        self._await_open(death)
+        os.write(self._held[_START], b"\n")
+        return death
 
     def end(self) -> None:
         """Let go of what was made for it, and remove it unless it was left running, and keeps it."""
@@ -94,15 +129,31 @@ class Launch:
             ends[0] = os.open(self.folder / "go", writes)
         return ends
 
-    def _write(self, asked: Mapping[str, Any], env: Mapping[str, str], terminal: str, *, stdin: bool) -> None:
+    def _terminal(self, size: object) -> tuple[int, str]:
+        """Return our end of a new terminal of the container's, and its path there."""
+        master, path = open_terminal(f"/proc/{self._house.pid}/root/dev/pts/ptmx", size)
+        if self._uid:
+            # It is its opener's, and that is root here.
+            other = fcntl.ioctl(master, _OTHER_END, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+            os.fchown(other, self._uid, -1)
+            os.close(other)
+        return master, path
+
+    def _places(self, terminal: str, *, stdin: bool) -> str:
+        if terminal:
+            return f"0<>{terminal} 1>&0 2>&0"
         here = f"{BOX}/{self.folder.name}"
-        places = f"0<>{terminal} 1>&0 2>&0" if terminal else f"0<{f'{here}/go' if stdin else '/dev/null'}"
-        places += "" if terminal else f" 1>{here}/out 2>{here}/err"
-        ready = f"{_SHUT}\necho >{here}/dump\nread -r fp_start <{here}/{_START}"
-        script = text(asked, env, uid=self._uid, places=places, ready=ready, terminal=terminal)
+        return f"0<{f'{here}/go' if stdin else '/dev/null'} 1>{here}/out 2>{here}/err"
+
+    @property
+    def _ready(self) -> str:
+        here = f"{BOX}/{self.folder.name}"
+        return f"{_SHUT}\necho >{here}/dump\nread -r fp_start <{here}/{_START}"
+
+    def _write(self, texts: Mapping[str, bytes]) -> None:
         for name in SHELL_TEXTS:
             path = self.folder / name
-            path.write_bytes(script if name == "restore" else b"")
+            path.write_bytes(texts.get(name, b""))
             path.chmod(0o644)
 
     def _await_open(self, death: int) -> None:

@@ -14,6 +14,7 @@ from sandboxes.http1 import Listener
 from sandboxes.localbox.answers import digest, execution, refuse, request, sql_execution
 from sandboxes.localbox.hosting import Hosting
 from sandboxes.localbox.looks import state_look
+from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.sandbox import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import StateLook
@@ -137,6 +138,11 @@ class ContainerSandbox(Hosting):
     async def look(self) -> StateLook:
         """See `LookingSandbox.look`."""
         return state_look(await self._talk({"op": "describe"}))
+
+    async def open_terminal(self, columns: int, rows: int) -> Pty:
+        """See `TerminalSandbox.open_terminal`."""
+        self._frozen = None
+        return await self._open_terminal(columns, rows)
 
     def _kill(self) -> None:
         # Its keeper then kills the container.

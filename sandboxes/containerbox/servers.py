@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.containerbox.anchor import Anchor, CannotStart
+from sandboxes.containerbox.anchor import Anchor
 from sandboxes.containerbox.household import Household
-from sandboxes.containerbox.shells import RIGHTS
+from sandboxes.containerbox.shell import RIGHTS
 from sandboxes.containerbox.texts import BOX, SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.localbox.anchor import CannotStart
 from sandboxes.localbox.servers import Log, Server, ServerFailed, Servers
 from sandboxes.localbox.session import quote
 

@@ -1,254 +1,80 @@
-"""A session's shell in a container, held from outside: bash, or what the image has as /bin/sh."""
+"""All sessions' shells of a container, held from outside."""
 
-import contextlib
-import os
-import re
-import resource
-import stat
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from sandboxes.containerbox import household, posix
-from sandboxes.containerbox.texts import SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.localbox import session as sessions
-from sandboxes.localbox.session import END, MAX_DUMP_BYTES, Session, quote
-from sandboxes.localbox.shell import Output
-
-_CHUNK = 1 << 16
-RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-_LIMITS = {
-    "Max cpu time": resource.RLIMIT_CPU,
-    "Max file size": resource.RLIMIT_FSIZE,
-    "Max data size": resource.RLIMIT_DATA,
-    "Max stack size": resource.RLIMIT_STACK,
-    "Max core file size": resource.RLIMIT_CORE,
-    "Max resident set": resource.RLIMIT_RSS,
-    "Max processes": resource.RLIMIT_NPROC,
-    "Max open files": resource.RLIMIT_NOFILE,
-    "Max locked memory": resource.RLIMIT_MEMLOCK,
-    "Max address space": resource.RLIMIT_AS,
-    "Max pending signals": resource.RLIMIT_SIGPENDING,
-    "Max msgqueue size": resource.RLIMIT_MSGQUEUE,
-}
-_LIMIT = re.compile(r"(Max [a-z ]+?) +(\d+|unlimited) +(\d+|unlimited)")
-_PAUSES_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.0)
-
-Inode = tuple[int, int]
+from sandboxes.containerbox.anchor import Anchor
+from sandboxes.containerbox.household import Household
+from sandboxes.containerbox.shell import ContainerShell, read_limits, restore_script
+from sandboxes.localbox.anchor import CannotStart
+from sandboxes.localbox.shell import Shell
+from sandboxes.localbox.shells import KILLED, Shells
 
 
-class Shell:
-    """One shell. `session` is what it was started from, `baseline` what its first dump says that is.
+class ContainerShells(Shells):
+    """Those of one container. Of no session until `begin`. inherited: the names of variables they are born with."""
 
-    folder: its directory in the box, by whose name the anchor knows it. pid: on this machine.
-    """
+    def __init__(self, anchor: Anchor, house: Household, inherited: set[str]) -> None:
+        super().__init__({}, "/", {}, None)
+        self._anchor, self._house, self._inherited = anchor, house, inherited
 
-    def __init__(self, name: str, session: Session | None, folder: Path, *, bash: bool) -> None:
-        self.name, self.session, self.folder, self.bash = name, session, folder, bash
-        self.pid = self.inner = 0
-        self.baseline: Session | None = None
-        self.jobs: sessions.Jobs = ()
-        self.runs = 0
-        self.dump = bytearray()
-        self.limits: dict[str, tuple[int, int]] = {}
-        self._fds: dict[str, int] = {}
+    def begin(self, told: Mapping[str, Any], environment: dict[str, str]) -> None:
+        """Be those of the sandbox that the driver tells of."""
+        self.environment, self.workdir = environment, told["workdir"]
+        self.sessions, self.pristine = told["sessions"], told["pristine"]
 
-    def prepare(self, workdir: str, environment: Mapping[str, str], inherited: set[str]) -> None:
-        """Make the directory with all that the shell will open."""
-        if self.bash:
-            script, loop = sessions.restore_script(self.session, workdir), sessions.LOOP
-            if self.session is None:
-                # Its level bash has counted already.
-                given = {name: value for name, value in environment.items() if name != "SHLVL"}
-                born = "".join(f"export {name}={quote(value)}\n" for name, value in given.items())
-                script = born.encode("latin-1") + script
-        else:
-            script = posix.restore_script(self.session, workdir, dict(environment), inherited, self.folder.name)
-            loop = posix.loop(self.folder.name)
-        self._furnish(dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True)))
+    @property
+    def anchor_pids(self) -> set[int]:
+        """See `Shells.anchor_pids`; pid 1 is among them."""
+        return {self._house.pid, *self._anchor.pids}
 
-    def _furnish(self, texts: Mapping[str, bytes]) -> None:
-        self.folder.mkdir(mode=0o755)
-        for name in SHELL_FIFOS:
-            os.mkfifo(self.folder / name)
-            # Whoever a command becomes may open /dev/stdout again.
-            (self.folder / name).chmod(0o666)
-            self._fds[name] = os.open(self.folder / name, RIGHTS)
-        for name, text in texts.items():
-            (self.folder / name).write_bytes(text)
-            (self.folder / name).chmod(0o644)
-            self._fds[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.dump_fd = self._fds["dump"]
-        self.out, self.err = Output(self._fds["out"]), Output(self._fds["err"])
+    @property
+    def bash(self) -> bool:
+        """Whether they are bash; otherwise they are what the image has as `/bin/sh`."""
+        return self._anchor.bash
+
+    @property
+    def program(self) -> str:
+        """See `Shells.program`."""
+        return "/bin/bash" if self.bash else "/bin/sh"
+
+    def restore_script(self, name: str) -> bytes:
+        """Return what a fresh shell sources to be session name, for who asks for no dump."""
+        session, given = self.sessions.get(name), (self.workdir, self.environment, self._inherited)
+        return restore_script(session, *given, bash=self.bash, ready=":")
+
+    def status(self, shell: Shell) -> int:
+        """See `Shells.status`."""
+        assert isinstance(shell, ContainerShell)
+        return self.status_of(shell.inner)
+
+    def status_of(self, pid: int) -> int:
+        """Return how a process ended that the anchor has started; pid: what the container calls it."""
+        return self._anchor.status(pid, otherwise=KILLED)
+
+    def prepare_again(self, told: list[dict[str, Any]]) -> list[ContainerShell]:
+        """Make what shells that will be restored have open, under the names that they know."""
+        return [ContainerShell.prepare_again(one, self._anchor.box, bash=self.bash) for one in told]
+
+    def adopt_prepared(self, shells: list[ContainerShell], told: list[dict[str, Any]]) -> None:
+        """Take over those that came back."""
+        for shell, one in zip(shells, told, strict=True):
+            shell.came_back(one, self._house.find(one["inner"]) or 0)
+            self._shells[shell.name] = shell
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of an idle shell: this side of it, and the texts it was given."""
-        texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
-        facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
-        return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
+        """See `Shells.remember`."""
+        return {"anchor": self._anchor.remember(), "shells": [shell.remember() for shell in self]}
 
-    @classmethod
-    def prepare_again(cls, told: Mapping[str, Any], box: Path, *, bash: bool) -> "Shell":
-        """Make what a shell that will be restored has open, under the names that it knows."""
-        shell = cls(told["name"], told["session"], box / told["folder"], bash=bash)
-        shell._furnish({name: text.encode("latin-1") for name, text in told["texts"].items()})
-        return shell
-
-    def adopt(self, told: Mapping[str, Any], pid: int) -> None:
-        """Note as which process it came back."""
-        self.pid, self.inner = pid, told["inner"]
-        self.baseline, self.jobs, self.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
-        self.limits = {name: (soft, hard) for name, (soft, hard) in told["limits"].items()}
-
-    def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
-        """Note as which process it runs, and which limits it was born with; set those that the session had changed."""
-        self.pid, self.inner, self.limits = pid, inner, limits
-        if self.session is not None and self.session["limits"]:
-            changed = {_LIMITS[name]: (soft, hard) for name, (soft, hard) in self.session["limits"].items()}
-            with contextlib.suppress(OSError):
-                _set_limits(pid, changed)
-
-    def run(self, command: bytes) -> None:
-        """Begin a command; the shell answers with a dump."""
-        self.runs += 1
-        go, text = (sessions if self.bash else posix).orders(self.session, command)
-        fd = self._fds["command"]
-        os.ftruncate(fd, 0)
-        written = 0
-        while written < len(text):
-            written += os.pwrite(fd, text[written:], written)
-        self.dump.clear()
-        os.write(self._fds["go"], go)
-
-    def read_dump(self) -> bool:
-        """Take what has come of a dump; return whether it is whole."""
-        while True:
-            try:
-                data = os.read(self.dump_fd, _CHUNK)
-            except BlockingIOError:
-                return False
-            if len(self.dump) <= MAX_DUMP_BYTES:
-                self.dump += data
-            else:
-                # Too long to keep: only its end still matters.
-                self.dump[-len(END) :] = (self.dump[-len(END) :] + data)[-len(END) :]
-            if self.dump.endswith(END):
-                return True
-
-    def finish_dump(self) -> tuple[int, Session]:
-        """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
-
-        Raises:
-            MalformedDump: a command has interfered with it.
-        """
-        status, session, self.jobs = (sessions if self.bash else posix).parse_dump(bytes(self.dump))
-        now = read_limits(self.pid)
-        session["limits"] = {name: list(value) for name, value in now.items() if value != self.limits.get(name)}
-        return status, session
-
-    def holds_more(self) -> bool:
-        """Whether the idle shell has other descriptors than when it was new; True where it does not let us look.
-
-        Right after its dump it still has some, for less than a millisecond.
-        """
-        for pause in _PAUSES_S:
-            if self._as_when_new(_open_files(self.pid)):
-                return False
-            time.sleep(pause)
-        return True
-
-    def _as_when_new(self, found: Mapping[int, Inode] | None) -> bool:
-        if found is None:
-            return False
-        ours = {name: _inode(os.fstat(fd)) for name, fd in self._fds.items()}
-        null = _inode(Path("/dev/null").stat())
-        if self.bash:
-            texts = {sessions.RESTORE_FD: "restore", sessions.LOOP_FD: "loop", sessions.COMMAND_FD: "command"}
-            places = {1: "out", 2: "err", **texts, sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
-            return {place: at for place, at in found.items() if place} == {p: ours[n] for p, n in places.items()}
-        # While it reads its loop, a POSIX shell keeps copies above 9 of what it reads.
-        low = {place: at for place, at in found.items() if place < 10}
-        at_rest = {1: ours["out"], 2: ours["err"]}
-        known = {*ours.values(), null, found.get(0)}
-        return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(found.values()) <= known
-
-    def close(self) -> None:
-        """Close our ends and remove its directory; killing is the caller's."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-        for name in (*SHELL_FIFOS, *SHELL_TEXTS):
-            (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
-
-
-def read_limits(pid: int) -> dict[str, tuple[int, int]]:
-    """Return a process's resource limits; none where it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/limits").read_text()
-    except OSError:
-        return {}
-    number = {"unlimited": resource.RLIM_INFINITY}
-    found = {name: (soft, hard) for name, soft, hard in _LIMIT.findall(text) if name in _LIMITS}
-    return {name: (number.get(s) or int(s), number.get(h) or int(h)) for name, (s, h) in found.items()}
-
-
-def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
-    """Set limits of a process, whoever it runs as.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
-    try:
-        for number, limits in wanted.items():
-            resource.prlimit(pid, number, limits)
-    except PermissionError:
-        # Root without CAP_SYS_RESOURCE may do so only as the process's own user, and a child can become that.
-        _in_child_as(household.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
-
-
-def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -> None:
-    child = os.fork()
-    if child == 0:
-        code = 1
+    def _start(self, name: str) -> Shell:
+        self._anchor.look_after()
+        shell = ContainerShell(name, self.sessions.get(name), self._anchor.new_folder(), bash=self.bash)
+        shell.prepare(self.workdir, self.environment, self._inherited)
         try:
-            uid, gid, groups = user
-            os.setgroups(groups)
-            os.setresgid(gid, gid, gid)
-            os.setresuid(uid, uid, uid)
-            work()
-            code = 0
-        except OSError as error:
-            code = error.errno or 1
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        raise OSError(code, f"limits: {os.strerror(code)}")
-
-
-def limit(pid: int, disk_bytes: int) -> None:
-    """Set what a process, and all that it starts from now on, may use: as `confine.limit_resources` does."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    ceiling = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    wanted = {
-        resource.RLIMIT_FSIZE: (disk_bytes, disk_bytes),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_NOFILE: (min(1024, ceiling), ceiling),
-        resource.RLIMIT_MSGQUEUE: (0, 0),
-    }
-    _set_limits(pid, wanted)
-
-
-def _inode(status: os.stat_result) -> Inode:
-    # A device by what it is, not by which node in which /dev.
-    return (-1, status.st_rdev) if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
-
-
-def _open_files(pid: int) -> dict[int, Inode] | None:
-    try:
-        return {int(fd): _inode(os.stat(f"/proc/{pid}/fd/{fd}")) for fd in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH116, PTH208
-    except OSError:
-        return None
+            pid, inner = self._anchor.start(shell.folder.name)
+        except CannotStart:
+            shell.close()
+            raise
+        shell.started(pid, inner, read_limits(self._anchor.pid))
+        self._shells[name] = shell
+        return shell

@@ -32,7 +32,7 @@ class AnchorLost(Exception):  # noqa: N818 - says what happened
 
 
 class CannotStart(Exception):  # noqa: N818 - an answer about a sandbox whose bash is gone
-    """This sandbox's /bin/bash does not start (any more)."""
+    """This sandbox's shell does not start (any more)."""
 
 
 class Anchor:

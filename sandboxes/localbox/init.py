@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal
+from sandboxes.localbox.alive import Alive
 from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
 from sandboxes.localbox.left import AllLeft, Kept, Left
@@ -105,9 +106,8 @@ class Init:
         self.servers = Servers(self.shells)
         self.left = AllLeft(self.output_bytes)
         self.changes = Changes(roots, fields)
-        self.alive: frozenset[Any] = frozenset()
+        self.alive = Alive(self.shells, self.left, self._living)
         self.stillness, self.held_from = Stillness(), 0.0
-        self.calls = 0
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -180,10 +180,9 @@ class Init:
 
     def _call(self, message: Message) -> None:
         fields = message.fields
-        self.calls += 1
         self.shells.reap()
-        alive_before, free = self.alive, self.changes.free_bytes()
-        turns_before = processes.turns(self._living())
+        alive_before, free = self.alive.now, self.changes.free_bytes()
+        turns_before = processes.turns(self.alive.processes)
         started = time.perf_counter()
         touched: str | None
         if fields["op"] == "exec":
@@ -199,10 +198,10 @@ class Init:
             answer, body, touched = self._file(fields, message)
         answer["seconds"] = time.perf_counter() - started
         changed, read = answer.pop("session_changed", False), answer.pop("read", False)
-        self._settle()
+        self.alive.settle()
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.worked(turns_before, processes.turns(self._living()))
-        came_or_went, wrote_files = self.alive != alive_before, self.changes.look()
+        worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
+        came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         wrote = self.seals and self.changes.written and not self.alive
@@ -434,7 +433,7 @@ class Init:
         except ServerFailed as error:
             self._reply({"failed": error.kind, "detail": str(error)})
             return
-        self._settle()
+        self.alive.settle()
         self.changes.look()
         self._reply({})
 
@@ -452,27 +451,9 @@ class Init:
 
     # -- what lives --------------------------------------------------------------------------------------------------
 
-    def _settle(self, grace_s: tuple[float, ...] = processes.GRACE_S) -> None:
-        """Find out what outlives the call, with some grace for what is just about to end."""
-        for pause in (*grace_s, None):
-            self.shells.reap()
-            idle = self.shells.idle_pids
-            left = {process for process in processes.living() if process[0] not in idle}
-            if left <= self.alive or pause is None:
-                break
-            time.sleep(pause)
-        # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
-        held = {("descriptors", shell.name, shell.runs) for shell in self.shells.holding()}
-        objects = processes.ipc_objects()
-        alive: set[Any] = left | held | ({("ipc", objects, self.calls)} if objects else set()) | self.left.state
-        if alive:
-            # These shells are not replaced after the call: what they know of their children lives on with them.
-            alive |= {("jobs", shell.name, *shell.jobs) for shell in self.shells if shell.jobs}
-        self.alive = frozenset(alive)
-
-    def _living(self) -> list[processes.Process]:
-        """Return the processes among what is alive."""
-        return [(entry[0], entry[1]) for entry in self.alive if isinstance(entry[0], int)]
+    def _living(self) -> set[processes.Process]:
+        self.shells.reap()
+        return processes.living()
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -483,7 +464,7 @@ class Init:
         """
         alive = bool(self.alive) and not discard
         if alive and (not checkpoint or root or (why := self._outside_the_tree())):
-            self._reply({"not_freezable": why if checkpoint and not root else self._who_lives()})
+            self._reply({"not_freezable": why if checkpoint and not root else self.alive.who})
             return
         self.stillness.saw(wrote=self.changes.look())
         linked = self.changes.linked
@@ -528,7 +509,7 @@ class Init:
 
     def _outside_the_tree(self) -> str:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
-        if any(kind == "ipc" for kind, *_ in self.alive):
+        if self.alive.has_ipc_objects:
             return "System V IPC objects exist, and a checkpoint does not hold them"
         if self.left.terminals:
             return "a terminal is open, and a checkpoint does not hold it"
@@ -555,37 +536,20 @@ class Init:
             process = self._left(told["told"], ends, death_of(told["pid"]), told["pid"])
             process.recall(told)
             self.left.add(process)
-        self._settle(())
+        self.alive.settle(patient=False)
 
     def _show(self, fields: dict[str, Any]) -> None:
         """Serve who looks at this state."""
         if fields["op"] == "look":
             self._look()
         elif fields["op"] == "terminal":
-            self._terminal(fields["size"])
+            columns, rows = fields["size"]
+            given = (self.shells.sessions.get("main"), self.shells.environment, self.shells.workdir)
+            terminal.give(self.driver, lambda: terminal.start_shell(*given, (columns, rows)))
         else:
             self.changes.look()
             known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
             self._reply({"delta": self.changes.now, **known})
-
-    def _terminal(self, size: list[int]) -> None:
-        session = self.shells.sessions.get("main")
-        try:
-            end = terminal.start_shell(session, self.shells.environment, self.shells.workdir, (size[0], size[1]))
-        except OSError as error:
-            self._reply({"failed": f"no terminal can be had: {error.strerror}"})
-            return
-        socket.send_fds(self.driver, [pack({}, fds=1)], [end])
-        os.close(end)
-
-    def _who_lives(self) -> str:
-        kinds = {
-            "descriptors": "the shell holds open descriptors",
-            "ipc": "System V IPC objects exist",
-            "jobs": "the shell has jobs",
-        }
-        told = {kinds.get(str(kind), f"process {kind} lives") for kind, *_ in self.alive}
-        return "; ".join(sorted(told)[:5])
 
     def _switched(self, message: Message) -> None:
         """Go on over other layers; message carries the new upper and lower directories, if they did change."""

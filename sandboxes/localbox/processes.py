@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterable
 Process = tuple[int, int]
 """A pid and its start time in ticks: together they name one process, also after its pid is used again."""
 
-GRACE_S = (0.001, 0.002, 0.004, 0.008, 0.015)
+GRACE_S = 0.03
 """How long what a command left is given to end: the right side of `> >(tee log)` outlives its command by moments."""
+PAUSES_S = (0.001, 0.002, 0.004, 0.008, 0.015)
+"""Between looks; the last one again and again."""
+_LONGEST_S = 1.0
+_REST_S = 5.0
+_TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 _LOOKS = 5
 _PAGE = 1 << 16
 
@@ -38,6 +43,56 @@ def _start_time(pid: str) -> int | None:
     except OSError:
         return None
     return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+
+
+class Grace:
+    """The time that those are given to end who live after a command, begun when they are first seen.
+
+    Who is about to end needs a CPU for that. So for who wants one its own time counts, not what it waits on a busy
+    machine; for who sleeps, all time does.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._seen: dict[Process, tuple[float, float]] = {}
+
+    def over(self, left: Iterable[Process]) -> bool:
+        """Say whether one of these has had its time and lives on, or all together had too much."""
+        now = time.monotonic()
+        # All of them: the time of each begins with its first look.
+        had = [process for process in left if self._had(process, now)]
+        return bool(had) or now - self._begun > _LONGEST_S
+
+    def _had(self, process: Process, now: float) -> bool:
+        busy, used_s = _demand(process[0])
+        seen, used_before_s = self._seen.setdefault(process, (now, used_s))
+        return (used_s - used_before_s if busy else now - seen) >= GRACE_S
+
+
+def _demand(pid: int) -> tuple[bool, float]:
+    """Return whether a process wants a CPU, and for how long it has had one; one that is gone wants none."""
+    try:
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    except OSError:
+        return False, 0.0
+    return fields[0] in {b"R", b"D"}, (int(fields[11]) + int(fields[12])) * _TICKS_S
+
+
+def rests(pid: int, as_new: Callable[[], bool]) -> bool:
+    """Wait until a process sleeps, or as_new holds of it; return whether that does.
+
+    What sleeps stays as it is. One that does not, waits for a CPU: on a busy machine that takes its time.
+    """
+    deadline, pause_s = time.monotonic() + _REST_S, 0.0002
+    while True:
+        # Before the look: it may fall asleep after it.
+        asleep = not _demand(pid)[0]
+        if as_new():
+            return True
+        if asleep or time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.004)
 
 
 def turns(processes: Iterable[Process]) -> dict[Process, int]:

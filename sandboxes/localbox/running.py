@@ -239,7 +239,10 @@ def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def open_terminal(multiplexer: str, size: object) -> tuple[int, str]:
-    """Return our end of a new terminal and the path of the other end, in the file system that multiplexer is of."""
+    """Return our end of a new terminal and the path of the other end, in the file system that multiplexer is of.
+
+    size: rows and columns, where they are known.
+    """
     master = os.open(multiplexer, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     fcntl.ioctl(master, _UNLOCK, struct.pack("i", 0))
     number = struct.unpack("i", fcntl.ioctl(master, _NUMBER, struct.pack("i", 0)))[0]

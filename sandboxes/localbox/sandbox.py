@@ -190,10 +190,7 @@ class LocalSandbox(Hosting):
         """See `TerminalSandbox.open_terminal`."""
         await self._settle()
         self._sealed = None
-        told = await self._talk({"op": "terminal", "size": [columns, rows]})
-        if not told.fds:
-            raise SandboxError(f"sandbox {self.id}: {told.fields['failed']}")
-        return Pty(told.fds[0])
+        return await self._open_terminal(columns, rows)
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -4,13 +4,12 @@ import contextlib
 import os
 import resource
 import select
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.localbox import session as sessions
 from sandboxes.localbox.anchor import BASH, Anchor, AnchorLost, CannotStart
-from sandboxes.localbox.processes import descriptors
+from sandboxes.localbox.processes import descriptors, rests
 from sandboxes.localbox.session import Session
 
 _LIMITS = tuple(
@@ -139,13 +138,17 @@ class Shell:
     def run(self, command: bytes) -> None:
         """Begin a command; the shell answers with a dump."""
         self.runs += 1
-        go, text = sessions.orders(self.session, command)
+        go, text = self.orders(command)
         os.ftruncate(self.command, 0)
         written = 0
         while written < len(text):
             written += os.pwrite(self.command, text[written:], written)
         self.dump.clear()
         os.write(self.go, go)
+
+    def orders(self, command: bytes) -> tuple[bytes, bytes]:
+        """Return the line that lets the shell go, and what it evaluates then."""
+        return sessions.orders(self.session, command)
 
     def read_dump(self) -> bool:
         """Take what has come of a dump; return whether it is whole."""
@@ -190,13 +193,13 @@ class Shell:
     def holds_more(self) -> bool:
         """Whether the idle shell has other descriptors than when it was new; True where it does not let us look.
 
-        Right after its dump it still has some, for less than a millisecond.
+        Right after its dump it still has some, until it waits for its next command.
         """
-        for pause in (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.0):
-            if descriptors(self.pid) == self.known_fds:
-                return False
-            time.sleep(pause)
-        return True
+        return not rests(self.pid, self.as_when_new)
+
+    def as_when_new(self) -> bool:
+        """Whether its descriptors are those that it has when it waits for its first command."""
+        return descriptors(self.pid) == self.known_fds
 
     def close(self) -> None:
         """Close our ends; killing is the caller's."""

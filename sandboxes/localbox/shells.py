@@ -46,6 +46,16 @@ class Shells:
         return {shell.pid for shell in self} | self.anchor_pids
 
     @property
+    def arriving(self) -> bool:
+        """Whether one was started and has not said yet what it is."""
+        return any(shell.baseline is None for shell in self)
+
+    @property
+    def program(self) -> str:
+        """The path of the shell that they are."""
+        return BASH
+
+    @property
     def anchor_pids(self) -> set[int]:
         return set() if self.anchor is None else {self.anchor.pid}
 
@@ -108,8 +118,9 @@ class Shells:
         return self._ended.get(pid, KILLED)
 
     def kill(self, shell: Shell) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(shell.death, signal.SIGKILL)
+        if not shell.ended:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(shell.death, signal.SIGKILL)
         self.status(shell)
         self.forget(shell)
 
@@ -120,13 +131,13 @@ class Shells:
             del self._shells[shell.name]
 
     def holding(self) -> list[Shell]:
-        """Return the idle shells that hold more than when they were new.
+        """Return the idle shells that hold more than when they were new. One on its way has run nothing yet.
 
         One that another process has killed is let go of: its session is what its last dump said.
         """
         found = []
         for shell in self:
-            if not shell.holds_more():
+            if shell.baseline is None or not shell.holds_more():
                 continue
             if shell.ended:
                 self.kill(shell)
@@ -227,4 +238,4 @@ class Shells:
         shell.err.drain(4096)
         reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
         self.kill(shell)
-        raise CannotStart(f"{BASH} does not start in this sandbox: {reason}")
+        raise CannotStart(f"{self.program} does not start in this sandbox: {reason}")

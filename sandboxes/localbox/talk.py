@@ -6,6 +6,7 @@ from typing import Any
 
 from sandboxes.driver import SandboxError
 from sandboxes.localbox.channel import Channel, ChannelLost
+from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.wire import Message
 
 GRACE_S = 60.0
@@ -48,6 +49,13 @@ class Talk:
         self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
     ) -> Message:
         return await self._hear(self._channel.request(fields, body, fds or []), within_s)
+
+    async def _open_terminal(self, columns: int, rows: int) -> Pty:
+        """See `TerminalSandbox.open_terminal`."""
+        told = await self._talk({"op": "terminal", "size": [columns, rows]})
+        if not told.fds:
+            raise SandboxError(f"sandbox {self.id}: {told.fields['failed']}")
+        return Pty(told.fds[0])
 
     async def _listen(self) -> Message:
         """Return what the other side says unasked."""

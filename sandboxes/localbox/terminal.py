@@ -2,17 +2,31 @@
 
 import fcntl
 import os
+import socket
 import struct
 import termios
+from collections.abc import Callable
 
 from sandboxes.localbox import kernel
 from sandboxes.localbox import session as sessions
-from sandboxes.localbox.anchor import BASH
+from sandboxes.localbox.anchor import BASH, CannotStart
 from sandboxes.localbox.session import Session
+from sandboxes.localbox.wire import pack
 
-_INTERACTIVE = b"""
-shopt -s expand_aliases; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '
+INTERACTIVE = b"""
+shopt -s expand_aliases; set -mH; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '
 """
+
+
+def give(driver: socket.socket, start: Callable[[], int]) -> None:
+    """Start a shell on a terminal, and give the driver our end; or tell it why there is none."""
+    try:
+        end = start()
+    except (OSError, CannotStart) as error:
+        driver.sendall(pack({"failed": f"no terminal can be had: {error}"}))
+        return
+    socket.send_fds(driver, [pack({}, fds=1)], [end])
+    os.close(end)
 
 
 def start_shell(session: Session | None, environment: dict[str, str], workdir: str, size: tuple[int, int]) -> int:
@@ -41,7 +55,7 @@ def _become_shell(slave: int, session: Session | None, environment: dict[str, st
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         script = os.memfd_create("text", os.MFD_CLOEXEC)
-        os.pwrite(script, sessions.restore_script(session, workdir) + _INTERACTIVE, 0)
+        os.pwrite(script, sessions.restore_script(session, workdir) + INTERACTIVE, 0)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         places = {0: slave, 1: slave, 2: slave, sessions.RESTORE_FD: script, sessions.DUMP_FD: null}
         kernel.place_descriptors(places)

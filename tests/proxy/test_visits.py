@@ -11,11 +11,13 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from sandboxes.container import ContainerDriver
 from sandboxes.local import LocalDriver
 from sandboxes.localbox.layers import remove_tree
 from sandboxes.sqlite import SqliteDriver
-from tests.machine import require_sandboxes
+from tests.machine import require_sandboxes, wait_until
 from tests.proxy.serving import Running, serving
+from tests.sandboxes.docker import BASH_IMAGE, require_docker
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,22 @@ def local() -> Iterator[Running]:
     with serving(folder, drivers={"local": LocalDriver(folder / "local")}) as running:
         yield running
     remove_tree(folder)
+
+
+@pytest.fixture(scope="module")
+def containers() -> Iterator[Running]:
+    require_docker()
+    folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
+    with serving(folder, drivers={"container": ContainerDriver(folder / "container", spares=1)}) as running:
+        yield running
+    remove_tree(folder)
+
+
+@pytest.fixture(params=["local", "containers"])
+def real(request: pytest.FixtureRequest) -> tuple[Running, dict[str, str]]:
+    """A proxy with sandboxes that are real, and a spec of one."""
+    running: Running = request.getfixturevalue(request.param)
+    return running, {"driver": "local"} if request.param == "local" else {"driver": "container", "image": BASH_IMAGE}
 
 
 def get(proxy: Running, path: str, status: int = 200) -> Any:
@@ -179,11 +197,14 @@ def test_real_files_are_compared_with_modes_sizes_and_links(local: Running) -> N
     assert ("echo old" in function["before"], "echo new" in function["after"]) == (True, True)
 
 
-def test_a_terminal_goes_on_from_the_session_of_its_node_and_touches_nothing(local: Running) -> None:
-    local.client.put("/api/v1/tasks/term", json={"driver": "local"})
-    (node,) = at(local, "term", "mkdir -p /srv/d; cd /srv/d; NAME=value; g() { echo from-$1; }")
-    before = shown(get(local, "tasks/term/tree"))
-    with terminal(local, "term", node, columns=90, rows=30) as socket:
+def test_a_terminal_goes_on_from_the_session_of_its_node_and_touches_nothing(
+    real: tuple[Running, dict[str, str]],
+) -> None:
+    proxy, spec = real
+    proxy.client.put("/api/v1/tasks/term", json=spec).raise_for_status()
+    (node,) = at(proxy, "term", "mkdir -p /srv/d; cd /srv/d; NAME=value; g() { echo from-$1; }")
+    before = shown(get(proxy, "tasks/term/tree"))
+    with terminal(proxy, "term", node, columns=90, rows=30) as socket:
         socket.send(b"stty size; pwd; g $NAME; touch made\n")
         until(socket, "30 90", "/srv/d", "from-value")
         socket.send(json.dumps({"resize": [100, 40]}))
@@ -193,23 +214,22 @@ def test_a_terminal_goes_on_from_the_session_of_its_node_and_touches_nothing(loc
         socket.send(b"exit\n")
         told = [message for message in socket if isinstance(message, str)]
     assert json.loads(told[-1]) == {"exit": "the shell has ended"}
-    assert local.exec("r", "ls", task="term").json()["stdout"] == "", "what was made there is gone"
-    assert shown(get(local, "tasks/term/tree"))[0] == before[0]
+    assert proxy.exec("r", "ls", task="term").json()["stdout"] == "", "what was made there is gone"
+    assert shown(get(proxy, "tasks/term/tree"))[0] == before[0]
 
 
-def test_a_terminal_that_is_left_is_closed(local: Running) -> None:
-    local.client.put("/api/v1/tasks/left", json={"driver": "local"})
-    (node,) = at(local, "left", "echo 1 > f")
-    with terminal(local, "left", node) as socket:
+def test_a_terminal_that_is_left_is_closed(real: tuple[Running, dict[str, str]]) -> None:
+    proxy, spec = real
+    proxy.client.put("/api/v1/tasks/left", json=spec).raise_for_status()
+    (node,) = at(proxy, "left", "echo 1 > f")
+    with terminal(proxy, "left", node) as socket:
         socket.send(b"echo ready-$((1+1))\n")
         until(socket, "ready-2")
-        assert local.engine.visits.open == 1
-    # The next answer comes after the socket's end was seen.
-    for _ in range(200):
-        if not any(box["why"].startswith("somebody") for box in get(local, "sandboxes")):
-            break
-    else:
-        pytest.fail("the fork of a closed terminal still lives")
+        assert proxy.engine.visits.open == 1
+    wait_until(
+        lambda: not any(box["why"].startswith("somebody") for box in get(proxy, "sandboxes")),
+        "the fork of a closed terminal still lives",
+    )
 
 
 def test_a_driver_without_terminals_says_so(proxy: Running) -> None:

@@ -17,7 +17,7 @@ from sandboxes.containerbox.sandbox import ContainerSandbox
 from sandboxes.driver import FrozenState, SandboxError
 from sandboxes.spec import EnvironmentSpec
 
-BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:4" for kind in ("bash", "sh", "busybox"))
+BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:5" for kind in ("bash", "sh", "busybox"))
 COMMANDS = [
     "cat",
     "chmod",
@@ -55,6 +55,7 @@ COMMANDS = [
     "sleep",
     "sort",
     "stat",
+    "stty",
     "sync",
     "tail",
     "tee",
@@ -99,6 +100,16 @@ def _missing() -> str:
 def make_bash_image() -> None:
     """Import the image that has bash and Python into the daemon that DOCKER_HOST names."""
     _make_image(BASH_IMAGE, "bash", COMMANDS)
+
+
+def derive(name: str, changes: list[str]) -> str:
+    """Make an image out of the one that has bash, with changes in a Dockerfile's words; return its name."""
+    options = [word for change in changes for word in ("--change", change)]
+    made = subprocess.run(["docker", "create", BASH_IMAGE, "/bin/true"], capture_output=True, text=True, check=True)
+    container = made.stdout.strip()
+    subprocess.run(["docker", "commit", *options, container, name], capture_output=True, check=True)
+    subprocess.run(["docker", "rm", container], capture_output=True, check=True)
+    return name
 
 
 def _make_image(name: str, shell: str, commands: list[str]) -> None:

@@ -117,6 +117,18 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
+    def test_beside_a_shell_that_is_still_on_its_way_it_changes_nothing(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            # So large a session that its next shell, begun after each call, takes longer than a process.
+            large = "i=0; while [ $i -lt 6000 ]; do eval v$i=$i; i=$((i+1)); done; echo text >/tmp/f"
+            assert (await run(sandbox, large, timeout_s=60.0)).effect is Effect.FILES | Effect.SESSION
+            for _ in range(2):
+                assert (await run(sandbox, "cat /tmp/f")).effect is Effect.NONE
+                told = await ran(sandbox, "cat", "/tmp/f")
+                assert (told.out, told.effect) == (b"text\n", Effect.NONE)
+
+        self.driven(driver, test)
+
     def test_it_runs_as_whom_it_is_told(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
             look = "id -u; id -g; echo $HOME"

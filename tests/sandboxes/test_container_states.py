@@ -23,7 +23,7 @@ from sandboxes.effects import Effect
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
 from tests.machine import wait_until
 from tests.sandboxes.box import file, opened, run
-from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers
+from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, derive
 
 SPEC = EnvironmentSpec()
 LISTING = (
@@ -214,7 +214,7 @@ def test_archives_files_and_set_up_are_one_layer_over_the_image_built_once(conta
 
 def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container_dir: Path) -> None:
     name = "forkpoint-test-user:1"
-    _derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
+    derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
 
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(EnvironmentSpec(driver="container", image=name, workdir="/tmp"))
@@ -225,14 +225,6 @@ def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container
         assert (await file(sandbox, "put", "/etc/passwd", b"x"))[0] == 409
 
     driven(ContainerDriver(container_dir, spares=0), test)
-
-
-def _derive(name: str, changes: list[str]) -> None:
-    options = [word for change in changes for word in ("--change", change)]
-    made = subprocess.run(["docker", "create", BASH_IMAGE, "/bin/true"], capture_output=True, text=True, check=True)
-    container = made.stdout.strip()
-    subprocess.run(["docker", "commit", *options, container, name], capture_output=True, check=True)
-    subprocess.run(["docker", "rm", container], capture_output=True, check=True)
 
 
 def test_an_image_that_is_not_there_or_has_no_shell_is_the_spec_s_fault(container_dir: Path) -> None:
