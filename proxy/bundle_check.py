@@ -11,10 +11,12 @@ import orjson
 from proxy.bundle import BundleError, Part, read
 from proxy.bundle_lines import Manifest, NodeLine, RecordLine, lines_of, manifest_of
 from proxy.bundle_states import Seen
-from proxy.canonical import UncanonicalArguments, call_key
+from proxy.canonical import CallKey, UncanonicalArguments, again_key, call_key
 from proxy.dialects import DIALECTS
 from sandboxes.calls import ToolCall
 
+_FORGOTTEN = 100
+"""How many of the times that a call was asked before, at one state, may be missing."""
 _NAME, _VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\xff]{0,65536}")
 """Of headers, as they may go over the wire."""
 
@@ -137,8 +139,16 @@ class _Check:
             raise BundleError(f"{told}: what it was, or was answered, is not in the file.")
         if not call[0] or not answer[2]:
             raise BundleError(f"{told}: what it was, or was answered, cannot be read.")
-        if line.upload is None and call[1] is not None and bytes.fromhex(line.key) != call[1]:
+        if line.upload is None and call[1] is not None and not self._has_key(line, CallKey(call[1])):
             raise BundleError(f"{told}: its key is not that of its call.")
+
+    def _has_key(self, line: RecordLine, key: CallKey) -> bool:
+        """Whether a call has the key that follows from it, or one of those that it has when it is asked again."""
+        told = CallKey(bytes.fromhex(line.key))
+        if told == key:
+            return True
+        (calls,) = self._ask("SELECT COUNT(*) FROM seen WHERE source = ?", (line.source,)).fetchone()
+        return told in (again_key(key, nth) for nth in range(1, calls + _FORGOTTEN))
 
     def _known(self, digest: str) -> tuple[Any, ...] | None:
         row: tuple[Any, ...] | None = self._ask(

@@ -7,7 +7,6 @@ See docs/decisions/0015.
 """
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import structlog
 
 from proxy.attach import StateLost
-from proxy.canonical import CallKey, again_key, call_key, private_key
+from proxy.canonical import CallKey, call_key, private_key
 from proxy.dialects import e2b_told
 from proxy.dialects.connect import ConnectError, of_problem
 from proxy.dialects.e2b import Chosen, Start
@@ -68,21 +67,20 @@ class Run:
     shown: how much of its output the client has been told, in bytes. heir: where a client listens that asked again.
     """
 
-    def __init__(self, start: Start, plain: CallKey, key: CallKey, stream: EventStream) -> None:
+    def __init__(self, start: Start, key: CallKey, stream: EventStream) -> None:
         self.key, self.pid, self.shown = key, 0, 0
-        self._plain = plain
         self.task: asyncio.Task[Answer] | None = None
         self.heir: EventStream | None = None
         self._start, self._stream = start, stream
         self._left = asyncio.Event()
         self._incoming = Incoming()
 
-    async def awaits(self, rollout: Rollout, plain: CallKey) -> bool:
-        """Whether a start of this key, asked for the first time or not, is its own, sent again by who lost the answer.
+    async def awaits(self, rollout: Rollout, key: CallKey) -> bool:
+        """Whether a start of this key is its own, sent again by a client that lost the answer.
 
         That it did may be heard a little after it asks again.
         """
-        if self._plain != plain:
+        if self.key != key:
             return False
         try:
             async with asyncio.timeout(LOST_S):
@@ -97,9 +95,9 @@ class Run:
         failed = self.task.cancelled() or self.task.exception() is not None
         return None if failed else self.task.result().record.target
 
-    def placed(self, node: Node, left: asyncio.Event) -> ToolCall:
+    def placed(self, node: Node, key: CallKey, left: asyncio.Event) -> ToolCall:
         """See `Placed`."""
-        self.pid, self._left = pid_of(node, self.key), left
+        self.pid, self._left = pid_of(node, key), left
         call = self._start.call
         arguments = {**call.arguments, "process": self.pid, "tag": self._start.tag}
         return ToolCall(call.endpoint, call.tool, arguments, call.body)
@@ -148,7 +146,6 @@ class Processes:
         self._engine, self._step = engine, engine.step
         self._runs: dict[int, Run] = {}
         self._watched: dict[int, Watched] = {}
-        self._asked: dict[int, tuple[Node, Counter[CallKey]]] = {}
         self._closing: asyncio.Task[None] | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -161,27 +158,27 @@ class Processes:
             self._moved(rollout)
 
     async def _start(self, rollout: Rollout, asked: Start, stream: EventStream) -> None:
-        plain = call_key(asked.call)
+        key = call_key(asked.call)
         run = self._runs.get(rollout.id)
-        if run is None or not await run.awaits(rollout, plain):
+        if run is None or not await run.awaits(rollout, key):
             self._runs.pop(rollout.id, None)
             self.catch_up(rollout)
             # What can be typed at is nobody else's: see `Conversation`.
-            own = asked.has_terminal
-            key = private_key(plain, rollout.id, rollout.calls) if own else self._again(rollout, plain)
-            record = self._step.known(rollout, key)
+            own = private_key(key, rollout.id, rollout.calls) if asked.has_terminal else key
+            record = self._step.known(rollout, own)
             if record is not None:
-                self._tell(rollout, pid_of(record.source, key), record, stream)
+                self._tell(rollout, pid_of(record.source, record.key), record, stream)
                 return
-            run = self._runs[rollout.id] = Run(asked, plain, key, stream)
-            run.task = asyncio.ensure_future(self._step.run(rollout, run.placed, key, run))
+            run = self._runs[rollout.id] = Run(asked, key, stream)
+            run.task = asyncio.ensure_future(self._step.run(rollout, run.placed, own, run))
         else:
             run.heir = stream
             if run.pid:
                 stream.begin(run.pid)
         answer = await self._answer(run, stream)
         skip = 0 if stream is run.heir else run.shown
-        self._tell(rollout, pid_of(answer.record.source, run.key), answer.record, stream, skip=skip)
+        pid = run.pid or pid_of(answer.record.source, answer.record.key)
+        self._tell(rollout, pid, answer.record, stream, skip=skip)
         if self._runs.get(rollout.id) is run and not stream.gone:
             del self._runs[rollout.id]
 
@@ -223,7 +220,7 @@ class Processes:
         """Answer a call that is no start."""
         self._runs.pop(rollout.id, None)
         self.catch_up(rollout)
-        key = self._again(rollout, call_key(call))
+        key = call_key(call)
         try:
             record = self._step.known(rollout, key)
             if record is None:
@@ -231,21 +228,6 @@ class Processes:
             return self._engine.store.result(record)
         finally:
             self._moved(rollout)
-
-    def _again(self, rollout: Rollout, key: CallKey) -> CallKey:
-        """Return the key under which a call is asked here.
-
-        Beside what lives a client that asks the same again waits for something: told what it was told before, it would
-        wait for ever. All who ask as often are told the same.
-        """
-        if rollout.node.state is not None:
-            return key
-        node, asked = self._asked.get(rollout.id, (None, Counter[CallKey]()))
-        if node is not rollout.node:
-            asked = Counter()
-            self._asked[rollout.id] = rollout.node, asked
-        asked[key] += 1
-        return again_key(key, asked[key] - 1)
 
     def _moved(self, rollout: Rollout) -> None:
         self.catch_up(rollout)
@@ -263,7 +245,6 @@ class Processes:
     def end(self, rollout: Rollout, why: str) -> None:
         """End all streams of a rollout that has ended."""
         self._runs.pop(rollout.id, None)
-        self._asked.pop(rollout.id, None)
         watched = self._watched.pop(rollout.id, None)
         if watched is not None:
             _end(watched, ConnectError("unavailable", why))

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from proxy.canonical import CallKey, private_key
+from proxy.canonical import CallKey, again_key, private_key
 from proxy.tree import Node, Record, Tree
 from sandboxes.spec import EnvironmentSpec
 
@@ -24,6 +24,7 @@ class Outcome(IntEnum):
 class Rollout:
     """One agent's run of a task: where it stands, and how many calls brought it there.
 
+    heard: of a state that goes on by itself, the keys of what was answered here without leading on: see `key_of`.
     turn: held while a call of this rollout is answered, so that its calls are answered in order of arrival.
     waiting: calls that have arrived and are not answered yet. used_at: seconds of a monotonic clock.
     """
@@ -38,11 +39,22 @@ class Rollout:
     finished: bool = False
     waiting: int = 0
     used_at: float = 0.0
+    heard: set[CallKey] = field(default_factory=set)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def key_of(self, key: CallKey) -> CallKey:
-        """Return the key under which this rollout looks a call up: its own, unheard of, where nothing may be reused."""
-        return key if self.cached else private_key(key, self.id, self.calls)
+        """Return the key under which this rollout looks a call up: its own, unheard of, where nothing may be reused.
+
+        Beside live processes, whoever asks the same again waits for something: told what it was told before, it would
+        wait for ever. So what was heard here has other keys the next time, which all who ask as often share.
+        """
+        if not self.cached:
+            return private_key(key, self.id, self.calls)
+        nth, asked = 0, key
+        while asked in self.heard:
+            nth += 1
+            asked = again_key(key, nth)
+        return asked
 
     def advance(self, record: Record, outcome: Outcome) -> None:
         """Take the step that record describes. O(1)."""
@@ -51,7 +63,10 @@ class Rollout:
             record.hits += 1
         if record.target is not self.node:
             self.node = record.target
+            self.heard.clear()
             record.target.passes += 1
+        elif self.node.state is None:
+            self.heard.add(record.key)
 
 
 class Walkers:

@@ -42,9 +42,9 @@ class NothingHappened(RuntimeError):  # noqa: N818 - it is an answer
     """The call found nothing to tell and changed nothing, so nothing was recorded."""
 
 
-Placed = Callable[[Node, asyncio.Event], ToolCall]
-"""Makes a call for the node at which its turn has come, if the tree does not know it. The event is set once somebody
-who waits for it has more to ask: what it runs may then be left running."""
+Placed = Callable[[Node, CallKey, asyncio.Event], ToolCall]
+"""Makes a call for the node at which its turn has come, and for the key that it has there, if the tree does not know
+it. The event is set once somebody who waits for it has more to ask: what it runs may then be left running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Step:
         """
         if rollout.turn.locked() or not rollout.cached or self._gathering.busy(rollout):
             return None
-        record = rollout.node.records.get(key)
+        record = rollout.node.records.get(rollout.key_of(key) if rollout.heard else key)
         if record is not None:
             self._take(rollout, record, Outcome.HIT)
         return record
@@ -138,7 +138,7 @@ class Step:
             record = here.records.get(key)
             if record is None:
                 with self._flights.join(here, key) as flight, self._asking(rollout, here, key):
-                    made = call if isinstance(call, ToolCall) else call(here, flight.left)
+                    made = call if isinstance(call, ToolCall) else call(here, key, flight.left)
                     async with flight.lock:
                         timing.wait_s = time.perf_counter() - waited
                         # Look again: while this rollout waited, another may have recorded it.

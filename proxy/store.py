@@ -535,6 +535,11 @@ class Store:
         sql = "SELECT turn, record, outcome FROM steps WHERE rollout = ? ORDER BY turn LIMIT ? OFFSET ?"
         return self._all(sql, (rollout, limit, offset))
 
+    def latest(self, rollout: int, most: int) -> list[int]:
+        """Return the records of a rollout's last steps, the last first. Fold before asking."""
+        sql = "SELECT record FROM steps WHERE rollout = ? ORDER BY turn DESC LIMIT ?"
+        return [row[0] for row in self._all(sql, (rollout, most))]
+
     def fold(self, steps: list[Step]) -> None:
         """Write steps, and where they brought their rollouts, in one transaction. Steps written before do no harm."""
         last = {step.rollout: step for step in steps}

@@ -4,8 +4,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 
 from proxy.attach import tree_key
+from proxy.canonical import CallKey
 from proxy.environments import Wanted, spec_for
 from proxy.errors import Refused
 from proxy.forest import Rollout, Task, Walkers
@@ -417,7 +419,16 @@ class Tasks:
                 self._store.finish_rollout(row["id"])
                 continue
             cached = tree.spec.cache == "always"
-            self._enter(task, Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"]))
+            rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
+            rollout.heard = self._heard(rollout)
+            self._enter(task, rollout)
+
+    def _heard(self, rollout: Rollout) -> set[CallKey]:
+        """Return what a rollout was answered at a state that goes on by itself since it came there."""
+        if rollout.node.state is not None:
+            return set()
+        here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
+        return {here[number] for number in takewhile(here.__contains__, self._store.latest(rollout.id, len(here) + 1))}
 
     def _enter(self, task: Task, rollout: Rollout) -> None:
         task.rollouts[rollout.name] = rollout

@@ -167,7 +167,7 @@ def test_what_is_too_long_to_record_passes_and_is_run_again(proxy: Proxy) -> Non
         answer = proxy.client.get(f"/t/long/r/{rollout}/api/big?mb=3")
         assert len(answer.content) == 3 << 20
         assert "hit" not in answer.headers["cache-status"]
-    small = [proxy.client.get(f"/t/long/r/{r}/api/big?mb=1") for r in ("a", "a")]
+    small = [proxy.client.get(f"/t/long/r/{r}/api/big?mb=1") for r in ("c", "d")]
     assert small[0].content == small[1].content
 
 

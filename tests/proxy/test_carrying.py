@@ -288,6 +288,20 @@ def test_private_calls_and_set_aside_states_stay_at_home(tmp_path: Path) -> None
     asyncio.run(go())
 
 
+def test_what_was_asked_again_beside_what_lives_travels(tmp_path: Path) -> None:
+    commands = ["sleep 9 &", "cat seed", "cat seed", "pwd", "cat seed"]
+
+    async def go() -> None:
+        async with engine(tmp_path / "here") as here:
+            told = [answer for answer, _ in await walked(here, "task", [commands])]
+            data = await exported(here, "task")
+        async with engine(tmp_path / "there") as there:
+            await there.carrying.take("task", chunks(data))
+            assert await walked(there, "task", [commands]) == [(answer, Outcome.HIT) for answer in told]
+
+    asyncio.run(go())
+
+
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     data = tmp_path_factory.mktemp("data")

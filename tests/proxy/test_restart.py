@@ -146,3 +146,19 @@ def test_a_task_whose_call_is_under_way_stays_in_memory(tmp_path: Path) -> None:
             await asked
 
     asyncio.run(body())
+
+
+def test_what_was_asked_before_a_kill_beside_what_lives_is_asked_again_after_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        running = await open_engine(tmp_path, MemoryDriver())
+        rollout = await running.tasks.rollout("task", "r")
+        for command in ("cat seed", "sleep 9 &", "cat seed", "pwd", "cat seed"):
+            await ask(running, rollout, command)
+        heard = rollout.heard
+        assert len(heard) == 3
+        await abandon(running)
+        async with engine(tmp_path) as again:
+            rollout = await again.tasks.rollout("task", "r")
+            assert rollout.heard == heard
+
+    asyncio.run(body())

@@ -229,3 +229,30 @@ def test_a_hit_costs_the_same_at_any_depth(tmp_path: Path) -> None:
             assert looked == len(deep), "one look into one node for each call"
 
     asyncio.run(body())
+
+
+def test_beside_what_lives_who_asks_again_is_answered_anew_and_all_who_ask_as_often_alike(tmp_path: Path) -> None:
+    """Or an agent that waits for what it left running would be told for ever that it is not ready."""
+    poll = "cat ready"
+
+    async def body() -> None:
+        async with engine(tmp_path, driver := MemoryDriver()) as running:
+            first, second = await rollouts(running, 2)
+            await ask(running, first, "sleep 9 &")
+            told = [await ask(running, first, command) for command in (poll, "pwd", poll, poll, "pwd")]
+            assert [outcome for _, outcome in told] == [Outcome.MISS] * 5
+            assert driver.executed == ["sleep 9 &", poll, "pwd", poll, poll, "pwd"]
+            await ask(running, second, "sleep 9 &")
+            assert second.node is first.node
+            again = [await ask(running, second, command) for command in (poll, poll, poll, "pwd", "pwd")]
+            assert [outcome for _, outcome in again] == [Outcome.HIT] * 5
+            assert (await ask(running, second, poll))[1] is Outcome.MISS
+            # Elsewhere it has not asked yet.
+            await ask(running, first, "echo 1 > ready")
+            assert (await ask(running, first, poll))[0]["stdout"] == "1\n"
+            assert not second.node.state
+            # Where nothing lives nothing can have happened since.
+            third = await running.tasks.rollout("task", "third")
+            assert [(await ask(running, third, "pwd"))[1] for _ in range(3)] == [Outcome.MISS, Outcome.HIT, Outcome.HIT]
+
+    asyncio.run(body())
