@@ -1,5 +1,6 @@
 """From a node to a sandbox that stands there: carry out the plan, replay the suffix, believe nothing unseen."""
 
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from proxy.store import Store
 from proxy.timing import Timing
 from proxy.tree import Node, Record, Tree
 from sandboxes.calls import Execution, ToolResult
-from sandboxes.driver import Driver, NotFreezable, Sandbox, SandboxError, SpecError
+from sandboxes.driver import Driver, NotFreezable, Sandbox, SandboxError, SpecError, rest
 from sandboxes.effects import Effect
 from sandboxes.pool import Pool
 from sandboxes.roster import Slot
@@ -50,8 +51,13 @@ class Attach:
             StateLost: no way leads to node.
             SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
         """
+        own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
         slot = await self._bring(rollout.tree, node, rollout.id, timing)
         try:
+            if not own and node.state is None:
+                # What lives here was brought here in no time, while this rollout thought.
+                with timing.measure("restore_s"):
+                    await self._rest(slot, time.monotonic() - rollout.since)
             yield slot
         except BaseException:
             # Nobody knows what it did before it failed.
@@ -94,6 +100,8 @@ class Attach:
         slot.owner, slot.warm = VISITOR, False
         assert slot.sandbox is not None
         try:
+            if node.state is None:
+                await self._rest(slot, math.inf)
             yield slot.sandbox
         finally:
             await self._pool.close(slot)
@@ -244,6 +252,7 @@ class Attach:
         assert slot.sandbox is not None
         try:
             for record in plan.suffix:
+                await rest(slot.sandbox, gap_s(record))
                 start = time.perf_counter()
                 call = self._store.call(record)
                 execution = await slot.sandbox.execute(call)
@@ -265,6 +274,10 @@ class Attach:
             await self._pool.close(slot)
             raise
         return True
+
+    async def _rest(self, slot: Slot, age_s: float) -> None:
+        assert slot.sandbox is not None
+        await rest(slot.sandbox, age_s)
 
     def _doubt(self, record: Record, difference: str) -> None:
         record.reproducible = False
@@ -314,6 +327,14 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
     except RulesError as error:
         raise SpecError(str(error)) from error
     return root_key(canonical_json(spec.root()), await driver.identity(spec) + rules)
+
+
+def gap_s(record: Record) -> float:
+    """Return the seconds for which what lived at a record's node had run before its call; 0 where nothing lived."""
+    came = record.source.origin
+    if record.source.state is not None or came is None:
+        return 0.0
+    return max(0.0, record.recorded_at - record.seconds - came.recorded_at)
 
 
 def _is_rollout(owner: int | None) -> bool:

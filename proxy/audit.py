@@ -15,7 +15,7 @@ from typing import Literal
 
 import structlog
 
-from proxy.attach import Attach, StateLost, differs, require_its_due
+from proxy.attach import Attach, StateLost, differs, gap_s, require_its_due
 from proxy.counts import Counts
 from proxy.errors import Refused
 from proxy.forest import Outcome
@@ -26,7 +26,7 @@ from proxy.sampling import Walk, chosen, walks
 from proxy.store import Store
 from proxy.tree import Node, Record, Tree
 from sandboxes.calls import Execution, ToolResult
-from sandboxes.driver import Sandbox, SandboxError, SpecError
+from sandboxes.driver import Sandbox, SandboxError, SpecError, rest
 from sandboxes.pool import Overloaded
 
 log = structlog.get_logger()
@@ -217,6 +217,7 @@ class Audit:
         patience_s: float | None,
     ) -> str:
         await self._idle(patience_s)
+        await rest(sandbox, gap_s(record))
         execution = await sandbox.execute(self._store.call(record))
         require_its_due(record, execution)
         return await judge(record, execution)

@@ -25,6 +25,8 @@ class Rollout:
     """One agent's run of a task: where it stands, and how many calls brought it there.
 
     heard: of a state that goes on by itself, the keys of what was answered here without leading on: see `key_of`.
+    since: when it came to its node, by its own clock (seconds of a monotonic one), on which what the tree answers takes
+    the time that the call took. 0.0: long ago.
     turn: held while a call of this rollout is answered, so that its calls are answered in order of arrival.
     waiting: calls that have arrived and are not answered yet. used_at: seconds of a monotonic clock.
     """
@@ -39,6 +41,7 @@ class Rollout:
     finished: bool = False
     waiting: int = 0
     used_at: float = 0.0
+    since: float = 0.0
     heard: set[CallKey] = field(default_factory=set)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -201,8 +201,13 @@ class Step:
     def _take(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None = None) -> None:
         # The place is written before the answer is given: after a kill the rollout goes on where its agent saw it.
         self._journal.append(Place(rollout.id, rollout.calls, record.id, outcome))
+        before = rollout.node
         rollout.advance(record, outcome)
         rollout.used_at = time.monotonic()
+        if rollout.node is not before:
+            rollout.since = rollout.used_at
+        elif outcome is Outcome.HIT:
+            rollout.since -= record.seconds
         self._counts.answered(outcome, record.seconds)
         self._warm.saw(rollout)
         if self._traces is not None:

@@ -193,9 +193,11 @@ class ContainerDriver:
             if not self.states.there(copy) or not (images is None or images in self.checkpoints.all()):
                 raise StateGone(f"state {copy} is gone; replay its path instead")
             try:
-                return await self._launch(spec, image, frozen.payload["born_ns"], frozen)
+                sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
             except SpecError as error:
                 raise StateGone(f"the image of this state is gone: {error}") from error
+            sandbox.be_young(frozen.payload.get("young_s", 0.0))
+            return sandbox
 
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are copies; images of root states that nobody has used for long go too."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.effects import StateDigest
@@ -96,6 +96,21 @@ class ServingSandbox(Sandbox, Protocol):
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         """See `Sandbox.execute`; listener hears a server's answer while it comes."""
         ...
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """A sandbox in which calls leave processes running, which may take a while to start."""
+
+    async def rest(self, age_s: float) -> None:
+        """Let time pass until what was last left running has lived here for age_s, or counts as started."""
+        ...
+
+
+async def rest(sandbox: Sandbox, age_s: float) -> None:
+    """Give what a call has left running in sandbox the age that it had, where the next call would come sooner."""
+    if age_s > 0 and isinstance(sandbox, Resting):
+        await sandbox.rest(age_s)
 
 
 async def execute(sandbox: Sandbox, call: ToolCall, listener: Listener | None) -> Execution:

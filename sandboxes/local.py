@@ -131,7 +131,9 @@ class LocalDriver:
                 raise StateGone(f"the images of these processes ({images}) are gone; replay their path instead")
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
-            return await self._launch(spec, base, root, layers, state, images=images)
+            sandbox = await self._launch(spec, base, root, layers, state, images=images)
+            sandbox.be_young(payload.get("young_s", 0.0))
+            return sandbox
 
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are layers, deleted in a thread. Those of root states in use stay anyway."""

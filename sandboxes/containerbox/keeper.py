@@ -248,6 +248,9 @@ class Keeper:
         worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
         came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
         self.parts.stillness.saw(wrote=wrote_files, moved=came_or_went)
+        # A server of the spec's was waited for; others may be on their way for a while.
+        awaited = answer.pop("awaited", False)
+        answer["young"] = bool(self.alive) and came_or_went and not awaited
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         if self.changes.free_bytes() < min(free, self.changes.reserve_bytes):
             answer["host_full"] = True
@@ -260,12 +263,12 @@ class Keeper:
         order = {**order, "environment": {**self.shells.environment, **order["environment"]}}
         while True:
             try:
-                hand_over(self.driver, self.servers, order, self._watch(), first)
+                fresh = hand_over(self.driver, self.servers, order, self._watch(), first)
             except ServerFailed as error:
                 return {"failed": error.kind, "detail": str(error)}
             message = self._hear_while_serving()
             if message.fields["op"] != "again":
-                return served(self.servers, order, message)
+                return {**served(self.servers, order, message), "awaited": fresh}
             first = b""
 
     def _hear_while_serving(self) -> Message:

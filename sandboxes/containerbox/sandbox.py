@@ -16,6 +16,7 @@ from sandboxes.localbox.hosting import Hosting
 from sandboxes.localbox.looks import state_look
 from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.sandbox import ENVIRONMENT, RESERVE_BYTES
+from sandboxes.localbox.talk import YOUNG_S
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import StateLook
 from sandboxes.spec import EnvironmentSpec
@@ -120,6 +121,8 @@ class ContainerSandbox(Hosting):
         Raises:
             SandboxError: the machine may be why it went as it did.
         """
+        if answer.fields.get("young"):
+            self.be_young(YOUNG_S)
         if answer.fields.get("host_full"):
             self._die("the machine's disk is full")
             raise SandboxError(
@@ -181,7 +184,7 @@ class ContainerSandbox(Hosting):
         }
         added = int(told["added_bytes"])
         if images:
-            payload |= {"images": images[0], "checkpoint": told["checkpoint"]}
+            payload |= {"images": images[0], "checkpoint": told["checkpoint"], "young_s": self.young_s}
             added += await asyncio.to_thread(self._checkpoints.size_bytes, images)
             return FrozenState("container", "processes", payload, added, None, self.parts)
         self._frozen = FrozenState("container", "files", payload, added, digest(told["state"]), self.parts)

@@ -203,6 +203,9 @@ class Init:
         worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
         came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
+        # A server of the spec's was waited for; others may be on their way for a while.
+        awaited = answer.pop("awaited", False)
+        answer["young"] = bool(self.alive) and came_or_went and not awaited
         effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
         wrote = self.seals and self.changes.written and not self.alive
         discard = wrote and self.changes.undone
@@ -324,7 +327,7 @@ class Init:
         watch = self._watch()
         while True:
             try:
-                hand_over(self.driver, self.servers, order, watch, first)
+                fresh = hand_over(self.driver, self.servers, order, watch, first)
             except ServerFailed as error:
                 return {"failed": error.kind, "detail": str(error)}
             while (message := self.inbox.take()) is None:
@@ -332,7 +335,7 @@ class Init:
                     sys.exit(0)
                 watch()
             if message.fields["op"] != "again":
-                return served(self.servers, order, message)
+                return {**served(self.servers, order, message), "awaited": fresh}
             first = b""
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:

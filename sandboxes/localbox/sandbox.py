@@ -20,6 +20,7 @@ from sandboxes.localbox.machine import Machine, Spare, ended
 from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.restoring import inherited
 from sandboxes.localbox.roots import Root
+from sandboxes.localbox.talk import YOUNG_S
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import StateLook
 from sandboxes.spec import EnvironmentSpec
@@ -155,6 +156,8 @@ class LocalSandbox(Hosting):
         Raises:
             SandboxError: the machine may be why it went as it did.
         """
+        if answer.fields.get("young"):
+            self.be_young(YOUNG_S)
         if answer.fields.get("host_full"):
             self._die("the machine's disk is full")
             where = self._machine.data_dir
@@ -278,7 +281,8 @@ class LocalSandbox(Hosting):
         # Held for as long as nobody else can know of it.
         self._held = (*layer, images)
         stack = (*layer, *self.stack)
-        payload = self._payload(told, stack) | {"images": images, "checkpoint": told["checkpoint"]}
+        payload = self._payload(told, stack)
+        payload |= {"images": images, "checkpoint": told["checkpoint"], "young_s": self.young_s}
         # Before any other await: closed meanwhile, the sandbox would take with it what no frozen state holds.
         added = self._keep_stack() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpoints.size_bytes, [images])

@@ -219,8 +219,10 @@ class Servers:
 
 def hand_over(
     driver: socket.socket, servers: Servers, order: dict[str, Any], watch: Callable[[], None], first: bytes = b""
-) -> None:
-    """Give the driver what leads to the server that order names. first: what goes there before that.
+) -> bool:
+    """Give the driver what leads to the server that order names; return whether it was started for that.
+
+    first: what goes there before that.
 
     Raises:
         ServerFailed: see `Servers.connect`.
@@ -236,6 +238,7 @@ def hand_over(
     finally:
         for fd in fds:
             os.close(fd)
+    return fresh
 
 
 def served(servers: Servers, order: dict[str, Any], told: Message) -> dict[str, Any]:

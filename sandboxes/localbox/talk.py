@@ -1,6 +1,7 @@
 """A sandbox's driver side talks to who runs its calls, pid 1 or a container's keeper; one that fails is dead."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -13,6 +14,10 @@ GRACE_S = 60.0
 """How long over its own time a call may keep the other side busy (killing, comparing files); then it counts as dead."""
 
 
+YOUNG_S = 5.0
+"""How long what a call has left running may take to start: then the next call need not be given to it any later."""
+
+
 class Talk:
     """What the sandboxes of both drivers have in common. `dead`: why it is, if it is."""
 
@@ -20,6 +25,22 @@ class Talk:
         self.id = name
         self._channel = channel
         self._dead: str | None = None
+        self._stirred_at = self._grown_at = 0.0
+
+    @property
+    def young_s(self) -> float:
+        """Seconds until what was left running here counts as started."""
+        return max(0.0, self._grown_at - time.monotonic())
+
+    def be_young(self, seconds: float) -> None:
+        """Note that what lives here was just started: it takes so many seconds until it counts as such."""
+        self._stirred_at = time.monotonic()
+        self._grown_at = self._stirred_at + seconds
+
+    async def rest(self, age_s: float) -> None:
+        """See `Resting.rest`."""
+        if (seconds := min(age_s - (time.monotonic() - self._stirred_at), self.young_s)) > 0:
+            await asyncio.sleep(seconds)
 
     @property
     def alive(self) -> bool:

@@ -12,7 +12,7 @@ from proxy.forest import Outcome, Rollout
 from proxy.store import Store, StoreError
 from sandboxes.calls import ToolCall
 from sandboxes.driver import SandboxError
-from sandboxes.memory import MemoryDriver
+from sandboxes.memory import MemoryDriver, MemorySandbox
 from tests.proxy.rig import SPEC, ask, engine, shell
 
 
@@ -254,5 +254,42 @@ def test_beside_what_lives_who_asks_again_is_answered_anew_and_all_who_ask_as_of
             # Where nothing lives nothing can have happened since.
             third = await running.tasks.rollout("task", "third")
             assert [(await ask(running, third, "pwd"))[1] for _ in range(3)] == [Outcome.MISS, Outcome.HIT, Outcome.HIT]
+
+    asyncio.run(body())
+
+
+def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ages: list[float] = []
+
+    async def rest(_sandbox: MemorySandbox, age_s: float) -> None:
+        ages.append(age_s)
+
+    monkeypatch.setattr(MemorySandbox, "rest", rest, raising=False)
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            first, second, third = await rollouts(running, 3)
+            await ask(running, first, "sleep 9 &")
+            await ask(running, first, "pwd")
+            assert ages == [], "it stood there itself"
+            # The second came here 7 s ago, and was answered at once what had taken 5 s.
+            await ask(running, second, "sleep 9 &")
+            second.since -= 7
+            first.node.records[next(iter(first.heard))].seconds = 5.0
+            assert (await ask(running, second, "pwd"))[1] is Outcome.HIT
+            await ask(running, second, "echo 2 > b")
+            assert 12 <= ages[-1] < 20
+            # A replay gives it as long as it had then.
+            record = second.node.origin
+            assert record is not None
+            record.recorded_at += 3
+            await ask(running, third, "sleep 9 &")
+            await ask(running, third, "echo 2 > b")
+            ages.clear()
+            await ask(running, third, "echo 3 > c")
+            assert 2 < ages[0] < 10
+            assert 0 <= ages[1] < 2
 
     asyncio.run(body())
