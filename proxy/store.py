@@ -518,8 +518,11 @@ class Store:
         offset: int = 0,
         limit: int = -1,
     ) -> list[dict[str, Any]]:
-        """Return a task's rollouts, oldest first: all, those of one name, or those not finished. Fold before asking."""
-        sql = "SELECT * FROM rollouts WHERE task = :task"
+        """Return a task's rollouts, oldest first: all, those of one name, or those not finished. Fold before asking.
+
+        Each with the root of its tree.
+        """
+        sql = "SELECT r.*, (SELECT root FROM trees WHERE id = r.tree) AS root FROM rollouts r WHERE task = :task"
         sql += " AND name = :name" if name is not None else ""
         sql += " AND finished = 0" if running else ""
         sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"

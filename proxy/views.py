@@ -143,11 +143,14 @@ class TaskSummary(BaseModel):
 
 
 class RolloutView(BaseModel):
-    """A rollout. base_url is where its agent's tools are; token stands for it where a base URL has no path."""
+    """A rollout. root: of its tree. base_url is where its agent's tools are; token stands for it where a base URL has
+    no path.
+    """
 
     id: int
     task: str
     rollout: str
+    root: str
     node: str
     start: str
     calls: int
@@ -336,6 +339,7 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> di
         "id": row["id"],
         "task": row["task"],
         "rollout": row["name"],
+        "root": f"n{row['root']}",
         "node": f"n{row['node']}" if live is None else node_name(live.node),
         "start": f"n{row['start']}",
         "calls": row["calls"] if live is None else live.calls,

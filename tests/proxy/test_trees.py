@@ -62,6 +62,8 @@ def test_each_tree_of_a_task_is_listed_the_current_one_first(proxy: Running) -> 
     assert (first["title"], second["title"]) == ("memory", "memory · env X")
     assert first["root"] == get(proxy, "listed")["root"] == get(proxy, "listed/tree")["root"]
     assert get(proxy, "listed/trees?limit=1&offset=1") == [second]
+    ran_in = {rollout["rollout"]: rollout["root"] for rollout in get(proxy, "listed/rollouts")}
+    assert ran_in == {"own": first["root"], "other": second["root"], "third": second["root"]}
     shown = get(proxy, "listed")
     assert (shown["nodes"], shown["rollouts"]) == (4, 3), "of all trees"
     (line,) = (task for task in proxy.client.get("/api/v1/tasks").json() if task["task"] == "listed")

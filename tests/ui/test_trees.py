@@ -82,6 +82,10 @@ def test_links_to_nodes_and_rollouts_lead_into_their_tree(proxy: Running, page: 
     page.evaluate("address => (location.hash = address)", f"#/t/links?node={one}")
     expect(page.locator(".side .command")).to_have_text("echo own > f")
     expect(choice).to_have_value(root)
+    page.evaluate("address => (location.hash = address)", "#/t/links/rollouts")
+    expect(page.locator("tr[data-rollout=own]")).to_contain_text("memory")
+    page.locator("tr[data-rollout=other]").get_by_role("link", name="memory · env X").click()
+    expect(choice).to_have_value(other_root)
     page.evaluate("address => (location.hash = address)", "#/t/links/r/other")
     page.locator(".waterfall").get_by_role("link", name=other).first.click()
     expect(page.locator(".side .command")).to_have_text("echo $X > f")
@@ -119,6 +123,9 @@ def test_where_there_is_one_tree_there_is_nothing_to_choose(proxy: Running, page
     expect(page.get_by_role("treegrid")).to_contain_text("echo 1 > f")
     expect(page.locator(".counts")).to_have_text("2 nodes · 1 rollout here")
     expect(page.get_by_label("Environment")).to_be_hidden()
+    go(proxy, page, "one/rollouts")
+    expect(page.locator("tr[data-rollout=a]")).to_be_visible()
+    expect(page.get_by_role("columnheader", name="Environment")).to_be_hidden()
 
 
 def test_another_tree_is_audited_from_its_node(proxy: Running, page: Page) -> None:

@@ -2,8 +2,9 @@
 
 import { get, names } from "./api.js";
 import { h, put, say } from "./dom.js";
-import { ago, count, line, percent, plural, seconds } from "./format.js";
+import { ago, count, line, oneLine, percent, plural, seconds } from "./format.js";
 import { watch } from "./live.js";
+import { treesOf } from "./trees.js";
 
 const PAGE = 500;
 const WORDS = { "saved o-hit": "saved", "o-wait": "waited", "o-replay": "restored and replayed", "o-miss": "ran", "o-bypass": "ran" };
@@ -13,7 +14,9 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
   const note = h("span", { class: "note" });
   const search = h("input", { type: "search", placeholder: "Filter rollouts", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
   const compare = h("button", { disabled: true, on: { click: () => (location.hash = `#/t/${names(task)}/r/${names(picked[0])}/vs/${names(picked[1])}`) } }, "Compare");
+  const environment = h("th", { scope: "col", hidden: true }, "Environment");
   let found = [];
+  let titles = new Map();
   let picked = [];
   const draw = () => {
     const chosen = found.filter((rollout) => rollout.rollout.toLowerCase().includes(search.value.toLowerCase()));
@@ -32,22 +35,28 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(r.rollout)}` }, r.rollout)),
       h("td", {}, h("span", { class: r.finished ? "chip" : "chip live" }, r.finished ? "finished" : "running")),
       h("td", { class: "num" }, count(r.calls)),
+      environment.hidden ? null : h("td", { class: "cut" }, h("a", { href: `#/t/${names(task)}?root=${r.root}` }, titles.get(r.root) ?? r.root)),
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.start}` }, r.start)),
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.node}` }, r.node)),
       h("td", { class: "num" }, ago(r.created_at)),
     );
   const look = async () => {
-    found = await get(`tasks/${names(task)}/rollouts`, { signal });
+    const [listed, trees] = await Promise.all([get(`tasks/${names(task)}/rollouts`, { signal }), treesOf(task, signal)]);
+    found = listed;
+    titles = new Map(trees.map((tree) => [tree.root, oneLine(tree.title)]));
+    environment.hidden = trees.length < 2;
     // What somebody is about to press is not taken from under the keys.
     if (!body.contains(document.activeElement)) draw();
   };
   await look();
   put(
     main,
-    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, compare), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, [["", ""], ["Rollout", ""], ["State", ""], ["Calls", "num"], ["Began at", ""], ["Stands at", ""], ["Begun", "num"]].map(([text, kind]) => h("th", { scope: "col", class: kind }, text || h("span", { class: "sr" }, "Compare"))))), body)))),
+    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, compare), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, headOf(["", ""], ["Rollout", ""], ["State", ""], ["Calls", "num"]), environment, headOf(["Began at", ""], ["Stands at", ""], ["Begun", "num"]))), body)))),
   );
   watch(look, signal, 2000);
 }
+
+const headOf = (...columns) => columns.map(([text, kind]) => h("th", { scope: "col", class: kind }, text || h("span", { class: "sr" }, "Compare")));
 
 export async function rolloutView({ main, params, signal }, task, name) {
   const path = `tasks/${names(task)}/rollouts/${names(name)}`;
