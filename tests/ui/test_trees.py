@@ -98,6 +98,7 @@ def test_links_to_nodes_and_rollouts_lead_into_their_tree(proxy: Running, page: 
     expect(page.locator("main")).to_contain_text("lie in different trees")
     go(proxy, page, "links/r/own/vs/other")
     expect(page.locator("tr.fork")).to_contain_text(f"They began at different states, {root} and {other_root}")
+    expect(page.get_by_role("link", name="What differs now")).to_have_count(0)
 
 
 def test_where_the_tasks_own_tree_is_empty_the_other_is_shown(proxy: Running, page: Page) -> None:

@@ -22,7 +22,7 @@ export async function compareView({ main, signal }, task, a, b) {
       h(
         "section",
         { class: "panel" },
-        h("header", {}, h("h1", {}, link(one), " beside ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), parts && rest.every(Boolean) ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "What differs now") : null),
+        h("header", {}, h("h1", {}, link(one), " beside ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), parts && rest.every(Boolean) && one.root === other.root ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "What differs now") : null),
         h(
           "div",
           { class: "scroll" },
