@@ -9,11 +9,13 @@ import orjson
 
 from proxy.dialects import e2b, e2b_told
 from proxy.dialects.connect import ConnectError, of_problem
-from proxy.dialects.e2b import Asked, Chosen, Control, Plain, Start
+from proxy.dialects.e2b import Asked, Chosen, Control, Start
+from proxy.dialects.e2b_files import Plain, Watching
 from proxy.dialects.kinds import Local, Request
 from proxy.e2b_control import Note, Sandboxes
 from proxy.e2b_processes import Processes
 from proxy.e2b_stream import EventStream
+from proxy.e2b_watches import Watches
 from proxy.engine import Engine
 from proxy.errors import Problem, Refused, problem_of
 from proxy.exchange import Send, raw
@@ -37,6 +39,7 @@ class E2b:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._processes = Processes(engine)
+        self._watches = Watches(engine, self._processes)
         self._sandboxes = Sandboxes(engine, self._end, self._processes.end)
 
     async def serve(self, task: str, request: Request, send: Send, receive: Receive) -> Problem | None:
@@ -48,7 +51,7 @@ class E2b:
                 await _respond(send, await self._control(task, asked, request))
                 return None
             rollout, note = await self._sandbox(task, request)
-            if e2b.is_stream(request) and isinstance(asked, Start | Chosen):
+            if e2b.is_stream(request) and isinstance(asked, Start | Chosen | Watching):
                 return await self._stream(rollout, note, asked, send, receive)
             await _respond(send, await self._envd(rollout, note, asked))
         except ConnectError as error:
@@ -100,12 +103,13 @@ class E2b:
     # -- envd --------------------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, rollout: Rollout, note: Note, asked: Start | Chosen, send: Send, receive: Receive
+        self, rollout: Rollout, note: Note, asked: Start | Chosen | Watching, send: Send, receive: Receive
     ) -> Problem | None:
         """Answer with a stream; a client that goes away leaves what it began to run on."""
+        terminal = isinstance(asked, Start) and asked.has_terminal
         stream = EventStream(
-            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=isinstance(asked, Chosen),
-            terminal=isinstance(asked, Start) and asked.has_terminal,
+            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=not isinstance(asked, Start),
+            form="terminal" if terminal else "watch" if isinstance(asked, Watching) else "process",
         )  # fmt: skip
         working = asyncio.ensure_future(self._begin(rollout, note, asked, stream))
         watching = asyncio.ensure_future(_gone(receive, stream))
@@ -117,12 +121,16 @@ class E2b:
             problem = (await asyncio.gather(working, return_exceptions=True))[0]
         return problem if isinstance(problem, Problem) else None
 
-    async def _begin(self, rollout: Rollout, note: Note, asked: Start | Chosen, stream: EventStream) -> Problem | None:
+    async def _begin(
+        self, rollout: Rollout, note: Note, asked: Start | Chosen | Watching, stream: EventStream
+    ) -> Problem | None:
         try:
             if isinstance(asked, Start):
                 env = {**note["envs"], **asked.call.arguments["env"]}
                 call = replace(asked.call, arguments={**asked.call.arguments, "env": env})
                 await self._processes.start(rollout, replace(asked, call=call), stream)
+            elif isinstance(asked, Watching):
+                await self._watches.follow(rollout, asked, stream)
             else:
                 await self._processes.connect(rollout, asked.pid, asked.tag, stream)
         except ConnectError as error:
@@ -142,6 +150,8 @@ class E2b:
             case Chosen():
                 await self._processes.act(rollout, asked)
                 return _json({})
+            case Watching():
+                return _json(await self._watches.answer(rollout, asked))
             case Plain():
                 return await self._plain(rollout, asked)
         raise AssertionError(asked)

@@ -199,9 +199,13 @@ class Processes:
             ConnectError: there is none.
         """
         found = await self._find(rollout, pid, tag)
-        stream.terminal = bool(found["tty"])
-        stream.begin(found["process"])
-        self._watch(rollout, found["process"], stream)
+        stream.form = "terminal" if found["tty"] else "process"
+        self.follow(rollout, found["process"], stream)
+
+    def follow(self, rollout: Rollout, pid: int, stream: EventStream) -> None:
+        """Tell on stream what a process says from now on, or what happens where one watches."""
+        stream.begin(pid)
+        self._watch(rollout, pid, stream)
 
     async def act(self, rollout: Rollout, asked: Chosen) -> None:
         """Write to a process, close its stdin, resize its terminal, or send it a signal.
@@ -301,7 +305,7 @@ class Processes:
             return
         watched = self._watched.setdefault(rollout.id, Watched(rollout))
         watched.streams.setdefault(pid, []).append(stream)
-        if stream.terminal:
+        if stream.form == "terminal":
             watched.terminals.add(pid)
         stream.bind()
         self.catch_up(rollout)
@@ -378,8 +382,9 @@ def _most_s(watched: Watched, *, said: bool) -> float:
     """Return how long to wait at most until the next look; said: whether the last one found anything."""
     if not any(watched.streams.values()):
         return ALONE_S
-    # What a terminal says makes states that are its rollout's alone.
-    return BUSY_MOST_S if said and not watched.terminals else LOOK_MOST_S
+    # What a terminal says, or who watches, makes states that are its rollout's alone.
+    own = any(stream.form != "process" for streams in watched.streams.values() for stream in streams)
+    return BUSY_MOST_S if said and not own else LOOK_MOST_S
 
 
 def _told(body: bytes, pid: int, streams: list[EventStream], *, skip: int = 0) -> bool:
@@ -390,7 +395,7 @@ def _told(body: bytes, pid: int, streams: list[EventStream], *, skip: int = 0) -
         last, error = None, failed
     silent = error is not None and error.code == "invalid_argument"
     for stream in streams:
-        events = [] if silent else list(e2b_told.output(body, skip=skip, terminal=stream.terminal))
+        events = [] if silent else _events(body, stream.form, skip)
         if events or error is None:
             stream.begin(pid)
         for event in [*events, *([last] if last else [])]:
@@ -398,6 +403,12 @@ def _told(body: bytes, pid: int, streams: list[EventStream], *, skip: int = 0) -
         if last or error:
             stream.end(error)
     return bool(last or error)
+
+
+def _events(body: bytes, form: str, skip: int) -> list[e2b_told.Event]:
+    if form == "watch":
+        return [{"filesystem": event} for event in e2b_told.happened(body)]
+    return list(e2b_told.output(body, skip=skip, terminal=form == "terminal"))
 
 
 def _end(watched: Watched, error: ConnectError) -> None:

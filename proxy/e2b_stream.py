@@ -7,7 +7,7 @@ from typing import Any
 
 from proxy.dialects import connect
 from proxy.dialects.connect import ConnectError
-from proxy.dialects.e2b_told import KEEPALIVE, Event, started
+from proxy.dialects.e2b_told import KEEPALIVE, WATCH_BEGUN, WATCH_KEEPALIVE, Event, started
 from proxy.passing import PATIENCE_S
 
 HELD_BYTES = 1 << 20
@@ -27,7 +27,8 @@ class EventStream:
 
     keepalive_s: of silence, before the client is told that all is well; not before its first event.
     deadline_s: what its client allows for all of it. strict: whether it ends then; while a process runs that is ended
-    with its time, its own end is waited for. terminal: whether its process has one.
+    with its time, its own end is waited for. form: of what is told: of a `process`, of one
+    with a `terminal`, of a `watch`.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class EventStream:
         keepalive_s: float,
         deadline_s: float | None,
         strict: bool = True,
-        terminal: bool = False,
+        form: str = "process",
     ) -> None:
-        self.terminal = terminal
+        self.form = form
         self._send, self._keepalive_s, self._strict = send, keepalive_s, strict
         self._until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         self._waiting: deque[bytes] = deque()
@@ -53,7 +54,7 @@ class EventStream:
         """Tell that its process has started, once."""
         if not self._started:
             self._started = True
-            self.put(started(pid))
+            self.put(WATCH_BEGUN if self.form == "watch" else started(pid))
 
     def put(self, event: Event) -> None:
         """Send event after those before it."""
@@ -115,7 +116,7 @@ class EventStream:
             if until is not None and asyncio.get_running_loop().time() >= until:
                 self.end(ConnectError("deadline_exceeded", "context deadline exceeded"))
             elif self._begun:
-                self.put(KEEPALIVE)
+                self.put(WATCH_KEEPALIVE if self.form == "watch" else KEEPALIVE)
 
     def _put(self, piece: bytes) -> None:
         if self.over:

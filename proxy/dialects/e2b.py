@@ -8,15 +8,14 @@ arguments, variables, directory, user, time and whether its stdin stays open; ne
 import base64
 import binascii
 import re
-import zlib
-from dataclasses import dataclass, field
-from hashlib import sha256
+from dataclasses import dataclass, field, replace
 from posixpath import join
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from proxy.dialects import connect, multipart
+from proxy.dialects import connect
 from proxy.dialects.connect import ConnectError
+from proxy.dialects.e2b_files import Plain, Watching, entries, transfers, user_of, word_of
 from proxy.dialects.kinds import Request
 from proxy.errors import Refused
 from sandboxes.calls import ToolCall
@@ -26,8 +25,6 @@ ENVD_VERSION = "0.6.1"
 """What clients are told; it selects what they ask for. From 0.6.2 on they would send metadata of files."""
 ENVD_PORT = "49983"
 FOREVER_S = 86_400.0
-MAX_ENTRY_DEPTH = 64
-MAX_UNZIPPED_BYTES = 256 << 20
 _STREAMS = frozenset({"Start", "Connect", "StreamInput", "WatchDir"})
 _SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}
 _HOST = re.compile(r"([0-9]{1,5})-([A-Za-z0-9][A-Za-z0-9_-]*)\.")
@@ -77,15 +74,7 @@ class Chosen:
     deadline_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """Calls whose answers are one answer, in form: `entry`, `entries`, `nothing`, `file`, `uploads` or `processes`."""
-
-    calls: tuple[ToolCall, ...]
-    form: str
-
-
-Asked = Control | Start | Chosen | Plain
+Asked = Control | Start | Chosen | Plain | Watching
 
 _ID = "([^/]+)"
 _CONTROL = [
@@ -146,7 +135,7 @@ def read(request: Request, spec: EnvironmentSpec) -> Asked:
         raise Refused(404, "no-such-endpoint", "this task has no e2b endpoint: its driver runs no processes.")
     path = unquote(request.path).rstrip("/")
     if path == "/files":
-        return _files(request)
+        return transfers(request)
     if is_connect(request):
         try:
             return _rpc(request, spec)
@@ -177,7 +166,10 @@ def _rpc(request: Request, spec: EnvironmentSpec) -> Asked:
         raise Refused(405, "method", "Connect's methods take POST.")
     message = _message(request, stream=method in _STREAMS)
     if service == "filesystem.Filesystem":
-        return _entries(method, message, request)
+        watched = entries(method, message, request)
+        if isinstance(watched, Watching):
+            return replace(watched, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request))
+        return watched
     return _start(message, request, spec) if method == "Start" else _process(method, message, request)
 
 
@@ -231,15 +223,15 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
     arguments: dict[str, Any] = {
         "argv": [process["cmd"], *args],
         "env": variables(process.get("envs")),
-        "cwd": join(spec.workdir, _text(process, "cwd")).rstrip("/") or "/",
-        "user": _user(request),
+        "cwd": join(spec.workdir, word_of(process, "cwd")).rstrip("/") or "/",
+        "user": user_of(request),
         "tty": False,
         "stdin": message.get("stdin") is True,
         "timeout_s": deadline_s or FOREVER_S,
     }
     if message.get("pty") is not None:
         arguments |= {"tty": True, "stdin": False, "size": _size(message)}
-    return Start(ToolCall("process", "run", arguments), _text(message, "tag"), _keepalive_s(request), deadline_s)
+    return Start(ToolCall("process", "run", arguments), word_of(message, "tag"), _keepalive_s(request), deadline_s)
 
 
 def variables(value: Any) -> dict[str, str]:
@@ -313,97 +305,3 @@ def _keepalive_s(request: Request) -> float:
 
 def _deadline_s(request: Request) -> float | None:
     return connect.timeout_s(request.header("connect-timeout-ms")) or None
-
-
-# -- files ----------------------------------------------------------------------------------------------------------
-
-
-def _entries(method: str, message: dict[str, Any], request: Request) -> Plain:
-    path, user = _text(message, "path"), _user(request)
-    match method:
-        case "Stat":
-            return _plain("info", "entry", {"path": _path(path), "user": user})
-        case "ListDir":
-            depth = message.get("depth") or 1
-            if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= MAX_ENTRY_DEPTH:
-                raise Refused(400, "depth", f"depth must be 1 to {MAX_ENTRY_DEPTH}.")
-            return _plain("list", "entries", {"path": _path(path or "."), "user": user, "depth": depth})
-        case "MakeDir":
-            return _plain("mkdir", "entry", {"path": _path(path), "user": user})
-        case "Move":
-            source, target = _path(_text(message, "source")), _path(_text(message, "destination"))
-            return _plain("move", "entry", {"path": source, "target": target, "user": user})
-        case "Remove":
-            return _plain("remove", "nothing", {"path": _path(path), "user": user})
-    raise Refused(404, "no-such-method", f"filesystem.Filesystem/{method} is not served: watching is not.")
-
-
-def _files(request: Request) -> Plain:
-    query = dict(parse_qsl(request.query, keep_blank_values=True))
-    user, path = query.get("username", "") or _user(request), query.get("path", "")
-    if request.method == "GET":
-        return _plain("read", "file", {"path": _path(path), "user": user})
-    if request.method != "POST":
-        raise Refused(405, "method", "files take GET and POST.")
-    body = _unpacked(request)
-    kind = request.header("content-type")
-    if not kind.lower().startswith("multipart/form-data"):
-        return Plain((_upload(path, user, body),), "uploads")
-    found = multipart.files(body, kind)
-    if path and len(found) > 1:
-        raise Refused(400, "multipart", "one path was given for several files.")
-    if not found:
-        raise Refused(400, "multipart", "the form holds no file.")
-    return Plain(tuple(_upload(path or file.name, user, file.data) for file in found), "uploads")
-
-
-def _upload(path: str, user: str, data: bytes) -> ToolCall:
-    arguments = {"path": _path(path), "user": user, "sha256": sha256(data).hexdigest()}
-    return ToolCall("files", "write", arguments, data)
-
-
-def _unpacked(request: Request) -> bytes:
-    encoding = request.header("content-encoding").lower() or "identity"
-    if encoding == "identity":
-        return request.body
-    if encoding != "gzip":
-        raise Refused(415, "content-encoding", f"uploads come as they are or gzipped, not as {encoding}.")
-    unzip = zlib.decompressobj(wbits=31)
-    try:
-        data = unzip.decompress(request.body, MAX_UNZIPPED_BYTES)
-    except zlib.error as error:
-        raise Refused(400, "content-encoding", f"the body is no gzip: {error}.") from None
-    if not unzip.eof:
-        raise Refused(400, "content-encoding", "the gzipped body is cut off, or holds too much.")
-    return data
-
-
-def _plain(tool: str, form: str, arguments: dict[str, Any]) -> Plain:
-    return Plain((ToolCall("files", tool, arguments),), form)
-
-
-def _path(path: str) -> str:
-    if not path or "\0" in path or len(path.encode()) > 4095:
-        raise Refused(400, "path", "a path has 1 to 4095 bytes, none of them NUL.")
-    return path
-
-
-def _user(request: Request) -> str:
-    """Return the user that Basic authorization names; empty for the sandbox's own."""
-    scheme, _, coded = request.header("authorization").partition(" ")
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        user = base64.b64decode(coded, validate=True).decode().partition(":")[0]
-    except (binascii.Error, UnicodeDecodeError):
-        raise Refused(400, "user", "the Authorization header is no Basic one.") from None
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", user):
-        raise Refused(400, "user", "a user's name is of letters, digits, _, . and -.")
-    return user
-
-
-def _text(message: dict[str, Any], name: str) -> str:
-    value = message.get(name) or ""
-    if not isinstance(value, str) or "\0" in value:
-        raise Refused(400, name, f"{name} must be a string without NUL.")
-    return value

@@ -36,6 +36,8 @@ def started(pid: int) -> Event:
 
 
 KEEPALIVE: Event = {"event": {"keepalive": {}}}
+WATCH_BEGUN: Event = {"start": {}}
+WATCH_KEEPALIVE: Event = {"keepalive": {}}
 
 
 def pieces(kind: int, data: bytes, *, terminal: bool) -> Iterator[Event]:
@@ -52,6 +54,14 @@ def output(body: bytes, *, terminal: bool, skip: int = 0) -> Iterator[Event]:
         if kind != END:
             yield from pieces(kind, data[skip:], terminal=terminal)
             skip = max(0, skip - len(data))
+
+
+def happened(body: bytes) -> Iterator[dict[str, str]]:
+    """Yield what a recorded answer tells of a watched directory."""
+    said = b"".join(data for kind, data in frames(body) if kind == OUT)
+    for line in said.splitlines():
+        told = orjson.loads(line)
+        yield {"name": told["name"], "type": f"EVENT_TYPE_{told['type'].upper()}"}
 
 
 def ended(body: bytes) -> Event | None:

@@ -145,9 +145,8 @@ class Freezing:
         parts = self._parts
         if parts.alive.has_ipc_objects:
             return "System V IPC objects exist, and a checkpoint does not hold them"
-
-        if parts.left.terminals:
-            return "a terminal is open, and a checkpoint does not hold it"
+        if why := parts.left.outside:
+            return why
 
         def others() -> set[int]:
             return {pid for pid, _ in parts.house.living()} - {parts.house.pid}

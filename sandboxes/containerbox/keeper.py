@@ -24,7 +24,7 @@ from sandboxes.containerbox.processes import Launch
 from sandboxes.containerbox.servers import ContainerServers
 from sandboxes.containerbox.shell import limit
 from sandboxes.containerbox.shells import ContainerShells
-from sandboxes.localbox import confine, delta, files, kernel, processes
+from sandboxes.localbox import confine, delta, files, kernel, processes, watching
 from sandboxes.localbox.alive import Alive
 from sandboxes.localbox.anchor import CannotStart
 from sandboxes.localbox.changes import WATCH_S, Stillness
@@ -237,7 +237,7 @@ class Keeper:
         elif fields["op"] == "process":
             answer, body = self._process(fields, message.body), b""
         elif fields["op"] == "tend":
-            status, media_type, body = self.left.perform(fields, message.body)
+            status, media_type, body = watching.perform(self.left, fields, message.body, self._become_user)
             answer = {"status": status, "media_type": media_type}
         else:
             answer, body = self._file(fields, message)
@@ -462,21 +462,25 @@ class Keeper:
         return files.heard(data, whole=whole)
 
     def _operate(self, fields: dict[str, Any], body: bytes, result: int, source: int | None) -> None:
-        """In the child. Paths are the agent's, so this must not be able to do more than the agent is. Never returns."""
+        """In the child. Never returns."""
         try:
-            namespace = os.open(f"/proc/{self.house.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-            kernel.setns(namespace, kernel.CLONE_NEWNS)
-            os.umask(0o022)
-            confine.limit_resources(self.changes.disk_bytes, None, None)
-            confine.confine()
-            uid, gid, groups = self.user
-            if uid:
-                os.setgroups(groups)
-                os.setresgid(gid, gid, gid)
-                os.setresuid(uid, uid, uid)
+            self._become_user()
             files.run_apart(fields["tool"], fields["arguments"], body, result, source)
         finally:
             os._exit(1)
+
+    def _become_user(self) -> None:
+        """In a child: be the container's user. Paths are the agent's, so it must not be able to do more than he is."""
+        namespace = os.open(f"/proc/{self.house.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        kernel.setns(namespace, kernel.CLONE_NEWNS)
+        os.umask(0o022)
+        confine.limit_resources(self.changes.disk_bytes, None, None)
+        confine.confine()
+        uid, gid, groups = self.user
+        if uid:
+            os.setgroups(groups)
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
 
     def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
         output = Output(fd)

@@ -56,6 +56,26 @@ def perform(
     return 200, "application/json", json.dumps(told).encode()
 
 
+def open_folder(path: str, user: str) -> int:
+    """Open a directory as user, which this process is from then on.
+
+    Raises:
+        Failed: there is none, or it is not for this user.
+    """
+    try:
+        _become(user)
+        path = resolved(path, home())
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise Failed(404, "not_found", f"path {path} not found: {error.strerror}") from error
+    except NotADirectoryError as error:
+        raise Failed(422, "invalid", f"path {path} not a directory") from error
+    except PermissionError as error:
+        raise Failed(403, "denied", f"path '{path}': {error.strerror}") from error
+    except OSError as error:
+        raise Failed(409, "invalid", f"path '{path}': {error.strerror}") from error
+
+
 def home() -> str:
     """Return the home of the user who asks; / where the sandbox knows none."""
     return next((line[5] for line in _lines("/etc/passwd") if line[2] == str(os.geteuid())), "/") or "/"

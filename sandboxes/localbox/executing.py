@@ -32,6 +32,7 @@ from sandboxes.spec import EnvironmentSpec
 HOST = "sandbox"
 """What `hostname` says in every sandbox."""
 _CHUNK = 1 << 16
+_TENDING = frozenset({"list", "attend", "write", "close", "resize", "signal", "watch", "unwatch"})
 
 
 def is_process(call: ToolCall) -> bool:
@@ -41,7 +42,7 @@ def is_process(call: ToolCall) -> bool:
 
 def is_tending(call: ToolCall) -> bool:
     """Whether call is about processes that were left running."""
-    return call.endpoint == "process" and call.tool in {"list", "attend", "write", "close", "resize", "signal"}
+    return call.endpoint == "process" and call.tool in _TENDING
 
 
 def tended(call: ToolCall, answer: Message) -> Execution:
@@ -54,7 +55,8 @@ def tended(call: ToolCall, answer: Message) -> Execution:
     if call.tool == "list" or done.result.status != 200:
         return done
     if call.tool != "attend":
-        return replace(done, effect=done.effect | Effect.PROCESSES)
+        # What happens in a directory that is watched hangs on the moment: that is for who watches alone.
+        return replace(done, effect=done.effect | Effect.PROCESSES, shareable=call.tool != "watch")
     told = ending(done.result.body)
     said = {str(place): len(output(done.result.body, place)) for place in (OUT, ERR)}
     until = {**said, "ended": told.exit_code is not None}

@@ -60,7 +60,7 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
 
 def _as_user(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
     def transfer(path: str) -> tuple[int, str, bytes]:
-        return _get(path, fields["limit_bytes"]) if tool == "read" else _put(path, None, body)
+        return _get(path, fields["limit_bytes"]) if tool == "read" else _put(path, None, body, owns=True)
 
     return entries.perform(tool, fields, transfer)
 
@@ -92,13 +92,16 @@ def _check_regular(path: str) -> os.stat_result | None:
     return status
 
 
-def _put(path: str, mode: int | None, body: bytes) -> tuple[int, str, bytes]:
+def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> tuple[int, str, bytes]:
     before = _check_regular(path)
     if before is not None and stat.S_ISDIR(before.st_mode):
         raise Refused(409, "Is a directory", f"{path} is a directory: give the path of a file in it")
     os.makedirs(os.path.dirname(path) or "/", exist_ok=True)  # noqa: PTH103, PTH120
     fd = _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with open(fd, "wb", buffering=0) as file:  # noqa: PTH123
+        if owns and os.fstat(fd).st_uid == os.geteuid():
+            # As E2B's server does, which who watches is told of; nothing becomes another's.
+            os.fchown(fd, os.geteuid(), -1)
         view = memoryview(body)
         while view:
             view = view[file.write(view[:_CHUNK]) :]

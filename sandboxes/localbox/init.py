@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal
+from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal, watching
 from sandboxes.localbox.alive import Alive
 from sandboxes.localbox.anchor import Anchor, CannotStart
 from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
@@ -192,7 +192,7 @@ class Init:
         elif fields["op"] == "process":
             answer, body, touched = self._process(fields, message.body), b"", None
         elif fields["op"] == "tend":
-            (status, media_type, body), touched = self.left.perform(fields, message.body), None
+            (status, media_type, body), touched = watching.perform(self.left, fields, message.body), None
             answer = {"status": status, "media_type": media_type}
         else:
             answer, body, touched = self._file(fields, message)
@@ -514,8 +514,8 @@ class Init:
         """Say what lives here that no checkpoint would hold; empty where there is nothing."""
         if self.alive.has_ipc_objects:
             return "System V IPC objects exist, and a checkpoint does not hold them"
-        if self.left.terminals:
-            return "a terminal is open, and a checkpoint does not hold it"
+        if why := self.left.outside:
+            return why
         anchor = self.shells.anchor
         if anchor is None or not processes.descend(lambda: (pid for pid, _ in processes.living()), anchor.pid):
             return "processes live that have lost the sandbox's anchor, because a command killed it"

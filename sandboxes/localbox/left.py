@@ -76,7 +76,7 @@ class Left:
         self, told: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int, status: Callable[[], int]
     ) -> None:
         self.told, self.pid = dict(told), pid
-        self.terminal = bool(told.get("tty"))
+        self.terminal, self.watches = bool(told.get("tty")), "argv" not in told
         self.stdin = ends.get(0, -1)
         self.streams = {place: Kept(ends.get(place, -1)) for place in (OUT, ERR)}
         self.code: int | None = None
@@ -217,10 +217,23 @@ class AllLeft:
         """Their streams by descriptor, for who drains them."""
         return {s.fd: s for process in self for s in process.streams.values() if s.fd >= 0}
 
+    def drop(self, name: int) -> bool:
+        """Let go of a watch; False where there is none."""
+        watch = self._processes.get(name)
+        if watch is None or not watch.watches:
+            return False
+        watch.close()
+        del self._processes[name]
+        return True
+
     @property
-    def terminals(self) -> bool:
-        """Whether one has a terminal: the kernel's half of it is outside of what a checkpoint holds."""
-        return any(process.terminal for process in self)
+    def outside(self) -> str:
+        """Say what of them is outside of what a checkpoint holds: the kernel's half of a terminal, or of a watch."""
+        if any(process.terminal for process in self):
+            return "a terminal is open, and a checkpoint does not hold it"
+        if any(process.watches for process in self):
+            return "a directory is watched, and a checkpoint does not hold that"
+        return ""
 
     @property
     def state(self) -> set[tuple[Any, ...]]:
@@ -242,10 +255,10 @@ class AllLeft:
         self.look()
         tool, arguments = fields["tool"], fields["arguments"]
         if tool == "list":
-            alive = [process.told for process in self if process.code is None]
+            alive = [process.told for process in self if process.code is None and not process.watches]
             return 200, "application/json", json.dumps(sorted(alive, key=lambda told: int(told["process"]))).encode()
         process = self._processes.get(arguments["process"])
-        if process is None or (process.code is not None and tool != "attend"):
+        if process is None or ((process.code is not None or process.watches) and tool != "attend"):
             return 404, "text/plain", f"there is no process {arguments['process']}".encode()
         why = ""
         match tool:

@@ -95,3 +95,62 @@ def test_a_group_of_the_javascript_sdk_does_too(driver: str) -> None:
     spec = {"driver": driver, **({"image": BASH_IMAGE} if driver == "container" else {})}
     with real_proxy(checkpoints=True, containers=driver == "container") as proxy:
         check_group(proxy, node_packages(f"e2b@{JS_SDK}"), "e2b_client.mjs", spec)
+
+
+def without_messages(value: Any) -> Any:
+    """Return answers with what was raised by its name alone."""
+    if isinstance(value, dict):
+        return value.get("raised", value)
+    return [without_messages(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("version", PYTHON_SDKS)
+def test_terminals_watches_polls_and_ends_of_time_are_what_the_sdk_expects_for_each_rollout(version: str) -> None:
+    require_criu()
+    gone = "TimeoutException" if version != PYTHON_SDKS[0] else "SandboxNotRunningException"
+    missing = (
+        ["NotFoundException"] * 2
+        if version == PYTHON_SDKS[2]
+        else ["FileNotFoundException", "SandboxNotFoundException"]
+    )
+    expected = [
+        True,
+        [True, "same-same\n", True, "NotFoundException", "NotFoundException"],
+        [True, [True], True, "SandboxException", True, "CommandExitException", False],
+        [
+            [["create", "new"], ["chmod", "new"], ["write", "new"], ["rename", "new"], ["create", "other"]],
+            ["sub", "sub/notes", "other"], [], None, "InvalidArgumentException", missing[0],
+        ],
+        {"stdout": "shared\n", "stderr": "", "exit_code": 0},
+        False, gone, gone, missing[1], missing[1], False,
+    ]  # fmt: skip
+    with real_proxy(checkpoints=True) as proxy:
+        for _ in range(2):
+            assert without_messages(run(sdk(version), "e2b_more.py", env=urls(proxy, "more"))) == expected
+
+
+def test_the_sdk_for_asyncio_is_served_as_the_other_is() -> None:
+    require_criu()
+    with real_proxy(checkpoints=True) as proxy:
+        place = sdk(PYTHON_SDKS[0])
+        proxy.put("alone", cache="never")
+        shared, alone = run(place, "e2b_async.py", "p0", env=urls(proxy, "alone"))
+        first, second = (run(place, "e2b_async.py", part, env=urls(proxy, "cached"))[1] for part in GROUP[:2])
+    assert second[:shared] == first[:shared]
+    assert plain(first, "p1") == plain(second, "p2") == plain(alone, "p0")
+    assert second[shared]["stdout"] == f"p2\n{first[0]['stdout']}"
+
+
+def test_the_sdk_for_javascript_has_terminals_watches_polls_and_ends_of_time_too() -> None:
+    require_criu()
+    expected = [
+        True, True, "same-same\n", True, "NotFoundError",
+        True, True, "SandboxError", True, "CommandExitError", False,
+        ["create new", "chmod new", "write new"], ["create new", "chmod new", "write new", "remove new"],
+        "FileNotFoundError", False, "SandboxNotFoundError", "TimeoutError", "SandboxNotFoundError",
+        "SandboxNotFoundError", False,
+    ]  # fmt: skip
+    with real_proxy(checkpoints=True) as proxy:
+        place = node_packages(f"e2b@{JS_SDK}")
+        for _ in range(2):
+            assert without_messages(run(place, "e2b_more.mjs", env=urls(proxy, "more"))) == expected

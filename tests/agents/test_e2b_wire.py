@@ -73,7 +73,7 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
         rest += chunk
         while len(rest) >= 5 and len(rest) >= 5 + (size := int.from_bytes(rest[1:5], "big")):
             value = json.loads(rest[5 : 5 + size])
-            yield {"last": value} if rest[0] & 2 else value["event"]
+            yield {"last": value} if rest[0] & 2 else value.get("event", value)
             rest = rest[5 + size :]
 
 
@@ -173,6 +173,30 @@ def test_a_terminal_is_its_rollouts_own_and_what_came_before_it_everybodys(proxy
             assert joined(told)[1]["end"]["status"] == "signal: killed"
     assert len(drawn) == 1
     assert [outcome for _, outcome in calls(proxy, "typed", client.sandbox)][:2] == ["hit", "bypass"]
+
+
+def test_a_watched_directory_is_told_of_when_it_is_asked_for_and_as_it_happens(proxy: Proxy) -> None:
+    for _ in range(2):
+        client = Client(proxy, "watched")
+        client.run("mkdir /root/w; echo $RANDOM$RANDOM >/root/w/drawn")
+        drawn = client.run("cat /root/w/drawn")
+        watcher = client.call("filesystem.Filesystem/CreateWatcher", path="w").json()
+        body = connect.envelope({"path": "w", "recursive": True})
+        with client.stream("filesystem.Filesystem/WatchDir", body) as told:
+            assert next(told) == {"start": {}}
+            client.run("mkdir /root/w/sub; echo $(cat /root/w/drawn) >/root/w/sub/seen")
+            assert next(told) == {"filesystem": {"name": "sub", "type": "EVENT_TYPE_CREATE"}}
+            assert next(told)["filesystem"]["name"] == "sub/seen"
+        events = [client.call("filesystem.Filesystem/GetWatcherEvents", **watcher).json()["events"] for _ in range(2)]
+        assert events == [[{"name": "sub", "type": "EVENT_TYPE_CREATE"}], []]
+        assert client.run("cat /root/w/sub/seen") == drawn
+        ends = [client.call("filesystem.Filesystem/RemoveWatcher", **watcher) for _ in range(2)]
+        assert [end.json().get("code") for end in ends] == [None, "not_found"]
+        assert client.call("filesystem.Filesystem/GetWatcherEvents", **watcher).json()["code"] == "not_found"
+    assert [outcome for _, outcome in calls(proxy, "watched", client.sandbox)][:3] == ["hit", "hit", "bypass"]
+    for path, code in (("none", "not_found"), ("w/drawn", "invalid_argument")):
+        refused = client.call("filesystem.Filesystem/CreateWatcher", path=path).json()
+        assert refused["code"] == code
 
 
 def is_there(client: Client) -> bool:

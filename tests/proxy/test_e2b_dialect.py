@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from proxy.canonical import call_key
 from proxy.dialects import connect, e2b, e2b_told, multipart
 from proxy.dialects.connect import ConnectError
-from proxy.dialects.e2b import Chosen, Control, Plain, Start
+from proxy.dialects.e2b import Chosen, Control, Start
+from proxy.dialects.e2b_files import Plain, Watching
 from proxy.dialects.kinds import Request
 from proxy.errors import Refused
+from sandboxes.calls import ToolCall
 from sandboxes.process import END, ERR, OUT, Frames, frame
 from sandboxes.spec import EnvironmentSpec
 
@@ -25,7 +27,7 @@ NAMES = st.text(st.characters(exclude_characters='"\\\r\n\0', exclude_categories
 
 def rpc(method: str, message: dict[str, Any] | bytes, *, pretty: bool = False, **headers: str) -> Request:
     """Return a request to envd as one of its clients sends it."""
-    stream = method.partition("/")[2] in {"Start", "Connect", "StreamInput"}
+    stream = method.partition("/")[2] in {"Start", "Connect", "StreamInput", "WatchDir"}
     kind = "application/connect+json" if stream else "application/json"
     body = message if isinstance(message, bytes) else json.dumps(message, indent=2 if pretty else None).encode()
     if stream and not isinstance(message, bytes):
@@ -132,6 +134,25 @@ def test_what_is_about_a_process_names_it_by_pid_or_tag() -> None:
     assert e2b.read(rpc("process.Process/StreamInput", streamed), SPEC) == Chosen("write", 7, data=b"ab")
 
 
+def test_what_is_typed_and_how_large_a_terminal_is_are_told_apart_from_stdin() -> None:
+    typed = rpc("process.Process/SendInput", {"process": {"pid": 7}, "input": {"pty": "eA=="}})
+    assert e2b.read(typed, SPEC) == Chosen("write", 7, data=b"x", more={"typed": True})
+    resized = rpc("process.Process/Update", {"process": {"pid": 7}, "pty": {"size": {"cols": 80}}})
+    assert e2b.read(resized, SPEC) == Chosen("resize", 7, more={"size": [0, 80]})
+
+
+def test_a_watch_is_a_call_by_path_user_and_depth_and_goes_on_as_long_as_its_stream() -> None:
+    message = {"path": "~/w", "recursive": True}
+    call = ToolCall("process", "watch", {"path": "~/w", "user": "", "recursive": True})
+    begun = e2b.read(rpc("filesystem.Filesystem/CreateWatcher", message), SPEC)
+    assert isinstance(begun, Watching)
+    assert (begun.verb, begun.call) == ("begin", call)
+    streamed = e2b.read(rpc("filesystem.Filesystem/WatchDir", message, connect_timeout_ms="1500"), SPEC)
+    assert streamed == Watching("stream", call, keepalive_s=50.0, deadline_s=1.5)
+    asked = e2b.read(rpc("filesystem.Filesystem/GetWatcherEvents", {"watcherId": "9"}), SPEC)
+    assert asked == Watching("events", watcher="9", keepalive_s=50.0)
+
+
 def test_both_creates_are_one() -> None:
     body = b'{"templateID":"base"}'
     for path in ("/sandboxes", "/v2/sandboxes"):
@@ -159,7 +180,10 @@ def test_both_creates_are_one() -> None:
         (rpc("filesystem.Filesystem/Stat", {"path": ""}), "invalid_argument"),
         (rpc("filesystem.Filesystem/Stat", {"path": "a\0"}), "invalid_argument"),
         (rpc("filesystem.Filesystem/ListDir", {"path": "/", "depth": 10**6}), "invalid_argument"),
-        (rpc("filesystem.Filesystem/CreateWatcher", {"path": "/"}), "unimplemented"),
+        (rpc("filesystem.Filesystem/CreateWatcher", {"path": "/", "includeEntry": True}), "unimplemented"),
+        (rpc("filesystem.Filesystem/WatchDir", {"path": ""}), "invalid_argument"),
+        (rpc("process.Process/Update", {"process": {"pid": 1}, "pty": {"size": {"rows": 70000}}}), "invalid_argument"),
+        (rpc("process.Process/Update", {"process": {"pid": 1}, "pty": {"size": {"rows": True}}}), "invalid_argument"),
         (Request("GET", "/process.Process/List", (), b""), "unimplemented"),
     ],
 )

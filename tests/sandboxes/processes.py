@@ -167,6 +167,39 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
+    def test_a_directory_is_watched_as_its_user_and_what_happens_in_it_is_told_once(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            await run(sandbox, "mkdir -p /tmp/w/sub; mkdir -m 700 /tmp/own; ln -s /tmp/w /tmp/to; echo old >/tmp/w/old")
+            asked = {"path": "/tmp/to", "user": "", "recursive": True, "process": 7}
+            begun = await sandbox.execute(ToolCall("process", "watch", asked))
+            assert (begun.result.status, begun.effect, begun.shareable) == (200, Effect.PROCESSES, False)
+            with pytest.raises(NotFreezable):
+                await sandbox.freeze()
+            await run(sandbox, "cd /tmp/w; echo 1 >sub/f; mv sub/f g; rm g; mkdir new; chmod 700 old")
+            await run(sandbox, "echo 2 >/tmp/w/new/h")
+            heard = [json.loads(line) for line in (await said(sandbox, b"}\n")).splitlines()]
+            assert [f"{event['type']} {event['name']}" for event in heard] == [
+                "create sub/f", "write sub/f", "rename sub/f", "create g", "remove g", "create new", "chmod old",
+                "create new/h", "write new/h",
+            ]  # fmt: skip
+            attended = await sandbox.execute(ToolCall("process", "attend", {"process": 7}))
+            assert (attended.nothing, output(attended.result.body, OUT)) == (True, b"")
+            assert [await tend(sandbox, tool) for tool in ("close", "unwatch", "unwatch", "attend")] == [
+                404,
+                200,
+                404,
+                404,
+            ]
+            for path, user, kind in (
+                ("/tmp/none", "", "not_found"), ("/tmp/w/old", "", "invalid"), ("/tmp/own", "daemon", "denied"),
+                ("/tmp/w", "nobody-here", "user"),
+            ):  # fmt: skip
+                told = await sandbox.execute(ToolCall("process", "watch", {**asked, "path": path, "user": user}))
+                assert (json.loads(told.result.body)["kind"], told.effect) == (kind, Effect.NONE)
+            await sandbox.freeze()
+
+        self.driven(driver, test)
+
     def test_what_is_given_to_one_that_was_left_is_a_change_though_it_takes_nothing(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
             told = await leave(sandbox, "echo up; sleep 1000", tty=False, stdin=True)
