@@ -2,13 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 from proxy.dialects import connect
 from proxy.dialects.connect import ConnectError
 from proxy.dialects.e2b_told import KEEPALIVE, WATCH_BEGUN, WATCH_KEEPALIVE, Event, started
-from proxy.passing import PATIENCE_S
+from proxy.passing import Patient, Send
 
 HELD_BYTES = 1 << 20
 """What waits for a client; whoever produces more waits too."""
@@ -18,11 +16,10 @@ FULL_BYTES = 64 << 20
 MARGIN_S = 0.5
 """A client's clock for a deadline began to run before ours."""
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 _HEAD = [(b"content-type", connect.STREAM.encode())]
 
 
-class EventStream:
+class EventStream(Patient):
     """`serve` sends what others `put`. Events may come before it serves; after its end they are dropped.
 
     keepalive_s: of silence, before the client is told that all is well; not before its first event.
@@ -41,19 +38,19 @@ class EventStream:
         form: str = "process",
     ) -> None:
         self.form = form
-        self._send, self._keepalive_s, self._strict = send, keepalive_s, strict
+        super().__init__(send)
+        self._keepalive_s, self._strict = keepalive_s, strict
         self._until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         self._waiting: deque[bytes] = deque()
         self._size = 0
         self._changed, self._taken = asyncio.Event(), asyncio.Event()
-        self._started = self._begun = False
-        self.over = self.gone = False
+        self._begun = self.over = False
         self.lost = asyncio.Event()
 
     def begin(self, pid: int) -> None:
         """Tell that its process has started, once."""
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             self.put(WATCH_BEGUN if self.form == "watch" else started(pid))
 
     def put(self, event: Event) -> None:
@@ -66,8 +63,9 @@ class EventStream:
         self.over = True
 
     def lose(self) -> None:
-        """Note that the client went away."""
-        self.over = self.gone = True
+        """See `Patient.lose`."""
+        super().lose()
+        self.over = True
         self.lost.set()
         self._changed.set()
         self._taken.set()
@@ -126,10 +124,3 @@ class EventStream:
         if self._size > FULL_BYTES:
             self.lose()
         self._changed.set()
-
-    async def _pass(self, message: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                await self._send(message)
-        except (TimeoutError, OSError):
-            self.lose()

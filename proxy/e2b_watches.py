@@ -8,7 +8,8 @@ from proxy.canonical import CallKey, call_key, private_key
 from proxy.dialects import e2b_told
 from proxy.dialects.connect import ConnectError
 from proxy.dialects.e2b_files import Watching
-from proxy.e2b_processes import Processes, attend, pid_of
+from proxy.e2b_following import attend
+from proxy.e2b_processes import Processes, pid_of
 from proxy.e2b_stream import EventStream
 from proxy.engine import Engine
 from proxy.forest import Rollout
@@ -46,7 +47,7 @@ class Watches:
             ConnectError: there is no such directory.
         """
         watch = await self._begin(rollout, asked)
-        self._processes.follow(rollout, watch, stream)
+        self._processes.following.follow(rollout, watch, stream)
 
     async def _begin(self, rollout: Rollout, asked: Watching) -> int:
         assert asked.call is not None
@@ -60,7 +61,7 @@ class Watches:
             watch = pid_of(node, key)
             return ToolCall(call.endpoint, call.tool, {**call.arguments, "process": watch})
 
-        self._processes.catch_up(rollout)
+        self._processes.following.catch_up(rollout)
         record = (await self._step.run(rollout, placed, own)).record
         error = e2b_told.failure(self._engine.store.result(record))
         if error is not None:
@@ -68,7 +69,7 @@ class Watches:
         return watch
 
     async def _events(self, rollout: Rollout, watch: int) -> list[dict[str, str]]:
-        self._processes.catch_up(rollout)
+        self._processes.following.catch_up(rollout)
         call = attend(watch)
         try:
             result = self._engine.store.result((await self._step.run(rollout, call, call_key(call))).record)

@@ -28,7 +28,11 @@ class Patient:
             async with asyncio.timeout(PATIENCE_S):
                 await self._send(message)
         except (TimeoutError, OSError):
-            self.gone = True
+            self.lose()
+
+    def lose(self) -> None:
+        """Note that the client went away."""
+        self.gone = True
 
 
 class Passing(Patient):
