@@ -70,8 +70,13 @@ async def main(part: str) -> list[Any]:
         await answered(files.exists("/work/b/c")),
         b"".join([piece async for piece in await files.read("/work/b/c", format="stream")]).decode(),
     ]
-    server = await run("while read -r line; do echo got $line; done", background=True, stdin=True, timeout=0)
+    lines: asyncio.Queue[Any] = asyncio.Queue()
+    server = await run(
+        "while read -r line; do echo got $line; done",
+        background=True, stdin=True, timeout=0, on_stdout=lines.put_nowait,
+    )  # fmt: skip
     await box.commands.send_stdin(server.pid, "one\n")
+    await heard(lines, "got one\n")
     answers += [await answered(server.kill()), await answered(server.wait())]
     shared = len(answers)
     answers += [
