@@ -206,6 +206,25 @@ class LocalDriver:
         seals: bool = True,
     ) -> LocalSandbox:
         try:
+            return await self._launch_in_one(spec, base, root, layers, state, images=images, seals=seals)
+        except SandboxError:
+            if not self.machine.fallen:
+                raise
+        # The launcher took its spares along, and nobody had heard of that yet.
+        return await self._launch_in_one(spec, base, root, layers, state, images=images, seals=seals)
+
+    async def _launch_in_one(
+        self,
+        spec: EnvironmentSpec,
+        base: Base,
+        root: Root,
+        layers: tuple[str, ...],
+        state: dict[str, Any],
+        *,
+        images: str | None,
+        seals: bool,
+    ) -> LocalSandbox:
+        try:
             async with asyncio.timeout(START_S):
                 spare = await self.machine.spare()
         except (ChannelLost, TimeoutError, OSError) as error:

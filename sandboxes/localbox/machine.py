@@ -129,6 +129,11 @@ class Machine:
     def held(self) -> set[str]:
         return {layer for layers in self._held for layer in layers}
 
+    @property
+    def fallen(self) -> bool:
+        """Whether the launcher is gone, and with it all that it started; the next sandbox starts another."""
+        return self._launcher is not None and self._launcher.lost is not None
+
     async def spare(self) -> Spare:
         """Return a sandbox without a spec: one in stock, or a new one."""
         while self._spares:
@@ -140,7 +145,7 @@ class Machine:
 
     async def _new_spare(self) -> Spare:
         async with self._mending:
-            if self._launcher is not None and self._launcher.lost is not None and self._process is not None:
+            if self.fallen and self._process is not None:
                 # It took its sandboxes with it; those to come need not suffer for it.
                 await self._process.wait()
                 await self._start_launcher()
