@@ -19,6 +19,7 @@ from sandboxes.localbox.changes import Stillness
 from sandboxes.localbox.left import AllLeft
 from sandboxes.localbox.operate import operate, set_last_pid
 from sandboxes.localbox.restoring import OUT_OF_THE_WAY
+from sandboxes.localbox.work import state_of
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,7 @@ class Parts:
 
     def state(self) -> dict[str, Any]:
         """Return what every answer tells of the state."""
-        alive = bool(self.alive)
-        return {
-            **self.changes.state(self.shells.sessions, alive=alive),
-            "restless": alive and self.stillness.restless,
-        }
+        return state_of(self.changes, self.shells, self.alive, self.stillness)
 
 
 class Freezing:

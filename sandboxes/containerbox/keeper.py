@@ -6,12 +6,9 @@ when the container does, and takes the container with it.
 
 import contextlib
 import os
-import select
 import signal
 import socket
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +21,16 @@ from sandboxes.containerbox.processes import Launch
 from sandboxes.containerbox.servers import ContainerServers
 from sandboxes.containerbox.shell import limit
 from sandboxes.containerbox.shells import ContainerShells
-from sandboxes.localbox import confine, delta, files, kernel, processes, watching
+from sandboxes.localbox import confine, delta, kernel, processes
 from sandboxes.localbox.alive import Alive
 from sandboxes.localbox.anchor import CannotStart
-from sandboxes.localbox.changes import WATCH_S, Stillness
-from sandboxes.localbox.left import AllLeft, Kept
+from sandboxes.localbox.changes import Stillness
+from sandboxes.localbox.left import AllLeft
 from sandboxes.localbox.running import Running, failed
-from sandboxes.localbox.servers import Log, ServerFailed, hand_over, served
-from sandboxes.localbox.session import MalformedDump
-from sandboxes.localbox.shell import Output, Shell
+from sandboxes.localbox.shell import Shell
 from sandboxes.localbox.terminal import give
-from sandboxes.localbox.wire import Inbox, Message, pack, receive
+from sandboxes.localbox.wire import Inbox, Message, pack
+from sandboxes.localbox.work import Work, not_started
 
 READY_S = 10.0
 TIMED_OUT, OVER_DISK = 124, 137
@@ -105,7 +101,7 @@ def _narrow(pid: int) -> None:
         raise OSError(code, f"the container's mounts could not be narrowed: {os.strerror(code)}")
 
 
-class Keeper:
+class Keeper(Work):
     """One container at work. fields: what the driver told of it; `begin` tells of spec and state."""
 
     def __init__(
@@ -121,15 +117,15 @@ class Keeper:
         self.user = household.ids(house.pid)
         self.inherited = household.environment(house.pid)
         self.output_bytes = 0
-        self.shells = ContainerShells(anchor, house, set(self.inherited))
+        self.shells: ContainerShells = ContainerShells(anchor, house, set(self.inherited))
         self.servers = ContainerServers(anchor, house)
         self.left = AllLeft(0)
-        self.changes = ContainerChanges(house, roots, fields)
+        self.changes: ContainerChanges = ContainerChanges(house, roots, fields)
         self.alive = Alive(self.shells, self.left, self._living)
-        self.parts = Parts(
-            house, anchor, self.shells, self.servers, self.left, self.alive, self.changes, stillness=Stillness()
+        self.stillness = Stillness()
+        self.freezing = Freezing(
+            Parts(house, anchor, self.shells, self.servers, self.left, self.alive, self.changes, self.stillness)
         )
-        self.freezing = Freezing(self.parts)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -168,31 +164,6 @@ class Keeper:
                 known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
                 self._reply({"delta": self.changes.now, **known})
 
-    def _next(self) -> Message | None:
-        """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
-        while (message := self.inbox.take()) is None:
-            poll = select.poll()
-            for fd in (self.driver.fileno(), self.house.init):
-                poll.register(fd, select.POLLIN)
-            outputs = self._outputs() if self.alive else {}
-            for fd in outputs:
-                poll.register(fd, select.POLLIN)
-            for fd, _ in poll.poll(None if not self.alive else 1000):
-                if fd in outputs:
-                    outputs[fd].drain(self.output_bytes)
-                elif fd == self.house.init:
-                    raise Ended("the container ended")
-                else:
-                    data, fds = receive(self.driver)
-                    if not data:
-                        return None
-                    self.inbox.feed(data, fds)
-            self.left.drain()
-        return message
-
-    def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
-        self.driver.sendall(pack(fields, body))
-
     def _begin(self, message: Message) -> None:
         """Become a sandbox: at the image's state, or at that of a copy; then start the shell that is asked first.
 
@@ -223,70 +194,6 @@ class Keeper:
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _call(self, message: Message) -> None:
-        fields = message.fields
-        alive_before, free = self.alive.now, self.changes.free_bytes()
-        turns_before = processes.turns(self.alive.processes)
-        started = time.perf_counter()
-        touched: str | None = None
-        if fields["op"] == "exec":
-            touched = fields["session"]
-            answer, body = self._exec(fields, message.body)
-        elif fields["op"] == "serve":
-            answer, body = self._serve(fields["server"], message.body), b""
-        elif fields["op"] == "process":
-            answer, body = self._process(fields, message.body), b""
-        elif fields["op"] == "tend":
-            status, media_type, body = watching.perform(self.left, fields, message.body, self._become_user)
-            answer = {"status": status, "media_type": media_type}
-        else:
-            answer, body = self._file(fields, message)
-        answer["seconds"] = time.perf_counter() - started
-        changed, read = answer.pop("session_changed", False), answer.pop("read", False)
-        self.alive.settle()
-        # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
-        came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
-        self.parts.stillness.saw(wrote=wrote_files, moved=came_or_went)
-        # A server of the spec's was waited for; others may be on their way for a while.
-        awaited = answer.pop("awaited", False)
-        answer["young"] = bool(self.alive) and came_or_went and not awaited
-        effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
-        if self.changes.free_bytes() < min(free, self.changes.reserve_bytes):
-            answer["host_full"] = True
-        self._reply({**answer, **effects, **self.parts.state()}, body)
-        if not self.alive and touched is not None:
-            self.shells.renew([touched])
-
-    def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
-        """Give the driver a way to a server, on which first was sent, and wait until it has its answer."""
-        order = {**order, "environment": {**self.shells.environment, **order["environment"]}}
-        while True:
-            try:
-                fresh = hand_over(self.driver, self.servers, order, self._watch(), first)
-            except ServerFailed as error:
-                return {"failed": error.kind, "detail": str(error)}
-            message = self._hear_while_serving()
-            if message.fields["op"] != "again":
-                return {**served(self.servers, order, message), "awaited": fresh}
-            first = b""
-
-    def _hear_while_serving(self) -> Message:
-        watch = self._watch()
-        while (message := self.inbox.take()) is None:
-            outputs = self._outputs()
-            readable, _, _ = select.select([self.driver.fileno(), *outputs], [], [], WATCH_S)
-            for fd in readable:
-                if fd in outputs:
-                    outputs[fd].drain(self.output_bytes)
-                    continue
-                data, carried = receive(self.driver)
-                if not data:
-                    sys.exit(0)
-                self.inbox.feed(data, carried)
-            watch()
-        return message
-
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""
         heard, to = socket.socketpair()
@@ -308,7 +215,7 @@ class Keeper:
         self, running: Running, launch: Launch, spared: set[int], fields: dict[str, Any]
     ) -> dict[str, Any]:
         until, detach = time.monotonic() + fields["timeout_s"], bool(fields["arguments"].get("detach"))
-        ending = running.pump(until, self.driver.fileno(), self._disk_watch(), self._client_left, detach=detach)
+        ending = running.pump(until, self.driver.fileno(), self._tending(), self._client_left, detach=detach)
         if household.exiting(self.house.pid):
             raise Ended("the container ended during a call")
         if ending in {"timeout", "disk", "host"}:
@@ -328,149 +235,44 @@ class Keeper:
         status = lambda: self.shells.status_of(inner)  # noqa: E731
         self.left.add(ContainerLeft(told, ends, death, pid, status, inner=inner, folder=launch.folder))
 
-    def _client_left(self) -> bool:
-        """Hear what the driver says during a call: that its client has left, or nothing ever again."""
-        data, fds = receive(self.driver)
-        if not data:
-            sys.exit(0)
-        self.inbox.feed(data, fds)
-        message = self.inbox.take()
-        return message is not None and message.fields["op"] == "leave"
-
-    def _watch(self) -> Callable[[], None]:
-        """Return what ends the servers when the sandbox holds too much, and this process when nobody needs it."""
-        over_disk = self._disk_watch()
-
-        def look() -> None:
-            self._mind({fd for fd in (self.driver.fileno(), self.house.init) if _hung_up(fd, self.driver.fileno())})
-            if over_disk() is not None:
-                self.house.kill_except(self.shells.anchor_pids)
-
-        return look
-
-    def _start_servers(self, orders: list[dict[str, Any]]) -> None:
-        """Start servers, as part of the root state."""
-        try:
-            for order in orders:
-                told = {**order, "environment": {**self.shells.environment, **order["environment"]}}
-                for fd in self.servers.connect(told, self._watch())[0]:
-                    os.close(fd)
-        except ServerFailed as error:
-            self._reply({"failed": error.kind, "detail": str(error)})
-            return
-        self.alive.settle()
-        self.changes.look()
-        self._reply({})
-
     def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes]:
         spared = self.shells.anchor_pids | {pid for pid, _ in self.alive.processes}
         try:
             shell = self.shells.ready(fields["session"])
         except CannotStart as error:
-            return self._answer(127, b"", f"{error}\n".encode()), f"{error}\n".encode()
+            return not_started(error)
         spared |= {other.pid for other in self.shells if other is not shell}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
-        return self._conclude(shell, ending, spared)
+        if ending == "died" and household.exiting(self.house.pid):
+            raise Ended("the container ended during a call")
+        return self._conclude(shell, ending, lambda: self.house.kill_except(spared, first=shell.pid))
 
-    def _wait(self, shell: Shell, timeout_s: float) -> str:
-        """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
-        deadline = time.monotonic() + timeout_s
-        watch = self._disk_watch()
-        try:
-            death = os.pidfd_open(shell.pid)
-        except ProcessLookupError:
-            return "died"
-        poll = select.poll()
-        outputs = {output.fd: output for output in (shell.out, shell.err)}
-        for fd in (*outputs, shell.dump_fd, death, self.house.init):
-            poll.register(fd, select.POLLIN)
-        poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
-        try:
-            while True:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return "timeout"
-                events = {fd for fd, _ in poll.poll(max(1, min(left, WATCH_S) * 1000))}
-                for fd in events & outputs.keys():
-                    outputs[fd].drain(self.output_bytes)
-                self._mind(events)
-                if shell.dump_fd in events and shell.read_dump():
-                    return "dump"
-                if death in events:
-                    return "died"
-                if (over := watch()) is not None:
-                    return over
-        finally:
-            os.close(death)
+    def _let_go(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
+        # The anchor has to be told to collect it, however it ended.
+        self.shells.kill(shell)
+
+    @property
+    def _watched(self) -> list[int]:
+        return [self.house.init]
 
     def _mind(self, events: set[int]) -> None:
-        """End where nobody waits for an answer any more, or nobody is left to give one."""
-        if self.driver.fileno() in events:
-            sys.exit(0)
+        super()._mind(events)
         if self.house.init in events:
-            raise Ended("the container ended during a call")
+            raise Ended("the container ended")
 
-    def _conclude(self, shell: Shell, ending: str, spared: set[int]) -> tuple[dict[str, Any], bytes]:
-        code, changed, notes = 0, False, b""
-        if ending == "dump":
-            try:
-                code, changed = self.shells.take_dump(shell)
-            except MalformedDump as error:
-                ending, code = "malformed", 1
-                notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
-        elif ending == "died":
-            if household.exiting(self.house.pid):
-                raise Ended("the container ended during a call")
-            code = self.shells.status(shell)
-        else:
-            self.house.kill_except(spared, first=shell.pid)
-            code = TIMED_OUT if ending == "timeout" else OVER_DISK
-            if ending == "disk":
-                megabytes = self.changes.disk_bytes >> 20
-                notes = f"\n[forkpoint: killed: the sandbox may hold {megabytes} MB of new files]\n".encode()
-        for output in (shell.out, shell.err):
-            output.drain(self.output_bytes)
-        (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
-        err += notes
-        if ending != "dump":
-            self.shells.kill(shell)
-        answer = self._answer(code, out, err, timed_out=ending == "timeout", truncated=out_cut or err_cut)
-        return {**answer, "session_changed": changed, "host_full": ending == "host"}, out + err
+    def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        return {**order, "environment": {**self.shells.environment, **order["environment"]}}
 
-    def _answer(
-        self, code: int, out: bytes, err: bytes, *, timed_out: bool = False, truncated: bool = False
-    ) -> dict[str, Any]:
-        lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
-        return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
+    def _end_servers(self) -> None:
+        self.house.kill_except(self.shells.anchor_pids)
 
-    def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes]:
-        """Run a file operation in a child that has moved into the container's files, with its rights and no more."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        pid = os.fork()
-        if pid == 0:
-            source = message.fds[0] if message.fds else None
-            self._operate(fields, message.body, writing, source)
-        for fd in (writing, *message.fds):
-            os.close(fd)
-        data, whole = self._read_all(reading, fields["timeout_s"])
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return files.heard(data, whole=whole)
-
-    def _operate(self, fields: dict[str, Any], body: bytes, result: int, source: int | None) -> None:
-        """In the child. Never returns."""
-        try:
-            self._become_user()
-            files.run_apart(fields["tool"], fields["arguments"], body, result, source)
-        finally:
-            os._exit(1)
+    def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
+        self._reply(answer, body)
+        if not self.alive and touched is not None:
+            self.shells.renew([touched])
 
     def _become_user(self) -> None:
-        """In a child: be the container's user. Paths are the agent's, so it must not be able to do more than he is."""
         namespace = os.open(f"/proc/{self.house.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         kernel.setns(namespace, kernel.CLONE_NEWNS)
         os.umask(0o022)
@@ -482,41 +284,6 @@ class Keeper:
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
 
-    def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
-        output = Output(fd)
-        deadline, watch = time.monotonic() + timeout_s, self._disk_watch()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN | select.POLLHUP)
-        while time.monotonic() < deadline and watch() is None:
-            events = poll.poll(WATCH_S * 1000)
-            output.drain(sys.maxsize)
-            if events and events[0][1] & select.POLLHUP and not events[0][1] & select.POLLIN:
-                return bytes(output.kept), True
-        return bytes(output.kept), False
-
-    # -- who lives ---------------------------------------------------------------------------------------------------
-
     def _living(self) -> set[processes.Process]:
         self.anchor.look_after()
         return self.house.living()
-
-    def _outputs(self) -> dict[int, Output | Log | Kept]:
-        return {**self.shells.outputs, **self.servers.outputs, **self.left.outputs}
-
-    def _disk_watch(self) -> Callable[[], str | None]:
-        """Return what is to be called during a call: see `disk_watch`. It takes the output of servers meanwhile."""
-        over_disk = self.changes.disk_watch()
-
-        def tend() -> str | None:
-            self.left.look()
-            for log in self.servers.outputs.values():
-                log.drain()
-            return over_disk()
-
-        return tend
-
-
-def _hung_up(fd: int, socket_fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLHUP | select.POLLRDHUP if fd == socket_fd else select.POLLIN)
-    return bool(poll.poll(0))

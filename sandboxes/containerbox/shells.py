@@ -43,6 +43,9 @@ class ContainerShells(Shells):
         session, given = self.sessions.get(name), (self.workdir, self.environment, self._inherited)
         return restore_script(session, *given, bash=self.bash, ready=":")
 
+    def reap(self) -> None:
+        """See `Shells.reap`: those that end here are the anchor's children."""
+
     def status(self, shell: Shell) -> int:
         """See `Shells.status`."""
         assert isinstance(shell, ContainerShell)

@@ -6,26 +6,24 @@ It dies with the launcher and when the driver's end of its socket closes; everyt
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.localbox import confine, delta, files, kernel, processes, rootfs, terminal, watching
+from sandboxes.localbox import confine, delta, kernel, processes, rootfs, terminal
 from sandboxes.localbox.alive import Alive
 from sandboxes.localbox.anchor import Anchor, CannotStart
-from sandboxes.localbox.changes import WATCH_S, Changes, Stillness
-from sandboxes.localbox.left import AllLeft, Kept, Left
+from sandboxes.localbox.changes import Changes, Stillness
+from sandboxes.localbox.left import AllLeft, Left
 from sandboxes.localbox.restoring import Restoring
 from sandboxes.localbox.running import Running, death_of, due_of, failed, new_pipes, open_terminal
-from sandboxes.localbox.servers import Log, ServerFailed, Servers, hand_over, served
-from sandboxes.localbox.session import MalformedDump
-from sandboxes.localbox.shell import Output, Shell
+from sandboxes.localbox.servers import Servers
+from sandboxes.localbox.shell import Shell
 from sandboxes.localbox.shells import Shells
 from sandboxes.localbox.wire import Inbox, Message, pack, receive
+from sandboxes.localbox.work import Answered, Work, not_started
 from sandboxes.process import PROGRAM, TEXT_FD, text
 
 TIMED_OUT, OVER_DISK = 124, 137
@@ -94,7 +92,7 @@ def say_last_words(channel: int, error: BaseException) -> None:
         os.write(channel, pack({"error": f"{type(error).__name__}: {error}"}))
 
 
-class Init:
+class Init(Work):
     """A sandbox at work. fields: what the driver told it of its spec and of the frozen state that it goes on from."""
 
     def __init__(self, driver: socket.socket, inbox: Inbox, roots: delta.Roots, fields: dict[str, Any]) -> None:
@@ -105,7 +103,7 @@ class Init:
         self.shells = Shells(fields["environment"], fields["workdir"], fields["sessions"], fields["pristine"])
         self.servers = Servers(self.shells)
         self.left = AllLeft(self.output_bytes)
-        self.changes = Changes(roots, fields)
+        self.changes: Changes = Changes(roots, fields)
         self.alive = Alive(self.shells, self.left, self._living)
         self.stillness, self.held_from = Stillness(), 0.0
 
@@ -131,7 +129,7 @@ class Init:
                 case "exec" | "file" | "serve" | "process" | "tend":
                     self._call(message)
                 case "start":
-                    self._start(message.fields["servers"])
+                    self._start_servers(message.fields["servers"])
                 case "pause":
                     self._pause(root=message.fields["root"], checkpoint=message.fields["checkpoint"])
                 case "look" | "describe" | "terminal":
@@ -139,93 +137,14 @@ class Init:
                 case "switched":
                     self._switched(message)
 
-    def _next(self) -> Message | None:
-        """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
-        while (message := self.inbox.take()) is None:
-            if not self._listen(self._outputs if self.alive else {}):
-                return None
-            self.shells.reap()
-            self.left.drain()
-        return message
-
-    @property
-    def _outputs(self) -> dict[int, Output | Log | Kept]:
-        """The streams of all that may live on between calls."""
-        return {**self.shells.outputs, **self.servers.outputs, **self.left.outputs}
-
-    def _listen(self, outputs: Mapping[int, Output | Log | Kept], within_ms: int | None = None) -> bool:
-        """Wait for the driver, or for a second where outputs are to be drained; False where the driver is gone."""
-        poll = select.poll()
-        poll.register(self.driver, select.POLLIN)
-        for fd in outputs:
-            poll.register(fd, select.POLLIN)
-        for fd, event in poll.poll(within_ms or (1000 if self.alive else None)):
-            if fd not in outputs:
-                return self._receive()
-            outputs[fd].drain(self.output_bytes)
-            if not event & select.POLLIN:
-                # Nobody writes there any more; polled again and again, it would keep this process busy.
-                self.servers.close_log(fd)
-        return True
-
-    def _receive(self) -> bool:
-        data, fds = receive(self.driver)
-        self.inbox.feed(data, fds)
-        return bool(data)
-
-    def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
-        self.driver.sendall(pack(fields, body))
-
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _call(self, message: Message) -> None:
-        fields = message.fields
-        self.shells.reap()
-        alive_before, free = self.alive.now, self.changes.free_bytes()
-        turns_before = processes.turns(self.alive.processes)
-        started = time.perf_counter()
-        touched: str | None
-        if fields["op"] == "exec":
-            answer, body, touched = self._exec(fields, message.body)
-        elif fields["op"] == "serve":
-            answer, body, touched = self._serve(fields["server"], message.body), b"", None
-        elif fields["op"] == "process":
-            answer, body, touched = self._process(fields, message.body), b"", None
-        elif fields["op"] == "tend":
-            (status, media_type, body), touched = watching.perform(self.left, fields, message.body), None
-            answer = {"status": status, "media_type": media_type}
-        else:
-            answer, body, touched = self._file(fields, message)
-        answer["seconds"] = time.perf_counter() - started
-        changed, read = answer.pop("session_changed", False), answer.pop("read", False)
-        self.alive.settle()
-        # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
-        came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
-        self.stillness.saw(wrote=wrote_files, moved=came_or_went)
-        # A server of the spec's was waited for; others may be on their way for a while.
-        awaited = answer.pop("awaited", False)
-        answer["young"] = bool(self.alive) and came_or_went and not awaited
-        effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
-        wrote = self.seals and self.changes.written and not self.alive
-        discard = wrote and self.changes.undone
-        seal = wrote and not discard and not self.changes.linked
-        if self.changes.free_bytes() < min(free, self.changes.reserve_bytes):
-            answer["host_full"] = True
-        self._reply({**answer, **effects, **self._state(), "discard": discard, "seal": seal}, body)
-        if discard or seal:
-            # What was written goes away or into a layer: the driver is told at once what it would ask next.
-            self._pause(discard=discard)
-        elif not self.alive:
-            self.shells.renew([touched] if touched else [])
-
-    def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes, str]:
-        name = fields["session"]
+    def _exec(self, fields: dict[str, Any], command: bytes) -> Answered:
         spared = processes.living() if self.alive else set()
         try:
-            shell = self.shells.ready(name)
+            shell = self.shells.ready(fields["session"])
         except CannotStart as error:
-            return self._answer(127, b"", f"{error}\n".encode()), f"{error}\n".encode(), name
+            return not_started(error)
         others = {other.pid for other in self.shells if other is not shell}
         if spared or others:
             # The anchor goes with its shells, unless others have to stay.
@@ -233,110 +152,27 @@ class Init:
         spared |= {process for process in processes.living() if process[0] in others}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
-        return (*self._conclude(shell, ending, spared), name)
+        return self._conclude(shell, ending, lambda: self.shells.kill_except(spared, first=shell.pid))
 
-    def _wait(self, shell: Shell, timeout_s: float) -> str:
-        """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
-        deadline = time.monotonic() + timeout_s
-        over_disk = self._tending()
-        poll = select.poll()
-        outputs = {output.fd: output for output in (shell.out, shell.err)}
-        for fd in (*outputs, shell.dump_fd, shell.death):
-            poll.register(fd, select.POLLIN)
-        poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return "timeout"
-            events = {fd for fd, _ in poll.poll(max(1, min(left, WATCH_S) * 1000))}
-            for fd in events & outputs.keys():
-                outputs[fd].drain(self.output_bytes)
-            if self.driver.fileno() in events:
-                # Nobody waits for an answer any more.
-                sys.exit(0)
-            if shell.dump_fd in events and shell.read_dump():
-                return "dump"
-            if shell.death in events:
-                return "died"
-            if (over := over_disk()) is not None:
-                return over
-
-    def _conclude(self, shell: Shell, ending: str, spared: set[processes.Process]) -> tuple[dict[str, Any], bytes]:
-        code, changed, notes = 0, False, b""
-        if ending == "dump":
-            try:
-                code, changed = self.shells.take_dump(shell)
-            except MalformedDump as error:
-                ending, code = "malformed", 1
-                notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
-        elif ending == "died":
-            code = self.shells.status(shell)
-        else:
-            self.shells.kill_except(spared, first=shell.pid)
-            code = TIMED_OUT if ending == "timeout" else OVER_DISK
-            if ending == "disk":
-                megabytes = self.changes.disk_bytes >> 20
-                notes = f"\n[forkpoint: killed: the sandbox may hold {megabytes} MB of new files]\n".encode()
-        for output in (shell.out, shell.err):
-            output.drain(self.output_bytes)
-        (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
-        err += notes
+    def _let_go(self, shell: Shell, ending: str) -> None:
         if ending == "malformed":
             self.shells.kill(shell)
-        elif ending != "dump":
+        else:
             self.shells.forget(shell)
-        answer = self._answer(code, out, err, timed_out=ending == "timeout", truncated=out_cut or err_cut)
-        return {**answer, "session_changed": changed, "host_full": ending == "host"}, out + err
 
-    def _answer(
-        self, code: int, out: bytes, err: bytes, *, timed_out: bool = False, truncated: bool = False
-    ) -> dict[str, Any]:
-        lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
-        return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}
+    def _end_servers(self) -> None:
+        self.shells.kill_except(set())
 
-    def _file(self, fields: dict[str, Any], message: Message) -> tuple[dict[str, Any], bytes, str | None]:
-        """Run a file operation in a child; like a command's, its time and its memory are bounded."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        try:
-            pid = os.fork()
-        except OSError as error:
-            # The sandbox has as many processes as it may have.
-            os.close(reading)
-            for fd in (writing, *message.fds):
-                os.close(fd)
-            status, media_type, body = files.problem(
-                507, "File operation failed", f"no process for it: {error.strerror}"
-            )
-            return {"status": status, "media_type": media_type}, body, None
-        if pid == 0:
-            source = message.fds[0] if message.fds else None
-            files.run_apart(fields["tool"], fields["arguments"], message.body, writing, source)
-        for fd in (writing, *message.fds):
-            os.close(fd)
-        data, whole = self._read_all(reading, fields["timeout_s"])
-        os.close(reading)
-        # It alone, which starts nobody: what lives beside it may have started others meanwhile.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return *files.heard(data, whole=whole), None
-
-    def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
-        """Give the driver a connection to a server, on which first was sent, and wait until it has its answer."""
-        watch = self._watch()
-        while True:
-            try:
-                fresh = hand_over(self.driver, self.servers, order, watch, first)
-            except ServerFailed as error:
-                return {"failed": error.kind, "detail": str(error)}
-            while (message := self.inbox.take()) is None:
-                if not self._listen(self._outputs, int(WATCH_S * 1000)):
-                    sys.exit(0)
-                watch()
-            if message.fields["op"] != "again":
-                return {**served(self.servers, order, message), "awaited": fresh}
-            first = b""
+    def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
+        wrote = self.seals and self.changes.written and not self.alive
+        discard = wrote and self.changes.undone
+        seal = wrote and not discard and not self.changes.linked
+        self._reply({**answer, "discard": discard, "seal": seal}, body)
+        if discard or seal:
+            # What was written goes away or into a layer: the driver is told at once what it would ask next.
+            self._pause(discard=discard)
+        elif not self.alive:
+            self.shells.renew([touched] if touched else [])
 
     def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
         """Run a process of its own; the driver gets a socket on which its output comes."""
@@ -391,67 +227,6 @@ class Init:
             for fd in theirs.values():
                 os.close(fd)
 
-    def _tending(self) -> Callable[[], str | None]:
-        """Return what is to be called during a call: it says when the sandbox holds too much, see `disk_watch`.
-
-        It takes the output of servers, and of what their clients left, so that these do not block meanwhile.
-        """
-        over_disk = self.changes.disk_watch()
-
-        def tend() -> str | None:
-            self.left.look()
-            for log in self.servers.outputs.values():
-                log.drain()
-            return over_disk()
-
-        return tend
-
-    def _client_left(self) -> bool:
-        """Hear what the driver says during a call: that its client has left, or nothing ever again."""
-        if not self._receive():
-            sys.exit(0)
-        message = self.inbox.take()
-        return message is not None and message.fields["op"] == "leave"
-
-    def _watch(self) -> Callable[[], None]:
-        """Return what ends the servers when the sandbox holds too much, or the driver is gone."""
-        over_disk = self._tending()
-        poll = select.poll()
-        poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
-
-        def look() -> None:
-            if poll.poll(0):
-                sys.exit(0)
-            if over_disk() is not None:
-                self.shells.kill_except(set())
-
-        return look
-
-    def _start(self, orders: list[dict[str, Any]]) -> None:
-        """Start servers, as part of the root state."""
-        try:
-            for order in orders:
-                for fd in self.servers.connect(order, self._watch())[0]:
-                    os.close(fd)
-        except ServerFailed as error:
-            self._reply({"failed": error.kind, "detail": str(error)})
-            return
-        self.alive.settle()
-        self.changes.look()
-        self._reply({})
-
-    def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
-        output = Output(fd)
-        deadline, over_disk = time.monotonic() + timeout_s, self._tending()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN | select.POLLHUP)
-        while time.monotonic() < deadline and over_disk() is None:
-            events = poll.poll(WATCH_S * 1000)
-            output.drain(sys.maxsize)
-            if events and events[0][1] & select.POLLHUP and not events[0][1] & select.POLLIN:
-                return bytes(output.kept), True
-        return bytes(output.kept), False
-
     # -- what lives --------------------------------------------------------------------------------------------------
 
     def _living(self) -> set[processes.Process]:
@@ -488,13 +263,6 @@ class Init:
     def _told(self) -> dict[str, Any]:
         known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
         return {**known, **self.changes.told(), **self._state()}
-
-    def _state(self) -> dict[str, Any]:
-        alive = bool(self.alive)
-        return {
-            **self.changes.state(self.shells.sessions, alive=alive),
-            "restless": alive and self.stillness.restless,
-        }
 
     def _look(self) -> None:
         """Tell of the state while all processes stand still, and what must be known of them to take them over."""
