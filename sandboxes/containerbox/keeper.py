@@ -33,7 +33,6 @@ from sandboxes.localbox.wire import Inbox, Message, pack
 from sandboxes.localbox.work import Work, not_started
 
 READY_S = 10.0
-TIMED_OUT, OVER_DISK = 124, 137
 
 
 class Ended(Exception):  # noqa: N818 - says what happened
@@ -244,8 +243,6 @@ class Keeper(Work):
         spared |= {other.pid for other in self.shells if other is not shell}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
-        if ending == "died" and household.exiting(self.house.pid):
-            raise Ended("the container ended during a call")
         return self._conclude(shell, ending, lambda: self.house.kill_except(spared, first=shell.pid))
 
     def _let_go(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
@@ -268,6 +265,9 @@ class Keeper(Work):
         self.house.kill_except(self.shells.anchor_pids)
 
     def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
+        if household.exiting(self.house.pid):
+            # It is about to, before all others: what a call met since then is no answer.
+            raise Ended("the container ended during a call")
         self._reply(answer, body)
         if not self.alive and touched is not None:
             self.shells.renew([touched])

@@ -26,7 +26,6 @@ from sandboxes.localbox.wire import Inbox, Message, pack, receive
 from sandboxes.localbox.work import Answered, Work, not_started
 from sandboxes.process import PROGRAM, TEXT_FD, text
 
-TIMED_OUT, OVER_DISK = 124, 137
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 

@@ -117,7 +117,9 @@ class Work:
         poll = select.poll()
         for fd in (self.driver.fileno(), *self._watched, *outputs):
             poll.register(fd, select.POLLIN)
-        for fd, event in poll.poll(within_ms or (1000 if self.alive else None)):
+        events = poll.poll(within_ms or (1000 if self.alive else None))
+        self._mind({fd for fd, _ in events} - {self.driver.fileno()})
+        for fd, event in events:
             if fd in outputs:
                 outputs[fd].drain(self.output_bytes)
                 if not event & select.POLLIN:
@@ -125,8 +127,6 @@ class Work:
                     self.servers.close_log(fd)
             elif fd == self.driver.fileno():
                 return self._receive()
-            else:
-                self._mind({fd})
         return True
 
     def _receive(self) -> bool:
