@@ -335,6 +335,13 @@ def test_a_sandbox_whose_time_is_over_is_gone_for_its_client_and_the_tree_stays(
     assert {outcome for _, outcome in calls(proxy, "over", again.sandbox)} == {"hit"}
 
 
+def test_a_rollout_that_was_begun_in_another_way_has_no_end(proxy: Proxy) -> None:
+    proxy.client.post("/t/other/r/seven/shell/exec", json={"command": "echo begun >/root/how"}).raise_for_status()
+    client = Client(proxy, "other", sandbox="seven")
+    assert client.control("POST", "/v2/sandboxes/seven/connect", timeout=0).status_code == 200
+    assert client.run("cat /root/how") == "begun\n"
+
+
 def test_one_that_is_to_pause_then_does_and_goes_on_when_it_is_asked_if_it_was_made_so(proxy: Proxy) -> None:
     for resumes in (False, True):
         client = Client(proxy, "pauses", timeout=3600, autoPause=True, autoResume={"enabled": resumes})
