@@ -220,19 +220,21 @@ class Keeper(Work):
         if ending in {"timeout", "disk", "host"}:
             self.house.kill_except(spared)
         elif ending == "left" and "process" in fields["arguments"]:
-            self._leave(running, launch, fields["arguments"])
+            self._leave(running, launch, fields["arguments"], until)
         elif ending == "left":
             for fd in running.outputs:
                 self.servers.take_over(fd, launch.inner)
         answer = running.conclude(ending, lambda: self.shells.status_of(launch.inner), self.changes.disk_bytes)
         return {**answer, "detached": detach, "kept": "process" in fields["arguments"]}
 
-    def _leave(self, running: Running, launch: Launch, told: dict[str, Any]) -> None:
+    def _leave(self, running: Running, launch: Launch, told: dict[str, Any], until: float) -> None:
         launch.left = True
         ends, death = running.hand_over()
         inner, pid = launch.inner, self.house.find(launch.inner) or 0
         status = lambda: self.shells.status_of(inner)  # noqa: E731
-        self.left.add(ContainerLeft(told, ends, death, pid, status, inner=inner, folder=launch.folder))
+        process = ContainerLeft(told, ends, death, pid, status, inner=inner, folder=launch.folder)
+        process.until = until
+        self.left.add(process)
 
     def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes]:
         spared = self.shells.anchor_pids | {pid for pid, _ in self.alive.processes}

@@ -192,7 +192,9 @@ class Init(Work):
                 self.shells.kill_except(spared)
             elif ending == "left" and "process" in fields["arguments"]:
                 ends, death = running.hand_over()
-                self.left.add(self._left(fields["arguments"], ends, death, pid))
+                process = self._left(fields["arguments"], ends, death, pid)
+                process.until = until
+                self.left.add(process)
             elif ending == "left":
                 for fd in running.outputs:
                     self.servers.take_over(fd, pid)

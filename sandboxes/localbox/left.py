@@ -8,8 +8,10 @@ import base64
 import contextlib
 import fcntl
 import json
+import math
 import os
 import select
+import signal
 import struct
 import termios
 import time
@@ -23,6 +25,10 @@ Told = tuple[int, str, bytes]
 _CHUNK = 1 << 16
 _SESSION = 0x5429
 """TIOCGSID, which Python 3.11 has no name for: whose session a terminal is."""
+DYING_S = 0.2
+"""How long one that was just ended is given to be gone."""
+LOOK_S = 1.0
+"""Between calls, how often who keeps processes looks at them at least."""
 WRITE_S = 10.0
 """How long a process may take to read what is written to it."""
 
@@ -69,6 +75,7 @@ class Kept:
 class Left:
     """One. told: what it was started with. ends: our ends of its streams, by their places.
 
+    until: when its time is up, and it alone is ended, as E2B's server does; by `time.monotonic`.
     death: readable when it has ended. pid: as this process knows it. status: tells its exit code once it has ended.
     """
 
@@ -81,19 +88,29 @@ class Left:
         self.streams = {place: Kept(ends.get(place, -1)) for place in (OUT, ERR)}
         self.code: int | None = None
         self.signals: set[int] = set()
+        self.until = math.inf
         self._death, self._status = death, status
         self._ended_at = 0.0
 
+    def await_death(self) -> None:
+        """Give it the moment that it takes to die: who killed it and looks finds it gone."""
+        select.select([self._death], [], [], DYING_S)
+
     def drain(self, limit: int) -> None:
-        """Take what it has said."""
+        """Take what it has said, and end it if its time is up."""
+        if self.code is None and time.monotonic() > self.until and not select.select([self._death], [], [], 0)[0]:
+            self.until = math.inf
+            self.signal(signal.SIGKILL)
         for stream in self.streams.values():
             stream.drain(limit)
 
     def look(self, limit: int) -> None:
         """Take what it has said, and note its end, which the anchor tells: never while a dump may hold that still."""
-        if self.code is None and select.select([self._death], [], [], 0)[0]:
-            self.code, self._ended_at = self._status(), time.monotonic()
+        overdue = time.monotonic() > self.until
         self.drain(limit)
+        if self.code is None and select.select([self._death], [], [], DYING_S if overdue else 0)[0]:
+            self.code, self._ended_at = self._status(), time.monotonic()
+            self.drain(limit)
         if self.code is not None and time.monotonic() - self._ended_at > LINGER_S:
             # What it left behind holds its streams.
             for stream in self.streams.values():
@@ -186,7 +203,7 @@ class Left:
         open_ends = {place: fd for place, fd in sorted(ends.items()) if fd >= 0}
         return {
             "told": self.told, "pid": self.pid, "code": self.code, "signals": sorted(self.signals),
-            "places": list(open_ends),
+            "places": list(open_ends), "left_s": None if self.until == math.inf else self.until - time.monotonic(),
             "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in open_ends.values()],  # noqa: PTH115
             "kept": {str(place): base64.b64encode(stream.data).decode() for place, stream in self.streams.items()},
         }  # fmt: skip
@@ -194,6 +211,8 @@ class Left:
     def recall(self, remembered: Mapping[str, Any]) -> None:
         """Know again what was remembered."""
         self.code, self.signals = remembered["code"], set(remembered["signals"])
+        left_s = remembered.get("left_s")
+        self.until = math.inf if left_s is None else time.monotonic() + left_s
         for place, data in remembered["kept"].items():
             self.streams[int(place)].data[:] = base64.b64decode(data)
 
@@ -225,6 +244,12 @@ class AllLeft:
         watch.close()
         del self._processes[name]
         return True
+
+    @property
+    def within_ms(self) -> int:
+        """How soon they are to be looked at: at least every second, and when the time of one is up."""
+        left_s = min((process.until for process in self), default=math.inf) - time.monotonic()
+        return max(1, math.ceil(1000 * min(LOOK_S, left_s)))
 
     @property
     def outside(self) -> str:
@@ -272,6 +297,8 @@ class AllLeft:
                 why = process.resize(arguments["size"])
             case "signal":
                 process.signal(arguments["signal"])
+                if arguments["signal"] == signal.SIGKILL:
+                    process.await_death()
         return (409, "text/plain", why.encode()) if why else (200, "application/json", b"{}")
 
     def _attend(self, process: Left, until: Mapping[str, Any] | None, timeout_s: float) -> Told:

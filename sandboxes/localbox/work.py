@@ -101,7 +101,7 @@ class Work:
     def _next(self) -> Message | None:
         """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
         while (message := self.inbox.take()) is None:
-            if not self._listen(self._outputs if self.alive else {}):
+            if not self._listen(self._outputs if self.alive else {}, self.left.within_ms if self.alive else None):
                 return None
             self.shells.reap()
             self.left.drain()

@@ -143,6 +143,15 @@ def test_output_that_comes_later_is_told_at_the_same_place_to_who_is_answered_fr
     assert [tool for tool, _ in first].count("attend") >= 2
 
 
+def test_a_deadline_ends_one_in_the_background_too(proxy: Proxy) -> None:
+    client = Client(proxy, "overdue")
+    with client.start("sleep 30; echo late", **{"connect-timeout-ms": "600"}) as told:
+        next(told)
+        assert client.run("echo more") == "more\n"
+        assert joined(told)[1]["last"]["error"]["code"] == "deadline_exceeded"
+    assert polled(partial(all_ended, client))
+
+
 def send(client: Client, pid: int, data: bytes) -> httpx.Response:
     return client.call(
         "process.Process/SendInput", process={"pid": pid}, input={"stdin": base64.b64encode(data).decode()}

@@ -167,6 +167,17 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
+    def test_one_that_was_left_is_ended_when_its_time_is_up_and_what_it_started_goes_on(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            text = "(sleep 0.6; echo on >/tmp/on) >/dev/null 2>&1 & echo up; sleep 1.5; echo late >/tmp/late"
+            assert (await leave(sandbox, text, tty=False, stdin=False, timeout_s=0.3)).ending.exit_code is None
+            asked = {"process": 7, "until": {"1": 0, "2": 0, "ended": True}}
+            ended = await sandbox.execute(ToolCall("process", "attend", asked))
+            assert ending(ended.result.body).signal == 9
+            assert (await run(sandbox, "until [ -s /tmp/on ]; do sleep 0.02; done; sleep 1; ls /tmp")).out == "on\n"
+
+        self.driven(driver, test)
+
     def test_a_directory_is_watched_as_its_user_and_what_happens_in_it_is_told_once(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:
             await run(sandbox, "mkdir -p /tmp/w/sub; mkdir -m 700 /tmp/own; ln -s /tmp/w /tmp/to; echo old >/tmp/w/old")
