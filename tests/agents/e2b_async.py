@@ -7,6 +7,7 @@ Prints how many answers are shared, then all, as the agent sees them.
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable
 from typing import Any
@@ -89,4 +90,6 @@ async def main(part: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1]))))
+    print(json.dumps(asyncio.run(main(sys.argv[1]))), flush=True)
+    # The SDK's own threads may abort while the interpreter goes down.
+    os._exit(0)
