@@ -57,7 +57,7 @@ class Attach:
             if not own and node.state is None:
                 # What lives here was brought here in no time, while this rollout thought.
                 with timing.measure("restore_s"):
-                    await self._rest(slot, time.monotonic() - rollout.since)
+                    await self._rest(slot, rollout.age_s)
             yield slot
         except BaseException:
             # Nobody knows what it did before it failed.

@@ -1,14 +1,19 @@
-"""Tasks and their rollouts, each rollout standing at one node of its task's tree (pure)."""
+"""Tasks and their rollouts, each rollout standing at one node of its task's tree (pure but for its clock)."""
 
 import asyncio
 import math
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from proxy.canonical import CallKey, again_key, private_key
 from proxy.tree import Node, Record, Tree
+from sandboxes.driver import YOUNG_S
 from sandboxes.spec import EnvironmentSpec
+
+MUCH_SOONER_S = 3.0
+"""Agents take longer or shorter to think; with less between two of them the one may be told what the other was."""
 
 
 class Outcome(IntEnum):
@@ -49,15 +54,26 @@ class Rollout:
         """Return the key under which this rollout looks a call up: its own, unheard of, where nothing may be reused.
 
         Beside live processes, whoever asks the same again waits for something: told what it was told before, it would
-        wait for ever. So what was heard here has other keys the next time, which all who ask as often share.
+        wait for ever. So what was heard here has other keys the next time, which all who ask as often share. So has
+        what was heard while they were just starting, by somebody who came back to them much sooner.
         """
         if not self.cached:
             return private_key(key, self.id, self.calls)
         nth, asked = 0, key
-        while asked in self.heard:
+        while asked in self.heard or self._is_older_than(asked):
             nth += 1
             asked = again_key(key, nth)
         return asked
+
+    @property
+    def age_s(self) -> float:
+        """Seconds for which it stands at its node, by its own clock."""
+        return time.monotonic() - self.since
+
+    def _is_older_than(self, key: CallKey) -> bool:
+        """Whether what a record tells of processes that were just starting may be another by now."""
+        record = self.node.records.get(key) if self.node.young else None
+        return record is not None and record.age_s < YOUNG_S and self.age_s > record.age_s + MUCH_SOONER_S
 
     def advance(self, record: Record, outcome: Outcome) -> None:
         """Take the step that record describes. O(1)."""

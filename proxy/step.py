@@ -76,7 +76,7 @@ class Step:
         """
         if rollout.turn.locked() or not rollout.cached or self._gathering.busy(rollout):
             return None
-        record = rollout.node.records.get(rollout.key_of(key) if rollout.heard else key)
+        record = rollout.node.records.get(rollout.key_of(key) if rollout.heard or rollout.node.young else key)
         if record is not None:
             self._take(rollout, record, Outcome.HIT)
         return record
@@ -165,9 +165,10 @@ class Step:
     ) -> Record:
         async with self._attach.standing_at(rollout, here, timing) as slot:
             assert slot.sandbox is not None
+            age_s = rollout.age_s
             execution = await execute(slot.sandbox, call, listener)
             timing.tool_s = execution.seconds
-            record = None if execution.nothing else self._record(rollout, here, call, key, execution)
+            record = None if execution.nothing else self._record(rollout, here, call, key, execution, age_s)
             slot.calls += 1
             if record is not None:
                 self._attach.moved(slot, record.target)
@@ -175,7 +176,9 @@ class Step:
             raise NothingHappened("nothing has happened since.")
         return record
 
-    def _record(self, rollout: Rollout, here: Node, call: ToolCall, key: CallKey, execution: Execution) -> Record:
+    def _record(
+        self, rollout: Rollout, here: Node, call: ToolCall, key: CallKey, execution: Execution, age_s: float
+    ) -> Record:
         """Put an executed call into the tree, on disk first: what could not be written is not known."""
         if here.detached:
             raise RolloutGone(f"the state n{here.id} was forgotten while its call ran. Start another rollout.")
@@ -188,9 +191,10 @@ class Step:
         if place.known is None:
             number = self._store.new_node_id()
             node = Node(number, state=place.state, witness=execution.witness, diverged=here.diverged)
+            node.young = execution.young
         record = Record(
             self._store.new_record_id(), key, here, place.known or node or here, execution.effect, execution.seconds,
-            time.time(), private=private, doubtful=doubtful(call, execution),
+            time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
         self._store.save_record(tree.id, record, node, execution.replay or call, execution.result)
         if node is not None:

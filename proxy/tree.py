@@ -5,6 +5,7 @@ the node that already stands for the state it reached: different histories then 
 `origin` links still form a tree. All functions here run without `await`, so no lock guards a tree.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Node:
     origin: the record that first reached it; None for the root alone.
     witness: where there is no state digest, what a replay must reach all the same; None where nothing is known.
     snapshot: id of the snapshot that holds it, if one does.
+    young: whether what came to live with it may have been on its way when its calls were made: see `Rollout.key_of`.
     passes: how many rollouts have stepped onto it. wanted: how often a sandbox was wanted here and none stood here.
     weighed: whether it was thought about keeping it: once for each node, for the statistics.
     unfreezable: why no snapshot can be taken; empty while nothing is known against it.
@@ -36,6 +38,7 @@ class Node:
     records: "dict[CallKey, Record]" = field(default_factory=dict)
     snapshot: str | None = None
     pinned: bool = False
+    young: bool = False
     passes: int = 0
     wanted: int = 0
     weighed: bool = False
@@ -53,6 +56,7 @@ class Record:
     seconds: what the tool took when it ran. hits: how often it was answered from here since.
     reproducible: False once a replay of it reached another state than `target`. doubtful: see `doubtful`; no longer
         once a replay did reach it. differs: how an audit found that it does not come again; empty while it did not.
+    age_s: for how long its rollout had stood at source when it was made; long ago where nobody knows any more.
     """
 
     id: int
@@ -67,6 +71,7 @@ class Record:
     reproducible: bool = True
     doubtful: bool = False
     differs: str = ""
+    age_s: float = math.inf
     call: int = 0
     upload: int = 0
     answer: int = 0

@@ -98,6 +98,10 @@ class ServingSandbox(Sandbox, Protocol):
         ...
 
 
+YOUNG_S = 5.0
+"""How long what a call has left running may take to start: nobody waits for it any longer."""
+
+
 @runtime_checkable
 class Resting(Protocol):
     """A sandbox in which calls leave processes running, which may take a while to start."""

@@ -8,7 +8,7 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpoints import Checkpoints, Mapped
 from sandboxes.containerbox.states import States
 from sandboxes.containerbox.stock import Box, Stock
-from sandboxes.driver import FrozenState, NotFreezable, SandboxError
+from sandboxes.driver import YOUNG_S, FrozenState, NotFreezable, SandboxError
 from sandboxes.effects import Effect
 from sandboxes.http1 import Listener
 from sandboxes.localbox.answers import digest, execution, refuse, request, sql_execution
@@ -16,7 +16,6 @@ from sandboxes.localbox.hosting import Hosting
 from sandboxes.localbox.looks import state_look
 from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.sandbox import ENVIRONMENT, RESERVE_BYTES
-from sandboxes.localbox.talk import YOUNG_S
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import StateLook
 from sandboxes.spec import EnvironmentSpec

@@ -8,7 +8,7 @@ from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpoints import Mapped, changed_since_mapped
-from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
+from sandboxes.driver import YOUNG_S, FrozenState, NotFreezable, SandboxError, SpecError
 from sandboxes.effects import Effect
 from sandboxes.http1 import Listener
 from sandboxes.localbox.answers import digest, execution, refuse, request, sql_execution
@@ -20,7 +20,6 @@ from sandboxes.localbox.machine import Machine, Spare, ended
 from sandboxes.localbox.pty import Pty
 from sandboxes.localbox.restoring import inherited
 from sandboxes.localbox.roots import Root
-from sandboxes.localbox.talk import YOUNG_S
 from sandboxes.localbox.wire import Message
 from sandboxes.looking import StateLook
 from sandboxes.spec import EnvironmentSpec

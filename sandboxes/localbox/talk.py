@@ -14,10 +14,6 @@ GRACE_S = 60.0
 """How long over its own time a call may keep the other side busy (killing, comparing files); then it counts as dead."""
 
 
-YOUNG_S = 5.0
-"""How long what a call has left running may take to start: then the next call need not be given to it any later."""
-
-
 class Talk:
     """What the sandboxes of both drivers have in common. `dead`: why it is, if it is."""
 

@@ -65,3 +65,18 @@ def test_who_waits_for_a_job_is_told_when_it_is_done_and_the_others_when_they_ha
         assert len(polls["a"]) > 2
         assert [answer for answer, _ in polls["b"]] == [answer for answer, _ in polls["a"]]
         assert all(known for _, known in polls["b"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_comes_back_late_is_not_told_what_one_was_who_came_at_once(way: str) -> None:
+    require(way)
+    with real_proxy(checkpoints=way == WAYS[0], keeps_all=False) as proxy:
+        proxy.put("b", files={"/root/server.py": SERVER})
+        told = {}
+        for rollout, thinks_s in (("hasty", 0.0), ("slow", 4.0), ("slower", 4.5)):
+            run(proxy, rollout, "python3 server.py >/dev/null 2>&1 &")
+            time.sleep(thinks_s)
+            told[rollout] = run(proxy, rollout, ask("server.py"))
+        assert "refused" in told["hasty"][0]
+        assert told["slow"] == ("200\n", False)
+        assert told["slower"] == ("200\n", True)

@@ -276,9 +276,10 @@ def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
             assert ages == [], "it stood there itself"
             # The second came here 7 s ago, and was answered at once what had taken 5 s.
             await ask(running, second, "sleep 9 &")
-            second.since -= 7
+            second.since -= 2
             first.node.records[next(iter(first.heard))].seconds = 5.0
             assert (await ask(running, second, "pwd"))[1] is Outcome.HIT
+            second.since -= 5
             await ask(running, second, "echo 2 > b")
             assert 12 <= ages[-1] < 20
             # A replay gives it as long as it had then.
@@ -291,5 +292,28 @@ def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
             await ask(running, third, "echo 3 > c")
             assert 2 < ages[0] < 10
             assert 0 <= ages[1] < 2
+
+    asyncio.run(body())
+
+
+def test_what_was_heard_of_processes_that_were_just_starting_is_not_told_who_comes_much_later(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            hasty, slow, slower, quick = await rollouts(running, 4)
+
+            async def come(rollout: Rollout, thinks_s: float) -> Outcome:
+                await ask(running, rollout, "sleep 9 &")
+                rollout.since -= thinks_s
+                return (await ask(running, rollout, "pwd"))[1]
+
+            assert await come(hasty, 0.5) is Outcome.MISS
+            assert await come(slow, 10.0) is Outcome.MISS
+            assert await come(slower, 20.0) is Outcome.HIT
+            assert await come(quick, 2.0) is Outcome.HIT
+            # Behind a call that started nothing, nothing is just starting.
+            for rollout, thinks_s, outcome in ((hasty, 0.5, Outcome.MISS), (quick, 30.0, Outcome.HIT)):
+                await ask(running, rollout, "echo 1 > a")
+                rollout.since -= thinks_s
+                assert (await ask(running, rollout, "cat a"))[1] is outcome
 
     asyncio.run(body())
