@@ -37,6 +37,10 @@ class StateLost(RuntimeError):  # noqa: N818 - it says what happened to the stat
     """A node's state cannot be rebuilt: its replay reaches another one, and no snapshot is left."""
 
 
+class _TooFast(Exception):  # noqa: N818 - what it says is why to try again
+    """A replay differs, and what lived there had no time to start: it may be that."""
+
+
 class Attach:
     """Brings sandboxes to nodes."""
 
@@ -139,7 +143,7 @@ class Attach:
         # A tree may be older than the settings: it is looked at still, but nothing runs there.
         driver_of(self._drivers, tree.spec)
         failed: dict[Node, SandboxError] = {}
-        first = True
+        first, patient = True, False
         while True:
             plan = plan_restore(
                 node,
@@ -159,7 +163,11 @@ class Attach:
                 continue
             with timing.measure("replay_s"):
                 began = time.perf_counter()
-                reached = await self._replay(slot, plan, tree, timing)
+                try:
+                    reached = await self._replay(slot, plan, tree, timing, patient=patient)
+                except _TooFast:
+                    patient = True
+                    continue
                 if plan.suffix:
                     self._counts.replay_s.observe(time.perf_counter() - began)
                 if reached:
@@ -247,12 +255,19 @@ class Attach:
             return await self._pool.start_warm(make, place)
         return await self._pool.start(make, place, owner)
 
-    async def _replay(self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing) -> bool:
-        """Run the plan's suffix; False where a record turned out not to reproduce its state."""
+    async def _replay(self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, *, patient: bool) -> bool:
+        """Run the plan's suffix; False where a record turned out not to reproduce its state.
+
+        patient: give what the calls leave running the time that it had between them.
+
+        Raises:
+            _TooFast: it was not patient, and that may be why an answer is another.
+        """
         assert slot.sandbox is not None
         try:
             for record in plan.suffix:
-                await rest(slot.sandbox, gap_s(record))
+                if patient:
+                    await rest(slot.sandbox, gap_s(record))
                 start = time.perf_counter()
                 call = self._store.call(record)
                 execution = await slot.sandbox.execute(call)
@@ -264,6 +279,8 @@ class Attach:
                 require_its_due(record, execution)
                 must_come = partial(steady, tree.spec, call)
                 difference = differs(record, execution, self._store.result(record), must_come)
+                if difference and not patient and gap_s(record) > 0:
+                    raise _TooFast  # noqa: TRY301 - closes it as any other end does
                 if difference:
                     self._doubt(record, difference)
                     await self._pool.close(slot)

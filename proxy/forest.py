@@ -32,6 +32,7 @@ class Rollout:
     heard: of a state that goes on by itself, the keys of what was answered here without leading on: see `key_of`.
     since: when it came to its node, by its own clock (seconds of a monotonic one), on which what the tree answers takes
     the time that the call took. 0.0: long ago.
+    asked_at: when it asked what is not answered yet, by that clock too: what it waits for us is no time of its own.
     turn: held while a call of this rollout is answered, so that its calls are answered in order of arrival.
     waiting: calls that have arrived and are not answered yet. used_at: seconds of a monotonic clock.
     """
@@ -47,6 +48,7 @@ class Rollout:
     waiting: int = 0
     used_at: float = 0.0
     since: float = 0.0
+    asked_at: float = 0.0
     heard: set[CallKey] = field(default_factory=set)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -67,8 +69,8 @@ class Rollout:
 
     @property
     def age_s(self) -> float:
-        """Seconds for which it stands at its node, by its own clock."""
-        return time.monotonic() - self.since
+        """Seconds for which it had stood at its node when it asked, by its own clock."""
+        return (self.asked_at or time.monotonic()) - self.since
 
     def _is_older_than(self, key: CallKey) -> bool:
         """Whether what a record tells of processes that were just starting may be another by now."""

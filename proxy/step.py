@@ -100,6 +100,7 @@ class Step:
         if leaves:
             self.leave(rollout)
         rollout.waiting += 1
+        rollout.asked_at = rollout.asked_at or time.monotonic()
         turn = asyncio.get_running_loop().create_task(self._turn(rollout, call, key, listener, commutes=commutes))
         self._turns.add(turn)
         turn.add_done_callback(lambda ended: self._turn_ended(rollout, ended))
@@ -207,7 +208,7 @@ class Step:
         self._journal.append(Place(rollout.id, rollout.calls, record.id, outcome))
         before = rollout.node
         rollout.advance(record, outcome)
-        rollout.used_at = time.monotonic()
+        rollout.used_at, rollout.asked_at = time.monotonic(), 0.0
         if rollout.node is not before:
             rollout.since = rollout.used_at
         elif outcome is Outcome.HIT:

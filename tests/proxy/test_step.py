@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from proxy import attach
 from proxy.canonical import call_key
 from proxy.engine import Engine
 from proxy.forest import Outcome, Rollout
@@ -282,16 +283,20 @@ def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
             second.since -= 5
             await ask(running, second, "echo 2 > b")
             assert 12 <= ages[-1] < 20
-            # A replay gives it as long as it had then.
+            # A replay that differs is made once more, and gives it as long as it had then.
             record = second.node.origin
             assert record is not None
             record.recorded_at += 3
             await ask(running, third, "sleep 9 &")
             await ask(running, third, "echo 2 > b")
             ages.clear()
+            said = ["it answered differently"]
+            monkeypatch.setattr(attach, "differs", lambda at, *_: said.pop() if said and not at.source.state else "")
             await ask(running, third, "echo 3 > c")
+            assert said == []
             assert 2 < ages[0] < 10
             assert 0 <= ages[1] < 2
+            assert record.reproducible
 
     asyncio.run(body())
 
