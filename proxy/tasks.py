@@ -420,7 +420,7 @@ class Tasks:
                 continue
             cached = tree.spec.cache == "always"
             rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
-            rollout.heard = self._heard(rollout)
+            rollout.heard, rollout.since = self._heard(rollout), time.monotonic()
             self._enter(task, rollout)
 
     def _heard(self, rollout: Rollout) -> set[CallKey]:

@@ -125,7 +125,8 @@ def test_a_client_that_vanishes_and_asks_for_something_else_leaves_its_process_r
 
 
 def test_output_that_comes_later_is_told_at_the_same_place_to_who_is_answered_from_the_tree(proxy: Proxy) -> None:
-    command = "read -r line </root/gate; echo heard $line; read -r line </root/gate; echo and $line; exit 3"
+    # Opened once: a second reader would meet the end of what the first writer, who has not ended yet, has written.
+    command = "exec 3<>/root/gate; read -r line <&3; echo heard $line; read -r line <&3; echo and $line; exit 3"
     told_to = []
     for _ in range(2):
         client = Client(proxy, "later")
