@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench.machine import console, median, table
 from bench.sandboxes import Timings, execute, timed
-from sandboxes.local import LocalDriver
-from sandboxes.localbox.layers import remove_tree
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
 
 SPEC = EnvironmentSpec(limits=Limits(memory_mb=1024))

@@ -17,8 +17,8 @@ from docker.models.containers import Container
 
 from bench.machine import console, median, table
 from bench.sandboxes import Timings, execute, timed
-from sandboxes.container import ContainerDriver
-from sandboxes.localbox.layers import remove_tree
+from sandboxes.container.driver import ContainerDriver
+from sandboxes.linux.files import remove_tree
 from sandboxes.spec import EnvironmentSpec
 
 STATES = {

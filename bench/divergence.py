@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.machine import console, median, table
-from proxy.canonical import call_key
 from proxy.engine import Engine
-from proxy.forest import Rollout
 from proxy.settings import Settings
+from proxy.tree.keys import call_key
+from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
-from sandboxes.local import LocalDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 
 DEPTH = 6

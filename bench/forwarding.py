@@ -20,7 +20,7 @@ import httpx
 
 from bench.client import Server
 from bench.machine import console, median, table
-from proxy.private import free_port, private_proxy
+from proxy.workloads.ephemeral_proxy import free_port, private_proxy
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "agents" / "tool_server.py"
 MB = 1 << 20

@@ -19,7 +19,7 @@ import httpx
 
 from bench.client import WRK, Measured, Server, measure, post, walk
 from bench.machine import console, median, table
-from proxy.private import free_port, private_proxy
+from proxy.workloads.ephemeral_proxy import free_port, private_proxy
 
 CONNECTIONS = (1, 64)
 REQUEST_BYTES = 300

@@ -11,10 +11,10 @@ from collections import Counter
 from contextlib import nullcontext
 
 from bench.machine import console, table
-from proxy.cli_replay import proxy_at
-from proxy.replay import Names, replay
-from proxy.replay_figures import Run, Source, errors_of, figures
-from proxy.workload import RecordedRollout, RecordedTask, Request, Workload
+from proxy.cli.replay import proxy_at
+from proxy.workloads.format import RecordedRollout, RecordedTask, Request, Workload
+from proxy.workloads.report import Run, Source, errors_of, figures
+from proxy.workloads.runner import Names, replay
 from sandboxes.spec import EnvironmentSpec
 
 RANDOM = "cat /proc/sys/kernel/random/uuid"

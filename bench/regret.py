@@ -31,9 +31,9 @@ from pathlib import Path
 from bench.machine import console, median, table
 from bench.sandboxes import execute
 from bench.traces import WORKLOADS, Move, Traces, read_traces, resampled
-from proxy.plan import Costs, KindCosts, Mean
-from sandboxes.local import LocalDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
+from snapshots.costs import Costs, KindCosts, Mean
 from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, worth_keeping
 from snapshots.store import SnapshotStore
 

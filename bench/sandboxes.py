@@ -18,7 +18,7 @@ from pathlib import Path
 from bench.machine import console, median, table
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
-from sandboxes.local import LocalDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 
 Timings = dict[str, list[float]]

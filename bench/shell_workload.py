@@ -13,10 +13,10 @@ from rich.text import Text
 
 from bench.host import Fingerprint, changed, fingerprint
 from bench.machine import console, machine
-from proxy.cli_replay import Passes, make_runs, proxy_at, show
-from proxy.cli_text import printable
-from proxy.replay_figures import as_json
-from proxy.workload import Workload, read_workload
+from proxy.cli.replay import Passes, make_runs, proxy_at, show
+from proxy.cli.text import printable
+from proxy.workloads.format import Workload, read_workload
+from proxy.workloads.report import as_json
 
 PATHS_SHOWN = 20
 

@@ -21,11 +21,11 @@ from typing import Any
 import httpx
 
 from bench.machine import console, median, table
-from proxy.private import PrivateProxy, private_proxy
+from proxy.workloads.ephemeral_proxy import PrivateProxy, private_proxy
 from sandboxes.calls import ToolCall
 from sandboxes.spec import Database, EnvironmentSpec
-from sandboxes.sqlbox.forking import Method, choose, hold, place
-from sandboxes.sqlite import SqliteDriver
+from sandboxes.sqlite.driver import SqliteDriver
+from sandboxes.sqlite.file_clone import Method, choose, hold, place
 
 ROLLOUTS = 64
 ROW_BYTES = 1000

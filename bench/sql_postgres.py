@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import httpx
 
-from proxy.private import private_proxy
-from tests.sandboxes.postgres import Cluster, cluster
+from proxy.workloads.ephemeral_proxy import private_proxy
+from tests.sandboxes.postgres_cluster import Cluster, cluster
 
 ROLLOUTS = 12
 TEN_MB = """

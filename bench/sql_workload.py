@@ -21,7 +21,7 @@ import orjson
 from rich.text import Text
 
 from bench.machine import console, machine, median, table
-from proxy.private import private_proxy
+from proxy.workloads.ephemeral_proxy import private_proxy
 
 ROWS = 5000
 """What the recorded runs fetched of a result."""

@@ -19,7 +19,7 @@ from playwright.sync_api import Page
 from bench.client import Server
 from bench.hotpath import standing_at
 from bench.machine import console, median, table
-from proxy.private import private_proxy
+from proxy.workloads.ephemeral_proxy import private_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.forest import plant

@@ -26,7 +26,7 @@ import httpx
 
 from bench.machine import console, median, table
 from examples.make_clip import make
-from proxy.private import private_proxy
+from proxy.workloads.ephemeral_proxy import private_proxy
 
 ROLLOUTS = 8
 REPEATS = 7
@@ -55,7 +55,8 @@ def promise(holds: object, text: str) -> None:
 
 def prepare(clip: Path, folder: Path) -> None:
     """Preprocess clip into folder, in this process, and print what it took."""
-    from sandboxes.videobox import media, preparation  # noqa: PLC0415 - in this process alone
+    from sandboxes.video import decode as media  # noqa: PLC0415 - only in this process
+    from sandboxes.video import passes as preparation  # noqa: PLC0415 - only in this process
 
     before = resource.getrusage(resource.RUSAGE_SELF)
     for _ in preparation.Preparation(clip, folder, media.probe(clip, 1e5), SETTINGS):

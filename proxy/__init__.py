@@ -1,1 +1,4 @@
-"""The proxy: trees of tool calls, and the one way a call takes through them."""
+"""The proxy between agents and their tools: it records calls in trees and answers the ones it knows.
+
+Process: the proxy.
+"""

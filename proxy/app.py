@@ -13,26 +13,27 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from proxy.admin import control_plane
-from proxy.dataplane import DataPlane
+from proxy.control.dataplane_openapi import data_plane_paths
+from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
+from proxy.control.metrics import Metrics
+from proxy.control.routes.admin import control_plane
+from proxy.control.routes.params import PROBLEM, granted
+from proxy.dataplane.app import DataPlane
+from proxy.dataplane.hit_protocol import protocol_for
 from proxy.engine import Engine
-from proxy.errors import FORESEEN, MEDIA_TYPE, Refused, problem_of
+from proxy.http.browser_headers import Guard
+from proxy.http.problems import FORESEEN, problem_of
 from proxy.logs import configure
-from proxy.metrics import MEDIA_TYPE as METRICS_TYPE
-from proxy.metrics import Metrics
-from proxy.openapi import data_plane_paths
-from proxy.protocol import protocol_for
-from proxy.routing import PROBLEM, granted
+from proxy.refusals import MEDIA_TYPE, Refused
 from proxy.settings import Settings
-from proxy.ui.guard import Guard
-from proxy.ui.page import page
-from proxy.ui.routes import page_routes
+from proxy.ui.api import page_routes
+from proxy.ui.static_files import page
 from sandboxes.driver import Driver
-from sandboxes.local import LocalDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.memory import MemoryDriver
-from sandboxes.sqlite import SqliteDriver
+from sandboxes.sqlite.driver import SqliteDriver
 from sandboxes.upstream import HttpDriver
-from sandboxes.video import VideoDriver
+from sandboxes.video.driver import VideoDriver
 
 log = structlog.get_logger()
 
@@ -105,7 +106,7 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
 
 
 def _containers(settings: Settings) -> Driver:
-    from sandboxes.container import ContainerDriver  # noqa: PLC0415 - the Docker SDK takes a fifth of a second to load
+    from sandboxes.container.driver import ContainerDriver  # noqa: PLC0415 - the Docker SDK takes a fifth of a second to load
 
     return ContainerDriver(
         settings.data / "container", spares=settings.container_spares, images=settings.checkpoint_dir
@@ -114,7 +115,7 @@ def _containers(settings: Settings) -> Driver:
 
 def _postgres(settings: Settings) -> Driver:
     try:
-        from sandboxes.postgres import PostgresDriver  # noqa: PLC0415 - an extra that not everybody has
+        from sandboxes.postgres.driver import PostgresDriver  # noqa: PLC0415 - an optional extra
     except ImportError as error:
         raise SystemExit(f"driver postgres needs psycopg ({error}): pip install 'forkpoint[postgres]'") from error
     return PostgresDriver(settings.data / "postgres", spares=settings.postgres_spares)

@@ -6,32 +6,32 @@ from functools import partial
 
 import structlog
 
-from proxy.access import Access, read_tokens
-from proxy.answers import Answers
-from proxy.attach import Attach
-from proxy.audit import Audit
-from proxy.browse import passed
-from proxy.carrying import Carrying
-from proxy.counts import Counts
-from proxy.forest import Walkers
-from proxy.journal import Journal
-from proxy.journal import Step as Place
-from proxy.keeper import Keeper
-from proxy.overview import Overview
-from proxy.pulse import Pulse
-from proxy.resources import Collected
+from proxy.audit.auditor import Audit
+from proxy.control.activity import Pulse
+from proxy.control.browsing import passed
+from proxy.control.scratch_forks import Visits
+from proxy.control.subtree_totals import Sums
+from proxy.control.task_totals import Overview
+from proxy.control.views.common import Passed
+from proxy.control.views.resources import Collected
+from proxy.execution.restore import Attach
+from proxy.execution.snapshot_value import Keeper
+from proxy.execution.tasks import Tasks
+from proxy.execution.tracing import Traces
+from proxy.execution.warm_forks import Warm, available_bytes
+from proxy.http.access import Access, read_tokens
+from proxy.http.answer_cache import Answers
 from proxy.settings import Settings
 from proxy.step import Step
-from proxy.store import Store
-from proxy.sums import Sums
-from proxy.tasks import Tasks
-from proxy.traces import Traces
-from proxy.tree import Node, Tree
-from proxy.views import Passed
-from proxy.visits import Visits
-from proxy.warm import Warm, available_bytes
+from proxy.storage.journal import Journal
+from proxy.storage.journal import Step as Place
+from proxy.storage.store import Store
+from proxy.telemetry.counters import Counts
+from proxy.transfer.service import Carrying
+from proxy.tree.rollout import Walkers
+from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
-from sandboxes.pool import Pool
+from sandboxes.pool.pool import Pool
 from snapshots.store import SnapshotStore
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from proxy.access import is_loopback
+from proxy.names import is_loopback
 from sandboxes.spec import EnvironmentSpec
 
 

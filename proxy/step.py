@@ -14,32 +14,25 @@ from dataclasses import dataclass
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from proxy.attach import Attach
-from proxy.canonical import CallKey, private_key
-from proxy.counts import Counts
-from proxy.flights import Flights
-from proxy.forest import Outcome, Rollout
-from proxy.gathering import Gathering
-from proxy.journal import Journal
-from proxy.journal import Step as Place
-from proxy.store import Store
-from proxy.timing import Timing, Timings
-from proxy.traces import Traces
-from proxy.tree import Node, Record, doubtful
-from proxy.warm import Warm
+from proxy.execution.commuting import Gathering
+from proxy.execution.errors import NothingHappened, RolloutGone
+from proxy.execution.restore import Attach
+from proxy.execution.single_flight import Flights
+from proxy.execution.tracing import Traces
+from proxy.execution.warm_forks import Warm
+from proxy.storage.journal import Journal
+from proxy.storage.journal import Step as Place
+from proxy.storage.store import Store
+from proxy.telemetry.counters import Counts
+from proxy.telemetry.timing import Timing, Timings
+from proxy.tree.keys import CallKey, private_key
+from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.tree import Node, Record, doubtful
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import execute
-from sandboxes.http1 import Listener
+from sandboxes.listener import Listener
 
 log = structlog.get_logger()
-
-
-class RolloutGone(RuntimeError):  # noqa: N818 - it says what happened
-    """The rollout was finished, or the state it stood at was forgotten, while its call waited."""
-
-
-class NothingHappened(RuntimeError):  # noqa: N818 - it is an answer
-    """The call found nothing to tell and changed nothing, so nothing was recorded."""
 
 
 Placed = Callable[[Node, CallKey, asyncio.Event], ToolCall]

@@ -1,1 +1,4 @@
-"""Where calls run: the drivers, what they promise, and the values that cross into this room."""
+"""Sandboxes run tool calls: the driver contract, its values, and one package for each driver.
+
+Process: the proxy.
+"""

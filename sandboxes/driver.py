@@ -6,35 +6,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.effects import StateDigest
-from sandboxes.http1 import Listener
+from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
-
-
-class SandboxError(RuntimeError):
-    """The sandbox or the machine under it failed, not the tool: answered as an error, never recorded."""
-
-
-class ServerError(SandboxError):
-    """A tool server failed: it crashed, is silent, or what it says is no HTTP.
-
-    status: of one elsewhere, what it answered itself, 429 or 500 and above; else 0.
-    """
-
-    def __init__(self, text: str, *, silent: bool = False, status: int = 0) -> None:
-        super().__init__(text)
-        self.silent, self.status = silent, status
-
-
-class StateGone(SandboxError):  # noqa: N818 - it says what happened to the state
-    """What a frozen state holds is gone or damaged: no later attempt will restore it."""
-
-
-class SpecError(ValueError):
-    """The environment spec cannot be built: a base that is not there, a set-up command that fails."""
-
-
-class NotFreezable(RuntimeError):  # noqa: N818 - it is an answer about a state, not a fault
-    """This state cannot be frozen now (processes live, descriptors are open): its path is replayed instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,14 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from sandboxes import process
+from sandboxes import process_output as process
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.driver import FrozenState, NotFreezable, SandboxError, SpecError
+from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.http1 import Listener
-from sandboxes.looking import GONE, Entry, SessionLook, StateLook
-from sandboxes.porting import Unusable
+from sandboxes.errors import NotFreezable, SandboxError, SpecError
+from sandboxes.inspection import GONE, Entry, SessionLook, StateLook
+from sandboxes.listener import Listener
+from sandboxes.portability import Unusable
 from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]

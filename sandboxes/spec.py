@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from sandboxes.videospec import VideoTools
+from sandboxes.video_spec import VideoTools
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=256)]

@@ -19,14 +19,16 @@ from urllib.parse import urlsplit
 import httpx
 import orjson
 
-from sandboxes import serving
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.driver import FrozenState, NotFreezable, SandboxError, ServerError, StateGone
+from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.http1 import Headers, Listener, end_to_end
-from sandboxes.members import OUR_NAME, member, renamed
-from sandboxes.serving import Spool
+from sandboxes.errors import NotFreezable, SandboxError, ServerError, StateGone
+from sandboxes.json_paths import OUR_NAME, member, renamed
+from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec, Upstream
+from sandboxes.tool_clients import server_orders as serving
+from sandboxes.tool_clients.http1 import end_to_end
+from sandboxes.tool_clients.server_orders import Spool
 
 VERSION = "http-1"
 NO_SESSION = StateDigest(b"\0" * 32, b"\0" * 32)

@@ -1,1 +1,4 @@
-"""Sandbox states that are kept: what they are, which are worth keeping, and where they lie."""
+"""Snapshots: which sandbox states are kept, where they are stored, and what they cost.
+
+Process: the proxy.
+"""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from snapshots.costs import Kind
+
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
@@ -24,3 +26,8 @@ class Snapshot:
     uses: int = 0
     leases: int = 0
     restore_s: float = 0.0
+
+
+def snapshot_kind(snapshot: Snapshot) -> Kind:
+    """Return what a snapshot holds; what is no image of live processes is files, whatever its driver calls it."""
+    return "processes" if snapshot.kind == "processes" else "files"

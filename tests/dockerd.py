@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sandboxes.localbox.layers import remove_tree
+from sandboxes.linux.files import remove_tree
 from tests.machine import is_sandbox, mounts_below, wait_until
 
 STARTS = 3

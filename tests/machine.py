@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from proxy.private import free_port
-from sandboxes.criu import Criu, CriuMissing
-from sandboxes.localbox.layers import remove_tree
-from sandboxes.requirements import check
+from proxy.cli.doctor import check
+from proxy.workloads.ephemeral_proxy import free_port
+from sandboxes.linux.files import remove_tree
+from snapshots.criu.rpc import Criu, CriuMissing
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
 
@@ -97,11 +97,11 @@ class Proxy:
 
     def start(self) -> None:
         """Start it; return when it is ready."""
-        command = [*self.wrapper, sys.executable, "-m", "proxy.cli", "serve", "--port", str(self.port)]
+        command = [*self.wrapper, sys.executable, "-m", "proxy.cli.main", "serve", "--port", str(self.port)]
         environment = os.environ | {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
         with (self.data / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--data", str(self.data / "data")], cwd=Path(__file__).parents[1], env=environment,
+                [*command, "--data", str(self.data / "data")], cwd=Path(__file__).parents[2], env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         wait_until(self._ready, "the proxy is not ready")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples.make_clip import SCENES, make, truth
-from proxy.private import private_proxy
-from sandboxes.video import VideoDriver
+from proxy.workloads.ephemeral_proxy import private_proxy
+from sandboxes.video.driver import VideoDriver
 from tests.sandboxes.videos import ask, driven, prepared, spec_of
 
 REPOSITORY = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandboxes.local import LocalDriver
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import (
     Process,

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.private import free_port
-from sandboxes.requirements import check
+from proxy.cli.doctor import check
+from proxy.workloads.ephemeral_proxy import free_port
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.forest import Outcome
+from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

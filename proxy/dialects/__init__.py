@@ -1,17 +1,20 @@
-"""Dialects: how clients of one kind say what they want. Pure functions from a request to what it means."""
+"""Dialects: the bytes of a request become a call, and a result becomes the bytes of a response. Pure.
+
+Process: the proxy.
+"""
 
 from collections.abc import Callable, Mapping
 from urllib.parse import unquote
 
-from proxy.canonical import call_key
 from proxy.dialects import shell, sql
-from proxy.dialects.declared import Declared
-from proxy.dialects.kinds import Call, Dialect, Local, Request, Told
+from proxy.dialects.base import Call, Dialect, Local, Request, Told
 from proxy.dialects.mcp import Mcp
+from proxy.dialects.rule_based import Declared
+from proxy.dialects.rule_schema import rules_of
 from proxy.dialects.video import Video
-from proxy.errors import Problem, Refused
-from proxy.rules import rules_of
-from proxy.wire import ONLY
+from proxy.names import ONLY
+from proxy.refusals import Problem, Refused
+from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SERVER_DRIVERS, SHELLLESS_DRIVERS, EnvironmentSpec
 

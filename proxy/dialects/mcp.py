@@ -11,10 +11,11 @@ from typing import Any
 
 import orjson
 
-from proxy.canonical import call_key
-from proxy.dialects import mcp_tools, video
-from proxy.dialects.kinds import Call, Cancel, Close, Local, Meaning, Open, Request, Told
-from proxy.errors import Problem, Refused
+from proxy.dialects import builtin_tools as mcp_tools
+from proxy.dialects import video
+from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open, Request, Told
+from proxy.refusals import Problem, Refused
+from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 

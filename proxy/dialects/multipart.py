@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from proxy.errors import Refused
+from proxy.refusals import Refused
 
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _FILENAME = re.compile(rb'filename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)

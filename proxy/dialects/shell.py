@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from proxy.errors import Refused
+from proxy.refusals import Refused
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 

@@ -6,8 +6,8 @@ from urllib.parse import parse_qsl
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from proxy.dialects.statements import canonical_statement
-from proxy.errors import Refused
+from proxy.dialects.sql_normalize import canonical_statement
+from proxy.refusals import Refused
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 

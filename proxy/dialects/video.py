@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from proxy.canonical import call_key
-from proxy.dialects import video_wire
-from proxy.dialects.kinds import Call, Local, Meaning, Request, Told
-from proxy.errors import Problem, Refused
+from proxy.dialects import tvcache_video as video_wire
+from proxy.dialects.base import Call, Local, Meaning, Request, Told
+from proxy.refusals import Problem, Refused
+from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 

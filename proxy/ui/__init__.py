@@ -1,1 +1,4 @@
-"""The web page at `/ui`: its files, and the routes that it alone needs so far."""
+"""The web page at `/ui`: static files, and the JSON routes that only the page needs.
+
+Process: the proxy.
+"""

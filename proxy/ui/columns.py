@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from proxy.tree import Node, Tree
+from proxy.tree.tree import Node, Tree
 
 _SLICE = 300
 """Nodes and records that are read at once: some 0.3 ms."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from proxy.forest import Outcome
-from proxy.store import Store
+from proxy.storage.store import Store
+from proxy.tree.rollout import Outcome
 
 _BATCH = 500
 _EXIT_CODE = re.compile(rb'(?<!\\)"exit_code":\s*(-?[0-9]+)')

@@ -15,17 +15,17 @@ import httpx
 from proxy.app import build, server
 from proxy.engine import Engine
 from proxy.settings import Settings
-from sandboxes.container import ContainerDriver
+from sandboxes.container.driver import ContainerDriver
 from sandboxes.driver import Driver
-from sandboxes.local import LocalDriver
-from sandboxes.localbox.layers import remove_tree
-from sandboxes.sqlite import SqliteDriver
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
+from sandboxes.sqlite.driver import SqliteDriver
 from tests.proxy.rig import KEEPS_ALL
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from proxy.dataplane import DataPlane
+    from proxy.dataplane.app import DataPlane
     from sandboxes.driver import Driver
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.dialects import connect
+from proxy.compat.e2b import connect_rpc as connect
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import Answering, require_sandboxes, wait_until
 

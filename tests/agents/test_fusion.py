@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.forest import Outcome
+from proxy.tree.rollout import Outcome
 from sandboxes.upstream import HttpDriver
 from tests.agents.clients import packages, run
 from tests.agents.elsewhere import Elsewhere, elsewhere

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.dialects import connect
+from proxy.compat.e2b import connect_rpc as connect
 from tests.agents.test_e2b_wire import Client, calls, joined
 from tests.agents.test_mcp import Agent
 from tests.machine import (
@@ -22,7 +22,7 @@ from tests.machine import (
     served,
     wait_until,
 )
-from tests.proxy.test_docker_endpoint import container, execution, start
+from tests.proxy.compat.docker.test_endpoint import container, execution, start
 
 ONCE = "echo ran >>/root/runs; echo begun; sleep 2; wc -l </root/runs"
 """What the proxy is killed in: run again where it has run, it would tell so."""

@@ -461,7 +461,7 @@ def test_a_server_that_cannot_be_reached_is_refused_when_its_task_is_put(
 
 
 def test_who_waits_long_is_sent_comments(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.exchange.COMMENT_S", 0.05)
+    monkeypatch.setattr("proxy.http.exchange.COMMENT_S", 0.05)
     proxy.put("slow")
     agent = Agent(proxy, "/t/slow/r/a/mcp")
     told = agent.tool("exec", command="sleep 0.5; echo done").text

@@ -11,7 +11,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from proxy.forest import Outcome
+from proxy.tree.rollout import Outcome
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import require_criu, wait_until
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.private import private_proxy
+from proxy.workloads.ephemeral_proxy import private_proxy
 from sandboxes.upstream import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.proxy.serving import Running, serving

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from proxy.canonical import call_key
 from proxy.engine import Engine
-from proxy.forest import Outcome, Rollout
 from proxy.settings import Settings
+from proxy.tree.keys import call_key
+from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.memory import Gate, MemoryDriver
 from sandboxes.spec import EnvironmentSpec

@@ -21,7 +21,7 @@ from tests.proxy.rig import KEEPS_ALL
 if TYPE_CHECKING:
     import uvicorn
 
-    from proxy.dataplane import DataPlane
+    from proxy.dataplane.app import DataPlane
 
 
 @dataclass(frozen=True)

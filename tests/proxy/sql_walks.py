@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.canonical import call_key
 from proxy.dialects.sql import parse
 from proxy.engine import Engine
-from proxy.forest import Outcome
-from sandboxes.driver import SandboxError
-from sandboxes.lifecycle import State
-from sandboxes.pool import Overloaded
+from proxy.tree.keys import call_key
+from proxy.tree.rollout import Outcome
+from sandboxes.errors import SandboxError
+from sandboxes.pool.lifecycle import State
+from sandboxes.pool.pool import Overloaded
 
 Statement = tuple[str, str]
 """A tool, and what it is given as `sql`."""

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.engine import Engine
-from proxy.forest import Outcome
 from proxy.settings import Settings
+from proxy.tree.rollout import Outcome
 from sandboxes.memory import MemoryDriver
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 from tests.proxy.test_transparency import COMMANDS

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from proxy import attach
-from proxy.canonical import call_key
 from proxy.engine import Engine
-from proxy.forest import Outcome, Rollout
-from proxy.store import Store, StoreError
+from proxy.execution import restore as attach
+from proxy.storage.errors import StoreError
+from proxy.storage.store import Store
+from proxy.tree.keys import call_key
+from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.calls import ToolCall
-from sandboxes.driver import SandboxError
+from sandboxes.errors import SandboxError
 from sandboxes.memory import MemoryDriver, MemorySandbox
 from tests.proxy.rig import SPEC, ask, engine, shell
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from proxy.engine import Engine
 from sandboxes.calls import ToolCall
-from sandboxes.driver import SandboxError
+from sandboxes.errors import SandboxError
 from sandboxes.memory import MemoryDriver
-from sandboxes.pool import Overloaded
+from sandboxes.pool.pool import Overloaded
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 

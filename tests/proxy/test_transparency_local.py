@@ -18,14 +18,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.canonical import call_key
 from proxy.engine import Engine
 from proxy.settings import Settings
+from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
-from sandboxes.driver import Driver, SandboxError
-from sandboxes.local import LocalDriver
-from sandboxes.localbox.layers import remove_tree
-from sandboxes.pool import Overloaded
+from sandboxes.driver import Driver
+from sandboxes.errors import SandboxError
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
+from sandboxes.pool.pool import Overloaded
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 

@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from psycopg import pq
 
-from proxy.canonical import call_key
 from proxy.dialects import sql as dialect
 from proxy.engine import Engine
 from proxy.settings import Settings
-from sandboxes.driver import SandboxError
-from sandboxes.pool import Overloaded
-from sandboxes.postgres import PostgresDriver
-from sandboxes.sqlbox.postgres_values import reader_of
-from tests.sandboxes.postgres import Cluster, cluster, require_postgres
+from proxy.tree.keys import call_key
+from sandboxes.errors import SandboxError
+from sandboxes.pool.pool import Overloaded
+from sandboxes.postgres.driver import PostgresDriver
+from sandboxes.postgres.values import reader_of
+from tests.sandboxes.postgres_cluster import Cluster, cluster, require_postgres
 
 EXAMPLES = 4 * int(os.environ.get("FORKPOINT_THOROUGH", "1"))
 ROLLOUTS = 8

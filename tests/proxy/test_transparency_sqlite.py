@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from proxy.engine import Engine
 from proxy.settings import Settings
-from sandboxes.sqlbox.sqlite_connection import statements
-from sandboxes.sqlite import SqliteDriver
+from sandboxes.sql.sqlite_connection import statements
+from sandboxes.sqlite.driver import SqliteDriver
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL
 from tests.proxy.sql_walks import Statement, Trouble, walk
-from tests.sandboxes.sqlite import folder_digest, make, spec_of
+from tests.sandboxes.sqlite_files import folder_digest, make, spec_of
 
 SCRIPT = """
 PRAGMA foreign_keys = OFF;

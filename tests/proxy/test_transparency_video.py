@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.canonical import call_key
 from proxy.engine import Engine
 from proxy.settings import Settings
+from proxy.tree.keys import call_key
 from sandboxes.calls import ToolResult
-from sandboxes.driver import SandboxError
-from sandboxes.pool import Overloaded
+from sandboxes.errors import SandboxError
+from sandboxes.pool.pool import Overloaded
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.video import VideoDriver
+from sandboxes.video.driver import VideoDriver
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL
 from tests.proxy.sql_walks import Trouble

@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 import pytest
 
-from sandboxes import process
+from sandboxes import process_output as process
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Driver, Sandbox, execute
 from sandboxes.effects import Effect
-from sandboxes.http1 import Listener
-from sandboxes.local import LocalDriver
+from sandboxes.listener import Listener
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="checks control groups and mounts, which need root")

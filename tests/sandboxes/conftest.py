@@ -4,9 +4,9 @@ from tempfile import mkdtemp
 
 import pytest
 
-from sandboxes.localbox.layers import remove_tree
+from sandboxes.linux.files import remove_tree
 from tests.machine import wait_until
-from tests.sandboxes import postgres
+from tests.sandboxes import postgres_cluster as postgres
 from tests.sandboxes.docker import containers, remove_images, require_docker
 
 

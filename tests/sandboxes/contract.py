@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SpecError
+from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.looking import LookingSandbox
+from sandboxes.errors import NotFreezable, SpecError
+from sandboxes.inspection import LookingSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import file, opened, ran, run
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.container import ContainerDriver
-from sandboxes.containerbox.daemon import Daemon
-from sandboxes.containerbox.sandbox import ContainerSandbox
-from sandboxes.driver import FrozenState, SandboxError
+from sandboxes.container.daemon import Daemon
+from sandboxes.container.driver import ContainerDriver
+from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.driver import FrozenState
+from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
 
 BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:5" for kind in ("bash", "sh", "busybox"))

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from sandboxes.calls import ToolCall
-from sandboxes.driver import Driver, NotFreezable, Sandbox, execute
+from sandboxes.driver import Driver, Sandbox, execute
 from sandboxes.effects import Effect
-from sandboxes.process import OUT, ending, output
+from sandboxes.errors import NotFreezable
+from sandboxes.process_output import OUT, ending, output
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import Ran, opened, ran, run
 

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from sandboxes.driver import Driver, FrozenState, NotFreezable, Sandbox, SpecError
+from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SpecError
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened
-from tests.sandboxes.sql import Said, ask
+from tests.sandboxes.sql_calls import Said, ask
 
 Test = Callable[[Any, EnvironmentSpec], Awaitable[None]]
 COUNT = "SELECT count(*) FROM item"

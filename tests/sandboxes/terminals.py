@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from sandboxes.driver import Driver, Sandbox
-from sandboxes.looking import Terminal, TerminalSandbox
+from sandboxes.inspection import Terminal, TerminalSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened, run
 

@@ -14,7 +14,7 @@ import orjson
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Sandbox
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.video import VideoDriver
+from sandboxes.video.driver import VideoDriver
 from tests.sandboxes.box import opened
 
 RATE, SCENE_S, WIDTH, HEIGHT = 10, 2.0, 160, 120

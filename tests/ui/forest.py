@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from proxy.attach import tree_key
-from proxy.canonical import CallKey, canonical_json
-from proxy.store import Store
-from proxy.tree import Node, Record
+from proxy.execution.root_state import tree_key
+from proxy.storage.store import Store
+from proxy.tree.keys import CallKey, canonical_json
+from proxy.tree.tree import Node, Record
 from sandboxes.effects import Effect
 from sandboxes.memory import MemoryDriver
 from sandboxes.spec import EnvironmentSpec

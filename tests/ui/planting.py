@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from proxy.attach import tree_key
-from proxy.canonical import CallKey
-from proxy.store import Store
-from proxy.tree import Node, Record
+from proxy.execution.root_state import tree_key
+from proxy.storage.store import Store
+from proxy.tree.keys import CallKey
+from proxy.tree.tree import Node, Record
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.memory import MemoryDriver

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Page
 
-from proxy.private import private_proxy
+from proxy.workloads.ephemeral_proxy import private_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.demo import populate

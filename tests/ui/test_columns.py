@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.tree import Node, Tree
+from proxy.tree.tree import Node, Tree
 from proxy.ui.columns import columns_of
 from sandboxes.spec import EnvironmentSpec
 

@@ -8,8 +8,8 @@ from tempfile import mkdtemp
 import pytest
 from playwright.sync_api import Page, expect
 
-from sandboxes.local import LocalDriver
-from sandboxes.localbox.layers import remove_tree
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
 from tests.machine import require_sandboxes
 from tests.proxy.serving import Running, serving
 

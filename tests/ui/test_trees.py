@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.proxy.control.test_tree_listing import begin, get, two_trees
 from tests.proxy.serving import Running, serving
-from tests.proxy.test_trees import begin, get, two_trees
 
 
 @pytest.fixture(scope="module")

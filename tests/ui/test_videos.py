@@ -4,7 +4,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from sandboxes.video import VideoDriver
+from sandboxes.video.driver import VideoDriver
 from tests.proxy.serving import serving
 from tests.sandboxes.videos import make
 

@@ -1,0 +1,4 @@
+"""Audits: recorded calls are executed again, and their answers are compared with the records.
+
+Process: the proxy.
+"""

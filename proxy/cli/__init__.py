@@ -1,0 +1,4 @@
+"""The command line: `forkpoint serve`, `doctor`, `tree`, `top`, `replay` and the other commands.
+
+Process: a process of its own for each command; `serve` becomes the proxy.
+"""

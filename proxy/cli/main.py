@@ -1,0 +1,190 @@
+"""The command line: `serve`, `doctor`, `tree`, `replay`; those of `cli_ops` look at a running proxy and steer it."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import httpx
+import orjson
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from proxy.cli.client import Wire, fail, given
+from proxy.cli.commands import DEFAULT_URL, JsonOption, RootOption, UrlOption, add_commands, show
+
+if TYPE_CHECKING:
+    from proxy.cli.doctor import Requirement
+    from proxy.settings import Settings
+
+app = typer.Typer(
+    name="forkpoint",
+    help="A transparent proxy between LLM agents and their tools.",
+    no_args_is_help=True,
+    # A traceback with local variables would print what agents sent.
+    pretty_exceptions_show_locals=False,
+)
+
+DataOption = Annotated[
+    Path | None, typer.Option("--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data")
+]
+
+
+def main() -> None:
+    """Run the command line; the entry point of `forkpoint`."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forkpoint {distribution_version('forkpoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="TCP port to listen on.", show_default="8700", min=0, max=65535)
+    ] = None,
+    data: DataOption = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False)] = None,
+    log: Annotated[str | None, typer.Option(help="Form of the log: 'pretty' or 'json'.", show_default="pretty")] = None,
+) -> None:
+    """Run the proxy. Each setting can also come from FORKPOINT_… in the environment or from the config file."""
+    settings = _settings(config, host=host, port=port, data=data, log=log)
+    from proxy.app import run
+    from proxy.cli.doctor import check
+
+    # Containers are Docker's; what its driver needs, it says when it opens.
+    requirements = check(settings.data) if "local" in settings.drivers else []
+    if not _met(requirements):
+        _show(requirements, Console(stderr=True))
+        fail("This machine lacks what sandboxes need, so agents' commands would run unprotected. See above.")
+    run(settings)
+
+
+@app.command()
+def doctor(data: DataOption = None) -> None:
+    """Check what sandboxes need from this machine, and say what to do where something is missing."""
+    from proxy.cli.doctor import check
+
+    requirements = check(_settings(None, data=data).data)
+    _show(requirements, Console())
+    if not _met(requirements):
+        raise typer.Exit(1)
+
+
+@app.command()
+def tree(
+    task: Annotated[str, typer.Argument(help="The task's name.")],
+    url: UrlOption = DEFAULT_URL,
+    node: Annotated[str | None, typer.Option(help="Show the tree below this node.")] = None,
+    root: RootOption = None,
+    depth: Annotated[int | None, typer.Option(help="How many nodes down to go.", min=1)] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a task's tree: its calls, what they changed and cost, how often they were hit, and where rollouts stand."""
+    from proxy.cli.render_tree import TREES_SHOWN, render_tree
+
+    wire = Wire(url)
+    view = wire.ask("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
+    # One is the one that is shown; and one more says that there are more.
+    trees = [] if json else wire.ask("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
+    show(view, partial(render_tree, trees=trees), json=json)
+
+
+@app.command()
+def replay(
+    files: Annotated[list[Path], typer.Argument(help="Workloads: JSONL, one rollout a line.", metavar="FILE…")],
+    *,
+    rollouts: Annotated[int, typer.Option(help="Rollouts at once.", min=1, max=4096)] = 8,
+    url: Annotated[str | None, typer.Option(help="Base URL of a running proxy.", show_default="a private one")] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Run without cache only.")] = False,
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="Skip the uncached run.")] = False,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Run once more without cache: how do two such runs differ?")
+    ] = False,
+    task: Annotated[str | None, typer.Option(help="Only tasks whose name matches this pattern (*, ?).")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many rollouts.", min=1)] = None,
+    keep_names: Annotated[
+        bool, typer.Option("--keep-names", help="Use the tasks' own names, so that replays share their trees.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write all figures, errors and differences here.")] = None,
+) -> None:
+    """Run recorded workloads through a proxy, and compare every answer with an uncached run.
+
+    Exits with 1 if any call ended in an error.
+    """
+    from proxy.cli import replay as cli_replay
+    from proxy.workloads.ephemeral_proxy import PrivateProxyError
+    from proxy.workloads.format import WorkloadError, read_workload
+    from proxy.workloads.report import as_json
+    from proxy.workloads.runner import ReplayError
+
+    if no_compare and (baseline or noise):
+        raise typer.BadParameter(
+            "leaves nothing to run: --baseline and --noise are uncached runs.", param_hint="--no-compare"
+        )
+    try:
+        workload = read_workload(files).select(task=task, limit=limit)
+        if not workload.calls:
+            fail("Nothing to replay: no rollout of these files matches.")
+        passes = cli_replay.Passes(cached=not baseline, uncached=(not no_compare) + noise)
+        with cli_replay.proxy_at(url) as proxy:
+            report = asyncio.run(
+                cli_replay.make_runs(
+                    workload, proxy, passes, at_once=rollouts, keep_names=keep_names, console=Console(stderr=True)
+                )
+            )
+            # Before the private proxy is stopped: if that goes wrong, the figures are not lost with it.
+            cli_replay.show(report, workload, Console())
+            if json is not None:
+                found = as_json(report.runs, report.comparisons, skipped=workload.skipped)
+                json.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
+    except (WorkloadError, ReplayError, PrivateProxyError, httpx.InvalidURL, OSError) as error:
+        fail(str(error))
+    if report.failed:
+        raise typer.Exit(1)
+
+
+def _settings(config: Path | None, **options: object) -> "Settings":
+    """Return the settings: options that were given, then the environment, then the config file, then defaults."""
+    from proxy.settings import Settings
+
+    try:
+        return Settings.load(config, **options)
+    except (ValueError, OSError) as error:
+        fail(f"The settings cannot be used: {error}")
+
+
+def _met(requirements: Sequence["Requirement"]) -> bool:
+    return all(requirement.ok for requirement in requirements if requirement.required)
+
+
+def _show(requirements: Sequence["Requirement"], console: Console) -> None:
+    """Print one line for each requirement, and below one that is not met what to do."""
+    for requirement in requirements:
+        mark, style = ("ok", "green") if requirement.ok else ("missing", "red" if requirement.required else "yellow")
+        line = Text(f"{mark:8}", style=style).append(f"{requirement.name}: ", style="bold").append(requirement.detail)
+        console.print(line)
+        if not requirement.ok:
+            console.print(Text(f"{'':8}{requirement.remedy}"))
+
+
+add_commands(app)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""What the commands show, as a person reads it (pure; rich renderables out of the wire's JSON)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from proxy.cli.render_tree import describe
+from proxy.cli.text import printable, shortened
+
+_SPARKS = " ▁▂▃▄▅▆▇█"
+_STYLES = {"hit": "green", "wait": "cyan", "miss": "yellow", "bypass": "magenta"}
+_WIDE = 100
+_LINES = 200
+
+Json = Mapping[str, Any]
+
+
+def render_rollout(view: Json) -> RenderableType:
+    """Render a rollout with its calls in order, as a waterfall of the seconds that their tools took when they ran."""
+    steps: Sequence[Json] = view["steps"]
+    longest = max((float(step["seconds"]) for step in steps), default=0.0) or 1.0
+    table = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for step in steps:
+        seconds = float(step["seconds"])
+        outcome = str(step["outcome"])
+        text = "(forgotten since)" if step["call"] is None else describe(step["call"])
+        table.add_row(
+            Text(str(step["turn"]), style="dim"),
+            Text(outcome, style=_STYLES.get(outcome, "")),
+            Text(f"{seconds:.2f} s", justify="right"),
+            Text("█" * max(1, round(12 * seconds / longest)) if seconds else "", style=_STYLES.get(outcome, "")),
+            Text(f"{printable(str(step['node'] or ''))}  {text}"),
+        )
+    saved = sum(float(step["seconds"]) for step in steps if step["outcome"] in ("hit", "wait"))
+    state = "has ended" if view["finished"] else f"stands at {view['node']}"
+    head = f"{view['task']} / {view['rollout']}: {view['calls']} calls, {saved:.2f} s saved, {state}"
+    return Group(Text(printable(head), style="bold"), table)
+
+
+def render_node(view: Json) -> RenderableType:
+    """Render a node: its call, answer, who passed, and why it is kept or not."""
+    rows = Table.grid(padding=(0, 2))
+    call = "start" if view["call"] is None else describe(view["call"])
+    rows.add_row("call", Text(call, style="bold"))
+    for name in ("parent", "seconds", "hits", "exit_code", "kept", "diverged", "unfreezable"):
+        if view.get(name) not in (None, ""):
+            rows.add_row(name.replace("_", " "), Text(printable(str(view[name]))))
+    for name in ("effect", "flags", "rollouts", "leads_to"):
+        if view.get(name):
+            rows.add_row(name.replace("_", " "), Text(printable(", ".join(map(str, view[name])))))
+    if view.get("passed"):
+        rows.add_row("passed", Text(printable(", ".join(str(passed["rollout"]) for passed in view["passed"]))))
+    parts: list[RenderableType] = [Text(printable(str(view["id"])), style="bold cyan"), rows]
+    parts += _answer(view.get("answer"))
+    if view["observations"]:
+        parts.append(Text(f"{len(view['observations'])} calls that changed nothing:", style="dim"))
+        for seen in view["observations"][:_LINES]:
+            parts.append(Text(f"  {shortened(describe(seen['call']), _WIDE)}  {seen['hits']} hits", style="dim"))
+    return Group(*parts)
+
+
+def _answer(answer: Json | None) -> list[RenderableType]:
+    if answer is None:
+        return []
+    told = answer.get("json")
+    texts: list[tuple[str, str]] = []
+    if isinstance(told, dict) and "stdout" in told:
+        texts = [(name, str(told[name])) for name in ("stdout", "stderr") if told.get(name)]
+    elif told is not None:
+        texts = [("answer", str(told))]
+    elif answer.get("text"):
+        texts = [("answer", str(answer["text"]))]
+    lines: list[RenderableType] = []
+    for name, text in texts:
+        listed = text[: _LINES * 1000].splitlines()
+        lines.append(Text(f"{name}:", style="dim"))
+        lines += [Text(f"  {shortened(line, 4 * _WIDE)}") for line in listed[:_LINES]]
+        if len(listed) > _LINES or answer["truncated"]:
+            lines.append(Text("  …", style="dim"))
+    if not texts:
+        lines.append(Text(f"{answer['size_bytes']} bytes of {printable(str(answer['media_type']))}", style="dim"))
+    return lines
+
+
+def render_diff(view: Json) -> RenderableType:
+    """Render what differs between two nodes."""
+    parts: list[RenderableType] = [Text(printable(f"{view['a']} → {view['b']}"), style="bold")]
+    if view["same"]:
+        parts.append(Text("the same state"))
+    for file in view["files"] or ():
+        parts += _file(file)
+    for session in view["sessions"] or ():
+        parts.append(Text(printable(f"session {session['session']}"), style="bold"))
+        changes = [*([session["cwd"]] if session["cwd"] else []), *session["variables"], *session["functions"]]
+        for change in changes:
+            parts += _changed(change)
+    for database in view["databases"] or ():
+        parts += _database(database)
+    parts += [Text(printable(f"not shown: {text}"), style="dim") for text in view["unshown"]]
+    return Group(*parts)
+
+
+def _file(file: Json) -> Iterable[RenderableType]:
+    sign, style = {"added": ("+", "green"), "removed": ("-", "red")}.get(str(file["change"]), ("~", "yellow"))
+    sides = [side for side in (file["before"], file["after"]) if side]
+    facts = " → ".join(f"{side['kind']} {side['mode']} {side['size_bytes']} B" for side in sides)
+    yield Text(printable(f"{sign} {file['path']}"), style=style).append(f"  {facts}", style="dim")
+    if file["unshown"]:
+        yield Text(f"    {printable(str(file['unshown']))}", style="dim")
+    for line in (file["diff"] or "").splitlines()[2 : _LINES + 2]:
+        yield Text(
+            f"    {shortened(line, 2 * _WIDE)}",
+            style="green" if line.startswith("+") else "red" if line.startswith("-") else "dim",
+        )
+
+
+def _changed(change: Json) -> Iterable[RenderableType]:
+    for sign, side, style in (("-", "before", "red"), ("+", "after", "green")):
+        if change[side] is not None:
+            yield Text(f"  {sign} {shortened(str(change[side]), 2 * _WIDE)}", style=style)
+
+
+def _database(database: Json) -> Iterable[RenderableType]:
+    yield Text(printable(f"database {database['database']}"), style="bold")
+    for table in database["tables"]:
+        rows = f"{table['before_rows']} → {table['after_rows']} rows"
+        yield Text(printable(f"  {table['table']}  {rows}  {table['unshown']}"))
+        for sign, side, style in (("-", "removed", "red"), ("+", "added", "green")):
+            for row in table[side]:
+                yield Text(f"    {sign} {shortened(str(row), 2 * _WIDE)}", style=style)
+
+
+def render_audit(view: Json) -> RenderableType:
+    """Render what audits saw of a task."""
+    table = Table("sample of", "checked", "differ", "not reached", "rate", "95 % sure: between")
+    for bound in view["bounds"]:
+        table.add_row(
+            str(bound["kind"]), f"{bound['checked']:,}", f"{bound['differing']:,}", f"{bound['unreachable']:,}",
+            f"{bound['rate']:.3%}", f"{bound['low']:.3%} and {bound['high']:.3%}",
+        )  # fmt: skip
+    parts: list[RenderableType] = [table]
+    for finding in view["findings"][:_LINES]:
+        text = printable(f"{finding['node']}: {finding['why']}: {finding['title']}")
+        parts.append(Text(text, style="red").append("  in quarantine" if finding["quarantined"] else "", style="dim"))
+    masks = [*view["masks"]["masks"], *view["masks"]["patterns"]]
+    if masks:
+        parts.append(Text(printable(f"answers were compared without: {', '.join(masks)}"), style="yellow"))
+    return Group(*parts)
+
+
+def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], most: int = 15) -> RenderableType:
+    """Render totals, the last minute, and the busiest tasks."""
+    head = Table.grid(padding=(0, 3))
+    head.add_row(
+        f"{stats['calls']:,} calls", f"{stats['hit_rate']:.1%} hits", f"{stats['saved_s']:,.1f} s saved",
+        f"{stats['executed_s']:,.1f} s executed", f"{stats['divergences']:,} divergences",
+        f"{stats['errors']:,} errors",
+    )  # fmt: skip
+    states = ", ".join(f"{count} {state}" for state, count in sorted(stats["sandboxes"].items())) or "none"
+    kept = f"{stats['snapshot_bytes'] / 1e6:,.0f} of {stats['snapshot_budget_bytes'] / 1e6:,.0f} MB kept states"
+    lines = Table.grid(padding=(0, 2))
+    for name in ("hits", "misses", "waits", "replays"):
+        values = [float(second[name]) for second in seconds]
+        bars = Text(spark(values), style=_STYLES.get(name[:-1], ""))
+        lines.add_row(name, bars, f"{values[-1] if values else 0:,.0f}/s")
+    table = Table("task", "rollouts", "running", "calls", "hits", "saved s", "executed s", "nodes", expand=True)
+    for task in sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:most]:
+        table.add_row(
+            shortened(str(task["task"]), 40), f"{task['rollouts']:,}", f"{task['running']:,}", f"{task['calls']:,}",
+            f"{task['hit_rate']:.1%}", f"{task['saved_s']:,.1f}", f"{task['executed_s']:,.1f}", f"{task['nodes']:,}",
+        )  # fmt: skip
+    return Group(head, Text(f"sandboxes: {states}; {kept}", style="dim"), lines, table)
+
+
+def spark(values: Sequence[float]) -> str:
+    """Return values as a line of bars, the highest of them full."""
+    top = max(values, default=0.0)
+    if top <= 0:
+        return _SPARKS[0] * len(values)
+    return "".join(_SPARKS[0 if value <= 0 else max(1, round(value / top * (len(_SPARKS) - 1)))] for value in values)

@@ -1,0 +1,134 @@
+"""`forkpoint tree`: a task's tree as a person reads it (pure; rich renderables out of the wire's JSON).
+
+Steps that follow one another stand below one another; only where rollouts part does the tree indent. So a
+trajectory of a thousand calls is a list, and the forks are what meets the eye.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from proxy.cli.text import printable
+
+OBSERVATIONS_SHOWN = 3
+ROLLOUTS_SHOWN = 3
+TREES_SHOWN = 10
+SNAPSHOT = "◆"
+ROLLOUT = "▸"
+LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts that stand there   · calls that changed nothing"
+
+Node = Mapping[str, Any]
+
+
+def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
+    """Render the answer of `GET /api/v1/tasks/{task}/tree`: any depth, without recursion over it.
+
+    trees: the answer of `…/trees`; those that are not shown are named.
+    """
+    nodes: Sequence[Node] = view["nodes"]
+    children: dict[Any, list[Node]] = {}
+    for node in nodes:
+        children.setdefault(node.get("parent"), []).append(node)
+    known = {node["id"] for node in nodes}
+    tops = [node for node in nodes if node.get("parent") not in known]
+    rendered = Tree(Text(printable(str(view["task"])), style="bold"), guide_style="dim")
+    pending = [(rendered, node) for node in reversed(tops)]
+    while pending:
+        branch, node = pending.pop()
+        steps, forks = _follow(node, children)
+        hidden = int(steps[-1].get("children", 0)) - len(forks)
+        below = branch.add(_steps(steps, hidden))
+        pending.extend((below, fork) for fork in reversed(forks))
+    notes = [Text(LEGEND, style="dim")]
+    if view.get("truncated"):
+        notes.append(Text("The tree is too large to show at once: name a part with --node, or go less --depth."))
+    return Group(rendered, *notes, *_others([tree for tree in trees if tree["root"] != view["root"]]))
+
+
+def _others(trees: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
+    if trees:
+        yield Text("Other trees of this task, of other environments:")
+    for tree in trees[:TREES_SHOWN]:
+        counts = f"{tree['nodes']:,} nodes, {tree['calls']:,} calls, {tree['rollouts']:,} rollouts"
+        now = " (current)" if tree["current"] else ""
+        yield Text(printable(f"  --root {tree['root']}  {tree['title']}{now}")).append(f"  {counts}", style="dim")
+    if len(trees) > TREES_SHOWN:
+        yield Text("  … and more: GET …/trees lists all", style="dim")
+
+
+def _follow(node: Node, children: Mapping[Any, Sequence[Node]]) -> tuple[list[Node], Sequence[Node]]:
+    """Return the nodes from node on that have one child each, up to where the tree forks or ends, and the forks."""
+    steps = [node]
+    while len(below := children.get(steps[-1]["id"], ())) == 1 and int(steps[-1].get("children", 1)) <= 1:
+        steps.append(below[0])
+    return steps, below
+
+
+def _steps(steps: Iterable[Node], hidden: int) -> RenderableType:
+    # The command takes what the marks leave, and is cut there, never wrapped.
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True, style="cyan")
+    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    last = None
+    for last in steps:
+        grid.add_row(printable(str(last["id"])), _title(last), _marks(last))
+        for row in _observations(last.get("observations", ())):
+            grid.add_row("", *row)
+    if hidden > 0 and last is not None:
+        more = f"… {hidden} more below: --node {printable(str(last['id']))}"
+        grid.add_row("", Text(more, style="dim"), "")
+    return grid
+
+
+def _title(node: Node) -> Text:
+    if node.get("call") is None:
+        return Text("start", style="bold")
+    return Text(describe(node["call"]), style="bold")
+
+
+def describe(call: Mapping[str, Any]) -> str:
+    """Return a call in one printable line: a shell command as it is, of any other call its tool and arguments."""
+    arguments = call.get("arguments") or {}
+    if call.get("endpoint") == "shell" and isinstance(arguments.get("command"), str):
+        return printable(arguments["command"])
+    members = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return printable(f"{call.get('endpoint')}/{call.get('tool')} {members}".rstrip())
+
+
+def _marks(node: Node) -> Text:
+    marks = Text()
+    if node.get("call") is not None:
+        marks.append(" ".join(printable(str(effect)) for effect in node.get("effect", ())) + "  ", style="yellow")
+        marks.append(_cost(node))
+    exit_code = node.get("exit_code")
+    if exit_code:
+        marks.append(f"  exit {exit_code}", style="red")
+    if node.get("snapshot"):
+        marks.append(f"  {SNAPSHOT}", style="green")
+    for flag in node.get("flags", ()):
+        marks.append(f"  {printable(str(flag))}", style="magenta")
+    rollouts = [printable(str(name)) for name in node.get("rollouts", ())]
+    if rollouts:
+        others = len(rollouts) - ROLLOUTS_SHOWN
+        names = ", ".join(rollouts[:ROLLOUTS_SHOWN]) + (f" and {others} more" if others > 0 else "")
+        marks.append(f"  {ROLLOUT} {names}", style="blue")
+    return marks
+
+
+def _observations(observations: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Text, Text]]:
+    """Yield the rows of the read-only calls that were hit most, and how many there are besides."""
+    ranked = sorted(observations, key=lambda observation: -int(observation.get("hits", 0)))
+    for observation in ranked[:OBSERVATIONS_SHOWN]:
+        yield Text(f"· {describe(observation['call'])}", style="dim"), Text(_cost(observation), style="dim")
+    if len(ranked) > OBSERVATIONS_SHOWN:
+        yield Text(f"· {len(ranked) - OBSERVATIONS_SHOWN} more read-only calls", style="dim"), Text()
+
+
+def _cost(record: Mapping[str, Any]) -> str:
+    hits = int(record.get("hits", 0))
+    return f"{float(record.get('seconds') or 0):.2f} s  {hits} {'hit' if hits == 1 else 'hits'}"

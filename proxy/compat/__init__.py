@@ -1,0 +1,4 @@
+"""APIs of other products, served to their unmodified clients.
+
+Process: the proxy.
+"""

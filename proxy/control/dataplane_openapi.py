@@ -1,0 +1,92 @@
+"""The data plane in OpenAPI's terms: it is served without a web framework, so it is described by hand."""
+
+from typing import Any
+
+from proxy.control.routes.params import PROBLEM
+from proxy.dialects.shell import MAX_COMMAND_BYTES, MAX_TIMEOUT_S, SESSION_PATTERN
+from proxy.names import NAME_PATTERN
+
+_EXEC = {
+    "type": "object",
+    "required": ["command"],
+    "additionalProperties": False,
+    "properties": {
+        "command": {"type": "string", "maxLength": MAX_COMMAND_BYTES, "examples": ["pytest -q"]},
+        "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+        "session": {"type": "string", "pattern": SESSION_PATTERN, "default": "main"},
+    },
+}
+_EXECUTED = {
+    "type": "object",
+    "required": ["stdout", "stderr", "exit_code", "timed_out", "truncated"],
+    "properties": {
+        "stdout": {"type": "string"},
+        "stderr": {"type": "string"},
+        "exit_code": {"type": "integer"},
+        "timed_out": {"type": "boolean"},
+        "truncated": {"type": "boolean"},
+    },
+}
+_HEADERS = {
+    "Cache-Status": {"description": "how the answer was come by (RFC 9211)", "schema": {"type": "string"}},
+    "Server-Timing": {"description": "tool, restore, replay, wait in ms", "schema": {"type": "string"}},
+    "X-Forkpoint-Node": {"description": "the node that the rollout stands at now", "schema": {"type": "string"}},
+}
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+def data_plane_paths() -> dict[str, Any]:
+    """Return the paths of the built-in endpoints, under both ways to say who asks."""
+    by_path = [_in_path("task", NAME_PATTERN), _in_path("rollout", NAME_PATTERN)]
+    by_header = [_in_header("X-Forkpoint-Task"), _in_header("X-Forkpoint-Rollout")]
+    paths: dict[str, Any] = {}
+    for prefix, identity in (("/t/{task}/r/{rollout}/shell", by_path), ("/e/shell", by_header)):
+        paths[f"{prefix}/exec"] = {"parameters": identity, "post": _exec()}
+        paths[f"{prefix}/files/{{path}}"] = {"parameters": [*identity, _in_path("path", None)], **_files()}
+    return paths
+
+
+def _exec() -> dict[str, Any]:
+    return {
+        "summary": "Run a command in the rollout's live shell session.",
+        "tags": ["shell"],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _EXEC}}},
+        "responses": _answers({200: {"application/json": {"schema": _EXECUTED}}}),
+    }
+
+
+def _files() -> dict[str, Any]:
+    body = {"required": True, "content": _BYTES}
+    mode = {"name": "mode", "in": "query", "schema": {"type": "string", "pattern": "^[0-7]{3,4}$"}}
+    return {
+        "put": {
+            "summary": "Write a file; missing directories are made.",
+            "tags": ["shell"],
+            "parameters": [mode],
+            "requestBody": body,
+            "responses": _answers({201: {}, 204: {}}),
+        },
+        "get": {
+            "summary": "Read a file, or list a directory.",
+            "tags": ["shell"],
+            "responses": _answers({200: _BYTES}),
+        },
+        "delete": {"summary": "Delete a file or directory.", "tags": ["shell"], "responses": _answers({204: {}})},
+    }
+
+
+def _answers(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        str(status): {"description": "the tool's answer", "headers": _HEADERS, "content": content}
+        for status, content in bodies.items()
+    }
+    return told | {"4XX": PROBLEM, "5XX": PROBLEM}
+
+
+def _in_path(name: str, pattern: str | None) -> dict[str, Any]:
+    schema = {"type": "string", "pattern": pattern} if pattern else {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _in_header(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": True, "schema": {"type": "string", "pattern": NAME_PATTERN}}

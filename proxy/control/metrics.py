@@ -1,0 +1,131 @@
+"""The totals in Prometheus' terms. The one door to prometheus-client."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from proxy.audit.confidence import clopper_pearson
+from proxy.engine import Engine
+from proxy.tree.rollout import Outcome
+from sandboxes.pool.lifecycle import State
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Totals(Collector):
+    """Reads the engine's counts when it is asked; counting itself costs an addition."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._engine.counts
+        outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
+        yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())
+        seconds = {"executed": counts.executed_s, "saved": counts.saved_s, "replayed": counts.replayed_s}
+        yield _labelled("forkpoint_tool_seconds", "Seconds of tools: run, not run, run again.", "kind", seconds.items())
+        yield _labelled("forkpoint_failures", "Infrastructure failures.", "kind", counts.failures.items())
+        yield _labelled("forkpoint_refusals", "Requests refused.", "kind", counts.refusals.items())
+        for name, value in (
+            ("replayed_calls", counts.replayed_calls),
+            ("restores", counts.restores),
+            ("starts", counts.starts),
+            ("snapshots_taken", counts.snapshots),
+            ("evictions", counts.evictions),
+            ("divergences", counts.divergences),
+            ("warm_made", counts.warm_made),
+            ("warm_used", counts.warm_used),
+        ):
+            yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
+        yield from self._times()
+        yield from self._gauges()
+        yield from self._audits()
+        by_endpoint = CounterMetricFamily(
+            "forkpoint_endpoint_calls", "Calls answered over HTTP.", labels=["endpoint", "outcome"]
+        )
+        for endpoint, told in sorted(counts.endpoints.items()):
+            for outcome in Outcome:
+                by_endpoint.add_metric([endpoint, outcome.name.lower()], told[outcome])
+        yield by_endpoint
+
+    def _times(self) -> Iterator[Metric]:
+        counts = self._engine.counts
+        for name, text, times in (
+            ("hit", "From a request's last byte to its answer, of hits.", counts.hit_s),
+            ("start", "Starting a sandbox from nothing.", counts.start_s),
+            ("restore", "Restoring a sandbox from a snapshot.", counts.restore_s),
+            ("replay", "Replaying recorded calls until a sandbox stands where it is wanted.", counts.replay_s),
+            ("freeze", "Freezing a sandbox's state, while its model thinks.", counts.freeze_s),
+        ):
+            family = HistogramMetricFamily(f"forkpoint_{name}_seconds", text)
+            family.add_metric([], list(times.cumulative()), times.total_s)
+            yield family
+
+    def _gauges(self) -> Iterator[Metric]:
+        engine = self._engine
+        for name, gauge in (
+            ("sandboxes", len(engine.pool.roster)),
+            ("sandboxes_budget", engine.settings.max_sandboxes),
+            ("warm_sandboxes", len(engine.warm.standing())),
+            ("checkpoint_bytes", engine.keeper.checkpoint_bytes),
+            ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
+            ("snapshots", len(engine.snapshots)),
+            ("snapshot_bytes", engine.keeper.used_bytes),
+            ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
+            ("answer_bytes", engine.answers.used_bytes),
+            ("answer_budget_bytes", engine.settings.answer_memory_bytes),
+            ("store_bytes", engine.store.size_bytes()),
+            ("tree_records", engine.tasks.size),
+            ("tree_records_budget", engine.settings.tree_memory_records),
+            ("rollouts", len(engine.tasks.rollouts)),
+            ("calls_under_way", engine.step.under_way),
+            ("sandbox_waiters", engine.pool.waiting),
+            ("visits", engine.visits.open),
+            ("listeners", len(engine.pulse.listeners)),
+        ):
+            yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
+        states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
+        found = Counter(slot.state for slot in engine.pool.roster.slots)
+        for state in State:
+            if state is not State.CLOSED:
+                states.add_metric([state.value], found[state])
+        yield states
+
+    def _audits(self) -> Iterator[Metric]:
+        counts = self._engine.counts
+        yield CounterMetricFamily("forkpoint_audit_checked", "Recorded calls run again.", value=counts.audit_checked)
+        yield CounterMetricFamily(
+            "forkpoint_audit_differing", "Of them, those that did not come again.", value=counts.audit_differing
+        )
+        rate = GaugeMetricFamily(
+            "forkpoint_wrong_answer_rate",
+            "Rate of answers that differ: seen, and 95 % confidence bounds (Clopper-Pearson), over all times.",
+            labels=["sample", "bound"],
+        )
+        for kind, checked, differing, _, _ in self._engine.store.audits():
+            interval = clopper_pearson(differing, checked)
+            seen = differing / checked if checked else 0.0
+            for bound, value in (("low", interval.low), ("seen", seen), ("high", interval.high)):
+                rate.add_metric([kind, bound], value)
+        yield rate
+
+
+def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values:
+        family.add_metric([key], value)
+    return family
+
+
+class Metrics:
+    """The `/metrics` page of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Totals(engine))
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)

@@ -1,0 +1,4 @@
+"""The REST routes, one module for each resource.
+
+Process: the proxy.
+"""

@@ -1,0 +1,71 @@
+"""Routes for what happens now: the last hour by seconds, and a stream of events."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from proxy.control.activity import HOUR, Pulse, Second, timeline
+from proxy.control.routes.params import granted
+from proxy.engine import Engine
+from proxy.names import NAME_PATTERN
+from proxy.refusals import Refused
+
+_QUIET_S = 15.0
+
+
+class TimelineView(BaseModel):
+    """The last hour, oldest first; since the proxy started, if that is less. Members are those of a `second` event."""
+
+    step_s: int
+    seconds: list[Second]
+
+
+def live_routes(router: APIRouter, engine: Engine) -> None:
+    """Add the routes."""
+
+    @router.get("/timeline")
+    async def get_timeline(
+        request: Request,
+        span_s: Annotated[int, Query(ge=1, le=HOUR)] = HOUR,
+        step_s: Annotated[int, Query(ge=1, le=HOUR)] = 10,
+    ) -> TimelineView:
+        """Show hits, misses, waits and replays of the last hour, in steps."""
+        granted(request).require_whole()
+        return TimelineView(step_s=step_s, seconds=timeline(list(engine.pulse.seconds), span_s=span_s, step_s=step_s))
+
+    @router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
+    async def stream_events(
+        request: Request,
+        task: Annotated[str | None, Query(pattern=NAME_PATTERN, description="tell its rollouts' movements too")] = None,
+        limit: Annotated[int | None, Query(ge=1, le=1 << 31, description="end after so many events")] = None,
+    ) -> StreamingResponse:
+        """Stream events (SSE): `second` each second, `rollouts` of a task, `lost` where the client was too slow."""
+        grant = granted(request)
+        if task is None:
+            grant.require_whole()
+        else:
+            grant.require(task)
+            await engine.tasks.find(task)
+        if engine.pulse.full:
+            raise Refused(429, "listeners", "as many listen to events as may. Close a page, and try again.")
+        events = _events(engine.pulse, task, limit, whole=grant.whole)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def _events(pulse: Pulse, task: str | None, limit: int | None, *, whole: bool) -> AsyncIterator[bytes]:
+    sent = 0
+    with pulse.listening(task, whole=whole) as listener:
+        yield b"retry: 2000\n\n"
+        while not pulse.closed and (limit is None or sent < limit):
+            event = await listener.next(_QUIET_S)
+            if event is None:
+                # A proxy between may close what is quiet.
+                yield b": still here\n\n"
+                continue
+            name = event["event"]
+            yield b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(event))
+            sent += 1

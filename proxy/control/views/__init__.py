@@ -1,0 +1,4 @@
+"""The shapes of REST responses, as pydantic models. Pure.
+
+Process: the proxy.
+"""

@@ -1,0 +1,199 @@
+"""The built-in tools as MCP tools, one table: the calls of built-in endpoints, with the same records (pure)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from proxy.dialects import shell, sql, video
+from proxy.dialects.base import Told
+from proxy.refusals import Refused
+from sandboxes.calls import ToolCall
+from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
+
+RECORDED = "application/vnd.forkpoint.mcp+json"
+"""The media type of recorded answers of MCP servers; the built-in tools' have others."""
+
+Schema = dict[str, Any]
+Result = dict[str, Any]
+Make = Callable[[dict[str, Any], EnvironmentSpec], ToolCall]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One built-in tool.
+
+    call: makes the endpoint's call of a client's arguments; raises `Refused`. offered: whether a task has it.
+    shown: makes the result of a tool call of what the endpoint answered.
+    reads: whether it never changes anything, which is what `readOnlyHint` says.
+    """
+
+    name: str
+    description: str
+    properties: dict[str, Schema]
+    required: tuple[str, ...]
+    reads: bool
+    call: Make
+    offered: Callable[[EnvironmentSpec], bool]
+    shown: Callable[[Told], Result | None]
+
+    def listed(self) -> dict[str, Any]:
+        """Return its entry in `tools/list`."""
+        schema = {
+            "type": "object",
+            "properties": self.properties,
+            "required": list(self.required),
+            "additionalProperties": False,
+        }
+        hints = {"readOnlyHint": self.reads}
+        return {"name": self.name, "description": self.description, "inputSchema": schema, "annotations": hints}
+
+
+# -- shell -----------------------------------------------------------------------------------------------------------
+
+
+def _has_shell(spec: EnvironmentSpec) -> bool:
+    return spec.driver not in SHELLLESS_DRIVERS
+
+
+def _exec(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
+    return shell.parse("POST", "exec", "", orjson.dumps(arguments), spec)
+
+
+def _read_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
+    return shell.parse("GET", f"files/{_text(arguments, 'path', {'path'})}", "", b"", spec)
+
+
+def _write_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
+    content = _text(arguments, "content", {"path", "content"})
+    return shell.parse("PUT", f"files/{_text(arguments, 'path', {'path', 'content'})}", "", content.encode(), spec)
+
+
+def _text(arguments: dict[str, Any], name: str, known: set[str]) -> str:
+    if not arguments.keys() <= known or not isinstance(arguments.get(name), str):
+        raise Refused(422, "arguments", f"this tool takes {' and '.join(sorted(known))}, as strings.")
+    return str(arguments[name])
+
+
+def _command_result(told: Told) -> Result | None:
+    value = _object(told, {"stdout", "stderr", "exit_code"})
+    return value and _structured(value, value["stdout"] + value["stderr"], failed=value["exit_code"] != 0)
+
+
+_TEXT: Schema = {"type": "string"}
+_PATH: dict[str, Schema] = {"path": {"type": "string", "description": "absolute"}}
+_SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
+_SHELL = (
+    Tool(
+        "exec", "Run a command in the rollout's live shell session.",
+        {"command": _TEXT, "timeout_s": _SECONDS, "session": {"type": "string", "default": "main"}},
+        ("command",), False, _exec, _has_shell, _command_result,
+    ),
+    Tool("read_file", "Read a text file.", _PATH, ("path",), True, _read_file, _has_shell, lambda _: None),
+    Tool(
+        "write_file", "Write a text file.", {**_PATH, "content": _TEXT}, ("path", "content"), False, _write_file,
+        _has_shell, lambda _: None,
+    ),
+)  # fmt: skip
+
+
+# -- sql -------------------------------------------------------------------------------------------------------------
+
+
+def _has_databases(spec: EnvironmentSpec) -> bool:
+    return bool(spec.databases)
+
+
+def _sql(tool: str) -> Make:
+    return lambda arguments, spec: sql.parse("POST", tool, "", orjson.dumps(arguments), spec)
+
+
+def _sql_result(told: Told) -> Result | None:
+    value = _object(told, {"error"})
+    return value and _structured(value, told.body.decode(), failed=value["error"] is not None)
+
+
+_DATABASE: dict[str, Schema] = {
+    "database": {"type": "string", "description": "by its name in the task; the first by default"},
+    "timeout_s": _SECONDS,
+}
+_VALUES: Schema = {"type": ["array", "object"], "description": "values for the statement's placeholders"}
+_FORMAT: Schema = {"enum": ["json", "table", "markdown", "csv", "skyrl"], "default": "json"}
+
+
+def _sql_tool(name: str, description: str, properties: dict[str, Schema], *required: str, reads: bool) -> Tool:
+    return Tool(
+        name, description, {**properties, **_DATABASE}, required, reads, _sql(name), _has_databases, _sql_result
+    )
+
+
+_SQL = (
+    # A query may be any statement, so of `query` and `script` nothing can be promised.
+    _sql_tool(
+        "query", "Run one SQL statement; its rows, or how many it changed.",
+        {"sql": _TEXT, "params": _VALUES, "max_rows": {"type": "integer", "minimum": 0, "default": 100},
+         "format": _FORMAT},
+        "sql", reads=False,
+    ),
+    _sql_tool("script", "Run several SQL statements, all or nothing.", {"sql": _TEXT}, "sql", reads=False),
+    _sql_tool(
+        "explain", "Show a statement's query plan; nothing is run.",
+        {"sql": _TEXT, "params": _VALUES, "format": _FORMAT}, "sql", reads=True,
+    ),
+    _sql_tool(
+        "compare", "Whether two queries give the same rows here; nothing is changed.",
+        {"sql": _TEXT, "gold": _TEXT, "ordered": {"type": "boolean", "default": False}}, "sql", "gold", reads=True,
+    ),
+    _sql_tool("tables", "List tables and views.", {}, reads=True),
+    _sql_tool("schema", "Show the definition of one table, or of everything.", {"table": _TEXT}, reads=True),
+)  # fmt: skip
+
+
+# -- video -----------------------------------------------------------------------------------------------------------
+
+
+def _has_videos(spec: EnvironmentSpec) -> bool:
+    return spec.video is not None
+
+
+def _video_tool(name: str) -> Tool:
+    kind = video.TOOLS[name]
+    return Tool(
+        name, kind.description, kind.properties, kind.required, name not in video.CHANGING, video.maker(name),
+        _has_videos, video.mcp_content,
+    )  # fmt: skip
+
+
+_VIDEO = tuple(_video_tool(name) for name in video.TOOLS)
+
+
+# -- all -------------------------------------------------------------------------------------------------------------
+
+TOOLS: tuple[Tool, ...] = (*_SHELL, *_SQL, *_VIDEO)
+"""Every built-in tool, in the order in which they are listed. Their names differ."""
+
+
+def of(spec: EnvironmentSpec) -> dict[str, Tool]:
+    """Return the built-in tools that a task of this spec has, by name."""
+    return {tool.name: tool for tool in TOOLS if tool.offered(spec)}
+
+
+def shown(tool: Tool, told: Told) -> Result:
+    """Return the result of a tool call for what its endpoint answered."""
+    made = tool.shown(told)
+    if made is not None:
+        return made
+    text = told.body.decode(errors="replace")
+    return {"content": [{"type": "text", "text": text}], "isError": told.status >= 400}
+
+
+def _object(told: Told, members: set[str]) -> dict[str, Any] | None:
+    if told.status != 200 or dict(told.headers).get("content-type", "") != "application/json":
+        return None
+    value = orjson.loads(told.body)
+    return value if isinstance(value, dict) and members <= value.keys() else None
+
+
+def _structured(value: dict[str, Any], text: str, *, failed: bool) -> Result:
+    return {"content": [{"type": "text", "text": text}], "structuredContent": value, "isError": failed}

@@ -1,0 +1,372 @@
+"""A dialect out of rules: what requests to a tool server mean, and recorded answers in each client's form (pure)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import orjson
+
+from proxy.dialects.base import Call, Close, Headers, Local, Meaning, Open, Request, Told
+from proxy.dialects.body_forms import body_form, json_value, media_type, query_form
+from proxy.dialects.rule_schema import Reply, Rule, Rules, without
+from proxy.names import named
+from proxy.refusals import Problem, Refused
+from proxy.tree.keys import call_key
+from sandboxes.calls import ToolCall
+from sandboxes.json_paths import OUR_NAME, member, renamed
+from sandboxes.spec import Server, Upstream
+from sandboxes.tool_clients.http1 import HOP_BY_HOP, BadRequest, request_head
+
+NOISE = HOP_BY_HOP | {
+    "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
+    "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "x-request-id", "x-correlation-id", "idempotency-key",
+    "traceparent", "tracestate", "baggage", "sentry-trace", "x-forkpoint-task", "x-forkpoint-rollout",
+    "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
+}  # fmt: skip
+"""Headers that say nothing of what is asked."""
+_OURS = frozenset({"x-forkpoint-task", "x-forkpoint-rollout"})
+_PLACES = frozenset({"origin", "referer"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    methods: frozenset[str]
+    path: re.Pattern[str]
+    rule: Rule
+
+
+class Declared:
+    """See `Dialect`."""
+
+    headers_matter = True
+
+    def __init__(self, endpoint: str, server: Server | Upstream, rules: Rules) -> None:
+        self._endpoint, self._rules = endpoint, rules
+        self._origins, self._prefix = _places(server)
+        self._upstream = urlsplit(self._origins[0]).netloc
+        self._outside = isinstance(server, Upstream)
+        self._opens = any(rule.do == "open" for rule in rules.rule)
+        self._routes = [_route(rule) for rule in rules.rule]
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def read(self, request: Request) -> Meaning:
+        """See `Dialect.read`."""
+        fields = _Fields(request)
+        rule, captures = self._rule(request, fields)
+        fields.captures = captures
+        if rule.do == "health":
+            assert rule.reply is not None
+            return _local(rule.reply)
+        rollout = "" if rule.stateless else self._rollout(request, rule, fields)
+        if rule.do == "close":
+            assert rule.reply is not None
+            return Close(rollout, self._bound_reply(rule.reply, rollout))
+        if rule.do == "open":
+            parent = _name(fields.value(rule.parent)) if rule.parent else ""
+            given = self._bound_reply(rule.reply, rollout) if rule.reply else None
+            return Open(rollout, given or self._call(request, rule, fields, rollout), parent, self._minted(rollout))
+        return self._call(request, rule, fields, rollout)
+
+    def task(self, request: Request) -> str:
+        """Return the task that request names; empty where that in the URL is meant.
+
+        Raises:
+            Refused: 400, it is no name.
+        """
+        told = _Fields(request).value(self._rules.task) if self._rules.task else ""
+        return named("task", told) if told else ""
+
+    def _rule(self, request: Request, fields: "_Fields") -> tuple[Rule, Mapping[str, str]]:
+        # Decoded, so that no spelling of a path slips past its rule.
+        path = unquote(request.path)
+        for route in self._routes:
+            if request.method in route.methods or "*" in route.methods:
+                found = route.path.fullmatch(path)
+                if found is not None and all(member(fields.json, at) == want for at, want in route.rule.when.items()):
+                    return route.rule, found.groupdict()
+        return _PLAIN, {}
+
+    def _rollout(self, request: Request, rule: Rule, fields: "_Fields") -> str:
+        if rule.rollout == "fresh":
+            return request.fresh
+        if request.rollout:
+            return request.rollout
+        source = rule.rollout or self._rules.rollout
+        told = fields.value(source) if source else ""
+        if told:
+            return _name(told)
+        if rule.do == "open" and self._rules.mint:
+            return request.fresh
+        where = f"in its {source.replace(':', ' ')}" if source else "in the URL: /t/{task}/r/{rollout}/{endpoint}/…"
+        raise Refused(400, "no-rollout", f"nothing says which rollout asks: this request needs its name {where}.")
+
+    def _minted(self, rollout: str) -> Headers:
+        if not self._rules.mint:
+            return ()
+        return (("set-cookie", f"{self._rules.mint}={rollout}; Path=/; HttpOnly; SameSite=Lax"),)
+
+    def _call(self, request: Request, rule: Rule, fields: "_Fields", rollout: str) -> Call:
+        body, bound = self._unbound(request.body, fields, rollout)
+        body, aliases = _aliased(body, rule, fields)
+        headers = self._forwarded(request)
+        self._refuse_escapes(request.path)
+        try:
+            request_head(request.method, request.target, headers, self._upstream, len(body))
+        except BadRequest as error:
+            raise Refused(400, "request", f"this cannot be sent to a tool server: {error}.") from None
+        arguments: dict[str, Any] = {
+            "method": request.method, "target": request.target, "headers": [list(header) for header in headers],
+        }  # fmt: skip
+        arguments |= {"effect": rule.effect} if rule.effect else {}
+        arguments |= {"cache": "never"} if rule.cache == "never" else {}
+        arguments |= self._outsider(rule) if self._outside else {}
+        arguments |= {"answers": rule.answers} if request.method == "WS" else {}
+        tool = _tool(rule, request, fields)
+        told = {"args": self._args(request, rule, body), "headers": self._in_key(headers)}
+        return Call(
+            ToolCall(self._endpoint, tool, arguments, body),
+            call_key(ToolCall(self._endpoint, tool, told)),
+            rollout=rollout,
+            request_id=request.header(self._rules.request_id) if self._rules.request_id else "",
+            commutes=rule.commutes,
+            bound=bound,
+            streams=not bound,
+            constant=rule.stateless,
+            aliases=aliases,
+            routed=bool(self._rules.task),
+        )
+
+    def _outsider(self, rule: Rule) -> dict[str, Any]:
+        """Return what a call to a server elsewhere must say, for its driver to know what it may do."""
+        told: dict[str, Any] = {"stateless": True} if rule.stateless else {}
+        told |= {"session": "opens" if rule.do == "open" else "within"} if self._opens else {}
+        told |= {"names": rule.names} if rule.names else {}
+        return told | ({"bind": list(self._rules.bind)} if self._rules.bind else {})
+
+    def _refuse_escapes(self, path: str) -> None:
+        """Refuse a path that a server could take for one outside its prefix.
+
+        Raises:
+            Refused: 400.
+        """
+        segments = re.split(r"[/\\]", unquote(path)) if self._prefix else ()
+        if any(segment.partition(";")[0] in (".", "..") for segment in segments):
+            raise Refused(400, "request", "a path with . or .. segments may leave what its upstream names. Resolve it.")
+
+    def _unbound(self, body: bytes, fields: "_Fields", rollout: str) -> tuple[bytes, bool]:
+        """Return body with our name for the rollout in the place of its client's."""
+        if not self._rules.bind:
+            return body, False
+        value = fields.json
+        if isinstance(value, dict) and any(isinstance(member(value, at), str) for at in self._rules.bind):
+            body = orjson.dumps(renamed(value, self._rules.bind, rollout, OUR_NAME))
+        return body, True
+
+    def _forwarded(self, request: Request) -> Headers:
+        """Return the headers that go to the server: its own address in the place of ours, none of our identity."""
+        ours = "{0.scheme}://{0.netloc}".format(urlsplit(request.base))
+        kept = []
+        for name, value in request.headers:
+            if name in _OURS or (name in ("authorization", "x-api-key") and "fp_" in value):
+                continue
+            if name in _PLACES and value.startswith(ours):
+                below = value.removeprefix(request.base)
+                place = below.removeprefix(ours) if below == value else self._prefix + below
+                value = self._origins[0] + (place if name != "origin" else "")  # noqa: PLW2901
+            kept.append((name, value))
+        return tuple(kept)
+
+    def _args(self, request: Request, rule: Rule, body: bytes) -> dict[str, Any]:
+        args: dict[str, Any] = {} if rule.tool else {"target": request.path}
+        if "query" in rule.args:
+            args["query"] = query_form(request.query)
+        if "body" in rule.args:
+            form = body_form(body, request.header("content-type"), archives=rule.archives)
+            if form is not None and isinstance(form.get("json"), dict):
+                form = {"json": _chosen(form["json"], rule)}
+            args["body"] = form
+        return args
+
+    def _in_key(self, headers: Headers) -> list[list[str]]:
+        wanted = self._rules.headers
+        found = [
+            [name, media_type(value) if name == "content-type" and "boundary" in value else value]
+            for name, value in headers
+            if (name in wanted if wanted is not None else name not in NOISE)
+        ]
+        return sorted(found, key=lambda header: header[0])
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def answer(self, told: Told, request: Request) -> Told:
+        """See `Dialect.answer`: our addresses for the server's, the client's name of the rollout for ours."""
+        headers = tuple((name, self._placed(name.lower(), value, request)) for name, value in told.headers)
+        if self._rules.bind and told.body:
+            said = json_value(told.body)
+            if said is not None and isinstance(said[0], dict):
+                body = orjson.dumps(renamed(said[0], self._rules.bind, OUR_NAME, self._known_as(request)))
+                length = str(len(body))
+                headers = tuple((n, length if n.lower() == "content-length" else v) for n, v in headers)
+                return Told(told.status, headers, body)
+        return replace(told, headers=headers)
+
+    def _known_as(self, request: Request) -> str:
+        meaning = self.read(request)
+        return "" if isinstance(meaning, Local) else meaning.rollout
+
+    def _placed(self, name: str, value: str, request: Request) -> str:
+        if name in ("location", "content-location"):
+            for place in (*(origin + self._prefix for origin in self._origins), self._prefix):
+                below = value.removeprefix(place)
+                if value.startswith(place) and (below.startswith("/") or (below == "" and place)):
+                    return value if below.startswith("//") and not place else request.base + below
+            return self._origins[0] + value if value.startswith("/") and not value.startswith("//") else value
+        if name == "set-cookie":
+            prefix = urlsplit(request.base).path
+            value = re.sub(rf"(;\s*path=){re.escape(self._prefix)}(?=/|;|$)", r"\1", value, flags=re.IGNORECASE)
+            value = re.sub(r"(;\s*path=)(?=;|$)", r"\1/", value, flags=re.IGNORECASE)
+            value = re.sub(r";\s*domain=[^;]*", "", value, flags=re.IGNORECASE)
+            return re.sub(r"(;\s*path=)/", lambda found: f"{found[1]}{prefix}/", value, flags=re.IGNORECASE)
+        return value
+
+    def _bound_reply(self, reply: Reply, rollout: str) -> Local:
+        local = _local(reply)
+        return replace(local, body=local.body.replace(b"{rollout}", rollout.encode()))
+
+    def problem(self, problem: Problem, request: Request) -> Local | None:  # noqa: ARG002 - others look at it
+        """See `Dialect.problem`."""
+        if self._rules.retry_status is None or not (problem.infrastructure or problem.slug == "overloaded"):
+            return None
+        headers = tuple((name.decode(), value.decode()) for name, value in problem.headers())
+        return Local(self._rules.retry_status, problem.body(), headers)
+
+    def trouble(self, problem: Problem) -> str | None:
+        """Return the message that tells of a problem on a WebSocket; None where the connection is closed instead."""
+        told = self._rules.trouble
+        if told is None:
+            return None
+        filled = {"{slug}": problem.slug, "{detail}": problem.detail}
+        return orjson.dumps(_filled(told, filled)).decode()
+
+
+class _Fields:
+    """The fields of a request, read when they are first asked for."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._json: tuple[Any] | None = None
+        self.captures: Mapping[str, str] = {}
+
+    @property
+    def json(self) -> Any:
+        """The JSON body; of a form, its members by name; None where there is none."""
+        if self._json is None:
+            self._json = (_members(self._request),)
+        return self._json[0]
+
+    def value(self, source: str) -> str:
+        """Return what stands at a source; empty where nothing does."""
+        kind, _, name = source.partition(":")
+        match kind:
+            case "header":
+                return self._request.header(name.lower())
+            case "cookie":
+                return _cookie(self._request.header("cookie"), name)
+            case "query":
+                return dict(parse_qsl(self._request.query)).get(name, "")
+            case "path":
+                return self.captures.get(name, "")
+        value = member(self.json, name)
+        return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+_PLAIN = Rule(on="* /")
+
+
+def _places(server: Server | Upstream) -> tuple[tuple[str, ...], str]:
+    """Return the origins that a server may call itself by, and the path that stands before all of its own."""
+    if isinstance(server, Server):
+        return (f"http://127.0.0.1:{server.port}", f"http://localhost:{server.port}"), ""
+    place = urlsplit(server.upstream)
+    return (f"{place.scheme}://{place.netloc}",), place.path.rstrip("/")
+
+
+def _members(request: Request) -> Any:
+    form = body_form(request.body, request.header("content-type") or "application/json")
+    if form is None or "json" in form:
+        return None if form is None else form["json"]
+    if "parts" in form:
+        return {part["name"]: part["text"] for part in form["parts"] if "text" in part}
+    return dict(form.get("form", ()))
+
+
+def _cookie(header: str, name: str) -> str:
+    try:
+        found = SimpleCookie(header).get(name)
+    except CookieError:
+        return ""
+    return "" if found is None else found.value
+
+
+def _route(rule: Rule) -> _Route:
+    methods, _, path = rule.on.partition(" ")
+    pattern = ""
+    for piece in re.split(r"(\{[A-Za-z_]+(?:\.\.\.)?\}|\*)", path):
+        if piece == "*":
+            pattern += "[^/]*"
+        elif piece.startswith("{"):
+            name = piece.strip("{.}")
+            pattern += f"(?P<{name}>.*)" if piece.endswith("...}") else f"(?P<{name}>[^/]+)"
+        else:
+            pattern += re.escape(piece)
+    return _Route(frozenset(methods.split("|")), re.compile(pattern), rule)
+
+
+def _tool(rule: Rule, request: Request, fields: _Fields) -> str:
+    def filled(found: re.Match[str]) -> str:
+        return fields.captures.get(found[1]) or fields.value(f"body:{found[1]}")
+
+    return re.sub(r"\{([^{}]+)\}", filled, rule.tool) if rule.tool else f"{request.method} {unquote(request.path)}"
+
+
+def _local(reply: Reply) -> Local:
+    headers = tuple((name.lower(), value) for name, value in reply.headers.items())
+    if isinstance(reply.body, str):
+        return Local(reply.status, reply.body.encode(), headers or (("content-type", "text/plain"),))
+    body = b"" if reply.body is None else orjson.dumps(reply.body)
+    return Local(reply.status, body, headers or (("content-type", "application/json"),))
+
+
+def _name(text: str) -> str:
+    return named("rollout", text)
+
+
+def _aliased(body: bytes, rule: Rule, fields: _Fields) -> tuple[bytes, tuple[tuple[str, str], ...]]:
+    """Return a message with our names in the place of those that its client chose, and which those are."""
+    found = {path: member(fields.json, path) for path in rule.alias}
+    told = tuple((name, f"forkpoint-{path}") for path, name in found.items() if isinstance(name, str) and name)
+    if not told:
+        return body, ()
+    value = orjson.loads(body)
+    for (path, name), (_, ours) in zip(((p, n) for p, n in found.items() if n), told, strict=True):
+        value = renamed(value, (path,), name, ours, whole=True)
+    return orjson.dumps(value), told
+
+
+def _filled(value: Any, words: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(inner, words) for name, inner in value.items()}
+    return words.get(value, value) if isinstance(value, str) else value
+
+
+def _chosen(value: dict[str, Any], rule: Rule) -> dict[str, Any]:
+    """Return the fields of a body that count."""
+    if rule.pick:
+        return {path: member(value, path) for path in rule.pick}
+    for path in rule.drop:
+        value = without(value, path.split("."))
+    return value

@@ -1,0 +1,163 @@
+"""The rules that say what requests to a tool server mean: shipped by name, or written into a spec (pure once read)."""
+
+import tomllib
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from proxy.tree.keys import canonical_json
+from sandboxes import process_output as process
+from sandboxes.calls import ToolCall
+from sandboxes.spec import EnvironmentSpec, Server, Upstream
+
+_SHIPPED = Path(__file__).parent / "rules"
+_VERSION = 1
+"""Of how rules are read; with them, part of every key of a tree that has servers."""
+
+
+class RulesError(ValueError):
+    """There are no rules of this name, or they cannot be read."""
+
+
+class Reply(BaseModel):
+    """An answer of the proxy's own. body: a JSON value, or text as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    status: int = Field(default=200, ge=200, le=599)
+    body: Any = None
+    headers: dict[str, str] = Field(default_factory=dict)
+
+
+class Rule(BaseModel):
+    """What requests of one kind mean. Sources are `header:x`, `cookie:x`, `query:x`, `body:a.b` or `path:x`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    on: str = Field(description="METHOD or A|B or *, then a path: {name} is a segment, {name...} all that follows")
+    when: dict[str, Any] = Field(default_factory=dict, alias="if", description="body fields that must have this value")
+    do: Literal["call", "health", "open", "close"] = "call"
+    tool: str = Field(default="", description="a template over captures and body fields; METHOD /path by default")
+    args: Literal["query+body", "query", "body", "none"] = "query+body"
+    pick: tuple[str, ...] = Field(default=(), description="of a JSON body, nothing but these fields is in the key")
+    drop: tuple[str, ...] = Field(default=(), description="fields of a JSON body that the key leaves out")
+    archives: bool = Field(default=False, description="uploaded archives count by their contents")
+    effect: Literal["read", "change"] | None = Field(default=None, description="on the server's memory; else by method")
+    stateless: bool = Field(default=False, description="a call whose answer hangs on the call alone: once for all")
+    cache: Literal["always", "never"] = "always"
+    answers: Annotated[int, Field(ge=0, le=1000)] | Literal["quiet"] = Field(
+        default=1, description="of a message on a WebSocket: how many answer it; 'quiet': all, until none comes"
+    )
+    alias: tuple[str, ...] = Field(
+        default=(), description="of such a message: fields whose value its client chose, and finds in answers again"
+    )
+    commutes: bool = Field(default=False, description="may change places with others that wait at the same time")
+    rollout: str = Field(default="", description="where the rollout's name is, if not in the URL; 'fresh': a new one")
+    names: str = Field(
+        default="", pattern=r"^(body:.+)?$", description="of `open` to an upstream: where its answer names the session"
+    )
+    parent: str = Field(default="", description="of `open`: the rollout that it forks from")
+    reply: Reply | None = Field(default=None, description="answered by the proxy; of a call, the server is not asked")
+
+    @model_validator(mode="after")
+    def _replies(self) -> "Rule":
+        if self.do in ("health", "close") and self.reply is None:
+            raise ValueError(f"`do = {self.do!r}` is answered by the proxy: say with what, in `reply`")
+        if self.stateless and (self.do != "call" or self.effect == "change"):
+            raise ValueError("what is `stateless` is a `call`, and changes nothing")
+        method, _, path = self.on.partition(" ")
+        if not method or not path.startswith("/"):
+            raise ValueError(f"`on` is a method and a path, as 'POST /run': {self.on!r}")
+        return self
+
+
+class Rules(BaseModel):
+    """Those of one dialect; the first that fits a request counts, and one that none fits is a plain HTTP call.
+
+    headers: request headers that are part of the key; by default all but those known to be noise. bind: where the
+    rollout's name stands, as its client knows it: it is left out of keys, and put into recorded answers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    about: str = ""
+    headers: tuple[str, ...] | None = None
+    request_id: str = Field(default="", description="header that names a request which may be sent again")
+    rollout: str = Field(default="", description="where the rollout's name is, if not in the URL and no rule says it")
+    task: str = Field(default="", description="where the task's name is, if not the one in the URL is meant")
+    mint: str = Field(default="", description="cookie under which a new rollout's name is given to its client")
+    bind: tuple[str, ...] = Field(default=(), description="fields of JSON bodies, both ways, that hold that name")
+    unsteady: tuple[str, ...] = Field(
+        default=(), description="fields of JSON answers in which a replay may differ: durations, tracebacks"
+    )
+    retry_status: int | None = Field(default=None, ge=500, le=599, description="answered to trouble of ours")
+    trouble: Any = Field(
+        default=None, description="sent on a WebSocket when a message cannot be answered, with {slug} and {detail}"
+    )
+    rule: tuple[Rule, ...] = ()
+
+
+def rules_of(server: Server | Upstream) -> Rules:
+    """Return the rules for a server's requests, its own first.
+
+    Raises:
+        RulesError: there are none of this name, or its own cannot be read.
+    """
+    shipped = _shipped(server.dialect)
+    try:
+        own = tuple(Rule.model_validate(rule) for rule in server.rules)
+    except ValidationError as error:
+        raise RulesError(f"a rule of the server cannot be read: {error.errors()[0]['msg']}") from error
+    bind = server.bind if isinstance(server, Upstream) else ()
+    more = {"rule": own + shipped.rule, "bind": bind + shipped.bind}
+    return shipped.model_copy(update=more | ({"task": server.task} if server.task else {}))
+
+
+def identity(spec: EnvironmentSpec) -> str:
+    """Return a digest of all rules that shape the keys of spec's tree; empty where it has no servers.
+
+    Raises:
+        RulesError: there are none of a name, or they cannot be read.
+    """
+    if not spec.servers:
+        return ""
+    told = {name: rules_of(server).model_dump(mode="json") for name, server in spec.servers.items()}
+    return blake2b(b"%d" % _VERSION + canonical_json(told), digest_size=16).hexdigest()
+
+
+def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
+    """Return of an answer to call what a replay of it must tell again."""
+    if call.endpoint == "process":
+        return process.by_stream(body)
+    server = spec.servers.get(call.endpoint)
+    unsteady = rules_of(server).unsteady if server is not None else ()
+    if not unsteady:
+        return body
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body
+    for path in unsteady:
+        value = without(value, path.split("."))
+    return canonical_json(value)
+
+
+def without(value: Any, path: list[str]) -> Any:
+    """Return a JSON value without the member that path leads to."""
+    if not isinstance(value, dict) or path[0] not in value:
+        return value
+    if len(path) == 1:
+        return {name: member for name, member in value.items() if name != path[0]}
+    return {**value, path[0]: without(value[path[0]], path[1:])}
+
+
+@cache
+def _shipped(name: str) -> Rules:
+    names = sorted(path.stem for path in _SHIPPED.glob("*.toml"))
+    if name not in names:
+        raise RulesError(f"there is no dialect {name!r}; there are: {', '.join(names)}")
+    return Rules.model_validate(tomllib.loads((_SHIPPED / f"{name}.toml").read_text()))

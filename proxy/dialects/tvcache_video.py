@@ -1,0 +1,209 @@
+"""The wire of TVCACHE's authors: `/start`, `/execute`, `/fork`, `/stop`, with a sandbox_id in each body (pure).
+
+Their client needs nothing but the base URL `/t/{task}/video`. A sandbox is a rollout; commands are the endpoint's own
+tools under their names, with the same records, and their answers the texts that its agents know.
+"""
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Told
+from proxy.names import named
+from proxy.refusals import Problem, Refused
+from proxy.tree.keys import call_key
+from sandboxes.calls import ToolCall
+
+MakeCall = Callable[[str, Any, str], ToolCall]
+_PATHS = frozenset({"start", "stop", "fork", "execute"})
+_BAD_TUPLE = "Invalid input tuple!"
+_JSON = (("content-type", "application/json"),)
+
+
+class _BadTuple(ValueError):  # noqa: N818 - what the argument is
+    """An argument that should hold a tuple in a text, and does not."""
+
+
+def speaks(request: Request) -> bool:
+    """Say whether a request is of this wire."""
+    return request.path.strip("/") in _PATHS
+
+
+def read(request: Request, make: MakeCall) -> Meaning:
+    """Say what a request means.
+
+    Raises:
+        Refused: 400, in the authors' own cases; 405.
+    """
+    if request.method != "POST":
+        raise Refused(405, "method", "this takes POST with a JSON body.")
+    body = _body(request)
+    verb = request.path.strip("/")
+    rollout = request.rollout or named("rollout", _text(body, "sandbox_id"))
+    if verb == "start":
+        told = {"success": True, "sandbox_id": rollout, "sandbox_path": f"sandbox/{rollout}"}
+        return Open(rollout, _local(told))
+    if verb == "stop":
+        return Close(rollout, _local({"success": True, "sandbox_id": rollout}))
+    if verb == "fork":
+        if not request.fresh:
+            raise Refused(
+                400, "fork", "a fork gets a name of its own, so the URL must name none: /t/{task}/video/fork."
+            )
+        return Open(request.fresh, _local({"success": True, "sandbox_id": request.fresh}), parent=rollout)
+    return _execute(body, rollout, request, make)
+
+
+def _execute(body: Mapping[str, Any], rollout: str, request: Request, make: MakeCall) -> Meaning:
+    command = _text(body, "command")
+    if command not in _COMMANDS:
+        raise Refused(400, "command", f"there is no command {command!r}; there are: {', '.join(_COMMANDS)}.")
+    tool, arguments_of = _COMMANDS[command]
+    try:
+        arguments = arguments_of(body.get("argument", ""))
+    except _BadTuple:
+        return _local({"success": True, "command": command, "result": _BAD_TUPLE})
+    call = make(tool, arguments, rollout)
+    return Call(call, call_key(call), rollout=rollout, bound=True, existing=not request.rollout)
+
+
+def _body(request: Request) -> dict[str, Any]:
+    try:
+        value = orjson.loads(request.body)
+    except orjson.JSONDecodeError as error:
+        raise Refused(400, "json", f"the body is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise Refused(400, "json", "the body must be a JSON object.")
+    return value
+
+
+def _text(body: Mapping[str, Any], member: str) -> str:
+    value = body.get(member)
+    if not isinstance(value, str) or not value:
+        raise Refused(400, member, f"{member} is required, as a string.")
+    return value
+
+
+def _local(told: dict[str, Any]) -> Local:
+    return Local(200, orjson.dumps(told), _JSON)
+
+
+# -- arguments: texts, some of which hold a Python tuple ---------------------------------------------------------------
+
+
+def _name(argument: Any) -> dict[str, Any]:
+    return {"name": _as_text(argument)}
+
+
+def _nothing(_argument: Any) -> dict[str, Any]:
+    return {}
+
+
+def _description(argument: Any) -> dict[str, Any]:
+    return {"description": _as_text(argument)}
+
+
+def _question(argument: Any) -> dict[str, Any]:
+    return {"question": _as_text(argument)}
+
+
+def _as_text(argument: Any) -> str:
+    if not isinstance(argument, str) or not argument.strip():
+        raise Refused(400, "argument", "this command takes an argument, as a string.")
+    return argument.strip()
+
+
+def _span(argument: Any) -> dict[str, Any]:
+    start, end = _pair(argument)
+    if not (_is_number(start) and _is_number(end)):
+        raise _BadTuple
+    return {"start": start, "end": end}
+
+
+def _question_and_segment(argument: Any) -> dict[str, Any]:
+    question, segment = _pair(argument)
+    if not isinstance(question, str) or not question.strip() or not _is_number(segment):
+        raise _BadTuple
+    return {"question": question, "segment": segment}
+
+
+def _pair(argument: Any) -> Sequence[Any]:
+    value = argument
+    if isinstance(argument, str):
+        try:
+            value = ast.literal_eval(argument.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            raise _BadTuple from None
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise _BadTuple
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "load_video_into_sandbox": ("load_video", _name),
+    "preprocess": ("preprocess", _nothing),
+    "caption_retrieval": ("caption_retrieval", _span),
+    "segment_localization": ("segment_localization", _description),
+    "visual_question_answering": ("visual_question_answering", _question_and_segment),
+    "object_memory_querying": ("object_memory_querying", _question),
+}
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answer(told: Told, request: Request) -> Told:
+    """Return a recorded answer in the words of the authors' server.
+
+    Their client takes `result` and looks at nothing else, so that is where what went wrong is told, too.
+    """
+    command = _body(request).get("command", "")
+    value = orjson.loads(told.body)
+    if "error" in value:
+        message = value["error"]["message"]
+        said = {"success": False, "command": command, "result": message, "error": message}
+    else:
+        said = {"success": True, "command": command, "result": _TEXTS[command](value)}
+    body = orjson.dumps(said)
+    kept = tuple((n, v) for n, v in told.headers if n.lower() not in ("content-type", "content-length"))
+    return Told(200, (*_JSON, ("content-length", str(len(body))), *kept), body)
+
+
+def problem(found: Problem) -> Local:
+    """Return what went wrong as the authors' server does: `error`, and the status."""
+    headers = [(n.decode(), v.decode()) for n, v in found.headers() if n != b"content-type"]
+    return Local(found.status, orjson.dumps({"error": found.detail}), (*_JSON, *headers))
+
+
+def _of_all(value: Mapping[str, Any]) -> str:
+    return f"There are {value['segments']} segments in total, ranging from 0 to {value['segments'] - 1}."
+
+
+def _captions(value: Mapping[str, Any]) -> str:
+    captions = {each["segment"]: each["caption"] for each in value["captions"]}
+    return f"\n{_of_all(value)} Caption of segments from {min(captions)} to {max(captions)} is {captions}\n"
+
+
+def _found(value: Mapping[str, Any]) -> str:
+    found = {each["segment"]: each["caption"] for each in value["found"]}
+    return f"\n{_of_all(value)} The most relevant segments are: {found}.\n"
+
+
+def _answered(value: Mapping[str, Any]) -> str:
+    return f"\nSegment description: {value['caption']}\nAnswer to the question: {value['answer']}\n"
+
+
+_TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "load_video_into_sandbox": lambda _: "Successfully loaded video into the sandbox",
+    "preprocess": lambda _: "Preprocessing completed",
+    "caption_retrieval": _captions,
+    "segment_localization": _found,
+    "visual_question_answering": _answered,
+    "object_memory_querying": lambda v: str(v["answer"]) if v["answered"] else "I cannot answer that question",
+}

@@ -1,0 +1,77 @@
+"""Request bodies: in memory up to a limit; beyond it on disk, where whoever they are for takes them as they are."""
+
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from proxy.refusals import Refused
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+
+SPOOLED = 64
+"""How many times the limit in memory one on disk may be."""
+
+
+class Hangup(Exception):  # noqa: N818 - what the client did
+    """The client left before its request was complete."""
+
+
+class Upload:
+    """A body that may outgrow memory. path: where it lies then; None while it does not, or may not."""
+
+    def __init__(self, folder: Path, *, most: int, spools: bool) -> None:
+        self._folder, self._most, self._spools = folder, most, spools
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._fd = -1
+        self.path: Path | None = None
+
+    async def receive(self, receive: Receive, message: Message) -> bytes:
+        """Take the rest of a body, of which message is the first part; return it, or nothing where it lies on disk.
+
+        Raises:
+            Hangup: it did not come whole. Refused: 413, it is too large.
+        """
+        while True:
+            if message["type"] == "http.disconnect":
+                raise Hangup
+            self._take(message.get("body", b""))
+            if not message.get("more_body"):
+                return b"".join(self._chunks)
+            message = await receive()
+
+    def _take(self, chunk: bytes) -> None:
+        self._size += len(chunk)
+        if self._size > self._most * (SPOOLED if self._spools else 1):
+            where = f"{SPOOLED} times max_body_bytes" if self._spools else "max_body_bytes"
+            raise Refused(413, "body", f"the body is larger than {where}, {self._most}. Send less, or raise it.")
+        if self.path is None and self._size > self._most:
+            self._fd, name = tempfile.mkstemp(prefix="upload-", dir=self._folder)
+            self.path = Path(name)
+            for kept in self._chunks:
+                os.write(self._fd, kept)
+            self._chunks.clear()
+        if self.path is None:
+            self._chunks.append(chunk)
+        else:
+            os.write(self._fd, chunk)
+
+    def close(self) -> None:
+        """Remove what lies on disk."""
+        if self.path is not None:
+            os.close(self._fd)
+            self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def uploading(folder: Path, *, most: int, spools: bool) -> Iterator[Upload]:
+    """Lend a place for one body. spools: whether it may lie on disk."""
+    upload = Upload(folder, most=most, spools=spools)
+    try:
+        yield upload
+    finally:
+        upload.close()

@@ -1,0 +1,4 @@
+"""Everything that outlives a restart: the SQLite database and the journal of steps.
+
+Process: the proxy.
+"""

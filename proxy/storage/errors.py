@@ -1,0 +1,5 @@
+"""Errors of the storage room."""
+
+
+class StoreError(RuntimeError):
+    """The store could not be read or written: the disk is full, or the file is not ours. Nothing was recorded."""

@@ -1,0 +1,4 @@
+"""Counters, histograms and per-call timings. Pure.
+
+Process: the proxy.
+"""

@@ -1,0 +1,246 @@
+"""A session's shell in a container, held from outside: bash, or what the image has as /bin/sh."""
+
+import contextlib
+import os
+import re
+import resource
+import stat
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from sandboxes.container import cgroup_processes as household
+from sandboxes.container import posix_session as posix
+from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.guest import bash_session as sessions
+from sandboxes.guest.process_io import death_of
+from sandboxes.guest.shell import Output, Shell
+from sandboxes.session_types import Jobs, Session
+from sandboxes.shell_quote import quote
+
+RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+_LIMITS = {
+    "Max cpu time": resource.RLIMIT_CPU,
+    "Max file size": resource.RLIMIT_FSIZE,
+    "Max data size": resource.RLIMIT_DATA,
+    "Max stack size": resource.RLIMIT_STACK,
+    "Max core file size": resource.RLIMIT_CORE,
+    "Max resident set": resource.RLIMIT_RSS,
+    "Max processes": resource.RLIMIT_NPROC,
+    "Max open files": resource.RLIMIT_NOFILE,
+    "Max locked memory": resource.RLIMIT_MEMLOCK,
+    "Max address space": resource.RLIMIT_AS,
+    "Max pending signals": resource.RLIMIT_SIGPENDING,
+    "Max msgqueue size": resource.RLIMIT_MSGQUEUE,
+}
+_LIMIT = re.compile(r"(Max [a-z ]+?) +(\d+|unlimited) +(\d+|unlimited)")
+
+Inode = tuple[int, int]
+
+
+class ContainerShell(Shell):
+    """One shell. `session` is what it was started from, `baseline` what its first dump says that is.
+
+    folder: its directory in the box, by whose name the anchor knows it. pid: on this machine; inner: in the container.
+    """
+
+    def __init__(self, name: str, session: Session | None, folder: Path, *, bash: bool) -> None:
+        self.name, self.session, self.folder, self.bash = name, session, folder, bash
+        self.pid = self.inner = 0
+        self.baseline: Session | None = None
+        self.jobs: Jobs = ()
+        self.runs = 0
+        self.dump = bytearray()
+        self.limits: dict[str, tuple[int, int]] = {}
+        # Until it is known as a process it counts as one that has ended.
+        self.death = os.eventfd(1, os.EFD_CLOEXEC)
+        self._fds: dict[str, int] = {}
+
+    def prepare(self, workdir: str, environment: Mapping[str, str], inherited: set[str]) -> None:
+        """Make the directory with all that the shell will open."""
+        here = self.folder.name
+        said = posix.ready(here)
+        script = restore_script(self.session, workdir, environment, inherited, bash=self.bash, ready=said)
+        loop = sessions.LOOP if self.bash else posix.loop(here)
+        self._furnish(dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True)))
+
+    def _furnish(self, texts: Mapping[str, bytes]) -> None:
+        self.folder.mkdir(mode=0o755)
+        for name in SHELL_FIFOS:
+            os.mkfifo(self.folder / name)
+            # Whoever a command becomes may open /dev/stdout again.
+            (self.folder / name).chmod(0o666)
+            self._fds[name] = os.open(self.folder / name, RIGHTS)
+        for name, text in texts.items():
+            (self.folder / name).write_bytes(text)
+            (self.folder / name).chmod(0o644)
+            self._fds[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.dump_fd, self.command, self.go = self._fds["dump"], self._fds["command"], self._fds["go"]
+        self.out, self.err = Output(self._fds["out"]), Output(self._fds["err"])
+
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of an idle shell: this side of it, and the texts it was given."""
+        texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
+        facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
+        return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
+
+    @classmethod
+    def prepare_again(cls, told: Mapping[str, Any], box: Path, *, bash: bool) -> "ContainerShell":
+        """Make what a shell that will be restored has open, under the names that it knows."""
+        shell = cls(told["name"], told["session"], box / told["folder"], bash=bash)
+        shell._furnish({name: text.encode("latin-1") for name, text in told["texts"].items()})
+        return shell
+
+    def came_back(self, told: Mapping[str, Any], pid: int) -> None:
+        """Note as which process it came back."""
+        self._is_process(pid, told["inner"])
+        self.baseline, self.jobs, self.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
+        self.limits = {name: (soft, hard) for name, (soft, hard) in told["limits"].items()}
+
+    def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
+        """Note as which process it runs, and which limits it was born with; set those that the session had changed."""
+        self._is_process(pid, inner)
+        self.limits = limits
+        if self.session is not None and self.session["limits"]:
+            changed = {_LIMITS[name]: (soft, hard) for name, (soft, hard) in self.session["limits"].items()}
+            with contextlib.suppress(OSError):
+                _set_limits(pid, changed)
+
+    def _is_process(self, pid: int, inner: int) -> None:
+        self.pid, self.inner = pid, inner
+        if pid:
+            os.close(self.death)
+            self.death = death_of(pid)
+
+    def orders(self, command: bytes) -> tuple[bytes, bytes]:
+        """See `Shell.orders`."""
+        orders = sessions.orders if self.bash else posix.orders
+        return orders(self.session, command)
+
+    def finish_dump(self) -> tuple[int, Session]:
+        """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
+
+        Raises:
+            MalformedDump: a command has interfered with it.
+        """
+        status, session, self.jobs = (sessions if self.bash else posix).parse_dump(bytes(self.dump))
+        now = read_limits(self.pid)
+        session["limits"] = {name: list(value) for name, value in now.items() if value != self.limits.get(name)}
+        return status, session
+
+    def as_when_new(self) -> bool:
+        """See `Shell.as_when_new`."""
+        found = _open_files(self.pid)
+        if found is None:
+            return False
+        ours = {name: _inode(os.fstat(fd)) for name, fd in self._fds.items()}
+        null = _inode(Path("/dev/null").stat())
+        if self.bash:
+            texts = {sessions.RESTORE_FD: "restore", sessions.LOOP_FD: "loop", sessions.COMMAND_FD: "command"}
+            places = {1: "out", 2: "err", **texts, sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
+            return {place: at for place, at in found.items() if place} == {p: ours[n] for p, n in places.items()}
+        # While it reads its loop, a POSIX shell keeps copies above 9 of what it reads.
+        low = {place: at for place, at in found.items() if place < 10}
+        at_rest = {1: ours["out"], 2: ours["err"]}
+        known = {*ours.values(), null, found.get(0)}
+        return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(found.values()) <= known
+
+    def close(self) -> None:
+        """Close our ends and remove its directory; killing is the caller's."""
+        for fd in (*self._fds.values(), self.death):
+            os.close(fd)
+        self._fds.clear()
+        for name in (*SHELL_FIFOS, *SHELL_TEXTS):
+            (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+def restore_script(
+    session: Session | None,
+    workdir: str,
+    environment: Mapping[str, str],
+    inherited: Collection[str],
+    *,
+    bash: bool,
+    ready: str,
+) -> bytes:
+    """Return what a fresh shell sources to be session; see `posix.restore_script`. ready: for a shell without bash."""
+    if not bash:
+        return posix.restore_script(session, workdir, environment, inherited, ready)
+    script = sessions.restore_script(session, workdir)
+    if session is not None:
+        return script
+    # Its level bash has counted already.
+    given = {name: value for name, value in environment.items() if name != "SHLVL"}
+    return "".join(f"export {name}={quote(value)}\n" for name, value in given.items()).encode("latin-1") + script
+
+
+def read_limits(pid: int) -> dict[str, tuple[int, int]]:
+    """Return a process's resource limits; none where it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/limits").read_text()
+    except OSError:
+        return {}
+    number = {"unlimited": resource.RLIM_INFINITY}
+    found = {name: (soft, hard) for name, soft, hard in _LIMIT.findall(text) if name in _LIMITS}
+    return {name: (number.get(s) or int(s), number.get(h) or int(h)) for name, (s, h) in found.items()}
+
+
+def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
+    """Set limits of a process, whoever it runs as.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    try:
+        for number, limits in wanted.items():
+            resource.prlimit(pid, number, limits)
+    except PermissionError:
+        # Root without CAP_SYS_RESOURCE may do so only as the process's own user, and a child can become that.
+        _in_child_as(household.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
+
+
+def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            uid, gid, groups = user
+            os.setgroups(groups)
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+            work()
+            code = 0
+        except OSError as error:
+            code = error.errno or 1
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        raise OSError(code, f"limits: {os.strerror(code)}")
+
+
+def limit(pid: int, disk_bytes: int) -> None:
+    """Set what a process, and all that it starts from now on, may use: as `confine.limit_resources` does."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    ceiling = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    wanted = {
+        resource.RLIMIT_FSIZE: (disk_bytes, disk_bytes),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_NOFILE: (min(1024, ceiling), ceiling),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+    }
+    _set_limits(pid, wanted)
+
+
+def _inode(status: os.stat_result) -> Inode:
+    # A device by what it is, not by which node in which /dev.
+    return (-1, status.st_rdev) if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
+
+
+def _open_files(pid: int) -> dict[int, Inode] | None:
+    try:
+        return {int(fd): _inode(os.stat(f"/proc/{pid}/fd/{fd}")) for fd in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH116, PTH208
+    except OSError:
+        return None

@@ -1,0 +1,6 @@
+"""What runs inside a sandbox or beside it: supervisor, shells, background processes, change detection.
+
+Standard library only, no event loop.
+
+Process: pid 1 of a `local` sandbox, or the keeper of a container.
+"""

@@ -1,0 +1,159 @@
+"""What a sandbox's files differ in from before a call and from its root state, kept up to date in pid 1."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sandboxes.guest import bash_session as sessions
+from sandboxes.guest import file_delta as delta
+from sandboxes.linux import processes
+from sandboxes.session_types import Session
+
+WATCH_S = 0.1
+QUIET_S = 2.0
+"""How long files and the set of processes have to stand still beside what lives, until it counts as writing nothing."""
+
+
+class Stillness:
+    """Whether what lives in a sandbox may be writing files by itself.
+
+    Which process wrote a file cannot be told. But what writes again and again is seen to before long: a call beside it
+    finds other files than the last one left. Until then, and from then on, each state is another one moments later.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._wrote_at = self._moved_at = clock() - QUIET_S
+
+    @property
+    def restless(self) -> bool:
+        """Whether anything stirred lately: since then, nothing that was looked at was another than before."""
+        return self._clock() - max(self._wrote_at, self._moved_at) < QUIET_S
+
+    def saw(self, *, wrote: bool, moved: bool = False) -> None:
+        """Note whether files are others than they were, and whether other processes live than did."""
+        if wrote:
+            self._wrote_at = self._clock()
+        if moved:
+            self._moved_at = self._clock()
+
+    def stood_still(self, seconds: float) -> None:
+        """Note that nothing could run for so long, as for a dump: what writes had no chance to be seen."""
+        self._wrote_at += seconds
+
+
+class Changes:
+    """Those of one sandbox. fields: what the driver told of the state it begins with, and of its limits.
+
+    `now`: the delta to the root state; None where that is too large to know.
+    """
+
+    def __init__(self, roots: delta.Roots, fields: dict[str, Any]) -> None:
+        self.roots = roots
+        self.disk_bytes: int = fields["disk_bytes"]
+        self.reserve_bytes: int = fields["reserve_bytes"]
+        self._below_bytes: int = fields["below_bytes"]
+        self._born_ns: int = fields["born_ns"]
+        told = fields["delta"]
+        self._base: delta.Delta | None = (
+            None if told is None else {path: (what, at) for path, (what, at) in told.items()}
+        )
+        self.now = self._base
+        self._signatures: dict[str, delta.Signature] = {}
+
+    def look(self) -> bool:
+        """Update the delta; return whether anything differs from before."""
+        found = delta.signatures(self.roots.upper)
+        if found == self._signatures:
+            return False
+        self._signatures = found
+        if self._base is None or self.now is None:
+            return True
+        before = self.now
+        try:
+            self.now = delta.merge(self._base, self.roots)
+        except delta.TooLarge:
+            self.now = None
+            return True
+        return self.now != before
+
+    @property
+    def written(self) -> bool:
+        """Whether the sandbox has written anything over the layers below."""
+        return bool(self._signatures)
+
+    @property
+    def undone(self) -> bool:
+        """Whether nothing of what was written makes a difference."""
+        return self.now is not None and self.now == self._base
+
+    @property
+    def linked(self) -> list[str]:
+        """Paths that share their file with others."""
+        return delta.linked(self._signatures)
+
+    def state(self, told: dict[str, Session], *, alive: bool) -> dict[str, Any]:
+        """Return the state's digests, or beside live processes its witness, with the sessions told."""
+        if self.now is None:
+            return {"state": None, "witness": None}
+        digest, now_ns = sessions.digest(told), time.time_ns()
+        if not alive:
+            exact, content = delta.digests(self.now, digest, born_ns=self._born_ns, now_ns=now_ns)
+            return {"state": [exact.hex(), content.hex()], "witness": None}
+        # What lives may go on writing where it writes: only the rest says what the call itself did. To look at all
+        # descriptors takes a quarter of a millisecond, which a call that leaves the root's files alone need not pay.
+        written = processes.written_paths() if self.now else set()
+        still = {path: entry for path, entry in self.now.items() if path not in written}
+        return {"state": None, "witness": delta.digests(still, digest, born_ns=self._born_ns, now_ns=now_ns)[1].hex()}
+
+    def told(self) -> dict[str, Any]:
+        """Return what a layer of what was written has to keep."""
+        size = delta.size_bytes(self.roots.upper) if self.written else 0
+        return {"delta": self.now, "size_bytes": size, "empty": not self.written}
+
+    def switched(self, upper: int, lower: int, added_bytes: int) -> None:
+        """Go on over other layers: what was written is below now, or gone."""
+        os.close(self.roots.upper)
+        os.close(self.roots.lower)
+        self.roots = delta.Roots(upper, lower, self.roots.root)
+        self._base = self.now
+        self._signatures = {}
+        self._below_bytes += added_bytes
+
+    def free_bytes(self) -> int:
+        """Return what the machine's disk has left."""
+        return free_bytes(self.roots.upper)
+
+    def disk_watch(self) -> Callable[[], str | None]:
+        """See `disk_watch`."""
+        below = self._below_bytes
+        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=below)
+
+
+def free_bytes(folder: int) -> int:
+    """Return the bytes that the disk of a directory has left."""
+    found = os.fstatvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def disk_watch(upper: int, limit: int, reserve: int, *, below_bytes: int = 0) -> Callable[[], str | None]:
+    """Return what tells when a sandbox's new files exceed limit bytes ("disk"), or less than reserve is free ("host").
+
+    It looks closely only when the disk's free space fell. below_bytes: what lies in layers already.
+    """
+    free, looked, step = free_bytes(upper), time.monotonic(), min(limit // 8, 16 << 20)
+
+    def over() -> str | None:
+        nonlocal free, looked
+        if time.monotonic() - looked < WATCH_S / 2:
+            return None
+        looked, now = time.monotonic(), free_bytes(upper)
+        if now < reserve:
+            return "host"
+        if free - now < step:
+            return None
+        free = now
+        return "disk" if below_bytes + delta.size_bytes(upper) > limit else None
+
+    return over

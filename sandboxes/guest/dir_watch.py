@@ -1,0 +1,180 @@
+"""A directory that is watched: what happens in it, as a process would say it, a line of JSON for each event.
+
+By inotify, in the words of Go's fsnotify, which E2B's servers have. The directory is opened by a child that is its
+user, so nothing is watched that this one could not read.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sandboxes.guest import user_files as entries
+from sandboxes.guest.background import AllLeft, Kept, Left, Told
+from sandboxes.ipc.frames import receive
+from sandboxes.linux import syscalls as kernel
+from sandboxes.process_output import OUT
+
+MOST_FOLDERS = 4096
+_HEAD = struct.Struct("iIII")
+_ATTRIB, _MODIFY, _MOVED_FROM, _MOVED_TO = 0x4, 0x2, 0x40, 0x80
+_CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x100, 0x200, 0x400, 0x800
+_IGNORED, _IS_FOLDER = 0x8000, 0x40000000
+_WANTED = _ATTRIB | _MODIFY | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE | _DELETE_SELF | _MOVE_SELF
+_TYPES = (
+    (_CREATE | _MOVED_TO, "create"), (_DELETE | _DELETE_SELF, "remove"), (_MODIFY, "write"),
+    (_MOVED_FROM | _MOVE_SELF, "rename"), (_ATTRIB, "chmod"),
+)  # fmt: skip
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SOCKET_FD = 3
+
+
+def _stay() -> None:
+    """A child of pid 1's is where its user is."""
+
+
+class TooMany(Exception):  # noqa: N818 - says what is asked for
+    """More directories are below than one watch takes."""
+
+
+class Events(Kept):
+    """What has happened below folder, a descriptor that becomes ours; with recursive, in all directories there too."""
+
+    def __init__(self, folder: int, *, recursive: bool) -> None:
+        super().__init__(kernel.inotify())
+        self._recursive = recursive
+        self._folders: dict[int, tuple[str, int]] = {}
+        self._told: set[str] = set()
+        self._add(folder, "", new=False)
+
+    def drain(self, limit: int) -> None:
+        """Take what has happened, as lines."""
+        while self.fd >= 0:
+            try:
+                data = os.read(self.fd, 1 << 16)
+            except BlockingIOError:
+                return
+            at = 0
+            while at < len(data):
+                watch, mask, _, size = _HEAD.unpack_from(data, at)
+                at += _HEAD.size
+                self._happened(watch, mask, data[at : at + size].rstrip(b"\0"), limit)
+                at += size
+
+    def close(self) -> None:
+        """Watch no more."""
+        super().close()
+        for _, folder in self._folders.values():
+            os.close(folder)
+        self._folders.clear()
+
+    def _happened(self, watch: int, mask: int, name: bytes, limit: int) -> None:
+        where, folder = self._folders.get(watch, ("", -1))
+        if folder < 0:
+            return
+        if mask & _IGNORED:
+            os.close(folder)
+            del self._folders[watch]
+            return
+        shown = f"{where}{_shown(name)}"
+        came = bool(mask & (_CREATE | _MOVED_TO))
+        # Of a directory below, its parent tells; of what was found in a new one it has been told.
+        if (name or not where) and not (came and shown in self._told):
+            for kinds, told in _TYPES:
+                if mask & kinds:
+                    self._say(shown or ".", told, limit)
+        self._told.discard(shown)
+        if self._recursive and name and came and mask & _IS_FOLDER:
+            with contextlib.suppress(OSError, TooMany):
+                self._add(os.open(name, _FOLDER, dir_fd=folder), f"{shown}/", new=True, limit=limit)
+
+    def _say(self, name: str, told: str, limit: int) -> None:
+        line = json.dumps({"name": name, "type": told}).encode() + b"\n"
+        if len(self.data) + len(line) <= limit:
+            self.data += line
+
+    def _add(self, folder: int, where: str, *, new: bool, limit: int = 0) -> None:
+        """Watch folder, which becomes ours. new: it came just now, and what is in it may have come before the watch."""
+        if len(self._folders) >= MOST_FOLDERS:
+            os.close(folder)
+            raise TooMany(f"more than {MOST_FOLDERS} directories are to be watched")
+        self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder
+        if self._recursive:
+            for name in sorted(os.listdir(folder)):
+                shown = f"{where}{_shown(os.fsencode(name))}"
+                if new:
+                    self._told.add(shown)
+                    self._say(shown, "create", limit)
+                with contextlib.suppress(OSError):
+                    self._add(os.open(name, _FOLDER, dir_fd=folder), f"{shown}/", new=new, limit=limit)
+
+
+def _shown(name: bytes) -> str:
+    return name.decode(errors="replace")
+
+
+class Watch(Left):
+    """One, as a process that goes on until it is told to end. folder: becomes ours."""
+
+    def __init__(self, told: Mapping[str, Any], folder: int) -> None:
+        super().__init__(told, {}, os.eventfd(0, os.EFD_CLOEXEC), 0, lambda: 0)
+        self.streams[OUT] = Events(folder, recursive=bool(told.get("recursive")))
+
+
+def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Watch | Told:
+    """Begin to watch a directory; return the watch, or why there is none. enter: takes a child to where its user is."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        _open_apart(arguments, enter, theirs.fileno())
+    theirs.close()
+    with ours:
+        told, fds = receive(ours)
+        os.waitpid(pid, 0)
+    if not fds:
+        return (
+            409,
+            "application/json",
+            told or json.dumps({"kind": "internal", "detail": "it cannot be opened"}).encode(),
+        )
+    try:
+        return Watch(arguments, fds[0])
+    except (OSError, TooMany) as error:
+        told = json.dumps({"kind": "internal", "detail": f"no watch can be had: {error}"}).encode()
+        return 409, "application/json", told
+
+
+def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int) -> None:
+    """In the child: keep to, close all else, open the directory as its user, and hand it over. Never returns."""
+    try:
+        enter()
+        os.dup2(to, _SOCKET_FD)
+        os.closerange(_SOCKET_FD + 1, 1 << 16)
+        end = socket.socket(fileno=_SOCKET_FD)
+        try:
+            folder = entries.open_folder(arguments["path"], arguments["user"])
+        except entries.Failed as failure:
+            end.sendall(json.dumps({"kind": failure.kind, "detail": str(failure)}).encode())
+        else:
+            socket.send_fds(end, [b"opened"], [folder])
+    finally:
+        os._exit(0)
+
+
+def perform(left: AllLeft, fields: Mapping[str, Any], body: bytes, enter: Callable[[], None] = _stay) -> Told:
+    """See `AllLeft.perform`, and what begins and ends a watch: `watch` and `unwatch`."""
+    arguments = fields["arguments"]
+    if fields["tool"] == "watch":
+        made = begin(arguments, enter)
+        if not isinstance(made, Watch):
+            return made
+        left.add(made)
+    elif fields["tool"] == "unwatch":
+        if not left.drop(arguments["process"]):
+            return 404, "text/plain", b"there is no such watch"
+    else:
+        return left.perform(fields, body)
+    return 200, "application/json", b"{}"

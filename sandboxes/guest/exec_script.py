@@ -1,0 +1,149 @@
+"""The POSIX shell script that becomes a process of its own, as `docker exec` starts one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TEXT_FD = 29
+
+
+PROGRAM = f". /proc/self/fd/{TEXT_FD}"
+"""What the bash is given that becomes the process; the text stands behind this descriptor: it may be long."""
+
+
+def text(
+    fields: Mapping[str, Any], env: Mapping[str, str], *, uid: int, places: str, ready: str = ":", terminal: str = ""
+) -> bytes:
+    """Return what a POSIX shell does to become the process of fields, or to say as Docker does why it cannot.
+
+    uid: whose process the shell is. places: redirections that make its streams; ready: said once they are open.
+    terminal: the path of the one that it is to have as its controlling terminal.
+    """
+    facts = {
+        "cwd": fields["cwd"], "user": fields.get("user") or "", "uid": str(uid), "terminal": terminal,
+        "quiet": "yes" if fields.get("detach") else "",
+    }  # fmt: skip
+    # As bytes in latin-1: what quotes them sees characters that are one byte each.
+    known = (f"fp_{name}={quote(_bytes(value))}" for name, value in facts.items())
+    words = " ".join(quote(_bytes(word)) for word in fields["argv"])
+    given = " ".join(quote(_bytes(f"{name}={value}")) for name, value in env.items())
+    home = "" if "HOME" in env else ' "HOME=$fp_home"'
+    lines = (
+        "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {places}", ready, *known, f"PATH={quote(env['PATH'])}",
+        f"set -- {words}", _LOOK, f'set -- "$fp_env" -i {given}{home} "$@"', _BECOME,
+    )  # fmt: skip
+    return ("\n".join(lines) + "\n").encode("latin-1")
+
+
+def terminal_text(argv: Sequence[str], terminal: str, *, places: str, ready: str) -> bytes:
+    """Return what a POSIX shell does to become argv, with the terminal at this path as its controlling one."""
+    words = " ".join(quote(_bytes(word)) for word in argv)
+    lines = (f"exec {places}", ready, f"set -- {words}", f"fp_terminal={quote(terminal)}", _ON_TERMINAL, 'exec "$@"')
+    return ("\n".join(lines) + "\n").encode("latin-1")
+
+
+def quote(word: str) -> str:
+    """Return word as one word of any POSIX shell."""
+    return "'" + word.replace("'", "'\\''") + "'"
+
+
+def _bytes(word: str) -> str:
+    return word.encode(errors="surrogateescape").decode("latin-1")
+
+
+_LOOK = r"""
+fp_fail() {
+    printf 'OCI runtime exec failed: exec failed: unable to start container process: %s: unknown\r\n' "$1"
+    exit 126
+}
+fp_name=${fp_user%%:*} fp_group= fp_to= fp_gid=0 fp_home=/ fp_groups=
+case $fp_user in *:*) fp_group=${fp_user#*:};; esac
+if [ -z "$fp_name" ]; then fp_name=$fp_uid; fi
+if [ -r /etc/passwd ]; then
+    while IFS=: read -r fp_1 fp_2 fp_3 fp_4 fp_5 fp_6 fp_7 || [ -n "$fp_1" ]; do
+        if [ "$fp_1" = "$fp_name" ] || [ "$fp_3" = "$fp_name" ]; then
+            fp_name=$fp_1 fp_to=$fp_3 fp_gid=$fp_4 fp_home=$fp_6
+            break
+        fi
+    done </etc/passwd
+fi
+if [ -z "$fp_to" ]; then
+    case $fp_name in
+    *[!0-9]*) printf 'unable to find user %s: no matching entries in passwd file\r\n' "$fp_name"; exit 126;;
+    esac
+    fp_to=$fp_name
+fi
+fp_found=
+if [ -r /etc/group ]; then
+    while IFS=: read -r fp_1 fp_2 fp_3 fp_4 || [ -n "$fp_1" ]; do
+        if [ -n "$fp_group" ]; then
+            if [ "$fp_1" = "$fp_group" ] || [ "$fp_3" = "$fp_group" ]; then fp_found=$fp_3; break; fi
+        else
+            case ",$fp_4," in *",$fp_name,"*) fp_groups=$fp_groups,$fp_3;; esac
+        fi
+    done </etc/group
+fi
+if [ -n "$fp_group" ]; then
+    case $fp_found$fp_group in
+    *[!0-9]*) if [ -z "$fp_found" ]; then
+            printf 'unable to find group %s: no matching entries in group file\r\n' "$fp_group"; exit 126
+        fi;;
+    esac
+    fp_gid=${fp_found:-$fp_group}
+fi
+case $fp_cwd in
+/*) ;;
+*) printf 'OCI runtime exec failed: exec failed: Cwd must be an absolute path: unknown\r\n'; exit 126;;
+esac
+cd -- "$fp_cwd" 2>/dev/null ||
+    fp_fail "chdir to cwd (\"$fp_cwd\") set in config.json failed: no such file or directory"
+case $1 in
+*/*)
+    if [ ! -e "$1" ]; then fp_fail "exec: \"$1\": stat $1: no such file or directory"; fi
+    if [ -d "$1" ] || [ ! -x "$1" ]; then fp_fail "exec: \"$1\": permission denied"; fi;;
+*)
+    fp_rest=$PATH: fp_found=
+    while [ -n "$fp_rest" ]; do
+        fp_1=${fp_rest%%:*} fp_rest=${fp_rest#*:}
+        if [ -x "${fp_1:-.}/$1" ] && [ ! -d "${fp_1:-.}/$1" ]; then fp_found=yes; break; fi
+    done
+    if [ -z "$fp_found" ]; then fp_fail "exec: \"$1\": executable file not found in \$PATH"; fi;;
+esac
+case $1 in *=*) set -- /bin/sh -c 'exec "$0" "$@"' "$@";; esac
+fp_env=/usr/bin/env
+if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
+"""
+"""Whose process, where, and whether its program is there: all of it read inside, where no link leads out.
+
+Texts and the exit code are those of Docker 20.10 with runc 1.1."""
+
+
+_ON_TERMINAL = r"""
+if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1; then
+    exec 2>/dev/null
+    (PATH=/usr/bin:/bin; exec setsid /bin/sh -c 'exec 0<>"$0" 1>&0 2>&0; exec "$@"' "$fp_terminal" "$@")
+    exit "$?"
+fi
+"""
+"""A terminal is its session's: whoever opens one as the first of a new session has it.
+Without `setsid` the process has it as its streams alone. Who waits for it says nothing there of how it ended."""
+
+
+_BECOME = (
+    r"""
+if [ "$fp_to" != "$fp_uid" ] || [ -n "$fp_group" ]; then
+    PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+    case $(setpriv --help 2>&1) in
+    *--reuid*) set -- setpriv "--reuid=$fp_to" "--regid=$fp_gid" "--groups=$fp_gid$fp_groups" "$@";;
+    *) case $(chroot --help 2>&1) in
+        *--userspec*) set -- chroot "--userspec=$fp_to:$fp_gid" "--groups=$fp_gid$fp_groups" --skip-chdir / "$@";;
+        *) set -- su -s /bin/sh -c 'exec "$0" "$@"' "$fp_name" "$@";;
+        esac;;
+    esac
+fi
+"""
+    + _ON_TERMINAL
+    + r"""if [ -n "$fp_quiet" ]; then exec >/dev/null 2>&1; fi
+exec "$@"
+"""
+)
+"""The last steps."""

@@ -1,0 +1,4 @@
+"""The proxy's end of a machine sandbox: it sends requests to the guest and translates the responses.
+
+Process: the proxy.
+"""

@@ -1,0 +1,17 @@
+"""Defaults of machine sandboxes: environment variables and the disk reserve."""
+
+RESERVE_BYTES = 64 << 20
+"""With less free disk than this, a call's failure may be the machine's: an error, not a result."""
+
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "USER": "root",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "SHLVL": "0",
+    # Without these two, `python x.py` and `git status` would count as changes of files.
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "GIT_OPTIONAL_LOCKS": "0",
+}

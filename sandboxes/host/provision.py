@@ -1,0 +1,99 @@
+"""Bringing a sandbox to its spec's root state: archives, files, set-up commands."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from sandboxes.calls import Execution, ToolCall
+from sandboxes.errors import SpecError
+from sandboxes.ipc.frames import Message
+from sandboxes.shell_quote import quote
+from sandboxes.spec import EnvironmentSpec
+
+UNPACK_S = 3600.0
+SETUP_SESSION = "set-up"
+
+
+class Furnishable(Protocol):
+    """A sandbox whose `ask` takes an archive as a descriptor, beside what calls can bring."""
+
+    async def execute(self, call: ToolCall) -> Execution: ...
+
+    async def ask(
+        self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None
+    ) -> Message: ...
+
+
+async def furnish(sandbox: Furnishable, spec: EnvironmentSpec) -> None:
+    """Bring archives and files in and run set-up commands, as calls of a session that is then forgotten.
+
+    Raises:
+        SpecError: one of them fails.
+    """
+    await _must(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
+    for archive in spec.archives:
+        await _unpack(sandbox, Path(archive.source), archive.target)
+    for database in spec.databases.values():
+        if isinstance(database.source, str) and database.path is not None:
+            await _bring(sandbox, Path(database.source), Path(database.path))
+    for path, text in spec.files.items():
+        answer = (await sandbox.execute(ToolCall("shell", "put", {"path": path}, text.encode()))).result
+        if answer.status >= 400:
+            raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
+    for command in spec.setup:
+        await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
+
+
+async def _must(sandbox: Furnishable, spec: EnvironmentSpec, what: str, command: str) -> None:
+    arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
+    answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
+    if answer["exit_code"] != 0:
+        said = (answer["stderr"] or answer["stdout"])[-2000:]
+        raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {said}")
+
+
+async def _bring(sandbox: Furnishable, source: Path, path: Path) -> None:
+    """Copy a database file of the proxy's machine into the sandbox."""
+    if await asyncio.to_thread(_has_log, source):
+        raise SpecError(
+            f"database {str(source)!r} is in use: what is in its -wal would be lost. Close it, then try again."
+        )
+    name = path.name.replace("\\", "\\\\").replace("|", "\\|").replace("&", "\\&")
+    options = ("-h", "--owner=0", "--group=0", "--mode=0644", f"--transform=s|.*|{name}|", "-C", str(source.parent))
+    await _stream(sandbox, source, (*options, "--", source.name), str(path.parent))
+
+
+def _has_log(source: Path) -> bool:
+    log = source.with_name(f"{source.name}-wal")
+    return log.exists() and log.stat().st_size > 0
+
+
+async def _unpack(sandbox: Furnishable, source: Path, target: str) -> None:
+    """Stream a tarball, or a directory as one, into the sandbox, which unpacks it inside its own root."""
+    folder = await asyncio.to_thread(source.is_dir)
+    await _stream(sandbox, source, ("--numeric-owner", "-C", str(source), ".") if folder else (), target)
+
+
+async def _stream(sandbox: Furnishable, source: Path, packing: tuple[str, ...], target: str) -> None:
+    """Stream source into the sandbox: through tar with these options, or, without any, as the tarball that it is."""
+    process: asyncio.subprocess.Process | None = None
+    if packing:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        try:
+            process = await asyncio.create_subprocess_exec("tar", "-c", "-f", "-", *packing, stdout=writing)
+        finally:
+            os.close(writing)
+    else:
+        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    fields: dict[str, Any] = {"op": "file", "tool": "unpack", "arguments": {"target": target}, "timeout_s": UNPACK_S}
+    try:
+        answer = await sandbox.ask(fields, b"", UNPACK_S, [reading])
+    finally:
+        os.close(reading)
+    if process is not None and await process.wait() != 0:
+        raise SpecError(f"archive {str(source)!r} could not be read whole")
+    if answer.fields["status"] >= 400:
+        raise SpecError(f"archive {str(source)!r} cannot be unpacked: {orjson.loads(answer.body)['detail']}")

@@ -1,0 +1,77 @@
+"""The driver's end of a terminal in a sandbox: see `sandboxes.looking.Terminal`."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sandboxes.linux.tty import set_size
+
+_CHUNK = 1 << 16
+
+
+class Pty:
+    """See `sandboxes.looking.Terminal`: the driver's end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_blocking(fd, False)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def read(self) -> bytes:
+        """See `Terminal.read`."""
+        while self._fd >= 0:
+            try:
+                return os.read(self._fd, _CHUNK)
+            except BlockingIOError:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+            except OSError:
+                # Nobody has the other end open any more.
+                return b""
+        return b""
+
+    async def write(self, data: bytes) -> None:
+        """See `Terminal.write`."""
+        view = memoryview(data)
+        while view and self._fd >= 0:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+            except OSError:
+                return
+
+    def resize(self, columns: int, rows: int) -> None:
+        """See `Terminal.resize`."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                set_size(self._fd, columns, rows)
+
+    def close(self) -> None:
+        """See `Terminal.close`."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+            self._loop.remove_writer(fd)
+            os.close(fd)
+            for woken in self._waiting:
+                _wake(woken)
+
+    async def _ready(self, watch: Callable[..., Any], unwatch: Callable[[int], Any]) -> None:
+        """Wait until the descriptor can be read or written, or is closed."""
+        fd, woken = self._fd, self._loop.create_future()
+        self._waiting.add(woken)
+        watch(fd, _wake, woken)
+        try:
+            await woken
+        finally:
+            self._waiting.discard(woken)
+            if self._fd == fd:
+                unwatch(fd)
+
+
+def _wake(waiting: "asyncio.Future[None]") -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -1,0 +1,140 @@
+"""The driver's end of a socket to the launcher or to a pid 1: requests answered in order, with descriptors."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from sandboxes.ipc.frames import Inbox, MalformedFrame, Message, pack, receive
+
+
+class ChannelLost(ConnectionError):  # noqa: N818 - says what happened
+    """The other end is gone."""
+
+
+class Channel:
+    """One socket, any number of callers at once; each gets the answer to its own request."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._inbox = Inbox()
+        self._waiting: deque[asyncio.Future[Message]] = deque()
+        self._early: deque[Message] = deque()
+        self._sending = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self.lost: str | None = None
+        self._loop.add_reader(end.fileno(), self._readable)
+
+    async def request(self, fields: dict[str, Any], body: bytes = b"", fds: Sequence[int] = ()) -> Message:
+        """Send a request and return its answer, descriptors included: they are the caller's to close.
+
+        Raises:
+            ChannelLost: the other end is gone.
+        """
+        async with self._sending:
+            if self.lost is not None:
+                raise ChannelLost(self.lost)
+            answer = self._expect()
+            await self._send(pack(fields, body, len(fds)), fds)
+        return await answer
+
+    async def tell(self, fields: dict[str, Any]) -> None:
+        """Send what gets no answer. Nothing happens where the other end is gone."""
+        async with self._sending:
+            if self.lost is None:
+                await self._send(pack(fields), ())
+
+    async def receive(self) -> Message:
+        """Return the next message that nobody has asked for."""
+        if self._early:
+            return self._early.popleft()
+        if self.lost is not None:
+            raise ChannelLost(self.lost)
+        return await self._expect()
+
+    def close(self, reason: str = "closed") -> None:
+        """Let go of the socket; whoever waits gets ChannelLost. Idempotent."""
+        if self.lost is not None:
+            return
+        self.lost = reason
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(ChannelLost(reason))
+
+    def _expect(self) -> asyncio.Future[Message]:
+        future: asyncio.Future[Message] = self._loop.create_future()
+        # Whoever waited may be gone by the time the other end is lost: then nobody needs to hear of it.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._waiting.append(future)
+        return future
+
+    async def _send(self, frame: bytes, fds: Sequence[int]) -> None:
+        view = memoryview(frame)
+        carried = list(fds)
+        while view:
+            try:
+                sent = socket.send_fds(self._socket, [view], carried) if carried else self._socket.send(view)
+            except (BlockingIOError, InterruptedError):
+                await self._writable()
+                continue
+            except OSError as error:
+                self.close(f"{error.strerror}")
+                return
+            carried = []
+            view = view[sent:]
+
+    async def _writable(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        fd = self._socket.fileno()
+        if fd < 0:
+            return
+        self._loop.add_writer(fd, _wake, ready)
+        try:
+            # Bounded: close() may come meanwhile and would leave nobody to wake us.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ready, 1.0)
+        finally:
+            self._loop.remove_writer(fd)
+
+    def _readable(self) -> None:
+        try:
+            data, fds = receive(self._socket)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.close(f"{error.strerror}")
+            return
+        if not data:
+            self.close("it ended")
+            return
+        self._inbox.feed(data, fds)
+        try:
+            while (message := self._inbox.take()) is not None:
+                self._deliver(message)
+        except MalformedFrame as error:
+            self.close(str(error))
+
+    def _deliver(self, message: Message) -> None:
+        if self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(message)
+                return
+        else:
+            # It came before anybody asked: the next receive() gets it.
+            self._early.append(message)
+            return
+        for fd in message.fds:
+            os.close(fd)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,57 @@
+"""The lock by which one process owns a driver's data directory."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from sandboxes.errors import SandboxError
+
+_NAME = "lock"
+
+
+class Ownership:
+    """Of one data directory, which must be there when it is taken. The kernel ends it with the process."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._lock: int | None = None
+
+    def take(self) -> None:
+        """Own the directory until `release`.
+
+        Raises:
+            SandboxError: another process does.
+        """
+        lock = os.open(self._data_dir / _NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if not _locked(lock):
+            os.close(lock)
+            raise SandboxError(
+                f"{self._data_dir} is in use by another process. Stop it, or choose another data directory."
+            )
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let go of the directory. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def is_unowned(data_dir: Path) -> bool:
+    """Whether no process of this machine has a data directory, or there is none."""
+    try:
+        lock = os.open(data_dir / _NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        return _locked(lock)
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,390 @@
+"""One live sandbox of the `local` driver, seen from the driver's side."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from typing import Any
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.driver import YOUNG_S, FrozenState
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SandboxError, SpecError
+from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
+from sandboxes.host.inspect import state_look
+from sandboxes.host.pty import Pty
+from sandboxes.host.tool_calls import Hosting
+from sandboxes.host.translate import digest, execution, refuse, request, sql_execution
+from sandboxes.inspection import StateLook
+from sandboxes.ipc.frames import Message
+from sandboxes.ipc.inherited import inherited
+from sandboxes.linux.files import remove_tree
+from sandboxes.listener import Listener
+from sandboxes.local.bases import Base
+from sandboxes.local.layers import DEEP, Upper, mergeable
+from sandboxes.local.machine import Machine, Spare, ended
+from sandboxes.local.root_states import Root
+from sandboxes.spec import EnvironmentSpec
+from snapshots.criu.checkpoints import Mapped, changed_since_mapped
+
+
+class LocalSandbox(Hosting):
+    """See `sandboxes.driver.Sandbox`."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        spare: Spare,
+        spec: EnvironmentSpec,
+        base: Base,
+        root: Root,
+        layers: tuple[str, ...],
+        *,
+        seals: bool,
+    ) -> None:
+        super().__init__(spare.id, spare.channel)
+        self.hosts(spec, ENVIRONMENT, machine.data_dir, machine.read_only)
+        self.stack = layers
+        self.closed = False
+        self._seals = seals
+        self._unkept: set[str] = set()
+        self._held: tuple[str, ...] = ()
+        self._sealed: dict[str, Any] | None = None
+        self._machine = machine
+        self._spec = spec
+        self._base = base
+        self._root = root
+        self._upper: Upper = machine.layers.allocate()
+        self._process: int | None = spare.process
+        self._namespace: int | None = None
+        self._pending: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._switching = asyncio.Lock()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The driver's storage units that must not be collected while this sandbox is open."""
+        return (*self.stack, *self._held)
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
+        """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready.
+
+        images: the checkpoint whose processes are to live in it, with state["checkpoint"].
+        """
+        limits, cgroups = self._spec.limits, self._machine.cgroups
+        memory_bytes = limits.memory_mb << 20
+        cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
+        order = {**self._mount_order(), "root": self._lowers(self._root.layers)}
+        mounted = await self._machine.ask({"op": "mount", "stack": order}, [])
+        fields = {
+            "binds": self._base.binds,
+            "disk_bytes": limits.disk_mb << 20,
+            "memory_bytes": None if cgroups.writable else memory_bytes,
+            "pids": None if cgroups.writable else limits.pids,
+            "environment": {**ENVIRONMENT, **self._spec.env},
+            "workdir": self._spec.workdir,
+            "output_bytes": limits.output_bytes,
+            "below_bytes": sum(map(self._machine.layers.size_bytes, self._new_layers())),
+            "born_ns": self._root.born_ns,
+            "reserve_bytes": RESERVE_BYTES,
+            "seals": self._seals,
+            **state,
+        }
+        try:
+            if images is None:
+                ready = await self._talk(fields, b"", mounted.fds)
+            else:
+
+                async def start(program: list[str], files: list[int]) -> None:
+                    await self._talk({**fields, "program": program}, b"", [*mounted.fds, *files])
+
+                await self._machine.checkpoints.bring_back(images, start, inherited(state["checkpoint"]))
+                ready = await self._talk({"op": "restored"})
+        finally:
+            for fd in mounted.fds:
+                os.close(fd)
+        self._namespace = ready.fds[0]
+        if "cannot_start" in ready.fields and not self.stack:
+            raise SpecError(f"base {self._spec.base!r}: {ready.fields['cannot_start']}")
+
+    def _new_layers(self) -> tuple[str, ...]:
+        return self.stack[: len(self.stack) - len(self._root.layers)]
+
+    def _mount_order(self) -> dict[str, Any]:
+        return {"lowers": self._lowers(self.stack), **self._upper.stack}
+
+    def _lowers(self, layers: tuple[str, ...]) -> list[str]:
+        return [*self._machine.layers.lowers(layers), *self._base.lowers]
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        """See `Sandbox.execute`. A cancelled execution leaves a dead sandbox: nobody knows how far it came.
+
+        listener: hears the answer of a tool server while it comes.
+        """
+        if self.is_hosted(call):
+            return await self.serve(call, listener)
+        refusal = refuse(call)
+        if refusal is not None:
+            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
+        limits = self._spec.limits
+        timeout_s = float(call.arguments.get("timeout_s", limits.timeout_s))
+        fields, body = request(call, self._spec, timeout_s)
+        answer = self._concluded(await self.ask(fields, body, timeout_s))
+        if call.endpoint == "sql":
+            return sql_execution(answer, call, self._spec)
+        return execution(answer, float(answer.fields["seconds"]))
+
+    def _concluded(self, answer: Message) -> Message:
+        """Begin what a call leaves to do.
+
+        Raises:
+            SandboxError: the machine may be why it went as it did.
+        """
+        if answer.fields.get("young"):
+            self.be_young(YOUNG_S)
+        if answer.fields.get("host_full"):
+            self._die("the machine's disk is full")
+            where = self._machine.data_dir
+            raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free at {where}")
+        if answer.fields["discard"]:
+            self._pending = self._machine.later(self._discard_upper())
+        elif answer.fields["seal"]:
+            self._pending = self._machine.later(self._seal())
+        return answer
+
+    async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
+        """Send pid 1 a call and return its answer.
+
+        Raises:
+            SandboxError: it is dead, or silent for longer than the call may take.
+        """
+        await self._settle()
+        self._sealed = None
+        return await self._run(fields, body, timeout_s, fds or [])
+
+    async def look(self) -> StateLook:
+        """See `LookingSandbox.look`."""
+        await self._settle()
+        return state_look(await self._talk({"op": "describe"}))
+
+    async def _settle(self) -> None:
+        """Wait for what the last call left to do."""
+        if self._pending is not None:
+            await asyncio.shield(self._pending)
+            self._pending = None
+
+    async def open_terminal(self, columns: int, rows: int) -> Pty:
+        """See `TerminalSandbox.open_terminal`."""
+        await self._settle()
+        self._sealed = None
+        return await self._open_terminal(columns, rows)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    # -- freezing ----------------------------------------------------------------------------------------------------
+
+    async def freeze(self, *, root: bool = False) -> FrozenState:
+        """See `Sandbox.freeze`. Cancelled midway, the sandbox is dead.
+
+        root: freeze what all sandboxes of a spec start from. Hard links then do not hinder: they break for all alike.
+        """
+        await self._settle()
+        try:
+            return await self._freeze(root=root)
+        except asyncio.CancelledError:
+            self._die("its freezing was cancelled")
+            raise
+
+    async def _freeze(self, *, root: bool) -> FrozenState:
+        self.require_still()
+        told = self._sealed
+        if told is None:
+            paused = await self._talk(
+                {"op": "pause", "root": root, "checkpoint": await self._machine.checkpoints.possible()}
+            )
+            if "tree" in paused.fields:
+                return await self._checkpoint(int(paused.fields["tree"]))
+            told = await self._on_new_layer(paused)
+        added = self._keep_stack()
+        return FrozenState("local", "files", self._payload(told, self.stack), added, digest(told["state"]), self.stack)
+
+    def _keep_stack(self) -> int:
+        """Leave the layers that the sandbox stands on to a frozen state; return the bytes of those that none had."""
+        mine = self._unkept.intersection(self.stack)
+        self._unkept -= mine
+        return sum(map(self._machine.layers.size_bytes, mine))
+
+    def _payload(self, told: dict[str, Any], layers: tuple[str, ...]) -> dict[str, Any]:
+        return {
+            "layers": list(layers),
+            "root_layers": len(self._root.layers),
+            "born_ns": self._root.born_ns,
+            "base": self._base.identity,
+            "sessions": told["sessions"],
+            "pristine": told["pristine"],
+        }
+
+    async def _checkpoint(self, tree: int) -> FrozenState:
+        """Dump the processes below tree, with a copy of the files of the same moment; they run on.
+
+        Raises:
+            NotFreezable: CRIU cannot dump them, in its own words.
+        """
+        told: dict[str, Any] = {}
+        copies: list[Upper] = []
+
+        async def start(program: list[str], files: list[int]) -> None:
+            assert self._process is not None
+            await self._machine.ask({"op": "operate", "program": program}, [self._process, *files])
+
+        async def held(mapped: Mapped) -> None:
+            told.update((await self._talk({"op": "look"})).fields)
+            told["checkpoint"]["mapped"] = mapped
+            if (path := changed_since_mapped(mapped, told["delta"])) is not None:
+                raise NotFreezable(f"{path} may have been changed since it was mapped")
+            # Of an attempt before this one, which met a file that it was not told of.
+            await asyncio.to_thread(layers.undo, copies)
+            copies.clear()
+            if not told["empty"]:
+                copies.append(layers.allocate())
+                # Held by name from before it is a layer: collecting may come in between.
+                self._held = (copies[0].id,)
+                await asyncio.to_thread(self._copy_upper, copies[0], told)
+
+        checkpoints, layers = self._machine.checkpoints, self._machine.layers
+        try:
+            images = await checkpoints.take(start, tree, held)
+        except BaseException:
+            self._held = ()
+            await asyncio.to_thread(layers.undo, copies)
+            raise
+        layer = tuple(copy.id for copy in copies)
+        # Held for as long as nobody else can know of it.
+        self._held = (*layer, images)
+        stack = (*layer, *self.stack)
+        payload = self._payload(told, stack)
+        payload |= {"images": images, "checkpoint": told["checkpoint"], "young_s": self.young_s}
+        # Before any other await: closed meanwhile, the sandbox would take with it what no frozen state holds.
+        added = self._keep_stack() + sum(map(layers.size_bytes, layer))
+        added += await asyncio.to_thread(checkpoints.size_bytes, [images])
+        return FrozenState("local", "processes", payload, added, None, (*stack, images))
+
+    def _copy_upper(self, copy: Upper, told: dict[str, Any]) -> None:
+        """Make a layer of a copy of what the sandbox, which goes on writing, has written so far."""
+        self._machine.layers.copy(self._upper, copy)
+        self._machine.layers.freeze(copy, {"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
+
+    async def _seal(self) -> None:
+        """Put what a call wrote into a layer of its own, whether or not its state will be kept.
+
+        How files are spread over layers shows: in directories' link counts, in the order in which they list their
+        entries. With a layer for each changing call it follows from the calls alone, and a sandbox that was restored
+        looks like one that was not.
+        """
+        with contextlib.suppress(SandboxError, NotFreezable):
+            # What pid 1 says of the state holds until the next call.
+            self._sealed = await self._on_new_layer(await self._listen())
+
+    async def _on_new_layer(self, paused: Message) -> dict[str, Any]:
+        """Make a layer of the upper if anything was written; return what pid 1 says of the state.
+
+        Raises:
+            NotFreezable: something lives, or hard links would break.
+        """
+        told = paused.fields
+        if "not_freezable" in told:
+            why = f"; {self._machine.checkpoints.missing}" if self._machine.checkpoints.missing else ""
+            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}{why}")
+        if not told["empty"]:
+            await self._switch({"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
+        return told
+
+    async def _discard_upper(self) -> None:
+        """Throw away an upper in which nothing differs from what lies below: live is then as recorded."""
+        with contextlib.suppress(SandboxError):
+            await self._listen()
+            await self._switch(None)
+
+    async def _switch(self, meta: dict[str, Any] | None) -> None:
+        """Put the sandbox on a fresh upper; with meta, the one it leaves becomes a layer first."""
+        async with self._switching:
+            if self._namespace is None:
+                raise SandboxError(f"sandbox {self.id} was closed")
+            await self._switch_in(self._namespace, meta)
+
+    async def _switch_in(self, namespace: int, meta: dict[str, Any] | None) -> None:
+        layers, left = self._machine.layers, self._upper
+        try:
+            if meta is not None:
+                frozen = layers.freeze(left, meta)
+                self.stack = (frozen, *self.stack)
+                self._unkept.add(frozen)
+                await self._merge_when_deep()
+            self._upper = layers.allocate()
+            order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
+            switched = await self._machine.ask(order, [namespace])
+        except (SandboxError, OSError) as error:
+            # Its shells are gone and its layers half moved; the frozen ones are whole.
+            self._die(str(error))
+            raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
+        try:
+            added = 0 if meta is None else int(meta["size_bytes"])
+            await self._talk({"op": "switched", "added_bytes": added}, b"", switched.fds)
+        finally:
+            for fd in switched.fds:
+                os.close(fd)
+        gone = left.path if meta is None else layers.frozen / left.id / "work"
+        self._machine.later(asyncio.to_thread(remove_tree, gone))
+
+    async def _merge_when_deep(self) -> None:
+        """Let one layer stand for many small ones. At once, not later: depth, too, must follow from the calls."""
+        above = self._new_layers()
+        if len(above) <= DEEP:
+            return
+        run = tuple(mergeable(above, {layer: self._machine.layers.size_bytes(layer) for layer in above}))
+        if run:
+            upper = self._machine.layers.allocate()
+            # Held by name from before it is a layer: collecting may come in between.
+            with self._machine.holding((upper.id,)):
+                merged = await asyncio.to_thread(self._machine.layers.merge, run, upper)
+                self._unkept.add(merged)
+                at = self.stack.index(run[0])
+                self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
+
+    # -- closing -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
+        if self._closing is None:
+            self._dead = self._dead or "it was closed"
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._kill()
+        self.close_sockets()
+        self._channel.close()
+        # A switch under way ends soon, now that nobody answers it. Until then it names its namespace by a descriptor
+        # whose number, closed, might soon be that of another sandbox's.
+        async with self._switching:
+            if self._process is not None:
+                await ended(self._process)
+                os.close(self._process)
+                self._process = None
+            if self._namespace is not None:
+                os.close(self._namespace)
+                self._namespace = None
+        if self._pending is not None:
+            await asyncio.wait([self._pending])
+        await self._machine.forget_group(self.id)
+        await asyncio.to_thread(remove_tree, self._upper.path)
+        # What no frozen state holds, nobody else has ever seen.
+        await asyncio.to_thread(self._machine.layers.drop, self._unkept)
+        self.closed = True

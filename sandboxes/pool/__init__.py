@@ -1,0 +1,4 @@
+"""The pool of live sandboxes: lifecycle, leases and the memory budget.
+
+Process: the proxy.
+"""

@@ -1,0 +1,4 @@
+"""The `postgres` driver: a private clone of a PostgreSQL database for each sandbox.
+
+Process: the proxy; `worker_engine` runs in the worker processes.
+"""

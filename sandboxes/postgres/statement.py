@@ -1,0 +1,193 @@
+"""One statement sent to the server and its answer read back, within limits of time and size.
+
+The result is read row by row as the server's own text, so that nothing is lost and nothing large is held.
+"""
+
+import contextlib
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import psycopg
+from psycopg import pq
+
+from sandboxes.postgres.values import reader_of
+from sandboxes.sql.results import Failure, Rows
+
+CANCEL_S = 0.5
+"""How long the server may take to stop a statement; then the worker stops waiting, and is ended from outside."""
+DRAINED = 20_000
+"""Rows that are read and left out, of a statement whose answer is full, before the server is told to stop."""
+_ROWS = (pq.ExecStatus.SINGLE_TUPLE, pq.ExecStatus.TUPLES_CHUNK, pq.ExecStatus.TUPLES_OK)
+_COPIES = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
+CANCELLED, READ_ONLY, SEVERAL = "57014", "25006", "42601"
+NOT_AS_ALONE = {"25001", "3B001"}
+"""What is refused in a transaction, or (a savepoint) missed there, is answered otherwise outside of one."""
+"""SQLSTATEs (PostgreSQL's manual, appendix A)."""
+
+
+Cause = Literal["timeout", "memory", "connection"]
+
+
+class ServerLost(RuntimeError):  # noqa: N818 - says what happened
+    """The connection is of no further use: the server does not stop a statement, or memory or the server has ended."""
+
+    def __init__(self, cause: Cause, told: str) -> None:
+        super().__init__(told)
+        self.cause: Cause = cause
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a statement, or several in one text, came to. tags: the server's own word for each, as "INSERT 0 1".
+
+    cut: whether rows were left unread because the limit was met, which ended the statement.
+    """
+
+    rows: Rows
+    columns: list[str] = field(default_factory=list)
+    types: list[int] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+    failure: Failure | None = None
+    cut: bool = False
+    affected: int = 0
+
+
+class Statement:
+    """Sends one text and reads all that it gives back."""
+
+    def __init__(self, connection: pq.abc.PGconn, rows: Rows, *, until: float, stop_when_full: bool) -> None:
+        """Limit what is read to rows, and the whole to the moment until, of `time.monotonic`.
+
+        stop_when_full: whether the server is told to stop once rows are full; what only reads can be stopped.
+        """
+        self._connection, self._until, self._stop = connection, until, stop_when_full
+        self._outcome = Outcome(rows)
+        self._full = self._open = self._timed_out = False
+        self._left, self._tag = 0, b""
+
+    def run(self, text: str, parameters: Sequence[bytes | None] | None, *, single: bool) -> Outcome:
+        """Run text. single: refuse several statements in it; they are the server's own refusal.
+
+        Raises:
+            ServerLost: the connection is of no further use.
+        """
+        try:
+            if single or parameters is not None:
+                self._connection.send_query_params(text.encode(), parameters or [])
+            else:
+                self._connection.send_query(text.encode())
+            _in_parts(self._connection)
+            while (result := self._next()) is not None:
+                self._take(result)
+        except (OSError, psycopg.Error) as error:
+            raise _lost(str(error)) from error
+        if self._connection.status != pq.ConnStatus.OK:
+            raise _lost(self._connection.error_message.decode(errors="replace"))
+        return self._outcome
+
+    def _next(self) -> Any:
+        while self._connection.is_busy():
+            left = self._until - time.monotonic()
+            ready = select.select([self._connection.socket], [], [], max(0.0, left))[0]
+            if ready:
+                self._connection.consume_input()
+            elif self._timed_out:
+                raise ServerLost("timeout", "the server does not stop the statement")
+            else:
+                self._timed_out = True
+                self._cancel()
+        return self._connection.get_result()
+
+    def _cancel(self) -> None:
+        self._until = time.monotonic() + CANCEL_S
+        with contextlib.suppress(Exception):
+            self._connection.get_cancel().cancel()
+
+    def _take(self, result: Any) -> None:
+        status = result.status
+        if status in _ROWS:
+            self._take_rows(result)
+        if status in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
+            if status == pq.ExecStatus.COMMAND_OK:
+                # The answer is that of the last statement: one without columns has none.
+                self._begin([], [])
+            self._outcome.tags.append((result.command_status or self._tag).decode())
+            self._outcome.affected = result.command_tuples or 0
+            self._tag = b""
+        elif status in (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE):
+            self._fail(result)
+        elif status in _COPIES:
+            self._refuse_copy(status)
+
+    def _take_rows(self, result: Any) -> None:
+        if not self._open:
+            names = [(result.fname(n) or b"").decode() for n in range(result.nfields)]
+            self._begin(names, [result.ftype(n) for n in range(result.nfields)])
+        # A result ends with a part that says so and has no rows; its tag may have come with the part before.
+        self._tag = result.command_status or self._tag
+        self._open = result.status != pq.ExecStatus.TUPLES_OK
+        for row in range(result.ntuples):
+            if self._full:
+                self._left += result.ntuples - row
+                break
+            values = [_value(result, row, n, self._outcome.types[n]) for n in range(result.nfields)]
+            self._full = not self._outcome.rows.take(values)
+        if self._stop and self._left > DRAINED and not self._outcome.cut:
+            self._outcome.cut = True
+            self._cancel()
+
+    def _begin(self, names: list[str], types: list[int]) -> None:
+        old = self._outcome.rows
+        self._outcome.rows = Rows(old.max_rows, old.output_bytes)
+        self._outcome.columns, self._outcome.types = names, types
+        self._full, self._left = False, 0
+
+    def _fail(self, result: Any) -> None:
+        code = _field(result, pq.DiagnosticField.SQLSTATE)
+        if self._outcome.cut and code == CANCELLED:
+            return
+        if self._timed_out and code == CANCELLED:
+            self._outcome.failure = Failure(
+                "the statement took longer than timeout_s, and was stopped", "timeout", code
+            )
+            return
+        parts = [_field(result, pq.DiagnosticField.MESSAGE_PRIMARY) or "the server gave no reason"]
+        for name, which in (("DETAIL", pq.DiagnosticField.MESSAGE_DETAIL), ("HINT", pq.DiagnosticField.MESSAGE_HINT)):
+            if told := _field(result, which):
+                parts.append(f"{name}: {told}")
+        # Without a code the message is the client library's: it had no memory for an answer.
+        self._outcome.failure = Failure("\n".join(parts), "sql" if code else "limit", code or None)
+
+    def _refuse_copy(self, status: Any) -> None:
+        self._outcome.failure = Failure(
+            "COPY between the server and a client has no client here: use SELECT, or INSERT … VALUES", "refused"
+        )
+        if status == pq.ExecStatus.COPY_IN:
+            self._connection.put_copy_end(b"COPY FROM STDIN is not available here")
+        else:
+            self._cancel()
+            while self._connection.get_copy_data(0)[0] > 0:
+                pass
+
+
+def _lost(told: str) -> ServerLost:
+    return ServerLost("memory" if "memory" in told else "connection", told.strip() or "the server ended the connection")
+
+
+def _in_parts(connection: pq.abc.PGconn) -> None:
+    if pq.version() >= 170000:
+        connection.set_chunked_rows_mode(100)
+    else:
+        connection.set_single_row_mode()
+
+
+def _value(result: Any, row: int, column: int, oid: int) -> Any:
+    data = result.get_value(row, column)
+    return None if data is None else reader_of(oid)(data.decode())
+
+
+def _field(result: Any, which: Any) -> str:
+    return str((result.error_field(which) or b"").decode(errors="replace"))

@@ -1,0 +1,77 @@
+"""The tools that are more than one statement of the agent's: listing tables, showing a schema, judging a result."""
+
+from collections.abc import Callable, Hashable
+from decimal import Decimal
+
+from sandboxes.postgres.catalog import Connection
+from sandboxes.postgres.statement import Outcome
+from sandboxes.sql.compare import Row
+from sandboxes.sql.results import Failure, Rows, comparison, failure, other, success
+from sandboxes.sql.values import Value
+
+EXPLAIN = "EXPLAIN "
+MOST_COMPARED = 100_000
+"""Rows of each side that `compare` looks at."""
+
+_TABLES = """SELECT n.nspname, c.relname, CASE c.relkind WHEN 'r' THEN 'table' WHEN 'p' THEN 'partitioned table'
+        WHEN 'v' THEN 'view' WHEN 'm' THEN 'materialized view' ELSE 'foreign table' END
+    FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND n.nspname !~ '^pg_toast'
+      AND n.nspname NOT IN ('pg_catalog', 'information_schema') ORDER BY 1, 2"""
+
+_SCHEMA = """SELECT n.nspname, c.relname, a.attname, pg_catalog.format_type(a.atttypid, a.atttypmod),
+        NOT a.attnotnull, pg_catalog.pg_get_expr(d.adbin, d.adrelid),
+        (SELECT string_agg(pg_catalog.pg_get_constraintdef(k.oid), '; ' ORDER BY k.conname)
+         FROM pg_catalog.pg_constraint k WHERE k.conrelid = c.oid AND a.attnum = ANY (k.conkey))
+    FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
+    JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+    LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+    WHERE c.relkind IN ('r', 'p', 'v', 'm', 'f') AND a.attnum > 0 AND NOT a.attisdropped
+      AND n.nspname !~ '^pg_toast' AND n.nspname NOT IN ('pg_catalog', 'information_schema')
+      AND (%s::text IS NULL OR c.relname = %s OR n.nspname || '.' || c.relname = %s) ORDER BY 1, 2, a.attnum"""
+
+COLUMNS = {
+    "tables": ["schema", "name", "kind"],
+    "schema": ["schema", "table", "column", "type", "nullable", "default", "constraints"],
+}
+
+
+def listing(connection: Connection, tool: str, table: str | None, output_bytes: int) -> bytes:
+    """Return the answer of `tables`, or of `schema`, for one table or for all."""
+    query, values = (_TABLES, None) if tool == "tables" else (_SCHEMA, (table, table, table))
+    found = connection.execute(query, values)
+    rows = Rows(MOST_COMPARED, output_bytes).take_all([list(row) for row in found])
+    if table is not None and not rows.rows:
+        return failure(Failure(f"there is no table {table!r}; `tables` lists what there is"))
+    return success(COLUMNS[tool], rows)
+
+
+def compare(read: Callable[[str], Outcome], sql: str, gold: str, *, ordered: bool) -> bytes:
+    """Return the answer of `compare`: whether sql and gold give the same rows where the rollout stands."""
+    outcomes = {"sql": read(sql), "gold": read(gold)}
+    for name, outcome in outcomes.items():
+        if outcome.failure is not None:
+            break
+        if outcome.rows.truncated:
+            limit = Failure(f"{name} has more rows than compare looks at", "limit")
+            return other({"match": None, "why": "too many rows", "error": limit.to_json() | {"of": name}})
+    rows = {name: [_comparable(row) for row in outcome.rows.rows] for name, outcome in outcomes.items()}
+    errors = {name: outcome.failure for name, outcome in outcomes.items()}
+    return comparison(rows, errors, ordered=ordered)
+
+
+def _comparable(row: list[Value]) -> Row:
+    """Return a row whose numbers are equal however they are written, as the server finds them: 1, 1.0 and 1.00."""
+    return tuple(_number(value) for value in row)
+
+
+def _number(value: Value) -> Hashable:
+    match value:
+        case {"decimal": text}:
+            return Decimal(text)
+        case float():
+            # The shortest decimal that reads back as it: 0.1 and 0.10 are one number.
+            return Decimal(repr(value))
+        case dict():
+            return tuple(value.items())
+    return value

@@ -1,1 +1,0 @@
-"""Databases as sandboxes: worker processes, engines, and what the two SQL drivers share."""

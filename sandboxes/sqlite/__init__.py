@@ -1,0 +1,4 @@
+"""The `sqlite` driver: a private clone of SQLite database files for each sandbox.
+
+Process: the proxy; `worker_engine` runs in the worker processes.
+"""

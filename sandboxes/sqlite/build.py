@@ -1,0 +1,160 @@
+"""Making a root state's database in a worker: from a script, from CSV, or by settling a copied file.
+
+Clock and lots stand still meanwhile, so that the same source gives the same bytes.
+"""
+
+import codecs
+import csv
+import io
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sandboxes.sql.results import Rows
+from sandboxes.sql.sqlite_connection import Connection, statements
+from sandboxes.sql.sqlite_volatile import Chance
+
+SCRIPT_S = 600.0
+CHECK_S = 2.0
+"""How long a database file is checked; a large one is then taken as it is, and tells of its faults in answers."""
+FROZEN_MS = 1_767_225_600_000
+_INTEGER = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
+_EXACT_DIGITS = 16
+_REAL = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+
+
+class BuildError(ValueError):
+    """The source is no database, or does not make one; the message says what is wrong and where."""
+
+
+def build_script(path: Path, script: str, chance: Chance) -> None:
+    """Run a script on a new database at path.
+
+    Raises:
+        BuildError: a statement fails; the message names it.
+    """
+    connection = _new(path, chance)
+    try:
+        with connection.within(time.monotonic() + SCRIPT_S, owned=True):
+            for number, statement in enumerate(statements(script), 1):
+                error = connection.run(statement, None, Rows(0, 0)).error
+                if error is not None:
+                    shown = " ".join(statement.split())[:80]
+                    raise BuildError(f"statement {number} ({shown}) fails: {error.message}")
+        if connection.in_transaction:
+            raise BuildError("it ends within a transaction: end it with COMMIT")
+        _finish(connection.raw)
+    finally:
+        connection.close()
+
+
+def build_csv(path: Path, table: str, data: bytes, chance: Chance) -> None:
+    """Add a table to the database at path: headings from the first row, a type for each column from all its values.
+
+    Raises:
+        BuildError: it is no CSV, or a row has more or fewer fields than the heading.
+    """
+    columns, rows = _read_csv(data)
+    kinds = [_kind(rows, n) for n in range(len(columns))]
+    connection = _new(path, chance)
+    try:
+        run = connection.raw.execute
+        run("BEGIN")
+        described = ", ".join(f"{_quoted(name)} {kind}" for name, (kind, _) in zip(columns, kinds, strict=True))
+        run(f"CREATE TABLE {_quoted(table)} ({described})")
+        values = ([read(cell) if cell else None for (_, read), cell in zip(kinds, row, strict=True)] for row in rows)
+        marks = ", ".join("?" * len(columns))
+        connection.raw.executemany(f"INSERT INTO {_quoted(table)} VALUES ({marks})", values)
+        run("COMMIT")
+        _finish(connection.raw)
+    except sqlite3.Error as error:
+        raise BuildError(str(error)) from error
+    finally:
+        connection.close()
+
+
+def settle(path: Path, chance: Chance) -> None:
+    """Bring what lies in a journal beside the database at path into it, and look whether it is one.
+
+    Raises:
+        BuildError: it is none, or a damaged one.
+    """
+    connection = Connection(path.as_uri(), chance, readonly=False)
+    try:
+        raw = connection.raw
+        raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        if any(path.with_name(path.name + end).exists() for end in ("-wal", "-journal")):
+            raw.execute("PRAGMA journal_mode=DELETE").fetchall()
+        deadline = time.monotonic() + CHECK_S
+        raw.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+        found = raw.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise BuildError(f"it is damaged: {' '.join(str(found).split())}")
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT":
+            raise BuildError(str(error)) from error
+    except sqlite3.Error as error:
+        raise BuildError(str(error)) from error
+    finally:
+        connection.close()
+
+
+def text_of(data: bytes) -> str:
+    """Return the text of a file in UTF-8, without the mark that some programs put before it.
+
+    Raises:
+        UnicodeDecodeError: it is something else.
+    """
+    # The codec that does this is a file of its own, and a worker can open none any more.
+    return data.removeprefix(codecs.BOM_UTF8).decode()
+
+
+def _new(path: Path, chance: Chance) -> Connection:
+    chance.begin(FROZEN_MS, b"root")
+    connection = Connection(path.as_uri(), chance, readonly=False)
+    connection.raw.execute("PRAGMA journal_mode=OFF").fetchall()
+    return connection
+
+
+def _finish(raw: sqlite3.Connection) -> None:
+    # A database without a table is no file yet; writing a value that it has makes it one.
+    version = raw.execute("PRAGMA user_version").fetchone()[0]
+    raw.execute(f"PRAGMA user_version={version}")
+
+
+def _read_csv(data: bytes) -> tuple[list[str], list[list[str]]]:
+    csv.field_size_limit(1 << 30)
+    try:
+        lines = csv.reader(io.StringIO(text_of(data), newline=""), strict=True)
+        columns, *rows = [row for row in lines if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BuildError(f"it is no CSV in UTF-8: {error}") from error
+    except ValueError:
+        raise BuildError("it is empty: its first row must name the columns") from None
+    if len({name.casefold() for name in columns}) < len(columns) or "" in columns:
+        raise BuildError(f"its first row must give each column a name of its own, and is {', '.join(columns)}")
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(columns):
+            raise BuildError(f"row {number} has {len(row)} fields, the first has {len(columns)}")
+    return columns, rows
+
+
+def _kind(rows: Sequence[Sequence[str]], column: int) -> tuple[str, Callable[[str], str | int | float]]:
+    """Return a column's type and what reads its values: a number only where that loses no digit of any value."""
+    values = [row[column] for row in rows if row[column]]
+    integers = [value for value in values if _INTEGER.fullmatch(value)]
+    if values and len(integers) == len(values):
+        return ("INTEGER", int) if all(-(2**63) <= int(value) < 2**63 for value in values) else ("TEXT", str)
+    if (
+        values
+        and all(_REAL.fullmatch(value) for value in values)
+        and max(map(len, integers), default=0) < _EXACT_DIGITS
+    ):
+        return "REAL", float
+    return "TEXT", str
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

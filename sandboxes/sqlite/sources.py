@@ -1,0 +1,194 @@
+"""From what a spec names to a root state: a database file, a script or CSV, brought in once for equal content."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from sandboxes.errors import SandboxError, SpecError
+from sandboxes.sqlite.build import SCRIPT_S
+from sandboxes.sqlite.file_clone import best_copy
+from sandboxes.sqlite.store import SqliteStore
+from sandboxes.workers.pool import Crew, WorkerLost, WorkerStuck
+
+_MAGIC = b"SQLite format 3\0"
+_VERSIONS_AT, _WAL = 18, b"\2\2"
+"""Where a database says who may read and write it, and the value that makes it one with a write-ahead log."""
+_ATTEMPTS = 3
+_TICK_NS = 20_000_000
+"""A file that changed less than this ago may change again without its times telling."""
+_BESIDE = ("-wal", "-journal")
+
+Stamp = list[list[str | int]]
+
+
+class Sources:
+    """Knows which root state each source makes, as long as its files stay as they are."""
+
+    def __init__(self, store: SqliteStore, crew: Crew) -> None:
+        self._store, self._crew = store, crew
+        self._file = store.folder / "sources.json"
+        self._known: dict[str, tuple[Stamp, str]] = {}
+        self._busy: dict[str, asyncio.Lock] = {}
+
+    def open(self) -> None:
+        """Read back what earlier instances found out."""
+        with contextlib.suppress(OSError, ValueError):
+            self._known = {key: (stamp, part) for key, stamp, part in orjson.loads(self._file.read_bytes())}
+
+    async def part(self, source: str | Sequence[str]) -> str:
+        """Return the part that holds source's root state; it is made where it is not there. 0.1 ms if it is.
+
+        Raises:
+            SpecError: source is not there, is none of the three kinds, or is damaged.
+            SandboxError: the machine failed.
+        """
+        paths = [source] if isinstance(source, str) else list(source)
+        key = "\0".join(paths)
+        async with self._busy.setdefault(key, asyncio.Lock()):
+            try:
+                files = _files(paths)
+                known = self._known.get(key)
+                if known is not None and known[0] == _stamp(files) and self._store.has(known[1]):
+                    return known[1]
+                stamp, part = await self._bring_in(files)
+            except OSError as error:
+                raise SpecError(f"database source {error.filename}: {error.strerror}") from error
+            self._known[key] = stamp, part
+            await asyncio.to_thread(self._save)
+            return part
+
+    async def _bring_in(self, files: list[Path]) -> tuple[Stamp, str]:
+        folder = self._store.forks / f"source-{secrets.token_hex(8)}"
+        folder.mkdir()
+        try:
+            for _ in range(_ATTEMPTS):
+                stamp = await _settled(files)
+                await self._build(files, folder / "db")
+                if stamp == _stamp(files):
+                    return stamp, await asyncio.to_thread(self._adopt, folder / "db")
+                for path in folder.iterdir():
+                    path.unlink()
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        raise SpecError(f"database source {files[0]} changes while it is read. End what writes to it, then PUT again.")
+
+    async def _build(self, files: list[Path], target: Path) -> None:
+        first = files[0]
+        if first.suffix == ".csv":
+            for file in files:
+                data = await asyncio.to_thread(file.read_bytes)
+                await self._run(file, {"tool": "build_csv", "path": str(target), "table": file.stem}, data)
+        elif first.suffix == ".sql":
+            data = await asyncio.to_thread(first.read_bytes)
+            await self._run(first, {"tool": "build_script", "path": str(target)}, data)
+        else:
+            await asyncio.to_thread(_copy, first, target)
+            await self._run(first, {"tool": "build_file", "path": str(target)}, b"")
+
+    async def _run(self, source: Path, request: dict[str, str], data: bytes) -> None:
+        """Let a worker of its own make the database: it may be anything, and must not harm this process."""
+        worker = await self._crew.own()
+        try:
+            answer = await worker.ask({"op": "run", **request}, data, timeout_s=SCRIPT_S)
+        except (WorkerLost, WorkerStuck) as error:
+            raise SpecError(f"database source {source} cannot be read: {error}") from error
+        finally:
+            await worker.close()
+        if "error" in answer.fields:
+            raise SpecError(f"database source {source}: {answer.fields['error']}. {_help(source)}")
+
+    def _adopt(self, database: Path) -> str:
+        _make_wal(database)
+        with database.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+        part = f"r-{digest}"
+        if not self._store.has(part):
+            self._store.adopt(database, part)
+        return part
+
+    def _save(self) -> None:
+        draft = self._file.with_suffix(".new")
+        draft.write_bytes(orjson.dumps([[key, *value] for key, value in self._known.items()]))
+        draft.replace(self._file)
+
+
+def _files(paths: list[str]) -> list[Path]:
+    """Return the files that paths name; a directory stands for the CSV files in it, by name.
+
+    Raises:
+        SpecError: they cannot make one database.
+    """
+    files = [Path(path) for path in paths]
+    if len(files) == 1 and files[0].is_dir():
+        files = sorted(files[0].glob("*.csv"))
+        if not files:
+            raise SpecError(f"database source {paths[0]} is a directory without a .csv file.")
+    if not files:
+        raise SpecError("a database needs a source: a database file, a .sql script, or CSV files.")
+    if len(files) > 1 and any(file.suffix != ".csv" for file in files):
+        raise SpecError(f"several files make a database only if all are .csv; these are {', '.join(map(str, files))}.")
+    tables = [file.stem.casefold() for file in files]
+    if len(set(tables)) < len(tables):
+        raise SpecError("two CSV files have one name, and would be one table. Rename one of them.")
+    return files
+
+
+def _stamp(files: list[Path]) -> Stamp:
+    """Return what changes when a file does, or a journal beside it comes or goes."""
+    stamp: Stamp = []
+    for file in files:
+        for path in (file, *(file.with_name(file.name + end) for end in _BESIDE)):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                if path is file:
+                    raise
+                continue
+            stamp.append([str(path), found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns])
+    return stamp
+
+
+async def _settled(files: list[Path]) -> Stamp:
+    """Return the stamp once its times are old enough to tell of the next change."""
+    while True:
+        stamp = _stamp(files)
+        age_ns = time.time_ns() - max(int(entry[4]) for entry in stamp)
+        if not 0 <= age_ns < _TICK_NS:
+            return stamp
+        await asyncio.sleep(_TICK_NS / 1e9)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a database and the journals beside it: opening it where it is would leave files there."""
+    best_copy(source, target)
+    for end in _BESIDE:
+        journal = source.with_name(source.name + end)
+        if journal.exists() and journal.stat().st_size:
+            best_copy(journal, target.with_name(target.name + end))
+
+
+def _make_wal(database: Path) -> None:
+    """Let forks of a database keep their changes in a log beside it; all other bytes stay as they are."""
+    fd = os.open(database, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.pread(fd, len(_MAGIC), 0) != _MAGIC:
+            raise SandboxError(f"{database} was to become a database, and is none")
+        os.pwrite(fd, _WAL, _VERSIONS_AT)
+    finally:
+        os.close(fd)
+
+
+def _help(source: Path) -> str:
+    if source.suffix == ".sql":
+        return "Correct the script; `sqlite3 new.db < script.sql` runs it as it is run here."
+    if source.suffix == ".csv":
+        return "Send CSV in UTF-8 whose first row names the columns."
+    return "A source is a SQLite database file, a .sql script, or CSV files (by their ending)."

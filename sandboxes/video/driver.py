@@ -1,0 +1,158 @@
+"""The `video` driver: a sandbox is a video, what was measured in it, and what a model said of it; all of it shared."""
+
+import asyncio
+import hashlib
+import itertools
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sandboxes.driver import FrozenState
+from sandboxes.errors import SpecError
+from sandboxes.linux.dir_lock import Ownership
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.video.answer_memo import Memo
+from sandboxes.video.catalogue import Catalogue, Contents, catalogue_of
+from sandboxes.video.model_client import Models
+from sandboxes.video.pipeline import Workshop
+from sandboxes.video.progress import Works
+from sandboxes.video.sandbox import State, VideoSandbox
+from sandboxes.video.store import VideoStore
+from sandboxes.workers.pool import Crew
+
+VERSION = 1
+"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
+_ENGINE = "sandboxes.video.worker_engine"
+
+
+class VideoDriver:
+    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out."""
+
+    name = "video"
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir.resolve()
+        self.store = VideoStore(self.data_dir)
+        self.crew = Crew(_ENGINE, self.data_dir)
+        self.works = Works()
+        self._memo = Memo(self.data_dir / "models.sqlite")
+        self.models = Models(self._memo)
+        self._contents = Contents(self.data_dir / "contents.json")
+        self.workshop = self._workshop(self.store)
+        self._sandboxes: set[VideoSandbox] = set()
+        self._ids = itertools.count(1)
+        self._held: list[Iterable[str]] = []
+        self._ownership = Ownership(self.data_dir)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """See `Driver.open`. Workers are started by the first call that needs one.
+
+        Raises:
+            SandboxError: another process uses this data directory.
+        """
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._ownership.take()
+        self.data_dir.chmod(0o700)
+        await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)
+        await asyncio.to_thread(self.store.open)
+        self._contents.open()
+        self._memo.open()
+
+    async def aclose(self) -> None:
+        """See `Driver.aclose`. Idempotent."""
+        for sandbox in list(self._sandboxes):
+            await sandbox.close()
+        await self.workshop.aclose()
+        await self.models.aclose()
+        await self.crew.aclose()
+        self._memo.close()
+        self._ownership.release()
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    async def identity(self, spec: EnvironmentSpec) -> str:
+        """See `Driver.identity`. Files that are named one by one are read the first time; later, some stats."""
+        told = (await self._catalogue(spec)).identity
+        versions = await self.workshop.versions()
+        return hashlib.blake2b(f"video\0{VERSION}\0{versions}\0{told}".encode(), digest_size=32).hexdigest()
+
+    async def start(self, spec: EnvironmentSpec) -> VideoSandbox:
+        """See `Driver.start`. No process and no file."""
+        return self._adopt(spec, State((await self._catalogue(spec)).identity))
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> VideoSandbox:
+        """See `Driver.restore`. As cheap as a start."""
+        state = State(**frozen.payload)
+        with self._holding(state.parts):
+            for part in state.parts:
+                self.store.check(part)
+            return self._adopt(spec, state)
+
+    async def collect(self, keep: Iterable[str]) -> int:
+        """See `Driver.collect`."""
+        # What there was, and what was in use, before the first await: what is made meanwhile keep does not know of.
+        there, before, kept = self.store.all(), self._in_use(), set(keep)
+        unneeded = {part for part in there - kept - before if not self.workshop.makes(part)}
+        if unneeded:
+            # They may hold open what is deleted, and then the disk stays full.
+            await self.crew.renew()
+            used = self._in_use()
+            gone = [part for part in unneeded if part not in used and not self.workshop.makes(part)]
+            await asyncio.to_thread(self.store.drop, gone)
+        return sum(self.store.size_bytes(part) for part in kept & there)
+
+    # -- for the control plane ---------------------------------------------------------------------------------------
+
+    def overview(self) -> dict[str, Any]:
+        """Return the preprocesses under way and the last that ended, and how often models were asked."""
+        return {
+            "preprocesses": [work.to_json() for work in self.works],
+            "model_questions": self.models.asked,
+            "model_answers_reused": self.models.repeated,
+        }
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _own(self) -> Path:
+        """Where sandboxes that share nothing have what is theirs."""
+        return self.data_dir / "own"
+
+    async def _catalogue(self, spec: EnvironmentSpec) -> Catalogue:
+        if spec.video is None:
+            raise SpecError("driver 'video' needs `video`: docs/video.md shows how.")
+        return await catalogue_of(spec.video, self._contents)
+
+    def _workshop(self, store: VideoStore, *, fresh: bool = False) -> Workshop:
+        return Workshop(store, self.crew, self._contents, self.models, self.works, fresh=fresh)
+
+    def _adopt(self, spec: EnvironmentSpec, state: State) -> VideoSandbox:
+        name, workshop = f"video-{next(self._ids)}", self.workshop
+        if spec.cache == "never":
+            # A baseline pays for everything itself, or it would be none.
+            workshop = self._workshop(VideoStore(self._own / name), fresh=True)
+            workshop.store.open()
+        sandbox = VideoSandbox(name, spec, state, workshop, partial(self._catalogue, spec), self._closed)
+        self._sandboxes.add(sandbox)
+        return sandbox
+
+    async def _closed(self, sandbox: VideoSandbox) -> None:
+        self._sandboxes.discard(sandbox)
+        if (self._own / sandbox.id).exists():
+            await asyncio.to_thread(shutil.rmtree, self._own / sandbox.id, ignore_errors=True)
+
+    def _in_use(self) -> set[str]:
+        return {part for user in (*(s.parts for s in self._sandboxes), *self._held) for part in user}
+
+    @contextmanager
+    def _holding(self, parts: Iterable[str]) -> Iterator[None]:
+        self._held.append(parts)
+        try:
+            yield
+        finally:
+            self._held.remove(parts)

@@ -1,0 +1,295 @@
+"""The tools that only read: a loaded video and, where there is one, its index in; an answer out."""
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from sandboxes.video import decode as media
+from sandboxes.video import images as pictures
+from sandboxes.video import measurements as measure
+from sandboxes.video import ranking as words
+from sandboxes.video.faults import Fault
+from sandboxes.video.index import Index
+
+JSON = "application/json"
+VISUAL_WEIGHT, TEXTUAL_WEIGHT = 18.0, 11.0
+"""Of the two kinds of vectors in a segment's score: those of VideoAgent's code."""
+QUESTION_PICTURES = 6
+_MOST_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a tool answers. frame_t: the time of the one picture that it is."""
+
+    media_type: str
+    body: bytes
+    frame_t: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A loaded video, as a worker sees it. index: None before `preprocess`. limit_bytes: of an answer."""
+
+    path: Path
+    info: dict[str, Any]
+    index: Index | None
+    model: str
+    limit_bytes: int
+
+    @property
+    def end_s(self) -> float:
+        return float(self.info["duration_s"])
+
+    def prepared(self, tool: str) -> Index:
+        """Return the index.
+
+        Raises:
+            Fault: not-preprocessed.
+        """
+        if self.index is None:
+            raise Fault("not-preprocessed", f"{tool} needs a video that is preprocessed: call preprocess first")
+        return self.index
+
+
+Arguments = Mapping[str, Any]
+
+
+def _json(members: dict[str, Any], *, label: str = "pure") -> Answer:
+    return Answer(JSON, orjson.dumps(members | {"label": label}))
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def _time(loaded: Loaded, name: str, t: float) -> float:
+    if not 0 <= t <= loaded.end_s:
+        raise Fault("range", f"{name} is {t:g}, and this video has 0 to {loaded.end_s:g} s")
+    return t
+
+
+def _span(loaded: Loaded, arguments: Arguments) -> tuple[float, float]:
+    start = _time(loaded, "start", arguments["start"] or 0.0)
+    end = loaded.end_s if arguments["end"] is None else _time(loaded, "end", arguments["end"])
+    if end <= start:
+        raise Fault("range", f"end is {end:g}, and must lie after start, {start:g}")
+    return start, end
+
+
+def _segment(index: Index, name: str, number: int) -> int:
+    if not 0 <= number < len(index.segments):
+        raise Fault("range", f"{name} is {number}, and this video has the segments 0 to {len(index.segments) - 1}")
+    return number
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _pictures(
+    loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: pictures.Format
+) -> list[tuple[float, bytes]]:
+    """Return the pictures that stand for times, which rise, as files with their own times."""
+    if loaded.index is not None and not exact:
+        kept = loaded.index.kept
+        numbers = [loaded.index.standing_for(t) for t in times]
+        return [(kept[n], pictures.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
+    with media.opened(loaded.path) as container:
+        video = media.Video(container)
+
+        def drawn(picture: media.Picture) -> tuple[float, bytes]:
+            return picture.t, pictures.encoded(video.image(picture, max_side), form)
+
+        return video.at(times, loaded.info, drawn)
+
+
+def get_frame(loaded: Loaded, arguments: Arguments) -> Answer:
+    t = _time(loaded, "t", arguments["t"])
+    form, exact, max_side = arguments["format"], arguments["exact"], arguments["max_side"]
+    ((frame_t, data),) = _pictures(loaded, [t], exact=exact, max_side=max_side, form=form)
+    return Answer(pictures.MEDIA_TYPES[form], data, frame_t)
+
+
+def sample_frames(loaded: Loaded, arguments: Arguments) -> Answer:
+    times = _sampled(loaded, arguments)
+    form = arguments["format"]
+    found = dict(
+        zip(
+            sorted(set(times)),
+            _pictures(loaded, sorted(set(times)), exact=arguments["exact"], max_side=arguments["max_side"], form=form),
+            strict=True,
+        )
+    )
+    if sum(len(data) for _, data in found.values()) * 4 > 3 * loaded.limit_bytes:
+        raise Fault(
+            "too-large", "these pictures are more than limits.output_bytes. Ask for fewer, or a smaller max_side"
+        )
+    frames = [
+        {"t": t, "frame_t": found[t][0], "media_type": pictures.MEDIA_TYPES[form],
+         "data": base64.b64encode(found[t][1]).decode()}
+        for t in times
+    ]  # fmt: skip
+    return _json({"frames": frames})
+
+
+def _sampled(loaded: Loaded, arguments: Arguments) -> list[float]:
+    if arguments["at"] is not None:
+        return [_time(loaded, "at", t) for t in arguments["at"]]
+    start, end = _span(loaded, arguments)
+    if arguments["every_s"] is None:
+        return [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
+    count = int((end - start - 1e-9) / arguments["every_s"]) + 1
+    if count > _MOST_SAMPLES:
+        raise Fault("range", f"every {arguments['every_s']:g} s are {count} pictures; {_MOST_SAMPLES} at most at once")
+    return [round(start + n * arguments["every_s"], 3) for n in range(count)]
+
+
+def contact_sheet(loaded: Loaded, arguments: Arguments) -> Answer:
+    start, end = _span(loaded, arguments)
+    times = [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
+    side, form = arguments["max_side"], arguments["format"]
+    found = _pictures(loaded, times, exact=False, max_side=10_000, form="jpeg")
+    images = [pictures.decoded(data, side) for _, data in found]
+    sheet = pictures.sheet(images, [f"{t:.1f} s" for t, _ in found])
+    return Answer(pictures.MEDIA_TYPES[form], pictures.encoded(sheet, form))
+
+
+# -- what was measured ------------------------------------------------------------------------------------------------
+
+
+def video_info(loaded: Loaded, _arguments: Arguments) -> Answer:
+    prepared = loaded.index is not None
+    told: dict[str, Any] = {**loaded.info, "preprocessed": prepared, "model": loaded.model}
+    if loaded.index is not None:
+        told |= {"segments": len(loaded.index.segments), "shots": len(loaded.index.shots)}
+    return _json(told)
+
+
+def detect_shots(loaded: Loaded, arguments: Arguments) -> Answer:
+    index = loaded.prepared("detect_shots")
+    shots: Sequence[measure.Span] = index.shots
+    if arguments["threshold"] is not None:
+        starts = measure.cuts(index.times.tolist(), index.differences, arguments["threshold"])
+        shots = measure.spans(starts, loaded.end_s)
+    return _json({"shots": [{"id": n, "start_s": start, "end_s": end} for n, (start, end) in enumerate(shots)]})
+
+
+def get_subtitles(loaded: Loaded, arguments: Arguments) -> Answer:
+    index = loaded.prepared("get_subtitles")
+    tracks = loaded.info["subtitles"]
+    return _json({"tracks": tracks, "subtitles": index.subtitles(*_span(loaded, arguments))})
+
+
+def audio_profile(loaded: Loaded, arguments: Arguments) -> Answer:
+    index = loaded.prepared("audio_profile")
+    start, end = _span(loaded, arguments)
+    names = ("start_s", "end_s", "level_db", "peak_db", "tone_hz")
+    if loaded.info["audio"] is None:
+        return _json({"audio": None, "segments": []})
+    found = [{"segment": s["id"]} | {name: s[name] for name in names} for s in index.segments]
+    return _json(
+        {"audio": loaded.info["audio"], "segments": [s for s in found if s["start_s"] < end and s["end_s"] > start]}
+    )
+
+
+# -- segments ---------------------------------------------------------------------------------------------------------
+
+
+def shown(segment: dict[str, Any]) -> dict[str, Any]:
+    """Return what an agent is told of a segment."""
+    return {"segment": segment["id"]} | {name: segment[name] for name in ("start_s", "end_s", "caption")}
+
+
+def _told_by(loaded: Loaded) -> str:
+    return "pure" if loaded.model == "none" else "sampled"
+
+
+def caption_retrieval(loaded: Loaded, arguments: Arguments) -> Answer:
+    index = loaded.prepared("caption_retrieval")
+    start, end = _segment(index, "start", arguments["start"]), _segment(index, "end", arguments["end"])
+    if end < start:
+        raise Fault("range", f"end is {end}, before start, {start}")
+    told = {"segments": len(index.segments), "captions": [shown(s) for s in index.segments[start : end + 1]]}
+    return _json(told | {"model": loaded.model}, label=_told_by(loaded))
+
+
+def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> Answer:
+    """vectors: of the description, by kind; empty where no model makes any, and then words are compared."""
+    index = loaded.prepared("segment_localization")
+    scores = _by_vectors(index, vectors) if vectors else words.bm25(arguments["description"], _lines(index))
+    found = [
+        shown(index.segments[n]) | {"score": round(scores[n], 4)}
+        for n in words.best(scores, arguments["k"])
+        if vectors or scores[n] > 0
+    ]
+    told = {"segments": len(index.segments), "found": found, "by": "vectors" if vectors else "words"}
+    return _json(told | {"model": loaded.model}, label=_told_by(loaded))
+
+
+def _lines(index: Index) -> list[str]:
+    return [f"{s['caption']} {s['line']}" if index.captions else s["line"] for s in index.segments]
+
+
+def _by_vectors(index: Index, vectors: Mapping[str, Sequence[float]]) -> list[float]:
+    scores = np.zeros(len(index.segments))
+    for name, weight in (("images", VISUAL_WEIGHT), ("texts", TEXTUAL_WEIGHT)):
+        known, asked = index.vectors(name), np.asarray(vectors.get(name, ()), dtype=np.float32)
+        if known is None or not asked.size:
+            continue
+        if known.shape[1] != asked.size:
+            raise Fault("damaged", f"the model's vectors have {asked.size} members now, and had {known.shape[1]}")
+        scores += weight * (known @ asked)
+    return [float(score) for score in scores]
+
+
+def question(loaded: Loaded, number: int) -> tuple[dict[str, Any], list[bytes]]:
+    """Return a segment and the pictures that a model is shown of it, with some from before and after."""
+    index = loaded.prepared("visual_question_answering")
+    segment = index.segments[_segment(index, "segment", number)]
+    length = segment["end_s"] - segment["start_s"]
+    around = segment["start_s"] - length, segment["end_s"] + length
+    near = [n for n, t in enumerate(index.kept) if around[0] <= t < around[1]]
+    if not near:
+        near = [index.standing_for(segment["start_s"])]
+    step = max(1.0, len(near) / QUESTION_PICTURES)
+    chosen = [near[int(n * step)] for n in range(min(len(near), QUESTION_PICTURES))]
+    return segment, [index.jpeg(n) for n in chosen]
+
+
+def visual_question_answering(loaded: Loaded, arguments: Arguments) -> Answer:
+    """Decline: nobody here sees."""
+    index = loaded.prepared("visual_question_answering")
+    segment = index.segments[_segment(index, "segment", arguments["segment"])]
+    answer = f"{words.NO_MODEL} no answer can be given: this task has no model that sees. What was measured is above."
+    return _json({**shown(segment), "answer": answer, "answered": False, "model": "none"})
+
+
+def object_memory_querying(loaded: Loaded, arguments: Arguments) -> Answer:
+    """Decline, and show which segments the words of the question are found in."""
+    index = loaded.prepared("object_memory_querying")
+    scores = words.bm25(arguments["question"], _lines(index))
+    found = [shown(index.segments[n]) for n in words.best(scores, 5) if scores[n] > 0]
+    answer = f"{words.NO_MODEL} no objects were looked for: this task has no model that sees."
+    return _json({"answer": answer, "answered": False, "segments": found, "model": "none"})
+
+
+def stand_ins(loaded: Loaded, first: int, count: int) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return segments, and of each the kept picture nearest to its middle."""
+    index = loaded.prepared("preprocess")
+    chosen = index.segments[first : first + count]
+    middles = [(segment["start_s"] + segment["end_s"]) / 2 for segment in chosen]
+    numbers = [index.standing_for(t) for t in middles]
+    return [shown(segment) for segment in chosen], [index.jpeg(n) for n in numbers]
+
+
+READERS: dict[str, Callable[[Loaded, Arguments], Answer]] = {
+    "video_info": video_info, "sample_frames": sample_frames, "get_frame": get_frame, "contact_sheet": contact_sheet,
+    "detect_shots": detect_shots, "get_subtitles": get_subtitles, "audio_profile": audio_profile,
+    "caption_retrieval": caption_retrieval, "visual_question_answering": visual_question_answering,
+    "object_memory_querying": object_memory_querying,
+}  # fmt: skip
+"""All but `segment_localization`, which is told vectors."""

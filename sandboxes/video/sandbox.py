@@ -1,0 +1,195 @@
+"""A sandbox that is a loaded video, prepared or not: names of parts, so that a fork is a copy of three words."""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.driver import FrozenState
+from sandboxes.effects import Effect, StateDigest
+from sandboxes.errors import SandboxError
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.video import prompts
+from sandboxes.video.captioning import limits_of, split
+from sandboxes.video.catalogue import Catalogue
+from sandboxes.video.faults import OF_THE_MOMENT, Fault
+from sandboxes.video.pipeline import Prepared, Workshop
+
+_JSON = "application/json"
+_NAMES_SHOWN = 20
+FRAME_TIME = "x-frame-time"
+"""Header that tells the time of the one picture in an answer, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is loaded: parts of the store. catalogue: the identity of the videos that `load_video` knows by name."""
+
+    catalogue: str
+    video: str | None = None
+    measured: str | None = None
+    described: str | None = None
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(part for part in (self.video, self.measured, self.described) if part is not None)
+
+    @property
+    def prepared(self) -> Prepared | None:
+        return None if self.measured is None else Prepared(self.measured, self.described)
+
+    def digest(self) -> StateDigest:
+        named = blake2b(orjson.dumps([self.video, self.measured, self.described]), digest_size=32).digest()
+        return StateDigest(named, named)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class VideoSandbox:
+    """See `sandboxes.driver.Sandbox`."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: EnvironmentSpec,
+        state: State,
+        workshop: Workshop,
+        catalogue: Callable[[], Awaitable[Catalogue]],
+        gone: Callable[["VideoSandbox"], Awaitable[None]],
+    ) -> None:
+        self.id = name
+        self.alive = True
+        self._spec, self._state, self._workshop = spec, state, workshop
+        self._catalogue, self._gone = catalogue, gone
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that it needs."""
+        return self._state.parts
+
+    async def execute(self, call: ToolCall) -> Execution:
+        """See `Sandbox.execute`."""
+        if not self.alive:
+            raise SandboxError(f"sandbox {self.id} is dead")
+        before, began, shareable = self._state, time.perf_counter(), True
+        try:
+            result = await self._run(call)
+        except Fault as fault:
+            result = ToolResult(422, _JSON, orjson.dumps({"error": fault.to_json()}))
+            shareable = fault.kind not in OF_THE_MOMENT
+        except OSError as error:
+            raise SandboxError(f"the video's files cannot be read or written: {error}") from error
+        effect = Effect.NONE if self._state == before else Effect.FILES
+        return Execution(result, effect, time.perf_counter() - began, self._state.digest(), shareable=shareable)
+
+    async def freeze(self) -> FrozenState:
+        """See `Sandbox.freeze`."""
+        if not self.alive:
+            raise SandboxError(f"sandbox {self.id} is dead")
+        size = self._workshop.store.size_bytes(self._state.parts[-1]) if self._state.parts else 0
+        return FrozenState("video", "files", self._state.to_json(), size, self._state.digest(), self._state.parts)
+
+    async def close(self) -> None:
+        """See `Sandbox.close`."""
+        if self.alive:
+            self.alive = False
+            await self._gone(self)
+
+    # -- tools -------------------------------------------------------------------------------------------------------
+
+    async def _run(self, call: ToolCall) -> ToolResult:
+        if call.tool == "load_video":
+            return await self._load(str(call.arguments["name"]))
+        if self._state.video is None:
+            raise Fault("not-loaded", "no video is loaded: call load_video first")
+        if call.tool == "preprocess":
+            return await self._preprocess(self._state.video)
+        assert self._spec.video is not None
+        if self._spec.video.model is not None and self._state.described is not None:
+            asking = {
+                "visual_question_answering": self._question, "object_memory_querying": self._memory,
+                "segment_localization": self._localization,
+            }.get(call.tool)  # fmt: skip
+            if asking is not None:
+                return await asking(call)
+        return await self._read(call)
+
+    async def _load(self, name: str) -> ToolResult:
+        catalogue = await self._catalogue()
+        if catalogue.identity != self._state.catalogue:
+            raise SandboxError("the videos of this task changed since its tree began. PUT it again, begin a rollout.")
+        if name not in catalogue.files:
+            there = ", ".join(list(catalogue.files)[:_NAMES_SHOWN]) or "none"
+            more = f" and {len(catalogue.files) - _NAMES_SHOWN} more" if len(catalogue.files) > _NAMES_SHOWN else ""
+            raise Fault("no-such-video", f"there is no video {name!r} here. There are: {there}{more}")
+        part = await self._workshop.load(catalogue.files[name], self._spec)
+        if part != self._state.video:
+            self._state = State(self._state.catalogue, part)
+        info = self._workshop.store.info(part)
+        return _told({"loaded": name, "duration_s": info["duration_s"]})
+
+    async def _preprocess(self, part: str) -> ToolResult:
+        if self._state.measured is None:
+            prepared = await self._workshop.prepare(part, self._spec)
+            self._state = State(self._state.catalogue, part, prepared.measured, prepared.described)
+        return _told({"preprocessed": True, "model": self._reading()["model"]})
+
+    async def _read(self, call: ToolCall, vectors: bytes = b"") -> ToolResult:
+        request = {"tool": "read", "name": call.tool, "arguments": dict(call.arguments), **self._reading()}
+        told, body = await self._ask(request, vectors)
+        if told["frame_t"] is None:
+            return ToolResult(200, told["media_type"], body)
+        headers = (
+            ("content-type", told["media_type"]), ("content-length", str(len(body))),
+            (FRAME_TIME, f"{told['frame_t']:.3f}"),
+        )  # fmt: skip
+        return ToolResult(200, told["media_type"], body, headers)
+
+    async def _question(self, call: ToolCall) -> ToolResult:
+        told, body = await self._ask({"tool": "question", "segment": call.arguments["segment"], **self._reading()})
+        segment = told["segment"]
+        text = prompts.ask_about(segment, call.arguments["question"])
+        answer = await self._chat(text, split(body, told["sizes"]), call)
+        return _told({**segment, "answer": answer, "answered": True, "model": self._reading()["model"]}, "sampled")
+
+    async def _memory(self, call: ToolCall) -> ToolResult:
+        assert self._spec.video is not None
+        told, _ = await self._ask({"tool": "memory", **self._reading()})
+        text = prompts.ask_memory(
+            told["objects"], told["segments"], self._spec.video.segment_s, call.arguments["question"]
+        )
+        answer = await self._chat(text, [], call)
+        return _told({"answer": answer, "answered": True, "segments": [], "model": self._reading()["model"]}, "sampled")
+
+    async def _localization(self, call: ToolCall) -> ToolResult:
+        assert self._spec.video is not None
+        model, texts = self._spec.video.model, [str(call.arguments["description"])]
+        assert model is not None
+        vectors = {}
+        for kind, name in (("texts", model.embed_model), ("images", model.image_embed_model)):
+            if name is not None:
+                vectors[kind] = (await self._workshop.models.embed(model, name, texts, fresh=self._workshop.fresh))[0]
+        return await self._read(call, orjson.dumps(vectors) if vectors else b"")
+
+    async def _chat(self, text: str, pictures: list[bytes], call: ToolCall) -> str:
+        assert self._spec.video is not None
+        assert self._spec.video.model is not None
+        return await self._workshop.models.chat(
+            self._spec.video.model, text, pictures, variant=call.arguments["variant"], fresh=self._workshop.fresh
+        )
+
+    def _reading(self) -> dict[str, Any]:
+        assert self._state.video is not None
+        return self._workshop.reading(self._state.video, self._state.prepared, self._spec)
+
+    async def _ask(self, request: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
+        return await self._workshop.read(request, limits_of(self._spec), body, timeout_s=self._spec.limits.timeout_s)
+
+
+def _told(members: dict[str, Any], label: str = "pure") -> ToolResult:
+    return ToolResult(200, _JSON, orjson.dumps(members | {"label": label}))

@@ -1,1 +1,0 @@
-"""Video tools: files that are prepared once for each video, workers that decode, and models that are asked."""

@@ -1,0 +1,4 @@
+"""Pre-forked worker processes that execute SQL statements and decode videos.
+
+Process: the proxy, the zygote and its workers.
+"""

@@ -1,0 +1,4 @@
+"""Checkpoints of live processes. This room is the only one that talks to CRIU and uses protobuf.
+
+Process: the proxy; `criu` runs as a child.
+"""

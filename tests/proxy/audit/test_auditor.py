@@ -1,0 +1,282 @@
+"""Audits: a tool that does not answer alike is found with the stated confidence, and its calls run again."""
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.audit.auditor import Tally
+from proxy.audit.confidence import clopper_pearson
+from proxy.audit.noise_masks import Masks, masked
+from proxy.engine import Engine
+from proxy.tree.rollout import Outcome, Rollout, Task
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.driver import FrozenState
+from sandboxes.listener import Listener
+from sandboxes.memory import MemoryDriver, MemorySandbox
+from sandboxes.spec import EnvironmentSpec
+from tests.proxy.rig import ask, engine
+from tests.proxy.serving import serving
+
+CALLS = 400
+FLAKY = 20
+"""One call in so many is nondeterministic."""
+
+
+class FlakyDriver(MemoryDriver):
+    """One whose commands with `flaky` in them are answered with a number that never comes again."""
+
+    numbers = itertools.count(1_000_000)
+
+    async def start(self, spec: EnvironmentSpec) -> MemorySandbox:
+        return flaky(await super().start(spec))
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> MemorySandbox:
+        return flaky(await super().restore(spec, frozen))
+
+
+def flaky(sandbox: MemorySandbox) -> MemorySandbox:
+    plain = sandbox.execute
+
+    async def execute(call: ToolCall, listener: Listener | None = None) -> Execution:  # noqa: ARG001
+        execution = await plain(call)
+        if "flaky" not in str(call.arguments.get("command")):
+            return execution
+        body = orjson.loads(execution.result.body) | {"stdout": f"{next(FlakyDriver.numbers)}\n"}
+        return replace(execution, result=ToolResult(200, "application/json", orjson.dumps(body)))
+
+    sandbox.execute = execute  # type: ignore[method-assign]
+    return sandbox
+
+
+def command(number: int) -> str:
+    """Every third call changes the session, the others look."""
+    name = "flaky" if number % FLAKY == 7 else "plain"
+    return f"X={name}{number}" if number % 3 == 0 else f"echo {name}{number}"
+
+
+@asynccontextmanager
+async def recorded(folder: Path, calls: int = CALLS, **settings: Any) -> AsyncIterator[tuple[Engine, Task]]:
+    """Run an engine in which a rollout made so many calls, one in twenty of them nondeterministic."""
+    async with engine(folder, FlakyDriver(), **settings) as running:
+        task = await running.tasks.open("task")
+        rollout = begin(running, task, "first")
+        for number in range(calls):
+            await ask(running, rollout, command(number))
+        yield running, task
+
+
+def begin(running: Engine, task: Task, name: str) -> Rollout:
+    return running.tasks.begin(task, name, task.tree, task.tree.root)
+
+
+async def verified(running: Engine, task: Task, sample: int | None, seed: int = 0) -> Tally:
+    tally = running.audit.begin(task.name, task.tree, task.tree.root, sample, seed)
+    while running.audit.running(task.tree) is not None:
+        await asyncio.wait([running.audit._running[task.tree.id][0]])
+    return tally
+
+
+def test_one_call_in_twenty_that_is_nondeterministic_is_found_and_bounded(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with recorded(tmp_path) as (running, task):
+            tally = await verified(running, task, sample=120)
+            # 120 of 400 miss all 20 of them once in 2,500 times; the seed makes it always the same draw.
+            assert (tally.checked, tally.unreachable, tally.failed) == (120, 0, 0)
+            assert tally.differing > 0
+            found = [
+                running.store.call_text(call).arguments["command"]
+                for _, _, _, call, *_ in running.store.findings(task.tree.id)
+            ]
+            assert found
+            assert all("flaky" in text for text in found)
+            ((kind, checked, differing, unreachable, _),) = running.store.audits(task.tree.id)
+            assert (kind, checked, differing, unreachable) == ("records", 120, tally.differing, 0)
+            interval = clopper_pearson(differing, checked)
+            assert interval.low < 1 / FLAKY < interval.high
+            assert (running.counts.audit_checked, running.counts.audit_differing) == (120, len(found))
+
+    asyncio.run(go())
+
+
+def test_what_was_found_is_run_again_for_everybody_after_a_restart_too(tmp_path: Path) -> None:
+    async def answers(running: Engine, name: str) -> list[tuple[str, Outcome]]:
+        task = await running.tasks.open("task")
+        rollout = begin(running, task, name)
+        told = [await ask(running, rollout, command(number)) for number in range(40)]
+        task.tree.check()
+        return [(told[number][0]["stdout"], told[number][1]) for number in (7, 8, 27)]
+
+    async def go() -> None:
+        async with recorded(tmp_path, 40) as (running, task):
+            before = await answers(running, "before")
+            assert [outcome for _, outcome in before] == [Outcome.HIT] * 3
+            assert (await verified(running, task, sample=None)).differing == 2
+            seen = [await answers(running, f"after{n}") for n in range(2)]
+        async with engine(tmp_path, FlakyDriver()) as again:
+            seen.append(await answers(again, "restarted"))
+        flaky_answers = {before[0][0], *(told[0][0] for told in seen)}
+        assert len(flaky_answers) == 4, "each rollout gets one of its own"
+        for told in seen:
+            assert told[0][1] is Outcome.BYPASS
+            assert told[1][1] is Outcome.HIT, "what is beside it is answered as before"
+
+    asyncio.run(go())
+
+
+def test_without_quarantine_what_differs_is_marked_only(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with recorded(tmp_path, 40, audit_quarantine=False) as (running, task):
+            assert (await verified(running, task, sample=None)).differing == 2
+            rollout = begin(running, task, "after")
+            told = [await ask(running, rollout, command(number)) for number in range(40)]
+            assert {outcome for _, outcome in told} == {Outcome.HIT}
+            assert [bool(row[5]) for row in running.store.findings(task.tree.id)] == [False, False]
+
+    asyncio.run(go())
+
+
+def test_an_audit_of_what_answers_alike_changes_nothing(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            for name, commands in (("a", ["echo 1 > f", "cat f", "cd /tmp"]), ("b", ["echo 1 > f", "rm f", "ls"])):
+                rollout = begin(running, task, name)
+                for text in commands:
+                    await ask(running, rollout, text)
+            before = [(node.id, len(node.records), node.diverged) for node in task.tree.nodes.values()]
+            tally = await verified(running, task, sample=None)
+            assert (tally.checked, tally.differing, tally.unreachable) == (5, 0, 0)
+            assert [(node.id, len(node.records), node.diverged) for node in task.tree.nodes.values()] == before
+            assert len(running.pool.roster) <= 2, "its sandboxes are gone"
+
+    asyncio.run(go())
+
+
+def test_an_audit_waits_while_agents_calls_are_under_way(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, warm_sandboxes=0) as running:
+            task = await running.tasks.open("task")
+            rollout = begin(running, task, "a")
+            await ask(running, rollout, "echo 1 > f")
+            running.audit._busy = lambda: 1
+            running.audit._share = 1.0
+            await ask(running, begin(running, task, "b"), "echo 1 > f")
+            running.journal.fold()
+            assert len(running.audit._queue) == 1, "the hit was drawn"
+            await running.audit.work()
+            assert len(running.audit._queue) == 1, "and is left while somebody waits"
+            running.audit._busy = lambda: 0
+            await running.audit.work()
+            assert running.store.audits(task.tree.id)[0][:3] == ("hits", 1, 0)
+
+    asyncio.run(go())
+
+
+def test_a_way_that_does_not_lead_on_hides_nothing_of_what_is_kept_behind_it(tmp_path: Path) -> None:
+    async def go() -> None:
+        driver = MemoryDriver()
+        async with engine(tmp_path, driver) as running:
+            task = await running.tasks.open("task")
+            rollout = begin(running, task, "a")
+            for text in ("echo 1 > f", "echo 2 > f", "cat f", "echo 3 > f"):
+                await ask(running, rollout, text)
+            first = next(iter(task.tree.root.records.values()))
+            first.reproducible = False
+            await running.attach.keep(task.tree, first.target)
+            tally = await verified(running, task, sample=None)
+            assert (tally.checked, tally.differing, tally.unreachable) == (4, 0, 0)
+            running.keeper.drop(first.target)
+            for node in task.tree.nodes.values():
+                running.keeper.drop(node)
+            tally = await verified(running, task, sample=None)
+            assert (tally.checked, tally.unreachable) == (1, 3)
+
+    asyncio.run(go())
+
+
+def test_audits_over_http(tmp_path: Path) -> None:
+    with serving(tmp_path) as proxy:
+        node = proxy.exec("a", "echo 1 > f").headers["x-forkpoint-node"]
+        proxy.exec("a", "cat f")
+        masks = {"masks": ["dates"], "patterns": ["run-[0-9]+"]}
+        shown = proxy.client.put("/api/v1/tasks/task/audit/masks", json=masks).json()
+        assert (shown["masks"], shown["bounds"], shown["running"]) == (masks, [], None)
+        told = proxy.client.post("/api/v1/tasks/task/verify", json={"sample": None, "node": node})
+        # The call that led there, and the one that read there.
+        assert (told.status_code, told.json()["of"]) == (202, 2)
+        while (shown := proxy.client.get("/api/v1/tasks/task/audit").json())["running"] is not None:
+            pass
+        (bound,) = shown["bounds"]
+        assert (bound["kind"], bound["checked"], bound["differing"], bound["low"]) == ("records", 2, 0, 0.0)
+        assert 0.8 < bound["high"] < 1
+        assert proxy.client.delete("/api/v1/tasks/task/verify").status_code == 204
+        for wrong in ({"patterns": ["("]}, {"patterns": ["x*"]}, {"masks": ["nonsense"]}):
+            assert proxy.client.put("/api/v1/tasks/task/audit/masks", json=wrong).status_code == 422
+        assert proxy.client.post("/api/v1/tasks/task/verify", json={"node": "n999"}).status_code == 404
+
+
+@given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_an_interval_holds_what_was_seen_and_its_ends_are_as_unlikely_as_it_says(seen: tuple[int, int]) -> None:
+    differing, checked = seen
+    interval = clopper_pearson(differing, checked)
+    assert 0 <= interval.low <= differing / checked <= interval.high <= 1
+
+    def at_most(k: int, p: float) -> float:
+        return math.fsum(math.comb(checked, i) * p**i * (1 - p) ** (checked - i) for i in range(k + 1))
+
+    if differing < checked:
+        assert at_most(differing, interval.high) == pytest.approx(0.025, abs=1e-6)
+    if differing:
+        assert 1 - at_most(differing - 1, interval.low) == pytest.approx(0.025, abs=1e-6)
+
+
+def test_intervals_cover_the_true_rate_as_often_as_they_say() -> None:
+    randomness = random.Random(1)  # noqa: S311
+    for rate in (0.001, 0.05, 0.3):
+        draws = [sum(randomness.random() < rate for _ in range(100)) for _ in range(400)]
+        held = sum(clopper_pearson(k, 100).low <= rate <= clopper_pearson(k, 100).high for k in draws)
+        assert held / len(draws) >= 0.95
+
+
+def test_nothing_was_seen_before_anything_was_checked() -> None:
+    interval = clopper_pearson(0, 0)
+    assert (interval.low, interval.high) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "one", "other"),
+    [
+        ("dates", "at 2026-11-21T19:00:01Z ok", "at 2025-01-02 03:04:05 ok"),
+        ("dates", "Sat Nov 21 18:46:29 UTC 2026", "Mon Jan  5 01:02:03 UTC 2026"),
+        ("dates", "3 passed in 0.12s", "3 passed in 1.07s"),
+        ("dates", "-rw-r--r-- 1 root root 2 Nov 21 18:46 f", "-rw-r--r-- 1 root root 2 Jan  5 01:02 f"),
+        ("pids", "[1] 4242", "[1] 17"),
+        ("addresses", "<object at 0x7f1234abcdef>", "<object at 0x7f00deadbeef>"),
+        ("temp_names", "wrote /tmp/tmpab12cd_x/out", "wrote /tmp/tmpzz99yy_q/out"),
+    ],
+)
+def test_a_mask_hides_its_noise_and_no_other_difference(mask: str, one: str, other: str) -> None:
+    expressions = Masks(masks=(mask,)).expressions()  # type: ignore[arg-type]
+    assert masked(one.encode(), expressions) == masked(other.encode(), expressions)
+    assert masked(one.encode(), []) != masked(other.encode(), [])
+    assert masked(b"1 failed", expressions) != masked(b"2 failed", expressions)
+
+
+def test_noise_that_is_masked_is_no_difference(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with recorded(tmp_path, 40) as (running, task):
+            running.store.put_masks("task", Masks(patterns=("1[0-9]{6}",)).model_dump_json())
+            assert (await verified(running, task, sample=None)).differing == 0
+
+    asyncio.run(go())

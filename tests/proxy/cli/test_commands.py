@@ -1,0 +1,143 @@
+"""The commands that look at a running proxy and steer it, as somebody types them."""
+
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+from typer.testing import CliRunner
+
+from proxy.cli.main import app
+from proxy.cli.render import spark
+from tests.proxy.serving import Running, serving
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        for rollout in ("first", "second"):
+            for command in ("echo one > f", "cat f", "echo '\x1b[31mtwo' >> f; X=1"):
+                running.exec(rollout, command, task="demo")
+        yield running
+
+
+def typed(proxy: Running, *words: str, code: int = 0, **environment: str) -> str:
+    environment = {"FORKPOINT_URL": str(proxy.client.base_url), "COLUMNS": "160", **environment}
+    result = CliRunner().invoke(app, list(words), env=environment)
+    assert result.exit_code == code, result.output
+    assert "\x1b[31m" not in result.output
+    return result.stdout
+
+
+def as_json(proxy: Running, *words: str, code: int = 0) -> Any:
+    return json.loads(typed(proxy, *words, "--json", code=code))
+
+
+def nodes(proxy: Running) -> list[str]:
+    return [node["id"] for node in as_json(proxy, "tree", "demo")["nodes"]]
+
+
+def test_a_rollout_is_a_waterfall_of_its_calls(proxy: Running) -> None:
+    text = typed(proxy, "rollout", "demo", "second")
+    assert "demo / second: 3 calls, 0.03 s saved" in text
+    assert text.count("hit") == 3
+    assert "echo one > f" in text
+    assert [step["outcome"] for step in as_json(proxy, "rollout", "demo", "first")["steps"]] == ["miss"] * 3
+
+
+def test_a_node_shows_what_led_there_and_why_it_is_kept(proxy: Running) -> None:
+    _, one, _ = nodes(proxy)
+    text = typed(proxy, "node", "demo", one)
+    for part in ("echo one > f", "kept", "first", "1 calls that changed nothing", "cat f"):
+        assert part in text
+    assert as_json(proxy, "node", "demo", one)["id"] == one
+
+
+def test_a_diff_shows_files_and_sessions(proxy: Running) -> None:
+    _, one, two = nodes(proxy)
+    text = typed(proxy, "diff", "demo", one, two)
+    for part in ("~ /root/f", "+\\x1b[31mtwo", "+ 1"):
+        assert part in text
+    assert as_json(proxy, "diff", "demo", one, one)["same"]
+
+
+def test_verify_says_how_sure_it_is(proxy: Running) -> None:
+    view = as_json(proxy, "verify", "demo", "--all")
+    assert (view["bounds"][0]["checked"], view["findings"], view["running"]) == (3, [], None)
+    assert "3" in typed(proxy, "verify", "demo", "--sample", "1", "--seed", "7")
+
+
+def test_a_tree_goes_out_to_a_file_and_comes_back(proxy: Running, tmp_path: Path) -> None:
+    file = tmp_path / "demo.tar"
+    assert as_json(proxy, "export", "demo", str(file)) == {
+        "task": "demo", "file": str(file), "bytes": file.stat().st_size,
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == [file]
+    assert as_json(proxy, "import", str(file), "copied")["records"] == 3
+    assert proxy.exec("r", "echo one > f", task="copied").headers["cache-status"] == "forkpoint; hit"
+    with_states = tmp_path / "states.tar"
+    assert proxy.client.post(f"/api/v1/tasks/demo/nodes/{nodes(proxy)[1]}/snapshot").is_success
+    as_json(proxy, "export", "demo", str(with_states), "--snapshots")
+    with tarfile.open(with_states) as listed:
+        assert any(name.startswith("snapshot/") for name in listed.getnames())
+    assert "kept states (0 more were left out)" in typed(proxy, "import", str(with_states), "with-states")
+    damaged = bytearray(file.read_bytes())
+    damaged[3000] ^= 1
+    file.write_bytes(damaged)
+    said = CliRunner().invoke(app, ["import", str(file), "again"], env={"FORKPOINT_URL": str(proxy.client.base_url)})
+    assert said.exit_code == 1
+    assert "this file is not imported" in said.output
+
+
+def test_top_shows_the_last_minute_and_the_busiest_tasks(proxy: Running) -> None:
+    text = typed(proxy, "top", "--once")
+    for part in ("calls", "demo", "hits", "sandboxes:"):
+        assert part in text
+    assert as_json(proxy, "top", "--once")["stats"]["calls"] >= 6
+
+
+def test_gc_says_what_it_freed(proxy: Running) -> None:
+    assert as_json(proxy, "gc")["evicted"] == 0
+    assert "forgotten nodes swept" in typed(proxy, "gc")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rollout", "demo", "nobody"],
+        ["node", "demo", "n99999"],
+        ["diff", "demo", "n1", "x"],
+        ["export", "nothing", "f"],
+        ["verify", "nothing"],
+    ],
+)
+def test_what_is_not_there_is_said_and_ends_with_1(
+    proxy: Running, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    typed(proxy, *words, code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_token_comes_from_the_environment(tmp_path: Path) -> None:
+    token = "some-token-0123456789"
+    with serving(tmp_path, token=SecretStr(token)) as proxy:
+        typed(proxy, "gc", code=1)
+        assert json.loads(typed(proxy, "gc", "--json", FORKPOINT_TOKEN=token))["evicted"] == 0
+
+
+def test_shells_can_complete_it() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert "--install-completion" in result.output
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=60))
+def test_bars_are_as_many_as_values_and_only_nothing_is_blank(values: list[float]) -> None:
+    bars = spark(values)
+    assert len(bars) == len(values)
+    assert [bar == " " for bar in bars] == [value <= 0 for value in values]

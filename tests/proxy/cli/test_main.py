@@ -1,0 +1,200 @@
+"""The command line, as somebody types it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from proxy.cli.main import app
+from proxy.cli.render_tree import render_tree
+from proxy.cli.replay import parting
+from proxy.cli.text import printable, shortened
+from proxy.workloads.ephemeral_proxy import free_port
+from proxy.workloads.report import Answer, CallId, Difference
+from tests.proxy.stub import stub_proxy
+
+
+def node(name: str, parent: str | None, command: str | None, children: int = 0, **more: Any) -> dict[str, Any]:
+    call = command and {"endpoint": "shell", "tool": "exec", "arguments": {"command": command}}
+    plain = {"effect": ["files"], "seconds": 0.25, "hits": 2, "snapshot": False, "rollouts": [], "observations": []}
+    return {"id": name, "parent": parent, "call": call, "flags": [], "children": children, **plain, **more}
+
+
+def drawn(*nodes: dict[str, Any], width: int = 100) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(render_tree({"task": "demo", "root": "n1", "nodes": list(nodes)}))
+    return capture.get().splitlines()
+
+
+def typed(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(words))
+    return result.exit_code, result.output
+
+
+COMMANDS = ["serve", "doctor", "tree", "replay", "top", "rollout", "node", "diff", "verify", "export", "import", "gc"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str) -> None:
+    code, output = typed(command, "--help")
+    assert code == 0
+    assert "Usage" in output
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert typed("--version") == (0, "forkpoint 0.1.0\n")
+
+
+def test_a_tree_indents_only_where_rollouts_part() -> None:
+    lines = drawn(
+        node("n1", None, None, 1),
+        node("n2", "n1", "make", 2),
+        node("n3", "n2", "make test"),
+        node("n4", "n2", "make lint"),
+    )
+    column = {word: line.index(word) for line in lines for word in ("n1", "n2", "n3", "n4") if word in line}
+    assert column["n1"] == column["n2"] < column["n3"] == column["n4"]
+
+
+def test_a_tree_shows_what_a_call_did_and_who_stands_there() -> None:
+    *_, line, _legend = drawn(
+        node("n1", None, None, 1),
+        node("n2", "n1", "pytest", effect=["files", "session"], exit_code=1, snapshot=True, rollouts=["a", "b"]),
+    )
+    for mark in ("pytest", "files session", "0.25 s", "2 hits", "exit 1", "◆", "▸ a, b"):
+        assert mark in line
+
+
+def test_a_long_command_is_cut_to_the_width_and_its_marks_stay() -> None:
+    for width in (60, 100):
+        line = next(line for line in drawn(node("n1", None, "x" * 500), width=width) if "n1" in line)
+        assert len(line.rstrip()) <= width
+        assert "…" in line
+        assert line.rstrip().endswith("2 hits")
+
+
+def test_read_only_calls_hang_below_their_node_the_most_hit_first() -> None:
+    call = {"endpoint": "shell", "tool": "exec"}
+    seen = [{"call": {**call, "arguments": {"command": f"cat {n}"}}, "seconds": 0, "hits": n} for n in range(5)]
+    lines = [line.strip(" │└├─") for line in drawn(node("n1", None, None, observations=seen))]
+    assert [line.split("  ")[0] for line in lines if line.startswith("·")] == [
+        "· cat 4",
+        "· cat 3",
+        "· cat 2",
+        "· 2 more read-only calls",
+    ]
+
+
+def test_a_tree_that_goes_on_says_how_to_see_the_rest() -> None:
+    assert any("3 more below: --node n1" in line for line in drawn(node("n1", None, None, 3)))
+
+
+def test_a_tree_that_was_cut_says_so() -> None:
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(render_tree({"task": "t", "root": "n1", "nodes": [node("n1", None, None)], "truncated": True}))
+    assert "too large to show at once" in capture.get()
+
+
+def test_a_trajectory_of_thousands_of_calls_is_drawn_as_a_list() -> None:
+    nodes = [node(f"n{at}", f"n{at - 1}" if at else None, f"step {at}", 1) for at in range(2000)]
+    assert len(drawn(*nodes)) == 2003
+
+
+def test_the_tree_command_asks_the_proxy_for_the_part_it_shows() -> None:
+    with stub_proxy() as stub:
+        stub.view = {"task": "demo", "root": "n1", "nodes": [node("n7", "n2", "ls")]}
+        code, output = typed("tree", "demo", "--url", stub.url, "--node", "n7", "--depth", "2")
+        assert stub.asked[0] == {"node": "n7", "depth": "2"}
+    assert code == 0
+    assert "n7 ls" in output
+
+
+def test_a_task_that_is_not_there_is_the_proxys_own_answer_without_its_control_characters() -> None:
+    with stub_proxy() as stub:
+        code, output = typed("tree", "nothing", "--url", stub.url)
+    assert (code, output) == (1, "404 Unknown task: No task has this name.\\x1b[2J\n")
+
+
+def test_a_proxy_that_is_not_there_says_what_to_do() -> None:
+    code, output = typed("tree", "demo", "--url", f"http://127.0.0.1:{free_port()}")
+    assert code == 1
+    assert "Start one with `forkpoint serve`" in output
+
+
+def a_workload(folder: Path, *commands: str) -> str:
+    calls = [{"tool": "shell", "args": {"command": command}} for command in commands]
+    file = folder / "workload.jsonl"
+    file.write_text("".join(json.dumps({"task": "t", "rollout": name, "calls": calls}) + "\n" for name in "ab"))
+    return str(file)
+
+
+def test_a_replay_prints_its_figures_and_every_answer_that_differs(tmp_path: Path) -> None:
+    with stub_proxy() as stub:
+        file = a_workload(tmp_path, "ls", "random", "\x1b[31mred")
+        code, output = typed("replay", file, "--url", stub.url, "--rollouts", "1", "--noise")
+    assert code == 0
+    assert "50.0%" in output
+    assert "cached / uncached: 2 of 6 answers differ (33.33%)" in output
+    assert "uncached / uncached again: 2 of 6 answers differ (33.33%)" in output
+    assert "\x1b[31m" not in output
+
+
+def test_a_replay_with_errors_shows_them_and_fails(tmp_path: Path) -> None:
+    with stub_proxy() as stub:
+        code, output = typed("replay", a_workload(tmp_path, "ls", "fail"), "--url", stub.url, "--no-compare")
+    assert code == 1
+    assert "2 errors, cached:" in output
+    assert "503 The sandbox failed: It died." in output
+
+
+def test_a_baseline_runs_without_cache_only(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with stub_proxy() as stub:
+        code, _ = typed("replay", a_workload(tmp_path, "ls"), "--url", stub.url, "--baseline", "--json", str(report))
+    found = json.loads(report.read_bytes())
+    assert code == 0
+    assert list(found["runs"]) == ["uncached"]
+    assert (found["runs"]["uncached"]["bypasses"], found["runs"]["uncached"]["hits"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nothing.jsonl"], "cannot be read"),
+        (["FILE", "--task", "other*"], "no rollout of these files matches"),
+        (["FILE", "--baseline", "--no-compare"], "leaves nothing to run"),
+        (["FILE", "--url", "ftp://x"], "no proxy answers"),
+    ],
+)
+def test_a_replay_that_cannot_be_made_says_why(tmp_path: Path, words: list[str], said: str) -> None:
+    file = a_workload(tmp_path, "ls")
+    code, output = typed("replay", *(file if word == "FILE" else word for word in words))
+    assert code != 0
+    assert said in " ".join(output.replace("│", " ").split())
+
+
+@given(st.text())
+def test_nothing_that_a_terminal_acts_on_is_printed(text: str) -> None:
+    assert printable(text).isprintable()
+    assert len(shortened(text, 20)) <= 20
+
+
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_two_answers_are_shown_where_they_part(one: str, other: str) -> None:
+    difference = Difference(CallId("t", "r", 0), "ls", Answer(f"same {one}", "", 0), Answer(f"same {other}", "", 0))
+    if one != other:
+        left, right = parting(difference, 1000)
+        assert left != right
+        assert left.startswith("stdout ")
+
+
+def test_an_exit_code_is_shown_before_output() -> None:
+    difference = Difference(CallId("t", "r", 0), "ls", Answer("a", "", 0), Answer("b", "", 1))
+    assert parting(difference, 40) == ("exit_code 0", "exit_code 1")

@@ -1,0 +1,326 @@
+"""A task has more trees than one: each is listed, and whatever lies in one of them is found, shown and steered."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+from typer.testing import CliRunner
+from websockets.sync.client import connect
+
+from proxy.cli.main import app
+from proxy.control.tree_listing import title_of
+from sandboxes.spec import Database, EnvironmentSpec
+from sandboxes.sqlite.driver import SqliteDriver
+from tests.proxy.compat.docker.test_endpoint import container, execution, start
+from tests.proxy.dialects.test_sql_endpoint import make
+from tests.proxy.serving import Running, serving
+
+SPEC = {"driver": "memory"}
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data"), any_image=True) as running:
+        yield running
+
+
+def get(proxy: Running, path: str, status: int = 200) -> Any:
+    answer = proxy.client.get(f"/api/v1/tasks/{path}")
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def begin(proxy: Running, task: str, rollout: str, *env: str) -> None:
+    """Begin a rollout in an environment of its own, as a client of Docker's API does."""
+    asked = {"Image": "any", "Cmd": ["sleep", "2h"], "Env": list(env)}
+    made = proxy.client.post(f"/t/{task}/r/{rollout}/docker/containers/create", json=asked)
+    assert made.status_code == 201, made.text
+
+
+def two_trees(proxy: Running, task: str) -> tuple[str, str, str, str]:
+    """Give a task two trees with a node each; return the current root and its node, the other root and its node."""
+    one = proxy.exec("own", "echo own > f", task=task).headers["x-forkpoint-node"]
+    begin(proxy, task, "other", "X=7")
+    other = proxy.exec("other", "echo $X > f", task=task).headers["x-forkpoint-node"]
+    proxy.exec("other", "cat f", task=task)
+    first, second = get(proxy, f"{task}/trees")
+    return first["root"], one, second["root"], other
+
+
+def test_each_tree_of_a_task_is_listed_the_current_one_first(proxy: Running) -> None:
+    two_trees(proxy, "listed")
+    begin(proxy, "listed", "third", "X=7")
+    proxy.client.delete("/api/v1/tasks/listed/rollouts/other")
+    first, second = get(proxy, "listed/trees")
+    assert (first["current"], first["nodes"], first["calls"], first["rollouts"], first["running"]) == (True, 2, 1, 1, 1)
+    assert (second["current"], second["nodes"], second["calls"]) == (False, 2, 2)
+    assert (second["rollouts"], second["running"]) == (2, 1)
+    assert (first["title"], second["title"]) == ("memory", "memory · env X")
+    assert first["root"] == get(proxy, "listed")["root"] == get(proxy, "listed/tree")["root"]
+    assert get(proxy, "listed/trees?limit=1&offset=1") == [second]
+    ran_in = {rollout["rollout"]: rollout["root"] for rollout in get(proxy, "listed/rollouts")}
+    assert ran_in == {"own": first["root"], "other": second["root"], "third": second["root"]}
+    shown = get(proxy, "listed")
+    assert (shown["nodes"], shown["rollouts"]) == (4, 3), "of all trees"
+    (line,) = (task for task in proxy.client.get("/api/v1/tasks").json() if task["task"] == "listed")
+    assert (line["nodes"], line["rollouts"]) == (4, 3)
+    get(proxy, "none/trees", 404)
+
+
+def test_a_task_that_was_put_with_another_spec_shows_both_its_trees(proxy: Running) -> None:
+    proxy.client.put("/api/v1/tasks/respec", json=SPEC)
+    before = proxy.exec("a", "echo 1 > f", task="respec").headers["x-forkpoint-node"]
+    proxy.client.put("/api/v1/tasks/respec", json=SPEC | {"workdir": "/tmp", "files": {"/tmp/seed": ""}})
+    now, then = get(proxy, "respec/trees")
+    assert (now["title"], now["calls"], then["calls"]) == ("memory · workdir /tmp · files /tmp/seed", 0, 1)
+    assert get(proxy, f"respec/nodes/{before}")["parent"] == then["root"]
+    assert [node["id"] for node in get(proxy, "respec/tree")["nodes"]] == [now["root"]]
+
+
+def test_what_speaks_of_a_whole_tree_can_be_asked_of_any(proxy: Running) -> None:
+    root, one, other_root, other = two_trees(proxy, "whole")
+    for query, found in (
+        ("", [root, one]),
+        (f"?root={root}", [root, one]),
+        (f"?root={other_root}", [other_root, other]),
+    ):
+        assert [node["id"] for node in get(proxy, f"whole/tree{query}")["nodes"]] == found
+    assert [node["id"] for node in get(proxy, f"whole/tree?node={other}")["nodes"]] == [other]
+    assert get(proxy, f"whole/tree?root={other}")["root"] == other_root, "any node of it names a tree"
+    assert get(proxy, "whole/search?q=echo")["found"][0]["node"] == one
+    assert get(proxy, f"whole/search?q=echo&root={other}")["found"][0]["node"] == other
+    columns = get(proxy, f"whole/columns?root={other_root}")
+    assert (columns["root"], columns["standing"]) == (int(other_root[1:]), {other[1:]: ["other"]})
+    assert get(proxy, f"whole/labels?nodes={other[1:]}") == []
+    assert get(proxy, f"whole/labels?nodes={other[1:]}&root={other}")[0]["text"] == "echo $X > f"
+    assert get(proxy, f"whole/failures?root={other}")["nodes"] == []
+    for path in ("tree?", "search?q=x&", "columns?", "labels?nodes=1&", "failures?", "audit?", "export?"):
+        get(proxy, f"whole/{path}root=n999999", 404)
+    warm = proxy.client.post(f"/api/v1/tasks/whole/warm?root={other}", json={"count": 1}).json()
+    assert warm["node"] == other_root
+
+
+def test_a_node_of_any_tree_is_shown_and_steered(proxy: Running) -> None:
+    _, one, root, node = two_trees(proxy, "nodes")
+    shown = get(proxy, f"nodes/nodes/{node}")
+    assert (shown["parent"], shown["rollouts"], shown["kept"] != "") == (root, ["other"], True)
+    assert [passed["rollout"] for passed in shown["passed"]] == ["other"]
+    assert get(proxy, f"nodes/nodes/{root}/children")["children"][0]["nodes"][0]["id"] == node
+    assert get(proxy, f"nodes/nodes/{node}/rollouts")[0]["rollout"] == "other"
+    (read,) = get(proxy, f"nodes/nodes/{node}/observations")
+    assert get(proxy, f"nodes/nodes/{node}/calls/{read['record']}")["answer"]["json"]["stdout"] == "7\n"
+    assert get(proxy, f"nodes/nodes/{node}/answer?record={read['record']}")["stdout"] == "7\n"
+
+    def post(path: str, body: Any = None, status: int = 200) -> Any:
+        answer = proxy.client.post(f"/api/v1/tasks/nodes/{path}", json=body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    assert post(f"nodes/{node}/pin")["flags"] == ["pinned"]
+    assert post(f"nodes/{node}/snapshot")["snapshot"]
+    tried = post(f"nodes/{node}/exec", {"command": "cat f; echo $X"})
+    assert (tried["answer"]["json"]["stdout"], tried["known"]) == ("7\n7\n", False)
+    assert get(proxy, f"nodes/nodes/{root}/diff/{node}")["files"][0]["path"] == "/root/f"
+    assert get(proxy, f"nodes/nodes/{one}/diff/{node}", 409)["type"] == "urn:forkpoint:other-tree"
+    assert post(f"nodes/{node}/fork", {"name": "forked"}, 201)["node"] == node
+    assert post("rollouts/own/fork", {"name": "again", "node": node}, 201)["start"] == node
+    for name in ("forked", "again"):
+        assert proxy.exec(name, "cat f", task="nodes").headers["cache-status"] == "forkpoint; hit"
+    address = f"ws://127.0.0.1:{proxy.address[1]}/api/v1/tasks/nodes/nodes/{node}/terminal"
+    with connect(address, open_timeout=10) as line:
+        assert "no-terminal" in str(line.recv(timeout=10)), "the in-memory driver has none; the node was found"
+    gone = proxy.client.delete(f"/api/v1/tasks/nodes/nodes/{node}?end_rollouts=true").json()
+    assert (gone["nodes"], gone["rollouts"]) == (1, ["again", "forked", "other"])
+    get(proxy, f"nodes/nodes/{node}", 404)
+    assert get(proxy, f"nodes/nodes/{one}")["rollouts"] == ["own"]
+
+
+def test_an_audit_of_another_tree_is_its_own(proxy: Running) -> None:
+    _, _, root, _ = two_trees(proxy, "audits")
+    begun = proxy.client.post("/api/v1/tasks/audits/verify", json={"node": root, "sample": None})
+    assert begun.json()["of"] == 2
+    while (view := get(proxy, f"audits/audit?root={root}"))["running"] is not None:
+        pass
+    assert (view["root"], view["bounds"][0]["checked"], view["findings"]) == (root, 2, [])
+    assert get(proxy, "audits/audit")["bounds"] == []
+    assert proxy.client.delete(f"/api/v1/tasks/audits/verify?root={root}").status_code == 204
+
+
+def test_all_of_it_is_there_after_a_restart_and_costs_nothing_until_it_is_asked_for(tmp_path: Path) -> None:
+    with serving(tmp_path, any_image=True) as proxy:
+        root, _, other_root, other = two_trees(proxy, "kept")
+        for rollout in ("own", "other"):
+            proxy.client.delete(f"/api/v1/tasks/kept/rollouts/{rollout}")
+    with serving(tmp_path, any_image=True) as proxy:
+        first, second = get(proxy, "kept/trees")
+        assert (first["root"], second["root"]) == (root, other_root)
+        trees = proxy.engine.tasks._trees
+        assert [tree.root.id for tree in trees.values()] == [int(root[1:])], "a listing reads no tree back"
+        assert get(proxy, f"kept/nodes/{other}")["parent"] == other_root
+        assert len(trees) == 2
+
+
+def test_a_tree_whose_driver_is_off_is_still_shown_and_says_why_nothing_runs_there(tmp_path: Path) -> None:
+    make(tmp_path / "db")
+    spec = {"driver": "sqlite", "databases": {"main": {"source": str(tmp_path / "db")}}, "share": "off"}
+    with serving(tmp_path / "data", drivers={"sqlite": SqliteDriver(tmp_path / "sqlite")}) as proxy:
+        proxy.client.put("/api/v1/tasks/off", json=spec).raise_for_status()
+        asked = {"sql": "DELETE FROM item"}
+        node = proxy.client.post("/t/off/r/a/sql/query", json=asked).headers["x-forkpoint-node"]
+        proxy.client.delete("/api/v1/tasks/off/rollouts/a")
+        proxy.client.put("/api/v1/tasks/off", json=SPEC).raise_for_status()
+    with serving(tmp_path / "data") as proxy:
+        assert get(proxy, f"off/nodes/{node}")["call"]["arguments"]["sql"] == "DELETE FROM item"
+        tried = proxy.client.post(
+            f"/api/v1/tasks/off/nodes/{node}/exec", json={"endpoint": "sql", "path": "query", "body": asked}
+        )
+        assert (tried.status_code, "no driver 'sqlite'" in tried.text) == (422, True)
+        assert proxy.client.get(f"/api/v1/tasks/off/export?snapshots=true&root={node}").status_code == 200
+
+
+def test_the_number_of_another_tasks_node_leads_nowhere(tmp_path: Path) -> None:
+    root, alice, bob = "root-token-0123456789", "alice-token-012345678", "bobby-token-012345678"
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{alice} alice-*\n{bob} bob-*\n")
+    with serving(tmp_path / "data", token=SecretStr(root), token_file=tokens, any_image=True) as proxy:
+        proxy.client.headers["authorization"] = f"Bearer {root}"
+        _, one, other_root, other = two_trees(proxy, "alice-1")
+        two_trees(proxy, "bob-1")
+        for token, status in ((alice, 200), (bob, 403)):
+            proxy.client.headers["authorization"] = f"Bearer {token}"
+            get(proxy, f"alice-1/nodes/{other}", status)
+        for node in (one, other_root, other):
+            for path in (f"nodes/{node}", f"nodes/{node}/children", f"nodes/{node}/answer", f"tree?root={node}",
+                         f"export?root={node}", f"columns?root={node}", f"search?q=e&root={node}",
+                         f"audit?root={node}", f"nodes/{node}/diff/{node}"):  # fmt: skip
+                get(proxy, f"bob-1/{path}", 404)
+            for path, body in (("pin", None), ("snapshot", None), ("fork", {"name": "x"}), ("exec", {"command": "ls"})):
+                answer = proxy.client.post(f"/api/v1/tasks/bob-1/nodes/{node}/{path}", json=body)
+                assert answer.status_code == 404, answer.text
+            assert proxy.client.delete(f"/api/v1/tasks/bob-1/nodes/{node}").status_code == 404
+            asked = {"name": "y", "node": node}
+            assert proxy.client.post("/api/v1/tasks/bob-1/rollouts/own/fork", json=asked).status_code == 404
+            assert proxy.client.post("/api/v1/tasks/bob-1/verify", json={"node": node}).status_code == 404
+
+
+def test_a_tree_that_was_shared_before_there_were_tokens_is_not_theirs(tmp_path: Path) -> None:
+    make(tmp_path / "db")
+    spec = {"driver": "sqlite", "databases": {"main": {"source": str(tmp_path / "db")}}}
+    drivers = {"sqlite": SqliteDriver(tmp_path / "sqlite")}
+    with serving(tmp_path / "data", drivers=drivers) as proxy:
+        for task in ("alice-1", "bob-1"):
+            proxy.client.put(f"/api/v1/tasks/{task}", json=spec).raise_for_status()
+        told = proxy.client.post("/t/alice-1/r/a/sql/query", json={"sql": "DELETE FROM item"})
+        node = told.headers["x-forkpoint-node"]
+        assert get(proxy, "bob-1/trees")[0]["calls"] == 1, "one tree"
+        assert get(proxy, f"bob-1/nodes/{node}")["id"] == node
+        proxy.client.delete("/api/v1/tasks/alice-1/rollouts/a")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("bobby-token-012345678 bob-*\n")
+    drivers = {"sqlite": SqliteDriver(tmp_path / "sqlite")}
+    with serving(tmp_path / "data", drivers=drivers, token_file=tokens) as proxy:
+        proxy.client.headers["authorization"] = "Bearer bobby-token-012345678"
+        assert [tree["calls"] for tree in get(proxy, "bob-1/trees")] == [0]
+        get(proxy, f"bob-1/nodes/{node}", 404)
+
+
+def test_a_tree_of_another_environment_travels_to_those_who_ask_for_it(
+    proxy: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    _, _, root, node = two_trees(proxy, "travels")
+    proxy.client.post(f"/api/v1/tasks/travels/nodes/{node}/snapshot").raise_for_status()
+    bundle = proxy.client.get(f"/api/v1/tasks/travels/export?root={root}&snapshots=true").content
+    with serving(tmp_path_factory.mktemp("there"), any_image=True) as there:
+        for task in ("travels", "again"):
+            if task == "again":
+                there.exec("own", "echo own > f", task=task)
+            told = there.client.post(f"/api/v1/tasks/{task}/import", content=bundle).json()
+            assert (told["current"], told["nodes"], told["records"], told["snapshots"]) == (False, 2, 2, 2)
+            current, other = get(there, f"{task}/trees")
+            assert (other["root"], other["calls"], other["title"]) == (told["root"], 2, "memory · env X")
+            assert get(there, task)["default"]
+            begin(there, task, "same", "X=7")
+            begin(there, task, "different", "X=8")
+            hit, miss = (there.exec(name, "echo $X > f", task=task) for name in ("same", "different"))
+            assert (hit.headers["cache-status"], there.exec("same", "cat f", task=task).json()["stdout"]) == (
+                "forkpoint; hit", "7\n",
+            )  # fmt: skip
+            assert miss.headers["cache-status"] == "forkpoint; fwd=miss; stored"
+            assert there.exec("plain", "cat f", task=task).json()["exit_code"] == 1
+            refused = there.client.post(f"/api/v1/tasks/{task}/import", content=bundle)
+            assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:tree-exists")
+            assert [tree["root"] for tree in get(there, f"{task}/trees")][:2] == [current["root"], other["root"]]
+
+
+def test_a_tree_of_another_environment_becomes_the_tasks_own_where_that_is_its_spec(
+    proxy: Running, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    _, _, root, _ = two_trees(proxy, "own")
+    bundle = proxy.client.get(f"/api/v1/tasks/own/export?root={root}").content
+    with serving(tmp_path_factory.mktemp("there")) as there:
+        there.client.put("/api/v1/tasks/put", json=SPEC | {"env": {"X": "7"}}).raise_for_status()
+        told = there.client.post("/api/v1/tasks/put/import", content=bundle).json()
+        assert (told["current"], get(there, "put")["root"]) == (True, told["root"])
+        assert there.exec("r", "echo $X > f", task="put").headers["cache-status"] == "forkpoint; hit"
+
+
+def test_a_client_of_dockers_sees_its_calls_in_the_tasks_tree(tmp_path: Path) -> None:
+    with serving(tmp_path, any_image=True) as running:
+        for rollout in ("a", "b"):
+            box = container(running, rollout, Env=["X=7"])
+            one = execution(running, rollout, box, "echo $X > f; cat f")
+            assert start(running, rollout, one) == (101, {1: b"7\n"})
+        current, theirs = get(running, "task/trees")
+        assert (current["calls"], current["rollouts"], theirs["rollouts"], theirs["running"]) == (0, 0, 2, 2)
+        nodes = get(running, f"task/tree?root={theirs['root']}")["nodes"]
+        assert any("echo $X > f; cat f" in str(node["call"]) for node in nodes)
+        (last,) = (node for node in nodes if node["rollouts"] == ["a", "b"])
+        assert get(running, f"task/nodes/{last['id']}")["rollouts"] == ["a", "b"]
+
+
+def typed(proxy: Running, *words: str, code: int = 0) -> str:
+    environment = {"FORKPOINT_URL": str(proxy.client.base_url), "COLUMNS": "160"}
+    result = CliRunner().invoke(app, list(words), env=environment)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_the_commands_reach_every_tree(proxy: Running, tmp_path: Path) -> None:
+    root, one, other_root, other = two_trees(proxy, "typed")
+    text = typed(proxy, "tree", "typed")
+    assert "echo own > f" in text
+    assert f"--root {other_root}  memory · env X  2 nodes, 2 calls, 1 rollouts" in text
+    text = typed(proxy, "tree", "typed", "--root", other)
+    assert "echo $X > f" in text
+    assert f"--root {root}  memory (current)" in text
+    assert f"{other} echo $X > f" in typed(proxy, "tree", "typed", "--node", other)
+    assert "echo $X > f" in typed(proxy, "node", "typed", other)
+    assert "/root/f" in typed(proxy, "diff", "typed", other_root, other)
+    assert "different trees" in CliRunner().invoke(
+        app, ["diff", "typed", one, other], env={"FORKPOINT_URL": str(proxy.client.base_url)}
+    ).output  # fmt: skip
+    assert "recorded" not in typed(proxy, "verify", "typed", "--root", other, "--all")
+    typed(proxy, "export", "typed", str(tmp_path / "f"), "--root", other_root)
+    assert "the tree of rollouts that ask for its environment" in typed(proxy, "import", str(tmp_path / "f"), "copied")
+
+
+def test_a_title_tells_an_environment_apart_and_no_values_of_its_variables() -> None:
+    default = EnvironmentSpec()
+    box = EnvironmentSpec(driver="container", image="debian:12", workdir="/testbed", env={"KEY": "secret", "A": "1"})
+    assert title_of(box, default) == "container debian:12 · workdir /testbed · env KEY, A"
+    assert title_of(default, default) == "local host"
+    assert title_of(default, default, "base") == "base · local host"
+    assert (
+        title_of(EnvironmentSpec(base="/srv/base.tar", cache="never"), default) == "local /srv/base.tar · cache never"
+    )
+    sql = EnvironmentSpec(driver="sqlite", databases={"shop": Database(source="x.db")}, share="off")
+    assert title_of(sql, default) == "sqlite shop · share off"
+
+
+@given(st.dictionaries(st.from_regex(r"[A-Z]{1,80}", fullmatch=True), st.text("ab"), max_size=9))
+def test_a_title_is_short(env: dict[str, str]) -> None:
+    assert len(title_of(EnvironmentSpec(env=env), EnvironmentSpec())) <= 120

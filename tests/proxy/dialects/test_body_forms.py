@@ -1,0 +1,116 @@
+"""Canonical forms: what differs only in spelling is one, and what differs otherwise is not."""
+
+import io
+import tarfile
+import zipfile
+from typing import Literal
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.dialects.body_forms import body_form, file_form, query_form
+
+JSON = "application/json"
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**31), 2**31) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), values, max_size=4), st.randoms())
+def test_json_counts_as_what_it_says(value: dict[str, object], random: object) -> None:
+    members = list(value.items())
+    random.shuffle(members)  # type: ignore[attr-defined]
+    other = orjson.dumps(dict(members), option=orjson.OPT_INDENT_2)
+    assert body_form(orjson.dumps(value), JSON) == body_form(other, f"{JSON}; charset=utf-8")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (b'{"a": 1}', b'{"a": 1.0}'),
+        (b'{"a": 123456789012345678901}', b'{"a": 123456789012345678902}'),
+        (b'{"a": 0.12345678901234567890}', b'{"a": 0.12345678901234567891}'),
+        (b"[1, 2]", b"[2, 1]"),
+        (b'{"a": null}', b"{}"),
+        (b'{"a": 1e400}', b'{"a": 1e401}'),
+        (b'{"a": "\\ud800"}', b'{"a": "\\ud801"}'),
+        (b"not json", b"not  json"),
+    ],
+)
+def test_what_says_something_else_has_another_form(one: bytes, other: bytes) -> None:
+    forms = [orjson.dumps(body_form(body, JSON), option=orjson.OPT_SORT_KEYS) for body in (one, other)]
+    assert forms[0] != forms[1]
+
+
+def test_a_query_is_its_members_in_the_order_of_equal_names() -> None:
+    assert query_form("b=2&a=1") == query_form("a=1&b=2") == query_form("a=%31&b=2")
+    assert query_form("a=1&a=2") != query_form("a=2&a=1")
+    assert query_form("a=") != query_form("")
+
+
+def form(boundary: str, *parts: tuple[str, bytes]) -> tuple[bytes, str]:
+    """Return a multipart body and its content type."""
+    body = b"".join(f"--{boundary}\r\n{head}\r\n\r\n".encode() + data + b"\r\n" for head, data in parts)
+    return body + f"--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
+
+
+FILE = 'Content-Disposition: form-data; name="file"; filename="a.zip"\r\nContent-Type: application/zip'
+FIELD = 'Content-Disposition: form-data; name="target"'
+
+
+def test_a_form_has_its_parts_and_no_boundary() -> None:
+    one, other = (body_form(*form(b, (FIELD, b"/x"), (FILE, b"\x00\xff data"))) for b in ("aaa", "bbbbbb"))
+    assert one == other
+    assert one["parts"][0] == {"name": "target", "filename": None, "text": "/x"}
+    assert one != body_form(*form("aaa", (FIELD, b"/y"), (FILE, b"\x00\xff data")))
+    assert one != body_form(*form("aaa", (FIELD, b"/x"), (FILE, b"\x00\xff datA")))
+
+
+def test_half_a_form_counts_as_its_bytes() -> None:
+    body, kind = form("aaa", (FIELD, b"/x"))
+    assert "sha256" in body_form(body[:-10], kind)
+    assert "sha256" in body_form(body, "multipart/form-data")
+
+
+def zipped(*members: tuple[str, bytes], year: int = 2000, mode: int = 0o644) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members:
+            info = zipfile.ZipInfo(name, (year, 1, 1, 0, 0, 0))
+            info.external_attr = mode << 16
+            archive.writestr(info, data)
+    return file.getvalue()
+
+
+def tarred(*members: tuple[str, bytes], at: int = 0, mode: Literal["w:", "w:gz"] = "w:") -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=mode) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), at
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def test_archives_count_by_what_they_hold() -> None:
+    a, b = ("a", b"1"), ("b", b"2")
+    assert file_form(zipped(a, b)) == file_form(zipped(b, a, year=2020))
+    assert file_form(zipped(a, b)) != file_form(zipped(a, ("b", b"3")))
+    assert file_form(zipped(a)) != file_form(zipped(a, mode=0o755))
+    assert file_form(tarred(a, b)) == file_form(tarred(b, a, at=5)) == file_form(tarred(a, b, mode="w:gz"))
+    assert file_form(tarred(a)) != file_form(tarred(("c", b"1")))
+    assert file_form(zipped(a)) != file_form(tarred(a))
+
+
+def test_what_is_no_archive_after_all_counts_as_its_bytes() -> None:
+    for data in (b"PK\x03\x04 nothing", b"\x1f\x8b nothing", zipped(("a", b"1"))[:-10], b""):
+        assert "sha256" in file_form(data)
+
+
+def test_an_archive_that_holds_too_much_is_not_unpacked() -> None:
+    bomb = zipped(("zeros", b"\0" * (300 << 20)))
+    assert "sha256" in file_form(bomb)

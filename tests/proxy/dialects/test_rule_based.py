@@ -1,0 +1,155 @@
+"""Dialects out of rules: what requests mean, and whose answers they get."""
+
+from typing import Any
+
+import pytest
+
+from proxy.dialects.base import Call, Close, Local, Open, Request, Told
+from proxy.dialects.rule_based import Declared
+from proxy.dialects.rule_schema import RulesError, identity, rules_of
+from proxy.refusals import Problem, Refused
+from sandboxes.json_paths import OUR_NAME
+from sandboxes.spec import EnvironmentSpec, Server
+
+JSON = (("content-type", "application/json"),)
+
+
+def dialect(name: str = "http", *rules: dict[str, Any]) -> Declared:
+    server = Server(command="x", port=9000, dialect=name, rules=rules)
+    return Declared("api", server, rules_of(server))
+
+
+def request(method: str, target: str, body: str = "", *, rollout: str = "r", headers: Any = JSON) -> Request:
+    base = f"http://proxy:8700/t/task/r/{rollout}/api"
+    return Request(method, target, tuple(headers), body.encode(), rollout, base, "fresh-name")
+
+
+def call(found: object) -> Call:
+    assert isinstance(found, Call)
+    return found
+
+
+def test_the_first_rule_that_fits_counts_and_none_is_a_plain_call() -> None:
+    rules = (
+        {"on": "POST /run/{tool}", "if": {"mode": "fast"}, "tool": "fast {tool}"},
+        {"on": "POST|PUT /run/{tool}", "tool": "{tool}"},
+    )
+    read = dialect("http", *rules).read
+    assert call(read(request("POST", "/run/x", '{"mode": "fast"}'))).call.tool == "fast x"
+    assert call(read(request("PUT", "/run/x", "{}"))).call.tool == "x"
+    assert call(read(request("PATCH", "/run/x", "{}"))).call.tool == "PATCH /run/x"
+
+
+def test_no_spelling_of_a_path_slips_past_its_rule() -> None:
+    read = dialect("http", {"on": "GET /reset", "effect": "change"}).read
+    for target in ("/reset", "/r%65set", "/%72eset?x=1"):
+        assert call(read(request("GET", target))).call.arguments["effect"] == "change"
+
+
+def test_fields_that_do_not_count_are_not_in_the_key() -> None:
+    def key(rule: dict[str, Any], body: str) -> bytes:
+        return call(dialect("http", {"on": "POST /run", **rule}).read(request("POST", "/run", body))).key
+
+    assert key({"drop": ["id", "meta.time"]}, '{"id": 1, "a": 2, "meta": {"time": 3}}') == key(
+        {"drop": ["id", "meta.time"]}, '{"id": 9, "a": 2, "meta": {"time": 8}}'
+    )
+    assert key({"drop": ["id"]}, '{"id": 1, "a": 2}') != key({"drop": ["id"]}, '{"id": 1, "a": 3}')
+    assert key({"pick": ["a"]}, '{"a": 2, "b": 1}') == key({"pick": ["a"]}, '{"a": 2, "b": 7}')
+    assert key({"args": "query"}, '{"a": 2}') == key({"args": "query"}, '{"a": 3}')
+    assert key({}, '{"a": 2}') != key({}, '{"a": 3}')
+
+
+def test_health_is_answered_by_the_proxy_with_no_rollout() -> None:
+    found = dialect("swe-rex").read(request("GET", "/is_alive", rollout=""))
+    assert found == Local(200, b'{"is_alive":true,"message":""}')
+
+
+@pytest.mark.parametrize(
+    ("source", "sent"),
+    [
+        ("header:X-Session", {"headers": (("x-session", "s1"),)}),
+        ("cookie:sid", {"headers": (("cookie", "a=b; sid=s1"),)}),
+        ("query:sid", {"target": "/run?sid=s1"}),
+        ("body:session.id", {"body": '{"session": {"id": "s1"}}'}),
+    ],
+)
+def test_a_rollouts_name_is_read_where_the_rule_says(source: str, sent: dict[str, Any]) -> None:
+    read = dialect("http", {"on": "POST /run", "rollout": source}).read
+    asked = {"target": "/run", "body": "", "headers": JSON, **sent}
+    assert call(
+        read(request("POST", asked["target"], asked["body"], rollout="", headers=asked["headers"]))
+    ).rollout == ("s1")
+    with pytest.raises(Refused, match="nothing says which rollout"):
+        read(request("POST", "/run", rollout=""))
+
+
+def test_a_name_that_cannot_be_one_is_refused() -> None:
+    read = dialect("http", {"on": "POST /run", "rollout": "body:id"}).read
+    with pytest.raises(Refused, match="cannot name a rollout"):
+        read(request("POST", "/run", '{"id": "../other"}', rollout=""))
+
+
+def test_the_authors_wire_opens_runs_forks_and_closes() -> None:
+    wire = dialect("tvcache")
+    began = wire.read(request("POST", "/start", '{"sandbox_id": "t_1"}', rollout=""))
+    assert isinstance(began, Open)
+    assert (began.rollout, call(began.then).call.body) == ("t_1", b'{"sandbox_id":"forkpoint-rollout"}')
+    one, other = (
+        call(
+            wire.read(
+                request("POST", "/execute", f'{{"sandbox_id": "{s}", "command": "c", "argument": "a"}}', rollout="")
+            )
+        )
+        for s in ("t_1", "t_2")
+    )
+    assert (one.rollout, one.call.tool, one.key) == ("t_1", "c", other.key)
+    forked = wire.read(request("POST", "/fork", '{"sandbox_id": "t_1"}', rollout=""))
+    assert isinstance(forked, Open)
+    assert (forked.rollout, forked.parent) == ("fresh-name", "t_1")
+    assert isinstance(forked.then, Local)
+    assert b"fresh-name" in forked.then.body
+    ended = wire.read(request("POST", "/stop", '{"sandbox_id": "t_1"}', rollout=""))
+    assert isinstance(ended, Close)
+    assert ended.rollout == "t_1"
+
+
+def test_recorded_answers_have_each_clients_own_name() -> None:
+    wire = dialect("tvcache")
+    body = f'{{"sandbox_id":"{OUR_NAME}","sandbox_path":"/tmp/{OUR_NAME}/x","other":"{OUR_NAME}"}}'.encode()
+    asked = request("POST", "/start", '{"sandbox_id": "t_7"}', rollout="")
+    told = wire.answer(Told(200, (("Content-Length", str(len(body))),), body), asked)
+    assert told.body == f'{{"sandbox_id":"t_7","sandbox_path":"/tmp/t_7/x","other":"{OUR_NAME}"}}'.encode()
+    assert told.headers == (("Content-Length", str(len(told.body))),)
+
+
+def test_a_session_cookie_is_minted_where_nobody_has_a_name() -> None:
+    wire = dialect("nemo-gym")
+    began = wire.read(request("POST", "/seed_session", "{}", rollout=""))
+    assert isinstance(began, Open)
+    assert began.headers[0][1].startswith("forkpoint_rollout=fresh-name;")
+    cookie = (("cookie", "session=x; forkpoint_rollout=fresh-name"),)
+    assert call(wire.read(request("POST", "/add", "{}", rollout="", headers=cookie))).rollout == "fresh-name"
+
+
+def test_trouble_of_ours_has_the_status_on_which_clients_try_again() -> None:
+    trouble = Problem(503, "sandbox", "t", "d", retry_after_s=1, infrastructure=True)
+    asked = request("POST", "/run_code", "{}")
+    told = dialect("sandbox-fusion").problem(trouble, asked)
+    assert told is not None
+    assert told.status == 504
+    assert dialect("sandbox-fusion").problem(Problem(422, "spec", "t", "d"), asked) is None
+    assert dialect("http").problem(trouble, asked) is None
+
+
+@pytest.mark.parametrize("rule", [{"on": "x"}, {"on": "GET /x", "do": "health"}, {"on": "GET /x", "no": "such"}])
+def test_rules_that_cannot_be_read_are_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(RulesError):
+        dialect("http", rule)
+
+
+def test_changing_a_rule_changes_the_tree() -> None:
+    def key(**more: Any) -> str:
+        return identity(EnvironmentSpec(servers={"api": Server(command="x", port=1, **more)}))
+
+    assert len({key(), key(dialect="swe-rex"), key(rules=({"on": "GET /x", "effect": "change"},))}) == 3
+    assert identity(EnvironmentSpec()) == ""

@@ -1,0 +1,67 @@
+"""Calls that may change places have one order, whatever order they arrive in."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+from proxy.engine import Engine
+from proxy.tree.keys import call_key
+from proxy.tree.rollout import Outcome, Rollout
+from tests.proxy.rig import engine, shell
+
+UPLOADS = tuple(f"echo {n} >> uploads" for n in range(3))
+
+
+async def send(running: Engine, rollout: Rollout, command: str, *, commutes: bool) -> Outcome:
+    call = shell(command)
+    key = call_key(call)
+    if running.step.known(rollout, key) is not None:
+        return Outcome.HIT
+    return (await running.step.run(rollout, call, key, commutes=commutes)).outcome
+
+
+def test_every_order_of_arrival_is_one_path(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            ends, outcomes = set(), []
+            for number, order in enumerate(itertools.permutations(UPLOADS)):
+                rollout = running.tasks.begin(task, f"r{number}", task.tree, task.tree.root)
+                outcomes.append(await asyncio.gather(*(send(running, rollout, c, commutes=True) for c in order)))
+                ends.add(rollout.node.id)
+            assert len(ends) == 1
+            assert outcomes[0] == [Outcome.MISS] * 3
+            assert outcomes[1:] == [[Outcome.HIT] * 3] * 5
+
+    asyncio.run(go())
+
+
+def test_one_that_comes_late_still_finds_its_place(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            first, second = (running.tasks.begin(task, name, task.tree, task.tree.root) for name in ("a", "b"))
+            for command in UPLOADS:
+                await send(running, first, command, commutes=True)
+            late = [asyncio.ensure_future(send(running, second, c, commutes=True)) for c in reversed(UPLOADS[1:])]
+            await asyncio.sleep(0)
+            assert await send(running, second, UPLOADS[0], commutes=True) is Outcome.HIT
+            assert await asyncio.gather(*late) == [Outcome.HIT] * 2
+            assert second.node is first.node
+
+    asyncio.run(go())
+
+
+def test_any_other_call_waits_for_them(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            rollout = running.tasks.begin(task, "a", task.tree, task.tree.root)
+            uploads = [asyncio.ensure_future(send(running, rollout, c, commutes=True)) for c in UPLOADS]
+            await asyncio.sleep(0)
+            call = shell("cat uploads")
+            answer = await running.step.run(rollout, call, call_key(call))
+            assert all(upload.done() for upload in uploads)
+            assert all(str(n).encode() in running.store.result(answer.record).body for n in range(3))
+
+    asyncio.run(go())

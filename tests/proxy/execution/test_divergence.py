@@ -1,0 +1,320 @@
+"""Calls that do not do the same when they run again: their states live by their snapshots, and are never mistaken."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import re
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.engine import Engine
+from proxy.execution.errors import StateLost
+from proxy.tree.rollout import Rollout
+from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.memory import MemoryDriver, MemorySandbox, _State
+from sandboxes.spec import EnvironmentSpec
+from tests.proxy.rig import ask, engine
+from tests.proxy.test_restart import abandon, open_engine
+
+
+class RandomSandbox(MemorySandbox):
+    """In its commands `random` is a number that never comes again."""
+
+    numbers = itertools.count(1000)
+
+    def _run(self, call: ToolCall) -> ToolResult:
+        command = re.sub("random", lambda _: str(next(self.numbers)), call.arguments["command"])
+        return super()._run(replace(call, arguments={**call.arguments, "command": command}))
+
+
+class RandomDriver(MemoryDriver):
+    def _adopt(self, spec: EnvironmentSpec, state: _State) -> MemorySandbox:
+        sandbox = RandomSandbox(f"memory-{next(self._ids)}", spec, state, self)
+        self.live[sandbox.id] = sandbox
+        return sandbox
+
+
+async def said(running: Engine, rollout: Rollout, command: str) -> str:
+    text: str = (await ask(running, rollout, command))[0]["stdout"]
+    return text
+
+
+async def lose_sandboxes(running: Engine) -> None:
+    await running.keeper.drain()
+    await running.pool.close_where(lambda _: True)
+
+
+async def lose_all(running: Engine) -> None:
+    """Lose every sandbox and every snapshot."""
+    await lose_sandboxes(running)
+    for snapshot in running.snapshots:
+        node = running.tasks.node(snapshot.tree, snapshot.node)
+        assert node is not None
+        running.keeper.drop(node)
+
+
+async def drawn(running: Engine, name: str = "first") -> tuple[Rollout, str]:
+    """Return a rollout that wrote a random number into f, and what it read there."""
+    rollout = await running.tasks.rollout("task", name)
+    await ask(running, rollout, "echo random > f")
+    return rollout, await said(running, rollout, "cat f")
+
+
+def test_a_state_that_no_replay_reaches_lives_by_its_snapshot(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, driver := RandomDriver()) as running:
+            first, number = await drawn(running)
+            await lose_sandboxes(running)
+            assert await said(running, first, "cat f; pwd") == f"{number}/root\n"
+            second, same = await drawn(running, "second")
+            await lose_sandboxes(running)
+            assert same == number
+            assert await said(running, second, "cat f; ls") == f"{number}f\nseed\n"
+            assert driver.executed.count("echo random > f") == 1
+            assert running.counts.divergences == 0
+
+    asyncio.run(body())
+
+
+def test_a_lost_state_is_told_to_who_stands_there_and_run_anew_for_the_others(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver()) as running:
+            first, number = await drawn(running)
+            await lose_all(running)
+            for _ in range(2):
+                with pytest.raises(StateLost, match="reaches another state, and no snapshot of it is left"):
+                    await ask(running, first, "cat f; pwd")
+            assert await said(running, first, "cat f") == number, "what it was told stays true"
+            second, other = await drawn(running, "second")
+            assert other != number
+            assert await said(running, second, "cat f; pwd") == f"{other}/root\n"
+            third, same = await drawn(running, "third")
+            assert same == other
+            assert third.node is second.node is not first.node
+            assert running.counts.divergences == 1
+            first.tree.check()
+
+    asyncio.run(body())
+
+
+def test_what_came_from_a_lost_state_is_lost_with_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver()) as running:
+            first, number = await drawn(running)
+            await ask(running, first, "echo more >> f")
+            assert await said(running, first, "cat f") == number + "more\n"
+            await lose_all(running)
+            with pytest.raises(StateLost):
+                await ask(running, first, "cat f; pwd")
+            second, other = await drawn(running, "second")
+            await ask(running, second, "echo more >> f")
+            assert await said(running, second, "cat f") == other + "more\n"
+            assert second.node is not first.node
+
+    asyncio.run(body())
+
+
+def test_who_still_has_the_sandbox_goes_on_in_a_state_that_was_set_aside(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver()) as running:
+            first, number = await drawn(running)
+            second, _ = await drawn(running, "second")
+            await ask(running, second, "echo more >> f")
+            await running.keeper.drain()
+            # The one sandbox there is stands after `more`; nothing else holds the state before.
+            for node in list(first.tree.nodes.values()):
+                running.keeper.drop(node)
+            with pytest.raises(StateLost):
+                await ask(running, first, "cat f; pwd")
+            assert second.node.diverged
+            assert await said(running, second, "cat f; pwd") == f"{number}more\n/root\n"
+            await ask(running, second, "echo end >> f")
+            assert await said(running, second, "cat f") == f"{number}more\nend\n"
+            third, other = await drawn(running, "third")
+            assert other != number
+            third.tree.check()
+
+    asyncio.run(body())
+
+
+def test_a_lost_state_stays_lost_after_a_restart(tmp_path: Path) -> None:
+    async def body() -> None:
+        running = await open_engine(tmp_path, RandomDriver())
+        first, number = await drawn(running)
+        await lose_all(running)
+        with pytest.raises(StateLost):
+            await ask(running, first, "pwd")
+        _, other = await drawn(running, "second")
+        await abandon(running)
+        async with engine(tmp_path, driver := RandomDriver()) as again:
+            first = await again.tasks.rollout("task", "first")
+            assert await said(again, first, "cat f") == number
+            with pytest.raises(StateLost):
+                await ask(again, first, "pwd")
+            third, same = await drawn(again, "third")
+            assert same == other
+            assert await said(again, third, "cat f; pwd") == f"{other}/root\n"
+            assert driver.executed == ["cat f; pwd"]
+            third.tree.check()
+
+    asyncio.run(body())
+
+
+def test_another_answer_from_the_same_state_is_no_divergence(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver()) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            told = await said(running, rollout, "echo kept > f; echo random")
+            await lose_all(running)
+            assert await said(running, rollout, "cat f; pwd") == "kept\n/root\n"
+            assert running.counts.replayed_calls == 1
+            assert running.counts.divergences == 0
+            second = await running.tasks.rollout("task", "second")
+            assert await said(running, second, "echo kept > f; echo random") == told
+
+    asyncio.run(body())
+
+
+def test_where_a_state_has_no_digest_another_answer_is_a_divergence(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver()) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "sleep 9 &; echo random")
+            await lose_all(running)
+            with pytest.raises(StateLost):
+                await ask(running, rollout, "pwd")
+
+    asyncio.run(body())
+
+
+def test_beside_a_live_process_what_a_call_wrote_is_compared_too(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, RandomDriver()) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "sleep 9 &")
+            await ask(running, rollout, "echo random > f")
+            number = await said(running, rollout, "cat f")
+            await lose_all(running)
+            with contextlib.suppress(StateLost):
+                assert await said(running, rollout, "cat f; pwd") == f"{number}/root\n"
+
+    asyncio.run(body())
+
+
+def test_a_divergence_found_on_the_way_spares_states_that_have_a_snapshot_behind_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine(tmp_path, driver := RandomDriver()) as running:
+            first, number = await drawn(running)
+            middle = first.node
+            await ask(running, first, "echo more >> f")
+            await lose_sandboxes(running)
+            running.keeper.drop(middle)
+            second, _ = await drawn(running, "second")
+            with pytest.raises(StateLost):
+                await ask(running, second, "pwd")
+            driver.executed.clear()
+            assert await said(running, first, "cat f; pwd") == f"{number}more\n/root\n"
+            assert driver.executed == ["cat f; pwd"]
+
+    asyncio.run(body())
+
+
+# Whatever is lost and whenever: a rollout sees one world, in which what it drew stays as it was
+
+
+COMMANDS = (
+    "echo random > f", "echo random >> f", "cat f", "rm f", "echo fixed > f", "echo x > g", "cat g", "rm g", "X=random",
+    "echo $X", "X=1", "echo $X > f", "ls", "sleep 9 &", "cat f; echo random",
+)  # fmt: skip
+
+
+@dataclass
+class World:
+    """What one rollout may see: each draw is a symbol until it is first read, and that number from then on."""
+
+    f: list[str] | None = None
+    g: bool = False
+    x: str = ""
+    draws: dict[str, str] = field(default_factory=dict)
+    symbols: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def draw(self) -> str:
+        return f"?{next(self.symbols)}"
+
+    def expects(self, seen: str, values: list[str]) -> bool:
+        """Say whether seen shows these values, and remember what it tells about draws."""
+        lines = seen.split("\n")[:-1]
+        return len(lines) == len(values) and all(map(self._same, lines, values))
+
+    def _same(self, line: str, value: str) -> bool:
+        return line == (self.draws.setdefault(value, line) if value.startswith("?") else value)
+
+    def see(self, command: str, seen: str) -> bool:  # noqa: C901 - a table of commands
+        """Take a step, and say whether seen is what this world shows."""
+        match command:
+            case "echo random > f":
+                self.f = [self.draw()]
+            case "echo random >> f":
+                self.f = [*(self.f or []), self.draw()]
+            case "echo fixed > f":
+                self.f = ["fixed"]
+            case "echo $X > f":
+                self.f = [self.x]
+            case "rm f":
+                self.f = None
+            case "echo x > g" | "rm g":
+                self.g = command == "echo x > g"
+            case "X=random" | "X=1":
+                self.x = "1" if command == "X=1" else self.draw()
+            case "cat f":
+                return self.expects(seen, self.f or [])
+            case "cat g":
+                return self.expects(seen, ["x"] if self.g else [])
+            case "echo $X":
+                return self.expects(seen, [self.x])
+            case "cat f; echo random":
+                return self.expects(seen, [*(self.f or []), self.draw()])
+            case "ls":
+                there = ["f"] * (self.f is not None) + ["g"] * self.g + ["seed"]
+                return self.expects(seen, there)
+        return not seen
+
+
+async def live(running: Engine, name: str, trajectory: list[str], dice: random.Random) -> None:
+    world = World()
+    for command in trajectory:
+        for _ in range(dice.randrange(3)):
+            await asyncio.sleep(0)
+        if dice.random() < 0.2:
+            await lose_sandboxes(running)
+        for snapshot in running.snapshots:
+            node = running.tasks.node(snapshot.tree, snapshot.node)
+            if node is not None and not snapshot.leases and dice.random() < 0.2:
+                running.keeper.drop(node)
+        rollout = await running.tasks.rollout("task", name)
+        try:
+            answer, _ = await ask(running, rollout, command)
+        except StateLost:
+            assert rollout.node.diverged
+            return
+        assert world.see(command, answer["stdout"]), (command, answer, world)
+
+
+@settings(max_examples=150)
+@given(st.lists(st.lists(st.sampled_from(COMMANDS), max_size=10), min_size=1, max_size=4), st.integers())
+def test_a_rollout_sees_one_world_or_is_told_that_it_is_lost(trajectories: list[list[str]], seed: int) -> None:
+    async def body(data: Path) -> None:
+        dice = random.Random(seed)  # noqa: S311 - dice of a test
+        async with engine(data, RandomDriver()) as running:
+            walks = [live(running, f"r{n}", trajectory, dice) for n, trajectory in enumerate(trajectories)]
+            await asyncio.gather(*walks)
+            (await running.tasks.open("task")).tree.check()
+
+    with tempfile.TemporaryDirectory() as data:
+        asyncio.run(body(Path(data)))

@@ -1,0 +1,316 @@
+"""Snapshots: the budget, what is spared, and restores and writes that fail."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.engine import Engine
+from proxy.tree.rollout import Rollout
+from proxy.tree.tree import Node
+from sandboxes.driver import FrozenState
+from sandboxes.errors import SandboxError, StateGone
+from sandboxes.memory import MemoryDriver, MemorySandbox, _State
+from sandboxes.spec import EnvironmentSpec
+from snapshots.costs import KindCosts, Mean
+from snapshots.policy import Reuse
+from snapshots.snapshot import Snapshot
+from snapshots.store import SnapshotStore
+from tests.proxy.rig import ask, engine
+
+WRITES = [f"echo {'x' * 100 * n} > f{n}" for n in range(1, 7)]
+
+
+class Choosy(MemoryDriver):
+    """A memory driver whose next restores fail, one for each of `refuse`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuse: list[SandboxError] = []
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> MemorySandbox:
+        if self.refuse:
+            raise self.refuse.pop()
+        return await super().restore(spec, frozen)
+
+
+def kept(data: Path, test: Callable[[Engine, Choosy, Rollout], Awaitable[None]], **settings: Any) -> None:
+    """Run test on an engine where one rollout has made all the `WRITES`, each kept, and has no sandbox any more."""
+
+    async def go() -> None:
+        async with engine(data, driver := Choosy(), **settings) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            for command in WRITES:
+                await ask(running, rollout, command)
+                await running.keeper.drain()
+            await running.pool.close_where(lambda _: True)
+            driver.executed.clear()
+            await test(running, driver, rollout)
+
+    asyncio.run(go())
+
+
+def held(running: Engine) -> set[int]:
+    return {snapshot.node for snapshot in running.snapshots}
+
+
+def snapshot_of(running: Engine, node: Node) -> Snapshot:
+    snapshot = running.snapshots.get(node.snapshot)
+    assert snapshot is not None
+    return snapshot
+
+
+def test_states_are_evicted_until_the_budget_holds_and_no_answer_is_lost(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
+        before = await running.keeper.fit(running.tasks.node)
+        assert 0 < running.keeper.used_bytes <= running.settings.snapshot_bytes
+        assert 0 < len(running.snapshots) < len(WRITES) + 1
+        assert before == running.counts.evictions == len(WRITES) + 1 - len(running.snapshots)
+        nodes = rollout.tree.nodes.values()
+        assert {node.id for node in nodes if node.snapshot is not None} == held(running)
+        assert (await ask(running, rollout, "cat f1"))[0]["stdout"] == "x" * 100 + "\n"
+        await running.keeper.drain()
+
+    kept(tmp_path, test, snapshot_bytes=4000)
+
+
+def test_what_is_lent_or_pinned_is_spared(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
+        pinned, lent = list(rollout.tree.nodes.values())[2:4]
+        pinned.pinned = True
+        with running.keeper.leased(lent):
+            await running.keeper.fit(running.tasks.node)
+            assert held(running) == {pinned.id, lent.id}
+        await running.keeper.fit(running.tasks.node)
+        assert held(running) == {pinned.id}
+
+    kept(tmp_path, test, snapshot_bytes=0)
+
+
+def test_a_state_that_no_replay_reaches_is_spared(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
+        node = list(rollout.tree.nodes.values())[3]
+        assert node.origin is not None
+        node.origin.reproducible = False
+        await running.keeper.fit(running.tasks.node)
+        assert held(running) == {node.id}
+
+    kept(tmp_path, test, snapshot_bytes=0)
+
+
+def test_a_snapshot_that_cannot_be_restored_is_gone_round_and_dropped_the_second_time(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        broken = rollout.node
+        for turn, still_there in ((1, True), (2, False)):
+            driver.refuse = [SandboxError("the mount failed")]
+            assert (await ask(running, rollout, f"cat f{turn}"))[0]["exit_code"] == 0
+            assert driver.executed[-2:] == [WRITES[-1], f"cat f{turn}"], "restored one state before, and replayed"
+            assert (broken.snapshot is not None) == still_there
+            await running.pool.close_where(lambda _: True)
+        assert running.counts.failures["restore"] == 2
+
+    kept(tmp_path, test)
+
+
+def test_a_snapshot_whose_files_are_gone_is_dropped_at_once(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        (tmp_path / "snapshots" / snapshot_of(running, rollout.node).id / "payload.json").write_text("{")
+        assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
+        assert driver.executed == [WRITES[-1], "cat f1"], "restored one node before, and replayed the rest"
+
+    kept(tmp_path, test)
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_machine_that_fails_is_an_error_and_costs_no_state(tmp_path: Path, reproducible: bool) -> None:
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        assert rollout.node.origin is not None
+        rollout.node.origin.reproducible = reproducible
+        before = held(running)
+        driver.refuse = [SandboxError("no descriptor is free")] * 2
+        with pytest.raises(SandboxError, match="no descriptor is free"):
+            await ask(running, rollout, "cat f1")
+        assert held(running) == before
+        assert not rollout.node.diverged
+        driver.refuse = []
+        assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
+
+    kept(tmp_path, test)
+
+
+def test_the_only_way_to_a_state_is_kept_however_often_it_fails(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        assert rollout.node.origin is not None
+        rollout.node.origin.reproducible = False
+        driver.refuse = [SandboxError("no descriptor is free")] * 5
+        for _ in range(5):
+            with pytest.raises(SandboxError):
+                await ask(running, rollout, "cat f1")
+        assert (await ask(running, rollout, "cat f6"))[0]["exit_code"] == 0
+        assert driver.executed == ["cat f6"]
+
+    kept(tmp_path, test)
+
+
+def test_states_that_the_driver_says_are_gone_are_replayed_within_the_same_call(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        driver.refuse = [StateGone("layer l1 is gone") for _ in range(len(WRITES) + 1)]
+        assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
+        assert driver.executed == [*WRITES, "cat f1"]
+
+    kept(tmp_path, test)
+
+
+def test_a_snapshot_that_cannot_be_written_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: object, **_kwargs: object) -> Snapshot:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SnapshotStore, "save", full)
+
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        assert len(running.snapshots) == 0
+        assert running.counts.failures["freeze"] == len(WRITES) + 1
+        assert (await ask(running, rollout, "cat f6"))[0]["exit_code"] == 0
+        assert driver.executed == [*WRITES, "cat f6"]
+        assert rollout.tree.root.state is not None
+
+    kept(tmp_path, test)
+
+
+def test_a_freeze_that_fails_costs_its_sandbox_and_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
+        async def fail(_sandbox: MemorySandbox) -> FrozenState:
+            raise SandboxError("it died")
+
+        monkeypatch.setattr(MemorySandbox, "freeze", fail)
+        await ask(running, rollout, "echo more > more")
+        await running.keeper.drain()
+        assert not driver.live
+        assert running.counts.failures["freeze"] == 1
+        assert (await ask(running, rollout, "cat more"))[0]["stdout"] == "more\n"
+
+    kept(tmp_path, test)
+
+
+def test_the_snapshot_of_a_state_that_was_forgotten_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
+        await ask(running, rollout, "echo more > more")
+        task = await running.tasks.open("task")
+        node = rollout.node
+        await running.tasks.forget(task.tree, node, end_rollouts=True)
+        await running.keeper.drain()
+        assert node.id not in held(running)
+
+    kept(tmp_path, test)
+
+
+# What is learnt, and what is decided by it
+
+
+class Frozen(MemoryDriver):
+    """A memory driver that freezes live processes too, as images of 1000 bytes."""
+
+    def _adopt(self, spec: EnvironmentSpec, state: _State) -> MemorySandbox:
+        sandbox = FrozenSandbox(f"memory-{next(self._ids)}", spec, state, self)
+        self.live[sandbox.id] = sandbox
+        return sandbox
+
+
+class FrozenSandbox(MemorySandbox):
+    async def freeze(self) -> FrozenState:
+        jobs, self._state.jobs = self._state.jobs, 0
+        try:
+            frozen = await super().freeze()
+        finally:
+            self._state.jobs = jobs
+        if not jobs:
+            return frozen
+        parts = (f"image-{next(self._driver._ids)}-1000",)
+        return replace(frozen, kind="processes", size_bytes=1000, parts=parts)
+
+
+def test_images_of_live_processes_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, Frozen(), checkpoint_bytes=2500) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "echo 1 > a")
+            for number in range(5):
+                await ask(running, rollout, f"sleep {number} &")
+                await running.keeper.drain()
+            assert running.keeper.checkpoint_bytes == 5000
+            await running._sweep()
+            assert running.keeper.checkpoint_bytes == 2000
+            assert sum(snapshot.kind == "files" for snapshot in running.snapshots) == 2, "files are spared"
+            assert running.counts.evictions == 3
+
+    asyncio.run(go())
+
+
+def test_what_freezing_and_restoring_took_is_learnt_by_kind(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, Frozen()) as running:
+            cheap = KindCosts(Mean(0.001), Mean(0.001))
+            running.keeper.costs["memory"] = replace(running.keeper.costs["memory"], processes=cheap)
+            rollout = await running.tasks.rollout("task", "first")
+            for command in ("echo 1 > a", "sleep 9 &", "echo 2 > a"):
+                await ask(running, rollout, command)
+                await running.keeper.drain()
+            await running.pool.close_where(lambda _: True)
+            await ask(running, rollout, "pwd")
+            costs = running.keeper.costs["memory"]
+            assert (costs.files.freeze.samples, costs.processes.freeze.samples) == (1, 2)
+            assert (costs.files.restore.samples, costs.processes.restore.samples) == (0, 1)
+            assert costs.fresh.samples == 1
+            (used,) = [snapshot for snapshot in running.snapshots if snapshot.uses]
+            assert used.restore_s > 0
+
+    asyncio.run(go())
+
+
+def test_a_state_that_costs_more_to_freeze_than_it_saves_is_replayed(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path, Frozen(), reuse=Reuse()) as running:
+            driver = "memory"
+            costs = running.keeper.costs[driver]
+            running.keeper.costs[driver] = replace(costs, processes=KindCosts(Mean(60.0, 9), Mean(60.0, 9)))
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "sleep 9 &")
+            await running.keeper.drain()
+            assert rollout.node.snapshot is None, "a minute of freezing to save a hundredth of a second"
+            await ask(running, rollout, "echo 1 > a")
+            await running.pool.close_where(lambda _: True)
+            assert (await ask(running, rollout, "cat a"))[0]["stdout"] == "1\n"
+            assert running.counts.replayed_calls == 2
+
+    asyncio.run(go())
+
+
+def test_a_state_with_more_rollouts_behind_it_is_expected_to_be_used_more_often(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            first = await running.tasks.rollout("task", "first")
+            await ask(running, first, "echo 1 > a")
+            await running.keeper.drain()
+            snapshot = snapshot_of(running, first.node)
+            before = running.keeper.prospect(snapshot, first.node).uses
+            others = [await running.tasks.rollout("task", f"r{number}") for number in range(3)]
+            assert running.keeper.prospect(snapshot, first.node).uses > before
+            for other in others:
+                await running.tasks.finish(other)
+            assert running.keeper.prospect(snapshot, first.node).uses == before
+
+    asyncio.run(go())
+
+
+def test_a_sandbox_that_was_wanted_where_none_stood_is_counted_once(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
+        reuse, node = running.keeper.reuse, rollout.node
+        await ask(running, rollout, "cat f1")
+        await ask(running, rollout, "cat f2")
+        assert node.wanted == 1
+        assert running.keeper.reuse.uses == reuse.uses + 1
+
+    kept(tmp_path, test, reuse=Reuse())

@@ -1,0 +1,302 @@
+"""Warm forks: made ahead, found by who comes, first to give way, never in anyone's way."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.engine import Engine
+from proxy.execution.warm_forks import available_bytes
+from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.tree import Node
+from sandboxes.calls import ToolCall
+from sandboxes.errors import NotFreezable, SandboxError
+from sandboxes.memory import Gate, MemoryDriver
+from sandboxes.pool.lifecycle import State
+from tests.proxy.rig import ask, engine
+from tests.proxy.serving import serving
+
+
+def warmed(
+    data: Path, test: Callable[[Engine, MemoryDriver], Awaitable[None]], *, gate: Gate | None = None, **settings: Any
+) -> None:
+    async def go() -> None:
+        driver = MemoryDriver(gate)
+        async with engine(data, driver, **{"warm_sandboxes": 4, "memory_reserve_bytes": 0, **settings}) as running:
+            await test(running, driver)
+        assert not driver.live
+
+    asyncio.run(go())
+
+
+async def settled(running: Engine) -> None:
+    """Wait until nothing more is being made ready."""
+    warm, quiet = running.warm, 0
+    warm._wake.set()
+    while quiet < 3:
+        await asyncio.sleep(0.003)
+        await running.keeper.drain()
+        await warm.drain()
+        quiet = 0 if warm._wake.is_set() or warm._seen or warm._making else quiet + 1
+
+
+async def begun(running: Engine, name: str, *commands: str) -> Rollout:
+    rollout = await running.tasks.rollout("task", name)
+    for command in commands:
+        await ask(running, rollout, command)
+    return rollout
+
+
+def places(running: Engine) -> list[Node]:
+    return [slot.place for slot in running.warm.standing() if isinstance(slot.place, Node)]
+
+
+def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "echo 1 > a")
+        await settled(running)
+        node, record = first.node, first.node.origin
+        assert record is not None
+        running.keeper.drop(node)
+        assert running.warm._saved_s(first.tree, node) > 0
+        record.doubtful = True
+        assert running.warm._saved_s(first.tree, node) == 0
+
+    warmed(tmp_path, test)
+
+
+def test_once_a_rollout_has_begun_a_fork_waits_at_the_root_for_the_next(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "echo 1 > a")
+        await settled(running)
+        assert first.tree.root in places(running)
+        started = running.counts.starts, running.counts.restores
+        second = await running.tasks.rollout("task", "second")
+        waiting = asyncio.ensure_future(ask(running, second, "echo 2 > a"))
+        assert (await waiting)[1] is Outcome.MISS
+        assert running.counts.warm_used == 1
+        assert second.tree.root.wanted == 1 + 1, "the first rollout wanted one, and so did this"
+        assert started == (running.counts.starts, running.counts.restores) or running.counts.warm_made > 1
+
+    warmed(tmp_path, test)
+
+
+def test_a_fork_is_ready_where_a_walking_rollout_will_leave_the_tree(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "echo 1 > a", "echo 2 > a", "cat a")
+        await running.keeper.drain()
+        await ask(running, first, "echo gone > away")
+        second = await begun(running, "second", "echo 1 > a", "echo 2 > a")
+        await settled(running)
+        assert second.node in places(running)
+        driver.executed.clear()
+        before = running.counts.warm_used
+        answer, outcome = await ask(running, second, "cat a; pwd")
+        assert (answer["stdout"], outcome) == ("2\n/root\n", Outcome.MISS)
+        assert running.counts.warm_used == before + 1
+        assert driver.executed == ["cat a; pwd"], "nothing was replayed"
+
+    warmed(tmp_path, test)
+
+
+def test_none_is_made_for_a_rollout_whose_own_sandbox_stands_where_it_will_leave_the_tree(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        # What lives keeps its state from being shared, so the sandbox stays the rollout's own.
+        first = await begun(running, "first", "sleep 9 &")
+        await settled(running)
+        node = first.node
+        assert node.origin is not None
+        node.origin.doubtful = False
+        assert running.warm._saved_s(first.tree, node) > 0
+
+        def wanted() -> set[Node]:
+            first.used_at = time.monotonic() - 1
+            return {target.node for _, target in running.warm._wanted([first.tree])}
+
+        assert node not in wanted()
+        await running.pool.close_where(lambda slot: slot.owner == first.id)
+        assert node in wanted()
+
+    warmed(tmp_path, test)
+
+
+def test_a_rollout_that_is_begun_or_forked_finds_a_sandbox_where_it_stands(tmp_path: Path) -> None:
+    def warm() -> list[str]:
+        slots = proxy.client.get("/api/v1/sandboxes").json()
+        return [slot["node"] for slot in slots if slot["warm"] and slot["state"] == "idle"]
+
+    with serving(tmp_path, warm_sandboxes=4, memory_reserve_bytes=0) as proxy:
+        begun = proxy.client.post("/api/v1/tasks/task/rollouts", json={"rollout": "a"}).json()
+        patiently(lambda: warm() == [begun["node"]])
+        node = proxy.exec("a", "echo 1 > f").headers["x-forkpoint-node"]
+        proxy.exec("a", "echo 2 > f")
+        forked = proxy.client.post("/api/v1/tasks/task/rollouts/a/fork", json={"name": "b", "node": node}).json()
+        assert forked["node"] == node
+        patiently(lambda: node in warm())
+        assert proxy.exec("b", "cat f").json()["stdout"] == "1\n"
+        stats = proxy.client.get("/api/v1/stats").json()
+        assert stats["warm_used"] >= 2
+
+
+def patiently(true: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if true():
+            return
+        time.sleep(0.01)
+    pytest.fail("it never came true")
+
+
+def test_where_a_state_is_just_being_kept_none_is_made_by_running_its_calls_again(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        both = [await running.tasks.rollout("task", name) for name in ("first", "second")]
+        await asyncio.gather(*(ask(running, rollout, "echo 1 > a") for rollout in both))
+        (slot,) = running.pool.roster.at(both[0].node)
+        assert slot.state is State.FREEZING
+        assert running.warm.ready(both[0].node) == 1
+
+    warmed(tmp_path, test)
+
+
+def test_forks_that_were_asked_for_are_made_and_not_made_again_when_they_are_used(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        task = await running.tasks.open("task")
+        assert running.warm.ask(task.tree, 3) == 3
+        await settled(running)
+        assert places(running) == [task.tree.root] * 3
+        assert running.warm.ask(task.tree, 99) == 4, "no more than the setting allows"
+        await settled(running)
+        assert len(places(running)) == 4
+        await running.pool.close_where(lambda slot: slot.warm)
+        await settled(running)
+        assert places(running) == []
+
+    warmed(tmp_path, test)
+
+
+@pytest.mark.parametrize(("most", "warm", "expected"), [(2, 8, 1), (1, 8, 0), (64, 0, 0), (64, 2, 2), (6, 8, 3)])
+def test_there_are_no_more_than_the_setting_and_half_of_the_budget(
+    tmp_path: Path, most: int, warm: int, expected: int
+) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        task = await running.tasks.open("task")
+        running.warm.ask(task.tree, 50)
+        await settled(running)
+        assert len(places(running)) <= min(expected, max(0, most - 1))
+        assert running.warm.most == expected
+
+    warmed(tmp_path, test, max_sandboxes=most, warm_sandboxes=warm)
+
+
+def test_they_give_way_to_whoever_needs_the_place(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: MemoryDriver) -> None:
+        task = await running.tasks.open("task")
+        running.warm.ask(task.tree, 2)
+        await settled(running)
+        assert len(places(running)) == 2
+        for number in range(4):
+            await ask(running, await running.tasks.rollout(f"other{number}", "r"), "echo 1 > a")
+            await running.keeper.drain()
+        assert len(driver.live) <= 4
+        assert running.counts.warm_used == 0
+
+    warmed(tmp_path, test, max_sandboxes=4)
+
+
+def test_a_state_that_lives_in_one_sandbox_is_not_taken_for_a_fork(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "sleep 9 &", "echo 1 > a")
+        (own,) = [slot for slot in running.pool.roster.slots if slot.owner == first.id]
+        await begun(running, "second", "sleep 9 &", "echo 1 > a")
+        await settled(running)
+        assert own.place is first.node
+        assert own.owner == first.id
+        assert (await ask(running, first, "cat a"))[0]["stdout"] == "1\n"
+
+    warmed(tmp_path, test)
+
+
+def test_one_that_cannot_be_made_costs_no_answer_and_is_not_tried_again_at_once(tmp_path: Path) -> None:
+    async def broken(call: ToolCall) -> None:
+        if call.arguments["command"] == "sleep 9 &" and len(ran) > 0:
+            raise SandboxError("the machine failed")
+        ran.append(call)
+
+    ran: list[ToolCall] = []
+
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "sleep 9 &")
+        await begun(running, "second", "sleep 9 &")
+        assert first.node.origin is not None
+        # As if a replay had reached it before.
+        first.node.origin.doubtful = False
+        await running.pool.close_where(lambda slot: not slot.warm)
+        for number in range(5):
+            await begun(running, f"walks{number}", "sleep 9 &")
+            await settled(running)
+        assert running.counts.failures["warm"] == 1
+
+    warmed(tmp_path, test, gate=broken)
+
+
+def test_forgetting_a_node_closes_the_fork_that_stands_there(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "echo 1 > a")
+        second = await begun(running, "second", "echo 1 > a")
+        await settled(running)
+        node = first.node
+        task = await running.tasks.open("task")
+        await running.tasks.forget(task.tree, second.node, end_rollouts=True)
+        await settled(running)
+        assert node not in places(running)
+
+    warmed(tmp_path, test)
+
+
+def test_a_snapshot_that_is_asked_for_is_taken_also_where_no_sandbox_stands(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "echo 1 > a", "echo 2 > a")
+        assert first.node.origin is not None
+        middle = first.node.origin.source
+        await running.keeper.drain()
+        await running.pool.close_where(lambda _: True)
+        running.keeper.drop(middle)
+        driver.executed.clear()
+        await asyncio.gather(*(running.attach.keep(first.tree, middle) for _ in range(3)))
+        assert middle.snapshot is not None
+        assert sum(snapshot.node == middle.id for snapshot in running.snapshots) == 1
+        assert set(driver.executed) == {"echo 1 > a"}
+
+    warmed(tmp_path, test, warm_sandboxes=0)
+
+
+def test_one_that_is_taken_of_a_rollout_s_only_sandbox_leaves_it_to_the_rollout(tmp_path: Path) -> None:
+    async def test(running: Engine, _driver: MemoryDriver) -> None:
+        first = await begun(running, "first", "sleep 9 &")
+        with pytest.raises(NotFreezable):
+            await running.attach.keep(first.tree, first.node)
+        assert [slot.owner for slot in running.pool.roster.at(first.node)] == [first.id]
+
+    warmed(tmp_path, test, warm_sandboxes=0)
+
+
+def test_with_too_little_memory_none_is_made_and_idle_ones_are_closed(tmp_path: Path) -> None:
+    async def test(running: Engine, driver: MemoryDriver) -> None:
+        await begun(running, "first", "echo 1 > a")
+        await settled(running)
+        assert places(running) == []
+        assert driver.live
+        await running._sweep()
+        assert not driver.live
+
+    warmed(tmp_path, test, memory_reserve_bytes=1 << 60)
+
+
+def test_the_memory_that_is_left_is_read_from_the_machine(tmp_path: Path) -> None:
+    told = tmp_path / "meminfo"
+    told.write_text("MemTotal: 9 kB\nMemAvailable:    1234 kB\n")
+    assert available_bytes(told) == 1234 << 10
+    assert available_bytes(tmp_path / "nothing") > 1 << 50
+    assert 1 << 20 < available_bytes() < 1 << 50

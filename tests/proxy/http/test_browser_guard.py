@@ -1,0 +1,134 @@
+"""Other sites' pages steer nothing; agents, which say nothing of where they come from, are answered as ever."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from proxy.http.browser_guard import rebindable, refuse_foreign
+from proxy.refusals import Refused
+from tests.proxy.serving import Running, serving
+
+HOST = (b"host", b"127.0.0.1:8700")
+AGENTS = [
+    [HOST],
+    [HOST, (b"user-agent", b"python-httpx/0.28"), (b"accept", b"*/*")],
+    # Node's own fetch sends this one.
+    [HOST, (b"sec-fetch-mode", b"cors"), (b"user-agent", b"node")],
+    [(b"host", b"forkpoint:8700")],
+    [(b"host", b"host.docker.internal:8700")],
+    [(b"host", b"[::1]:8700")],
+    [],
+]
+OURS = [HOST, (b"sec-fetch-site", b"same-origin"), (b"sec-fetch-dest", b"empty"), (b"origin", b"http://127.0.0.1:8700")]
+FOREIGN = [
+    [HOST, (b"sec-fetch-site", b"cross-site"), (b"sec-fetch-mode", b"no-cors"), (b"sec-fetch-dest", b"empty")],
+    [HOST, (b"sec-fetch-site", b"same-site"), (b"sec-fetch-mode", b"cors")],
+    [HOST, (b"origin", b"https://evil.example")],
+    [HOST, (b"origin", b"http://127.0.0.1:9999")],
+    [HOST, (b"origin", b"null")],
+    [(b"host", b"rebound.example:8700")],
+    [(b"host", b"127.0.0.1.evil.example")],
+]
+
+
+@pytest.mark.parametrize("headers", [*AGENTS, OURS])
+@pytest.mark.parametrize("tool", [True, False])
+def test_agents_and_our_own_page_are_answered(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
+    refuse_foreign("POST", headers, tool=tool)
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+@pytest.mark.parametrize("tool", [True, False])
+def test_what_another_page_sends_is_refused(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
+    with pytest.raises(Refused, match=r"another site|not known as") as refused:
+        refuse_foreign("POST", headers, tool=tool)
+    assert refused.value.status == 403
+
+
+def test_a_link_from_elsewhere_may_be_followed_but_not_to_what_a_tool_wrote() -> None:
+    followed = [
+        HOST,
+        (b"sec-fetch-site", b"cross-site"),
+        (b"sec-fetch-mode", b"navigate"),
+        (b"sec-fetch-dest", b"document"),
+    ]
+    refuse_foreign("GET", followed, tool=False)
+    with pytest.raises(Refused):
+        refuse_foreign("POST", followed, tool=False)
+    with pytest.raises(Refused):
+        refuse_foreign("GET", followed, tool=True)
+    framed = [
+        HOST,
+        (b"sec-fetch-site", b"cross-site"),
+        (b"sec-fetch-mode", b"navigate"),
+        (b"sec-fetch-dest", b"iframe"),
+    ]
+    with pytest.raises(Refused):
+        refuse_foreign("GET", framed, tool=False)
+
+
+def test_a_browser_shows_no_tool_s_answer_even_where_the_address_was_typed() -> None:
+    typed = [HOST, (b"sec-fetch-site", b"none"), (b"sec-fetch-mode", b"navigate"), (b"sec-fetch-dest", b"document")]
+    refuse_foreign("GET", typed, tool=False)
+    with pytest.raises(Refused, match="browsers"):
+        refuse_foreign("GET", typed, tool=True)
+
+
+def test_only_names_that_somebody_may_own_are_rebindable() -> None:
+    harmless = [
+        "127.0.0.1:1",
+        "[::1]:80",
+        "localhost",
+        "LOCALHOST.",
+        "a.localhost:80",
+        "proxy",
+        "x.internal",
+        "",
+        "10.0.0.1",
+    ]
+    assert not any(rebindable(host) for host in harmless)
+    assert all(rebindable(host) for host in ["evil.example", "evil.example:8700", "127.0.0.1.nip.io", "a.b.com."])
+
+
+def test_a_name_that_the_settings_know_is_answered() -> None:
+    refuse_foreign("GET", [(b"host", b"forkpoint.example.org:443")], tool=True, names=["forkpoint.example.org"])
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("data")) as running:
+        running.exec("r", "echo 1 > f")
+        yield running
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}])
+@pytest.mark.parametrize(
+    "path", ["/api/v1/tasks/task/nodes/n1/pin", "/t/task/r/r/shell/exec", "/t/task/r/new/shell/exec"]
+)
+def test_a_cross_site_request_changes_nothing(proxy: Running, path: str, headers: dict[str, str]) -> None:
+    before = proxy.client.get("/api/v1/stats").json()["calls"]
+    answer = proxy.client.post(path, content=b'{"command": "echo 1 > f"}', headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json")
+    assert proxy.client.get("/api/v1/stats").json()["calls"] == before
+    assert proxy.client.get("/api/v1/tasks/task/nodes/n1").json()["flags"] == []
+
+
+def test_a_known_call_is_refused_too_where_a_page_sends_it(proxy: Running) -> None:
+    """The short way of hits must not be a way around."""
+    assert proxy.exec("second", "echo 1 > f").headers["cache-status"] == "forkpoint; hit"
+    body = {"command": "echo 1 > f"}
+    for headers in ({"Sec-Fetch-Dest": "document"}, {"Origin": "https://evil.example"}, {"Host": "evil.example"}):
+        answer = proxy.client.post("/t/task/r/second/shell/exec", json=body, headers=headers)
+        assert answer.status_code == 403, headers
+
+
+def test_every_answer_of_the_control_plane_forbids_sniffing(proxy: Running) -> None:
+    for path in ("/api/v1/stats", "/api/v1/tasks/none", "/metrics", "/openapi.json"):
+        assert httpx.get(f"{proxy.client.base_url}{path}").headers["x-content-type-options"] == "nosniff"
+
+
+def test_with_a_token_the_proxy_is_answered_under_any_name_but_not_to_other_sites_pages() -> None:
+    refuse_foreign("POST", [(b"host", b"forkpoint.example.com")], tool=True, names=None)
+    with pytest.raises(Refused, match="another site"):
+        refuse_foreign("POST", [(b"host", b"a.example"), (b"origin", b"https://evil.example")], tool=True, names=None)

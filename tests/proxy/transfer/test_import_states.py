@@ -1,0 +1,306 @@
+"""Kept states travel with their tree: what is restored elsewhere is what was frozen here, or is refused by name."""
+
+import asyncio
+import hashlib
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.engine import Engine
+from proxy.refusals import Refused
+from proxy.settings import Settings
+from proxy.transfer.format import Writer, read
+from proxy.tree.rollout import Outcome
+from sandboxes.driver import FrozenState
+from sandboxes.local.driver import LocalDriver
+from sandboxes.spec import EnvironmentSpec
+from tests.machine import require_sandboxes
+from tests.proxy.rig import KEEPS_ALL, ask, engine
+from tests.proxy.serving import serving
+from tests.proxy.transfer.test_service import chunks, walked
+from tests.sandboxes.box import needs_root
+from tests.sandboxes.local.test_states import small_base
+
+CALLS = ["cd /root; X=1", "mkdir d; echo one > d/f", "echo two > d/g; rm d/f", "cat d/g"]
+
+
+async def exported(running: Engine, task: str) -> bytes:
+    found = await running.tasks.find(task)
+    await running.keeper.drain()
+    running.journal.fold()
+    with running.carrying.kept(found.tree) as states:
+        return b"".join(running.carrying.export(task, found.tree, states))
+
+
+def local(data: Path, base: Path, **settings: Any) -> Engine:
+    spec = EnvironmentSpec(base=str(base), files={"/root/seed": "seed\n"})
+    set_up = Settings(data=data, default_spec=spec, warm_sandboxes=0, **settings)
+    running = Engine(set_up, {"local": LocalDriver(data / "local")})
+    running.keeper.reuse = KEEPS_ALL
+    return running
+
+
+def on_local(data: Path, base: Path, act: Callable[[Engine], Any], **settings: Any) -> Any:
+    """Run act on an engine with real sandboxes."""
+
+    async def go() -> Any:
+        running = local(data, base, **settings)
+        await running.open()
+        try:
+            return await act(running)
+        finally:
+            await running.aclose()
+
+    return asyncio.run(go())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_sandboxes()
+    root = small_base(tmp_path_factory.mktemp("base"))
+    for name in ("rm", "mkdir"):
+        (root / "bin" / name).write_bytes(Path("/bin", name).read_bytes())
+        (root / "bin" / name).chmod(0o755)
+    return root
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory, base: Path) -> bytes:
+    async def act(here: Engine) -> bytes:
+        await walked(here, "task", [CALLS])
+        return await exported(here, "task")
+
+    data: bytes = on_local(tmp_path_factory.mktemp("here"), base, act)
+    return data
+
+
+@needs_root
+def test_a_rollout_that_leaves_an_imported_tree_restores_and_replays_nothing(
+    tmp_path: Path, base: Path, bundle: bytes
+) -> None:
+    async def act(there: Engine) -> None:
+        taken = await there.carrying.take("task", chunks(bundle))
+        assert taken.snapshots == len(there.snapshots) == taken.manifest.snapshots > 0
+        assert taken.left_out == 0
+        told = await walked(there, "task", [[*CALLS, "echo three >> d/g", "echo $X; cat d/g; ls d"]])
+        assert [outcome for _, outcome in told] == [Outcome.HIT] * len(CALLS) + [Outcome.MISS] * 2
+        assert told[-1][0]["stdout"] == "1\ntwo\nthree\ng\n"
+        assert there.counts.replayed_calls == 0
+        await there.keeper.drain()
+        # Nothing else holds what came.
+        there.keeper.drop_tree((await there.tasks.find("task")).tree.id)
+        await there.pool.close_where(lambda _: True)
+        await there.collect()
+        left = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
+        assert left <= await asyncio.to_thread(_driver(there).roots.in_use)
+
+    on_local(tmp_path, base, act)
+
+
+def _driver(running: Engine) -> LocalDriver:
+    driver = running.drivers["local"]
+    assert isinstance(driver, LocalDriver)
+    return driver
+
+
+@needs_root
+def test_a_restored_state_has_the_digest_that_was_recorded(tmp_path: Path, base: Path, bundle: bytes) -> None:
+    async def act(there: Engine) -> None:
+        await there.carrying.take("task", chunks(bundle))
+        tree = (await there.tasks.find("task")).tree
+        for snapshot in there.snapshots:
+            frozen = there.snapshots.load(snapshot)
+            sandbox = await _driver(there).restore(tree.spec, frozen)
+            again = await sandbox.freeze()
+            await sandbox.close()
+            assert again.state == frozen.state == tree.nodes[snapshot.node].state
+
+    on_local(tmp_path, base, act)
+
+
+@needs_root
+def test_states_beyond_the_budget_are_left_out_and_counted(tmp_path: Path, base: Path, bundle: bytes) -> None:
+    async def act(there: Engine) -> None:
+        taken = await there.carrying.take("task", chunks(bundle))
+        assert (taken.snapshots, taken.left_out) == (0, taken.manifest.snapshots)
+        assert len(there.snapshots) == 0
+        told = await walked(there, "task", [[*CALLS, "cat d/g; cat seed"]])
+        assert told[-1][0]["stdout"] == "two\nseed\n"
+
+    on_local(tmp_path, base, act, snapshot_bytes=0)
+
+
+Change = Callable[[bytes], bytes]
+
+
+def forged(bundle: bytes, change: Change, *, honest: bool = True) -> bytes:
+    """Return a bundle whose last unit was changed; honest: under right digests, as a hostile hand would make it."""
+    parts = [part for part in read(io.BytesIO(bundle)) if part.kind != "seal"]
+    last = max(place for place, part in enumerate(parts) if part.kind == "part")
+    name = orjson.loads(parts[last].data)["name"]
+    writer, made, unit = Writer(), b"", b""
+    for place, part in enumerate(parts):
+        if place > last and part.kind == "chunk":
+            unit += part.data
+            continue
+        if unit:
+            unit = change(unit)
+            made += writer.part("chunk", unit)
+            told = {"name": name, "sha256": hashlib.sha256(unit).hexdigest(), "size_bytes": len(unit)}
+            unit = b""
+        if part.kind == "snapshot" and place > last and honest:
+            line = orjson.loads(part.data)
+            line["units"] = [told if one["name"] == name else one for one in line["units"]]
+            made += writer.json("snapshot", line)
+        else:
+            made += writer.part(part.kind, part.stored, part.digest)
+    return made + writer.seal()
+
+
+def flip(unit: bytes) -> bytes:
+    at = unit.index(b"two\n")
+    return unit[:at] + b"owt\n" + unit[at + 4 :]
+
+
+def with_member(member: tarfile.TarInfo, data: bytes = b"") -> Change:
+    def change(unit: bytes) -> bytes:
+        member.size = len(data)
+        member.pax_headers = {"FORKPOINT.mtime_ns": "0", **member.pax_headers}
+        head = member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        return unit[:-1024] + head + data + bytes(-len(data) % 512) + bytes(1024)
+
+    return change
+
+
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, link: str = "", headers: dict[str, str] | None = None
+) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.pax_headers = kind, link, headers or {}
+    return info
+
+
+def device() -> tarfile.TarInfo:
+    info = member("diff/sda", tarfile.BLKTYPE)
+    info.devmajor = 8
+    return info
+
+
+def through_a_link(unit: bytes) -> bytes:
+    return with_member(member("diff/l/x"))(with_member(member("diff/l", tarfile.SYMTYPE, "/tmp"))(unit))
+
+
+def refusal(data: bytes, folder: Path, base: Path) -> str:
+    """Import data into an empty instance; return why it was refused; nothing of it may be left."""
+
+    async def act(there: Engine) -> str:
+        with pytest.raises(Refused) as refused:
+            await there.carrying.take("task", chunks(data))
+        assert there.store.tasks("task") == []
+        assert len(there.snapshots) == 0
+        assert list((folder / "imports").iterdir()) == []
+        await there.collect()
+        for name in ("layers", "uppers"):
+            left = {path.name for path in (folder / "local" / name).iterdir()}
+            assert left <= await asyncio.to_thread(_driver(there).roots.in_use)
+        return str(refused.value)
+
+    said: str = on_local(folder, base, act)
+    return said
+
+
+@needs_root
+def test_a_flipped_byte_in_a_layer_is_refused_and_its_part_named(tmp_path: Path, base: Path, bundle: bytes) -> None:
+    assert "chunk/" in refusal(flip(bundle), tmp_path / "one", base)
+    # Under a right digest of the chunk, the unit's own one tells.
+    assert "digest of unit" in refusal(forged(bundle, flip, honest=False), tmp_path / "two", base)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_member(member("diff/../../x"), b"x"), "leads out"),
+        (with_member(member("../x"), b"x"), "leads out"),
+        (with_member(member("/tmp/forkpoint-x"), b"x"), "leads out"),
+        (with_member(member("diff/..", tarfile.DIRTYPE)), "leads out"),
+        (through_a_link, "leads out"),
+        (with_member(member("diff/h", tarfile.LNKTYPE, "/etc/passwd")), "did not come before"),
+        (with_member(member("diff")), "there twice"),
+        (with_member(device()), "device"),
+        (with_member(member("diff/x", headers={"FORKPOINT.xattr.trusted.overlay.redirect": "Lw=="})), "do not travel"),
+        (with_member(member("diff/x", headers={"GNU.sparse.size": "99999999999"})), "do not travel"),
+        (lambda unit: unit[:512], "no tar of a layer"),
+        (lambda unit: unit + bytes(512), "its digest is another"),
+    ],
+)
+def test_hostile_members_of_a_layer_are_refused(
+    tmp_path: Path, base: Path, bundle: bytes, change: Change, says: str
+) -> None:
+    said = refusal(forged(bundle, change), tmp_path / "there", base)
+    assert says in said
+    assert "unit '" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_states_of_another_driver_travel_too_and_are_looked_at(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with engine(tmp_path / "here") as here:
+            await walked(here, "task", [["echo 1 > f", "X=2", "sleep 9 &", "cat f"]])
+            tree = (await here.tasks.find("task")).tree
+            beside = next(node for node in tree.nodes.values() if node.snapshot is None and node is not tree.root)
+            # As of a driver that can keep live processes.
+            assert here.keeper.take_in(FrozenState("memory", "processes", {}, 0, None), tree, beside, cost_s=0.0)
+            data = await exported(here, "task")
+        for folder, state in (("whole", data), ("forged", _swapped(data))):
+            async with engine(tmp_path / folder) as there:
+                if folder == "forged":
+                    with pytest.raises(Refused, match="its digest is another"):
+                        await there.carrying.take("task", chunks(state))
+                    assert there.store.tasks("task") == []
+                    continue
+                taken = await there.carrying.take("task", chunks(state))
+                assert taken.snapshots == taken.manifest.snapshots > 0
+                assert taken.left_out == 1
+                rollout = there.tasks.begin(found := await there.tasks.find("task"), "r", found.tree, found.tree.root)
+                for command in ("echo 1 > f", "X=2"):
+                    assert (await ask(there, rollout, command))[1] is Outcome.HIT
+                told, _ = await ask(there, rollout, "echo $X; cat f")
+                assert (told["stdout"], there.counts.replayed_calls) == ("2\n1\n", 0)
+
+    asyncio.run(go())
+
+
+def _swapped(data: bytes) -> bytes:
+    writer, made = Writer(), b""
+    for part in read(io.BytesIO(data)):
+        if part.kind == "snapshot":
+            line = orjson.loads(part.data)
+            line["payload"]["files"]["/root/evil"] = "x"
+            made += writer.json("snapshot", line)
+        elif part.kind != "seal":
+            made += writer.part(part.kind, part.stored, part.digest)
+    return made + writer.seal()
+
+
+def test_snapshots_are_exported_on_request_only(tmp_path: Path) -> None:
+    with serving(tmp_path) as proxy:
+        proxy.client.put("/api/v1/tasks/from", json={"driver": "memory"})
+        proxy.exec("a", "echo 1 > f", task="from")
+        assert proxy.client.post("/api/v1/tasks/from/nodes/n2/snapshot").is_success
+        without = proxy.client.get("/api/v1/tasks/from/export").content
+        data = proxy.client.get("/api/v1/tasks/from/export", params={"snapshots": "true"}).content
+        kinds = [{part.kind for part in read(io.BytesIO(one))} & {"snapshot", "part"} for one in (without, data)]
+        assert kinds == [set(), {"snapshot", "part"}]
+        proxy.client.delete("/api/v1/tasks/from")
+        told = proxy.client.post("/api/v1/tasks/to/import", content=data).json()
+        assert (told["snapshots"], told["snapshots_left_out"]) == (len(_states(data)), 0)
+
+
+def _states(data: bytes) -> list[str]:
+    return [part.name for part in read(io.BytesIO(data)) if part.kind == "snapshot"]

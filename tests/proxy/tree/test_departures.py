@@ -1,0 +1,115 @@
+"""Where ready sandboxes should stand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.tree.departures import AHEAD, MIN_CHANCE, departures, outlook, targets
+from proxy.tree.keys import CallKey
+from proxy.tree.tree import Node, Record
+from sandboxes.effects import Effect
+
+Grown = list[tuple[int, bool, int]]
+grown: st.SearchStrategy[Grown] = st.lists(
+    st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 20)), min_size=1, max_size=20
+)
+
+
+def recorded(source: Node, target: Node, hits: int = 0) -> Record:
+    key = CallKey(bytes([len(source.records)]))
+    record = Record(0, key, source, target, Effect.NONE if source is target else Effect.FILES, 1.0, 0.0, hits=hits)
+    source.records[key] = record
+    target.origin = target.origin or (record if source is not target else None)
+    return record
+
+
+def tree(described: Grown) -> list[Node]:
+    """Return nodes, root first. Each entry is a call at an earlier node: an observation or a move, and its hits."""
+    nodes = [Node(0)]
+    for at, observes, hits in described:
+        source = nodes[at % len(nodes)]
+        target = source if observes else Node(len(nodes))
+        recorded(source, target, hits)
+        if not observes:
+            nodes.append(target)
+    return nodes
+
+
+def chain(length: int, hits: int) -> list[Node]:
+    return tree([(number, False, hits) for number in range(min(length, 10))])
+
+
+def wanted(
+    walkers: dict[Node, int], ready: dict[Node, int] | None = None, asked: dict[Node, int] | None = None
+) -> list[Node]:
+    stand = ready or {}
+    found = targets(walkers, asked or {}, ready=lambda node: stand.get(node, 0), saved_s=lambda node: 1.0 + node.id)
+    return [target.node for target in found]
+
+
+def test_where_nobody_called_anything_yet_the_next_call_is_new() -> None:
+    assert outlook(Node(1)).leave == 1.0
+
+
+@given(grown)
+def test_what_comes_next_adds_up_to_one(described: Grown) -> None:
+    for node in tree(described):
+        view = outlook(node)
+        assert view.leave + sum(view.moves.values()) == pytest.approx(1.0)
+        assert 0 < view.leave <= 1.000001
+
+
+@given(grown, st.integers(0, 5))
+def test_each_rollout_leaves_the_tree_at_most_once(described: Grown, count: int) -> None:
+    nodes = tree(described)
+    walkers = dict.fromkeys(nodes[:3], count)
+    assert sum(departures(walkers).values()) <= sum(walkers.values()) + 1e-6
+
+
+def test_a_call_that_changes_nothing_does_not_use_up_a_look_ahead() -> None:
+    quiet, busy = chain(1, hits=9), chain(1, hits=9)
+    recorded(busy[0], busy[0], hits=30)
+    assert outlook(busy[0]).moves[busy[1]] == pytest.approx(outlook(quiet[0]).moves[quiet[1]], rel=0.35)
+
+
+def test_the_end_of_a_well_trodden_path_is_made_ready_ahead_of_who_walks_it() -> None:
+    nodes = chain(4, hits=50)
+    assert wanted({nodes[0]: 1})[0] is nodes[-1]
+
+
+def test_nothing_is_made_further_ahead_than_it_takes_to_walk() -> None:
+    nodes = chain(10, hits=10_000)
+    assert wanted({nodes[0]: 1}) == []
+    assert wanted({nodes[10 - AHEAD + 1]: 1}) == [nodes[-1]]
+
+
+def test_where_calls_were_each_made_once_the_next_is_likely_to_be_new_too() -> None:
+    nodes = tree([(0, False, 0), (0, False, 0), (0, False, 0)])
+    assert wanted({nodes[0]: 1})[0] is nodes[0]
+
+
+def test_where_one_stands_ready_no_other_is_made_unless_somebody_asked_for_more() -> None:
+    nodes = chain(1, hits=0)
+    frontier = nodes[-1]
+    assert frontier in wanted({frontier: 8})
+    assert frontier not in wanted({frontier: 8}, {frontier: 1})
+    assert wanted({}, {frontier: 1}, {frontier: 3}) == [frontier, frontier]
+
+
+def test_nobody_is_expected_where_nobody_walks() -> None:
+    assert wanted({}) == []
+
+
+@given(grown, st.integers(1, 4))
+def test_the_most_valuable_comes_first_and_none_is_unlikely(described: Grown, count: int) -> None:
+    nodes = tree(described)
+    found = targets({nodes[0]: count}, {}, ready=lambda _: 0, saved_s=lambda node: float(node.id))
+    assert [target.worth_s for target in found] == sorted((target.worth_s for target in found), reverse=True)
+    assert all(MIN_CHANCE <= target.chance <= 1 for target in found)
+
+
+def test_no_rollout_is_led_to_a_state_that_was_set_aside() -> None:
+    nodes = chain(1, hits=50)
+    assert nodes[1] in wanted({nodes[0]: 1})
+    nodes[1].diverged = "lost"
+    assert nodes[1] not in wanted({nodes[0]: 1})

@@ -1,0 +1,197 @@
+"""The tree against a model that is simple enough to trust: a walk over a dictionary of states."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.tree.keys import CallKey
+from proxy.tree.tree import Node, Record, Tree, children, doubtful, path
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.effects import Effect, StateDigest
+from sandboxes.spec import EnvironmentSpec
+
+WORDS = ("read", "set 0", "set 1", "set 2", "bump", "process")
+trajectories = st.lists(st.lists(st.sampled_from(WORDS), max_size=8), max_size=6)
+
+
+def digest(state: tuple[int, ...]) -> StateDigest | None:
+    """A state is what was set, how often it was bumped, and whether a process lives; that one has no digest."""
+    if state[2]:
+        return None
+    name = repr(state).encode().ljust(32)
+    return StateDigest(name, name)
+
+
+def run(state: tuple[int, ...], word: str) -> tuple[int, ...]:
+    value, bumps, live = state
+    match word.split():
+        case ["set", to]:
+            return int(to), bumps, live
+        case ["bump"]:
+            return value, bumps + 1, live
+        case ["process"]:
+            return value, bumps, live + 1
+    return state
+
+
+class Grower:
+    """Grows a tree as `Step` does, and remembers the true state of each node."""
+
+    def __init__(self, merge: str = "on") -> None:
+        root = Node(1, state=digest((0, 0, 0)))
+        self.tree = Tree(1, root, EnvironmentSpec(merge=merge))  # type: ignore[arg-type]
+        self.truth: dict[Node, tuple[int, ...]] = {root: (0, 0, 0)}
+        self.ids = iter(range(2, 10_000))
+
+    def walk(self, trajectory: list[str], private: int | None = None) -> Node:
+        here = self.tree.root
+        for turn, word in enumerate(trajectory):
+            key = CallKey(word.encode() if private is None else f"{word}/{private}/{turn}".encode())
+            record = here.records.get(key) or self.record(here, key, word, private=private is not None)
+            here = record.target
+            assert self.truth[here] == self.truth[record.source] or record.effect
+        return here
+
+    def record(self, here: Node, key: CallKey, word: str, *, private: bool) -> Record:
+        state = run(self.truth[here], word)
+        effect = Effect.NONE if state == self.truth[here] else Effect.FILES
+        place = self.tree.place(here, effect, digest(state), private=private)
+        target = place.known
+        if target is None:
+            target = Node(next(self.ids), state=place.state)
+            self.tree.add_node(target, private=private)
+            self.truth[target] = state
+        assert self.truth[target] == state
+        record = Record(next(self.ids), key, here, target, effect, 1.0, 0.0, private=private)
+        self.tree.add_record(record)
+        self.tree.check()
+        return record
+
+
+@given(trajectories)
+def test_every_trajectory_ends_at_the_state_it_would_reach_alone(rollouts: list[list[str]]) -> None:
+    grower = Grower()
+    for trajectory in rollouts:
+        state: tuple[int, ...] = (0, 0, 0)
+        for word in trajectory:
+            state = run(state, word)
+        assert grower.truth[grower.walk(trajectory)] == state
+
+
+@given(trajectories)
+def test_each_state_with_a_digest_is_one_node(rollouts: list[list[str]]) -> None:
+    grower = Grower()
+    for trajectory in rollouts:
+        grower.walk(trajectory)
+    states = [grower.truth[node] for node in grower.tree.nodes.values() if node.state is not None]
+    assert len(states) == len(set(states))
+
+
+@given(trajectories)
+def test_without_merging_the_nodes_are_the_prefixes_of_changing_calls(rollouts: list[list[str]]) -> None:
+    grower = Grower("off")
+    prefixes: set[tuple[str, ...]] = {()}
+    for trajectory in rollouts:
+        grower.walk(trajectory)
+        state: tuple[int, ...] = (0, 0, 0)
+        prefix: tuple[str, ...] = ()
+        for word in trajectory:
+            if run(state, word) != state:
+                prefix = (*prefix, word)
+                prefixes.add(prefix)
+            state = run(state, word)
+    assert len(grower.tree.nodes) == len(prefixes)
+
+
+@given(trajectories)
+def test_a_call_that_changed_nothing_makes_no_node_and_is_never_on_a_path(rollouts: list[list[str]]) -> None:
+    grower = Grower()
+    for trajectory in rollouts:
+        end = grower.walk(trajectory)
+        assert not any(step.observation for step in path(end))
+
+
+@given(trajectories, st.integers(0, 5))
+def test_nobody_is_led_into_a_private_node(rollouts: list[list[str]], seed: int) -> None:
+    grower = Grower()
+    private: set[Node] = set()
+    for number, trajectory in enumerate(rollouts):
+        before = set(grower.tree.nodes.values())
+        if number % 2 == seed % 2:
+            grower.walk(trajectory, private=number)
+            private |= set(grower.tree.nodes.values()) - before
+        else:
+            end = grower.walk(trajectory)
+            assert end not in private
+            assert not private & {step.source for step in path(end)}
+
+
+@given(trajectories, st.data())
+def test_what_is_forgotten_is_run_again_and_the_rest_stays(rollouts: list[list[str]], data: st.DataObject) -> None:
+    grower = Grower()
+    for trajectory in rollouts:
+        grower.walk(trajectory)
+    others = [node for node in grower.tree.nodes.values() if node is not grower.tree.root]
+    if not others:
+        return
+    lost = data.draw(st.sampled_from(sorted(others, key=lambda n: n.id)))
+    before = set(grower.tree.nodes.values())
+    gone, records = grower.tree.forget(lost)
+    grower.tree.check()
+    assert lost in gone
+    assert set(grower.tree.nodes.values()) == before - set(gone)
+    assert all(record.target in gone or record.source in gone for record in records)
+    for trajectory in rollouts:
+        grower.walk(trajectory)
+
+
+@given(trajectories, st.data())
+def test_no_walk_from_the_root_enters_what_was_set_aside(rollouts: list[list[str]], data: st.DataObject) -> None:
+    grower = Grower()
+    for trajectory in rollouts:
+        grower.walk(trajectory)
+    origins = sorted((n.origin for n in grower.tree.nodes.values() if n.origin is not None), key=lambda r: r.id)
+    if not origins:
+        return
+    lost = grower.tree.set_aside(data.draw(st.sampled_from(origins)), "a test")
+    grower.tree.check()
+    for trajectory in rollouts:
+        assert not grower.walk(trajectory).diverged
+    assert all(node.id in grower.tree.nodes and node.diverged for node in lost)
+
+
+def test_walking_shows_parents_first_and_no_deeper_than_asked() -> None:
+    grower = Grower()
+    grower.walk(["bump", "bump", "bump"])
+    assert [below for _, below in grower.tree.walk()] == [0, 1, 2, 3]
+    assert [below for _, below in grower.tree.walk(depth=1)] == [0, 1]
+    assert children(grower.tree.root)[0].origin is not None
+
+
+def told(body: bytes, effect: Effect = Effect.PROCESSES, **more: Any) -> bool:
+    call = ToolCall("api", "POST /x", {"method": "POST", "target": "/x", "headers": []})
+    return doubtful(call, Execution(ToolResult(200, "text/plain", body), effect, 0.1, **more))
+
+
+def test_what_a_replay_would_hardly_say_again_is_in_doubt() -> None:
+    for body in (b'{"id": 0.123456}', b"at 12:30:59", b"pid 1234567890", b"a1b2c3d4e5f6", b"2026-11-21T10:00:00Z"):
+        assert told(body)
+    for body in (b'{"value": 42}', b"done", b"", b"0.5 of 100", b"line 12345"):
+        assert not told(body)
+
+
+@pytest.mark.parametrize("arguments", [{"target": "/x"}, {"server": "memory", "method": "tools/call", "params": {}}])
+def test_a_plain_call_to_a_server_is_in_doubt_while_something_beside_it_may_be_writing(arguments: Any) -> None:
+    call, said = ToolCall("api", "x", arguments), ToolResult(200, "text/plain", b"ok")
+    for restless in (False, True):
+        assert doubtful(call, Execution(said, Effect.PROCESSES, 0.1, witness=b"w", restless=restless)) is restless
+
+
+def test_files_and_commands_beside_live_processes_are_in_doubt_and_known_states_are_not() -> None:
+    assert told(b"", Effect.PROCESSES | Effect.FILES)
+    assert not told(b"0.123456", Effect.NONE)
+    assert not told(b"0.123456", Effect.FILES, state=StateDigest(b"e" * 32, b"c" * 32))
+    command = ToolCall("shell", "exec", {"command": "x &"})
+    assert doubtful(command, Execution(ToolResult(200, "text/plain", b""), Effect.PROCESSES, 0.1))

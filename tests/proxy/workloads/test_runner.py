@@ -1,0 +1,177 @@
+"""A replay goes over real sockets to a stand-in for the proxy's wire."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from proxy.workloads.ephemeral_proxy import free_port
+from proxy.workloads.format import RecordedRollout, RecordedTask, Request, Workload
+from proxy.workloads.report import (
+    Answer,
+    CallId,
+    Outcome,
+    Run,
+    Source,
+    as_json,
+    compare,
+    errors_of,
+    figures,
+    percentile,
+    read_source,
+    read_timing,
+    spent,
+)
+from proxy.workloads.runner import Names, ReplayError, replay
+from sandboxes.spec import EnvironmentSpec
+from tests.proxy.stub import Stub, stub_proxy
+
+NAMES = Names("-x", "-y")
+
+
+def workload(*rollouts: Sequence[str], task: str = "t/1") -> Workload:
+    made = tuple(
+        RecordedRollout(
+            f"r{number}",
+            tuple(Request(at, "shell/exec", {"command": command}, command) for at, command in enumerate(commands)),
+        )
+        for number, commands in enumerate(rollouts)
+    )
+    return Workload((RecordedTask(task, EnvironmentSpec(), made),))
+
+
+def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, names: Names = NAMES) -> Run:
+    return asyncio.run(
+        replay(stub.url, work, cached=cached, names=names, at_once=at_once, on_call=lambda _: None, trust_env=False)
+    )
+
+
+def test_a_second_rollout_is_answered_from_what_the_first_did() -> None:
+    with stub_proxy() as stub:
+        found = figures(run(stub, workload(["ls", "pwd"], ["ls", "pwd", "id"])))
+    assert (found.calls, found.hits, found.misses, found.errors) == (5, 2, 3, 0)
+    assert found.hit_rate == pytest.approx(0.4)
+    assert (found.executed_s, found.saved_s, found.replays) == (1.5, 1.0, 0)
+
+
+def test_a_shared_run_counts_as_a_wait_and_not_as_a_miss() -> None:
+    with stub_proxy() as stub:
+        found = figures(run(stub, workload(["shared"])))
+    assert (found.hits, found.waits, found.misses, found.hit_rate) == (0, 1, 0, 1.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 64])
+def test_calls_of_a_rollout_go_out_in_their_order_however_many_run_at_once(at_once: int) -> None:
+    rollouts = [[f"step {number}.{at}" for at in range(5)] for number in range(12)]
+    with stub_proxy() as stub:
+        found = run(stub, workload(*rollouts), at_once=at_once)
+        assert sorted(stub.trajectories.values()) == sorted(rollouts)
+    assert [(call.rollout, call.index) for call in found.outcomes] == [
+        (f"r{n}", at) for n in range(12) for at in range(5)
+    ]
+
+
+def test_an_uncached_run_says_so_in_its_specs_and_leaves_no_task_behind() -> None:
+    with stub_proxy() as stub:
+        found = run(stub, workload(["ls"], ["ls"]), cached=False)
+        ((task, spec),) = stub.specs.items()
+        assert spec["cache"] == "never"
+        assert stub.deleted[-1] == f"/api/v1/tasks/{task}"
+    assert figures(found).bypasses == 2
+
+
+def test_a_cached_run_finishes_its_rollouts_and_keeps_its_task() -> None:
+    with stub_proxy() as stub:
+        run(stub, workload(["ls"], task="t"))
+        assert stub.deleted == ["/api/v1/tasks/t-x/rollouts/r0-y"]
+
+
+def test_with_names_kept_a_second_replay_meets_the_tree_of_the_first() -> None:
+    with stub_proxy() as stub:
+        first = run(stub, workload(["ls"], task="t"), names=Names("", "-1"))
+        again = run(stub, workload(["ls"], task="t"), names=Names("", "-2"))
+        assert list(stub.specs) == ["t"]
+    assert (figures(first).hits, figures(again).hits) == (0, 1)
+
+
+def test_an_error_is_kept_and_shown_and_the_rollout_goes_on() -> None:
+    with stub_proxy() as stub:
+        found = run(stub, workload(["ls", "fail", "garbage", "pwd"]))
+    assert [outcome.answer is not None for outcome in found.outcomes.values()] == [True, False, False, True]
+    assert errors_of(found) == [
+        "t/1 r0 call 1 (fail): 503 The sandbox failed: It died. Send the call again.",
+        "t/1 r0 call 2 (garbage): not a shell result: '[\"?\"]'",
+    ]
+    assert figures(found).errors == 2
+
+
+def test_a_refused_call_comes_again_and_the_refusal_is_counted() -> None:
+    with stub_proxy() as stub:
+        found = run(stub, workload(["busy"]))
+    assert (figures(found).errors, figures(found).refusals) == (0, 1)
+
+
+def test_answers_that_differ_between_two_runs_are_found_and_only_those() -> None:
+    work = workload(["ls", "random", "pwd"], ["ls", "random"], ["fail"])
+    with stub_proxy() as stub:
+        found = compare(run(stub, work), run(stub, work, cached=False, names=Names("-u", "-u")))
+    assert [(difference.call.rollout, difference.call.index) for difference in found.differences] == [
+        ("r0", 1),
+        ("r1", 1),
+    ]
+    assert (found.compared, found.rate) == (5, 0.4)
+
+
+def test_a_proxy_that_is_not_there_says_what_to_do() -> None:
+    nowhere = Stub(url=f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(ReplayError, match=r"no proxy answers at .* Start one with `forkpoint serve`"):
+        run(nowhere, workload(["ls"]))
+
+
+def test_a_rollout_that_loses_the_proxy_ends_there_and_its_other_calls_are_counted() -> None:
+    lost = {CallId("t", "r", 0): Outcome("ls", 0.0, error="no answer from the proxy")}
+    found = Run(cached=True, wall_s=1.0, outcomes=lost, spent=spent({}, {}), unsent=2)
+    assert errors_of(found)[-1] == "2 calls were not sent, because their rollouts lost the proxy"
+    assert (figures(found).errors, figures(found).calls, figures(found).median_ms) == (3, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("header", "source"),
+    [
+        ("forkpoint; hit", Source.HIT),
+        ("forkpoint; fwd=miss; stored", Source.MISS),
+        ("forkpoint; fwd=miss; collapsed", Source.WAIT),
+        ("forkpoint; fwd=bypass", Source.BYPASS),
+        ("", None),
+        ("forkpoint; detail=hit-or-miss", None),
+    ],
+)
+def test_the_cache_status_says_where_an_answer_came_from(header: str, source: Source | None) -> None:
+    assert read_source(header) is source
+
+
+def test_server_timing_is_read_in_milliseconds() -> None:
+    assert read_timing("tool;dur=12.5, restore; dur=3, wait") == {"tool": 12.5, "restore": 3.0}
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentile([], 0.5) == 0.0
+    assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.95)] == [1.0, 2.0, 4.0]
+
+
+def test_the_json_report_keeps_both_answers_whole() -> None:
+    call = CallId("t", "r", 0)
+    runs = {
+        name: Run(
+            name == "cached", 1.0, {call: Outcome("ls", 0.1, Answer(name, "", 0))}, spent({}, {"executed_s": 1.0})
+        )
+        for name in ("cached", "uncached")
+    }
+    report = as_json(runs, {"cached / uncached": compare(*runs.values())}, skipped=4)
+    assert (report["skipped_calls"], report["runs"]["cached"]["executed_s"]) == (4, 1.0)
+    (difference,) = report["comparisons"]["cached / uncached"]["differences"]
+    assert (difference["command"], difference["one"]["stdout"], difference["other"]["stdout"]) == (
+        "ls",
+        "cached",
+        "uncached",
+    )

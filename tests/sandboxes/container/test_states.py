@@ -1,0 +1,492 @@
+"""The container driver beyond the contract: what is observed, what a copy holds, what is left behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sandboxes.container.daemon import INSTANCE, Daemon
+from sandboxes.container.driver import ContainerDriver
+from sandboxes.container.orphans import kill_orphans
+from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.effects import Effect
+from sandboxes.errors import SandboxError, SpecError, StateGone
+from sandboxes.spec import Archive, EnvironmentSpec, Limits
+from tests.machine import wait_until
+from tests.sandboxes.box import file, opened, run
+from tests.sandboxes.docker import BASH_IMAGE, BUSYBOX_IMAGE, SH_IMAGE, OnImage, containers, derive
+
+SPEC = EnvironmentSpec()
+LISTING = (
+    "(cd / && find . -xdev -path ./proc -prune -o -printf '%p %y %m %u %g %l %T@ %n %s\\n' | grep -v ' d ' | sort;"
+    " find . -xdev -type d -printf '%p %m %u %g\\n' | sort; find root opt tmp -type f -size -9 -exec cat {} +)"
+)
+"""Everything that a state has of files, but what counts as none: directories' times, sizes and link counts."""
+
+
+def driven(driver: ContainerDriver, test: Callable[[ContainerDriver], Awaitable[None]]) -> None:
+    async def go() -> None:
+        async with opened(driver):
+            await test(driver)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        ["echo a > a; mkdir -p d/e; echo b > d/e/f; chmod 640 a; chown 7:8 d", "mv d g; ln -s g h"],
+        ["rm -rf /opt /home; mkdir /opt; echo new > /opt/x; chmod 700 /opt", "rm /etc/passwd; echo mine > /etc/passwd"],
+        ["echo a > a; ln a b; mkdir d; ln a d/c", "echo more >> b"],
+        ["mkdir /mnt/x; touch -d '2001-02-03' /mnt/x/y; mkfifo p; chmod 4755 a 2>/dev/null; truncate -s 100M sparse"],
+        [
+            "rm -rf /usr/bin/sed; mkdir /usr/bin/sed; echo 1 > /usr/bin/sed/1",
+            "rm -rf /usr/bin/sed; echo 2 > /usr/bin/sed",
+        ],
+        ["mv /var /was; mkdir /var", "rm -rf /was; ln -s /tmp /srv; echo x > /srv/x"],
+        ["echo x > /dev/shm/x; echo y >> /etc/hosts"],
+    ],
+)
+def test_a_restored_container_has_the_files_of_the_frozen_one(container_dir: Path, commands: list[str]) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        for command in commands:
+            await run(sandbox, command)
+            frozen = await sandbox.freeze()
+            restored = await driver.restore(SPEC, frozen)
+            live, back = await run(sandbox, LISTING), await run(restored, LISTING)
+            assert back.out == live.out
+            assert back.state == live.state == frozen.state
+            # And so has one restored from a freeze of that.
+            await run(restored, "touch /tmp/again")
+            again = await driver.restore(SPEC, await restored.freeze())
+            assert (await run(again, "rm /tmp/again; " + LISTING)).out.replace("/tmp/again", "") == back.out
+            await restored.close()
+            await again.close()
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def test_a_state_costs_what_it_added_and_deleting_it_frees_that(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "head -c 4000000 /dev/urandom > big; echo a > small")
+        first = await sandbox.freeze()
+        second = None
+        for number in range(12):
+            await run(sandbox, f"echo {number} > small")
+            second = await sandbox.freeze()
+            assert second.size_bytes < 100_000
+        assert second is not None
+        assert first.size_bytes > 4_000_000
+        # However long the history: each is one directory over the image, and needs no other.
+        assert [len(state.parts) for state in (first, second)] == [1, 1]
+        await sandbox.close()
+        assert await driver.collect(second.parts) < 4_500_000
+        assert driver.states.all() == set(second.parts)
+        restored = await driver.restore(SPEC, second)
+        assert (await run(restored, "wc -c < big; cat small")).out.split() == ["4000000", "11"]
+        with pytest.raises(StateGone):
+            await driver.restore(SPEC, first)
+        await restored.close()
+        assert await driver.collect([]) == 0
+        assert _bytes_below(driver.states.folder) < 10_000
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+
+
+def test_freezing_twice_without_a_change_between_is_free(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "echo a > a")
+        first = await sandbox.freeze()
+        await run(sandbox, "cat a")
+        assert await sandbox.freeze() is first
+        await run(sandbox, "x=1")
+        assert (await sandbox.freeze()).payload["sessions"] != first.payload["sessions"]
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        for command in (
+            "f() { echo \"f $1\"; }; a=(1 '2 3'); declare -A m=([k]='v w'); alias hi='echo hi'; set -u; umask 027",
+            "trap 'echo bye' USR1; shopt -s extglob; readonly R=r; export E='multi\nline'; pushd /tmp >/dev/null",
+            "set -- p q",
+            "ulimit -Sn 300",
+        ):
+            assert (await run(sandbox, command)).effect is Effect.SESSION
+        restored = await driver.restore(SPEC, await sandbox.freeze())
+        asked = "f x; echo ${a[1]} ${m[k]} $R $E $-; hi; trap; dirs; echo $@ ; umask; ulimit -n; shopt extglob; cd -"
+        live, back = await run(sandbox, asked), await run(restored, asked)
+        assert back.told == live.told
+        assert "f x\n2 3 v w r multi line" in back.out
+        assert "\n300\n" in back.out
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+@pytest.mark.parametrize(
+    ("image", "said"), [(BASH_IMAGE, "line 1: "), (SH_IMAGE, ": 1: "), (BUSYBOX_IMAGE, "line 1: ")]
+)
+def test_a_command_that_is_none_leaves_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
+        assert (await run(sandbox, "if true")).effect is Effect.NONE
+        assert (await run(sandbox, "kill -USR1 $$; kill -USR2 $$; true")).out == "one\ntwo\n"
+        told = await run(sandbox, "echo ${never}; echo on")
+        assert (told.out, told.effect) == ("", Effect.NONE)
+        assert said in told.err
+
+    driven(OnImage(container_dir, image, spares=0), test)
+
+
+@pytest.mark.parametrize("image", [SH_IMAGE, BUSYBOX_IMAGE])
+def test_what_a_posix_shell_can_print_comes_back_and_functions_last_for_one_call(
+    container_dir: Path, image: str
+) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        assert (await run(sandbox, "x='a  b'; export y=\"it's\"; alias hi='echo hi'")).effect is Effect.SESSION
+        assert (
+            await run(sandbox, "umask 027; cd /tmp; set -u; set -- p 'q r'; trap 'echo bye' USR1")
+        ).effect is Effect.SESSION
+        # A function cannot be printed: it is gone after the call, live or restored, so it is no effect either.
+        assert (await run(sandbox, "f() { echo f; }; f")).told == ("f\n", "", 0, Effect.NONE)
+        restored = await driver.restore(SPEC, await sandbox.freeze())
+        asked = 'echo "$x" $y $-; hi; trap; umask; pwd; for i in "$@"; do echo "$i"; done; env | grep ^y; command -v f'
+        live, back = await run(sandbox, asked), await run(restored, asked)
+        assert back.told == live.told
+        assert back.out.startswith("a  b it's ")
+        assert "\nhi\n" in back.out
+        assert back.out.endswith("0027\n/tmp\np\nq r\ny=it's\n") or back.out.endswith("027\n/tmp\np\nq r\ny=it's\n")
+        assert (await run(sandbox, "if")).code == 2
+        assert (await run(sandbox, "echo $$ >/dev/null; echo ${unset}; echo on")).code != 0
+        assert (await run(sandbox, "exec 3</etc/passwd")).effect is not Effect.NONE
+
+    driven(OnImage(container_dir, image, spares=0), test)
+
+
+def test_archives_files_and_set_up_are_one_layer_over_the_image_built_once(container_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "f").write_text("from the archive\n")
+    spec = EnvironmentSpec(
+        driver="container",
+        image=BASH_IMAGE,
+        archives=(Archive(source=str(tmp_path / "given"), target="/work"),),
+        setup=("date +%N > /work/once", "cat /work/f > copy", "mkdir -p /dev/shm/d"),
+        workdir="/work",
+    )
+
+    async def test(driver: ContainerDriver) -> None:
+        one, two = await driver.start(spec), await driver.start(spec)
+        asked = "pwd; cat f copy once; stat -c %Y *; ls /dev/shm"
+        first, second = await run(one, asked), await run(two, asked)
+        assert first.told == second.told
+        assert first.out.startswith("/work\nfrom the archive\nfrom the archive\n")
+        assert (first.effect, first.state) == (Effect.NONE, second.state)
+        written = await run(one, "echo x > x")
+        frozen = await one.freeze()
+        assert frozen.size_bytes < 50_000
+        assert (await run(await driver.restore(spec, frozen), "cat x once")).out == "x\n" + (
+            await run(one, "cat once")
+        ).out
+        assert written.effect is Effect.FILES
+
+    driven(ContainerDriver(container_dir, spares=0), test)
+
+
+def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container_dir: Path) -> None:
+    name = "forkpoint-test-user:1"
+    derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
+
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(EnvironmentSpec(driver="container", image=name, workdir="/tmp"))
+        assert (await run(sandbox, "id -u; echo $GREETING; pwd")).out == "1000\nhello\n/tmp\n"
+        assert (await run(sandbox, "echo x > /tmp/mine")).effect is Effect.FILES
+        assert (await file(sandbox, "put", "/tmp/put", b"x"))[0] == 201
+        assert (await run(sandbox, "stat -c %u /tmp/put; rm /tmp/put && echo removed")).out == "1000\nremoved\n"
+        assert (await file(sandbox, "put", "/etc/passwd", b"x"))[0] == 409
+
+    driven(ContainerDriver(container_dir, spares=0), test)
+
+
+def test_an_image_that_is_not_there_or_has_no_shell_is_the_spec_s_fault(container_dir: Path) -> None:
+    _derive_empty()
+
+    async def test(driver: ContainerDriver) -> None:
+        for image, says in (("no/such:image", "docker pull"), ("forkpoint-test-empty:1", "no /bin/sh")):
+            with pytest.raises(SpecError, match=says):
+                await driver.start(EnvironmentSpec(driver="container", image=image))
+        with pytest.raises(SpecError, match="needs an image"):
+            await driver.identity(EnvironmentSpec(driver="container"))
+
+    driven(ContainerDriver(container_dir, spares=0), test)
+    with pytest.raises(ValueError, match="has no images"):
+        EnvironmentSpec(driver="local", image="x")
+
+
+def _derive_empty() -> None:
+    empty = subprocess.run(["tar", "-c", "-T", "/dev/null"], capture_output=True, check=True).stdout
+    subprocess.run(["docker", "import", "-", "forkpoint-test-empty:1"], input=empty, capture_output=True, check=True)
+
+
+def test_a_spare_that_waits_makes_a_restore_fast_and_is_not_used_twice(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "echo a > a; x=1")
+        frozen = await sandbox.freeze()
+        await driver.stock.restocked()
+        started = time.perf_counter()
+        one = await driver.restore(SPEC, frozen)
+        took = time.perf_counter() - started
+        two = await driver.restore(SPEC, frozen)
+        assert took < 0.1
+        assert one.container != two.container
+        await run(one, "echo b > a")
+        assert (await run(two, "cat a; echo $x")).out == "a\n1\n"
+        other = await driver.start(SPEC.model_copy(update={"limits": Limits(pids=40)}))
+        assert (await run(other, "cat a")).code == 1
+
+    driven(OnImage(container_dir, spares=2), test)
+
+
+def test_a_container_that_is_killed_from_outside_is_an_error(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        assert isinstance(sandbox, ContainerSandbox)
+        call = asyncio.create_task(run(sandbox, "sleep 30; echo no"))
+        await run(await driver.start(SPEC), "true")
+        await asyncio.to_thread(subprocess.run, ["docker", "kill", sandbox.container], capture_output=True, check=True)
+        with pytest.raises(SandboxError, match="died"):
+            await call
+        assert not sandbox.alive
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def test_a_cancelled_call_leaves_a_dead_sandbox_and_a_time_limit_a_live_one(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "x=1")
+        said = await run(sandbox, "y=2; echo part; sleep 1000 & sleep 1000", timeout_s=0.5)
+        assert (said.out, said.code, said.timed_out, said.effect) == ("part\n", 124, True, Effect.NONE)
+        assert (await run(sandbox, "echo $x $y; ps -e | grep -c sleep")).out == "1\n0\n"
+        call = asyncio.create_task(run(sandbox, "sleep 30"))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await call
+        assert not sandbox.alive
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+PROXY = """
+import asyncio, sys, pathlib
+from sandboxes.container import ContainerDriver
+from sandboxes.spec import EnvironmentSpec
+async def go():
+    driver = ContainerDriver(pathlib.Path(sys.argv[1]), spares=1)
+    await driver.open()
+    await driver.start(EnvironmentSpec(driver="container", image=sys.argv[2]))
+    await driver.stock.restocked()
+    print("ready", flush=True)
+    await asyncio.sleep(100)
+asyncio.run(go())
+"""
+
+
+@pytest.fixture
+def killed(container_dir: Path) -> Callable[..., None]:
+    """Starts an instance in a process of its own, with a sandbox and a spare, and kills it."""
+
+    def kill(*, keepers: int | None = None) -> None:
+        """keepers: a signal that they get first, SIGCONT follows."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROXY, str(container_dir), BASH_IMAGE], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert len(containers(container_dir)) == 2
+        found = [pid for doorman in children(process.pid) for pid in children(doorman)]
+        assert len(found) == 2
+        if keepers is not None:
+            for pid in found:
+                os.kill(pid, keepers)
+        doormen = children(process.pid)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        wait_until(lambda: not any(Path(f"/proc/{doorman}").exists() for doorman in doormen), "the doorman lives")
+        if keepers == signal.SIGSTOP:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    return kill
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_keeper_that_learns_first_that_its_parent_has_ended_ends_its_container(
+    container_dir: Path, killed: Callable[..., None]
+) -> None:
+    killed(keepers=signal.SIGSTOP)
+    wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=10)
+
+
+def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_start(container_dir: Path) -> None:
+    async def ran(driver: ContainerDriver) -> set[str]:
+        sandbox = await driver.start(EnvironmentSpec(setup=("echo 1 > /root/a",)))
+        assert (await run(sandbox, "cat /root/a")).out == "1\n"
+        return {
+            image for image, labels in driver.daemon.images() if labels.get(INSTANCE) == driver.stock.labels[INSTANCE]
+        }
+
+    async def unnoted(driver: ContainerDriver) -> None:
+        before = await ran(driver)
+        assert before <= driver.roots.images()
+        for note in (container_dir / "roots").iterdir():
+            note.unlink()
+
+    async def again(driver: ContainerDriver) -> None:
+        assert await ran(driver) == driver.roots.images()
+
+    driven(OnImage(container_dir, spares=0), unnoted)
+    driven(OnImage(container_dir, spares=0), again)
+
+
+def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        living, forgotten = await driver.start(SPEC), await driver.start(SPEC)
+        # As after a kill of the daemon: it runs on, and nobody knows its name.
+        driver.stock.names.discard(forgotten.id)
+        assert kill_orphans(driver.stock.boxes, driver.stock.names) == 1
+        with pytest.raises(SandboxError, match="died"):
+            await run(forgotten, "echo on")
+        assert (await run(living, "echo on")).out == "on\n"
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def test_a_container_that_the_daemon_made_without_saying_so_is_removed_while_others_live(container_dir: Path) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        labels = {**driver.stock.labels, "forkpoint.sandbox": "lost"}
+        options = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+        create = ["docker", "create", *options, BASH_IMAGE, "true"]
+        await asyncio.to_thread(subprocess.run, create, capture_output=True, check=True)
+        assert len(containers(container_dir)) == 2
+        await asyncio.to_thread(driver._sweep)
+        assert len(containers(container_dir)) == 1
+        assert (await run(sandbox, "echo on")).out == "on\n"
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+def test_a_killed_instance_leaves_nothing_even_if_it_never_comes_back(
+    container_dir: Path, killed: Callable[..., None]
+) -> None:
+    killed()
+    deadline = time.monotonic() + 10
+    while containers(container_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert containers(container_dir) == []
+
+
+def test_what_was_killed_with_all_its_processes_is_removed_by_its_next_start_or_by_another_instance(
+    container_dir: Path, data_dir: Path, killed: Callable[..., None]
+) -> None:
+    async def nothing(_driver: ContainerDriver) -> None:
+        assert containers(container_dir) == []
+
+    killed(keepers=signal.SIGKILL)
+    driven(OnImage(container_dir), nothing)
+    killed(keepers=signal.SIGKILL)
+    driven(OnImage(data_dir / "another"), nothing)
+
+
+def test_an_instance_keeps_a_second_one_out_of_its_directory_and_off_its_containers(
+    container_dir: Path, data_dir: Path
+) -> None:
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        with pytest.raises(SandboxError, match="in use"):
+            await OnImage(container_dir).open()
+        async with opened(OnImage(data_dir / "another", spares=0)):
+            assert (await run(sandbox, "echo on")).out == "on\n"
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A daemon that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def full() -> Iterator[str]:
+    """A daemon whose disk is full."""
+    body = b'{"message": "write /var/lib/docker/x: no space left on device"}'
+    answer = (
+        b"HTTP/1.1 500 Error\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+        % len(body)
+    )
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                end, _ = server.accept()
+                with end:
+                    end.recv(65536)
+                    end.sendall(answer + body)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("down", "no Docker daemon answers"), ("silent", "gave no answer within"), ("full", "disk is full")],
+)
+def test_a_daemon_that_is_down_slow_or_full_is_an_error_that_says_so(
+    kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr("sandboxes.container.daemon.TIMEOUT_S", 1.0)
+    monkeypatch.setattr("sandboxes.container.daemon.PAUSES_S", (0.01,))
+    where = f"unix://{tmp_path}/none.sock" if kind == "down" else request.getfixturevalue(kind)
+    monkeypatch.setenv("DOCKER_HOST", where)
+    daemon = Daemon()
+    with pytest.raises(SandboxError, match=says):
+        daemon.check()
+    daemon.close()
+    driver = ContainerDriver(tmp_path / "data")
+    with pytest.raises(SandboxError, match=says):
+        asyncio.run(driver.open())
+    # And nothing is held that would hinder a later try.
+    with pytest.raises(SandboxError, match=says):
+        asyncio.run(ContainerDriver(tmp_path / "data").open())

@@ -1,0 +1,162 @@
+"""Tool servers in containers: reached in their network, checkpointed with their memory."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from sandboxes.calls import ToolCall
+from sandboxes.driver import Sandbox
+from sandboxes.effects import Effect
+from sandboxes.errors import ServerError
+from sandboxes.spec import EnvironmentSpec, McpServer, Server
+from tests.machine import require_criu
+from tests.sandboxes.box import opened, run
+from tests.sandboxes.docker import OnImage
+from tests.sandboxes.local.test_tool_servers import ask
+
+PROGRAM = r"""
+import json, os, socket, time
+memory = {}
+listener = socket.create_server(("127.0.0.1", 9000))
+while True:
+    connection, _ = listener.accept()
+    with connection, connection.makefile("rb") as asked:
+        method, target, _ = asked.readline().decode().split()
+        length = 0
+        while (line := asked.readline().strip()):
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        body = asked.read(length)
+        if target == "/die":
+            os._exit(1)
+        if target == "/silent":
+            time.sleep(60)
+        if target == "/touch":
+            open("/root/touched", "a").write("x")
+        if target == "/put":
+            memory.update(json.loads(body))
+        told = json.dumps(memory).encode()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(told) + told)
+"""
+API = Server(command="exec python3 /srv.py 9000", port=9000, timeout_s=2)
+ECHO = """
+import json, sys
+seen = []
+for line in sys.stdin:
+    asked = json.loads(line)
+    seen.append(asked["method"])
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": {"seen": seen}}), flush=True)
+"""
+
+
+SOCKETS = (Path(__file__).parents[2] / "agents" / "socket_server.py").read_text()
+
+
+def spec(**more: Any) -> EnvironmentSpec:
+    told = {"driver": "container", "files": {"/srv.py": PROGRAM}, "servers": {"api": API}, **more}
+    return EnvironmentSpec(**told)
+
+
+def driven(folder: Path, test: Callable[[OnImage], Awaitable[None]], *, checkpoints: bool = False) -> None:
+    async def go() -> None:
+        async with opened(OnImage(folder, checkpoints=checkpoints)) as driver:
+            assert isinstance(driver, OnImage)
+            await test(driver)
+
+    asyncio.run(go())
+
+
+def test_a_server_in_a_container_is_started_asked_and_is_state(container_dir: Path) -> None:
+    async def test(driver: OnImage) -> None:
+        sandbox = await driver.start(spec())
+        assert (await ask(sandbox, "GET", "/echo")).effect is Effect.PROCESSES
+        assert (await ask(sandbox, "GET", "/echo")).effect is Effect.NONE
+        put = await ask(sandbox, "POST", "/put", b'{"x": "1"}')
+        assert (put.effect, put.result.body) == (Effect.PROCESSES, b'{"x": "1"}')
+        assert (await ask(sandbox, "GET", "/touch")).effect is Effect.FILES
+        assert (await run(sandbox, "cat /root/touched")).out == "x"
+
+    driven(container_dir, test)
+
+
+@pytest.mark.parametrize("path", ["/die", "/silent"])
+def test_a_server_that_fails_takes_its_container_with_it(container_dir: Path, path: str) -> None:
+    async def test(driver: OnImage) -> None:
+        sandbox = await driver.start(spec())
+        with pytest.raises(ServerError, match="api"):
+            await ask(sandbox, "GET", path)
+        assert not sandbox.alive
+
+    driven(container_dir, test)
+
+
+def test_a_server_that_does_not_start_says_why(container_dir: Path) -> None:
+    async def test(driver: OnImage) -> None:
+        broken = Server(command="echo no such luck; exit 3", port=9000, ready_s=3)
+        sandbox = await driver.start(spec(servers={"api": broken}))
+        with pytest.raises(ServerError, match="no such luck"):
+            await ask(sandbox, "GET", "/")
+
+    driven(container_dir, test)
+
+
+async def hear(sandbox: Sandbox, method: str) -> list[str]:
+    call = ToolCall("mcp", method, {"server": "echo", "method": method, "params": {}})
+    return list(orjson.loads((await sandbox.execute(call)).result.body)["result"]["seen"])
+
+
+def test_servers_over_pipes_and_ports_come_back_from_a_checkpoint(container_dir: Path) -> None:
+    require_criu()
+
+    async def test(driver: OnImage) -> None:
+        both = spec(
+            files={"/srv.py": PROGRAM, "/echo.py": ECHO},
+            mcp_servers={"echo": McpServer(command="python3", args=("-u", "/echo.py"))},
+        )
+        sandbox = await driver.start(both)
+        await ask(sandbox, "POST", "/put", b'{"x": "1"}')
+        assert await hear(sandbox, "resources/list") == [
+            "initialize", "notifications/initialized", "ping", "resources/list",
+        ]  # fmt: skip
+        frozen = await sandbox.freeze()
+        assert frozen.kind == "processes"
+        await ask(sandbox, "POST", "/put", b'{"x": "2"}')
+        await hear(sandbox, "prompts/list")
+        other = await driver.restore(both, frozen)
+        assert b'"1"' in (await ask(other, "GET", "/get?key=x")).result.body
+        assert (await hear(other, "resources/read"))[3:] == ["resources/list", "resources/read"]
+        assert (await hear(sandbox, "resources/read"))[4:] == ["prompts/list", "resources/read"]
+
+    driven(container_dir, test, checkpoints=True)
+
+
+async def say(sandbox: Sandbox, text: str, *, first: bool = False) -> dict[str, Any]:
+    arguments = {
+        "method": "WS", "target": "/x", "headers": [], "connection": 0, "first": first, "binary": False,
+        "subprotocols": [], "answers": 1,
+    }  # fmt: skip
+    said = await sandbox.execute(ToolCall("api", "x", arguments, text.encode()))
+    (message,) = orjson.loads(said.result.body)["messages"]
+    return dict(orjson.loads(message["text"]))
+
+
+def test_a_websocket_in_a_container_comes_back_from_a_checkpoint_with_its_memory(container_dir: Path) -> None:
+    require_criu()
+
+    async def test(driver: OnImage) -> None:
+        server = Server(command="exec python3 /ws.py 9000", port=9000, timeout_s=5)
+        told = spec(files={"/ws.py": SOCKETS}, servers={"api": server})
+        sandbox = await driver.start(told)
+        drawn = (await say(sandbox, "draw", first=True))["drawn"]
+        frozen = await sandbox.freeze()
+        assert (await say(sandbox, "add one"))["said"] == [drawn, "one"]
+        other = await driver.restore(told, frozen)
+        assert (await say(other, "add two"))["said"] == [drawn, "two"]
+        assert (await say(sandbox, "get"))["said"] == [drawn, "one"]
+
+    driven(container_dir, test, checkpoints=True)

@@ -1,0 +1,37 @@
+"""Processes that were left running, seen by who keeps them: without a sandbox."""
+
+import os
+from typing import Any
+
+from sandboxes.guest.background import AllLeft, Left
+from sandboxes.process_output import ERR, OUT, ending, output
+
+TOLD = {"process": 7, "argv": ["server"], "env": {}, "cwd": "/", "tag": ""}
+DEAD = 1
+
+
+def test_between_calls_nobody_asks_how_it_ended_for_the_anchor_may_stand_still() -> None:
+    """A dump that waits for pid 1 holds the anchor still: whoever asks it then waits for the dump."""
+    asked: list[Any] = []
+
+    def status() -> int:
+        asked.append(None)
+        return 3
+
+    left = AllLeft(1 << 20)
+    left.add(Left(TOLD, ended_with(b"last words"), os.eventfd(DEAD, os.EFD_CLOEXEC), 4711, status))
+    for _ in range(3):
+        left.drain()
+    assert asked == []
+    code, _, body = left.perform({"tool": "attend", "arguments": {"process": 7}, "timeout_s": 1.0}, b"")
+    assert (code, output(body, OUT), ending(body).exit_code, asked) == (200, b"last words", 3, [None])
+
+
+def ended_with(text: bytes) -> dict[int, int]:
+    """Return our ends of the streams of a process that has said text, and has ended."""
+    ours = {}
+    for place in (OUT, ERR):
+        ours[place], theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.write(theirs, text if place == OUT else b"")
+        os.close(theirs)
+    return ours

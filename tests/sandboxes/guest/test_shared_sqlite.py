@@ -1,0 +1,150 @@
+"""A database of a sandbox that the shell and the sql endpoint share: one state, whoever looks."""
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from sandboxes.container.driver import ContainerDriver
+from sandboxes.driver import Driver, Sandbox
+from sandboxes.effects import Effect
+from sandboxes.errors import SpecError
+from sandboxes.local.driver import LocalDriver
+from sandboxes.spec import Database, EnvironmentSpec
+from tests.machine import require_sandboxes
+from tests.sandboxes.box import opened, run
+from tests.sandboxes.docker import BASH_IMAGE, make_bash_image, require_docker
+from tests.sandboxes.sql_calls import ask
+
+COUNT = "SELECT count(*) FROM item"
+CHANGED = Effect.FILES | Effect.DATABASE
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "shop.db"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT)")
+        database.executemany("INSERT INTO item (name) VALUES (?)", [(f"item {n}",) for n in range(50)])
+    database.close()
+    return path
+
+
+def spec_of(source: Path, **fields: object) -> EnvironmentSpec:
+    databases = {"app": Database(path="/root/app.db", source=str(source)), "new": Database(path="/root/new.db")}
+    return EnvironmentSpec.model_validate({"databases": databases, **fields})
+
+
+def driven(driver: Driver, spec: EnvironmentSpec, test: Callable[[Driver, Sandbox], Awaitable[None]]) -> None:
+    async def go() -> None:
+        async with opened(driver):
+            await test(driver, await driver.start(spec))
+
+    asyncio.run(go())
+
+
+class TestShared:
+    @pytest.fixture(params=["local", "container"])
+    def driver(self, request: pytest.FixtureRequest, data_dir: Path) -> Driver:
+        if request.param == "container":
+            require_docker()
+            make_bash_image()
+            return ContainerDriver(request.getfixturevalue("container_dir"), spares=0)
+        require_sandboxes()
+        return LocalDriver(data_dir / "shared", checkpoints=False)
+
+    @pytest.fixture
+    def spec(self, driver: Driver, source: Path) -> EnvironmentSpec:
+        return spec_of(source, **({"driver": "container", "image": BASH_IMAGE} if driver.name == "container" else {}))
+
+    def test_the_shell_and_the_sql_endpoint_see_one_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        async def test(driver: Driver, sandbox: Sandbox) -> None:
+            assert (await run(sandbox, "cp app.db old.db; head -c 13 app.db")).out == "SQLite format"
+            read = await ask(sandbox, COUNT, database="app")
+            assert (read.value, read.effect) == (50, Effect.NONE)
+            wrote = await ask(sandbox, "INSERT INTO item (name) VALUES ('new')", database="app")
+            assert (wrote.error, wrote.effect) == (None, CHANGED)
+            assert (await ask(sandbox, COUNT, database="app")).value == 51
+            restored = await driver.restore(spec, await sandbox.freeze())
+            assert (await ask(restored, COUNT, database="app")).value == 51
+            assert (await run(sandbox, "cp old.db app.db")).effect is Effect.FILES
+            assert (await ask(sandbox, COUNT, database="app")).value == 50
+
+        driven(driver, spec, test)
+
+    def test_a_database_that_is_not_there_is_made_by_the_first_statement(
+        self, driver: Driver, spec: EnvironmentSpec
+    ) -> None:
+        async def test(_driver: Driver, sandbox: Sandbox) -> None:
+            assert (await ask(sandbox, "CREATE TABLE a (b)", database="new")).effect == CHANGED
+            assert (await run(sandbox, "test -s new.db; echo $?")).out == "0\n"
+
+        driven(driver, spec, test)
+
+
+def local(tmp_path: Path, spec: EnvironmentSpec, test: Callable[[Driver, Sandbox], Awaitable[None]]) -> None:
+    require_sandboxes()
+    driven(LocalDriver(tmp_path / "data", checkpoints=False), spec, test)
+
+
+def test_a_script_does_all_or_nothing(data_dir: Path, source: Path) -> None:
+    async def test(_driver: Driver, sandbox: Sandbox) -> None:
+        both = await ask(
+            sandbox, "DELETE FROM item WHERE id = 1; DELETE FROM item WHERE id = 2", "script", database="app"
+        )
+        assert (both.error, both.effect) == (None, CHANGED)
+        half = await ask(sandbox, "DELETE FROM item; SELECT * FROM nowhere", "script", database="app")
+        assert half.error is not None
+        assert (half.effect, (await ask(sandbox, COUNT, database="app")).value) == (Effect.NONE, 48)
+
+    local(data_dir / "script", spec_of(source), test)
+
+
+@pytest.mark.parametrize("statement", ["BEGIN", "CREATE TEMP TABLE t (a)", "PRAGMA foreign_keys = ON"])
+def test_what_would_last_from_call_to_call_is_refused(data_dir: Path, source: Path, statement: str) -> None:
+    async def test(_driver: Driver, sandbox: Sandbox) -> None:
+        said = await ask(sandbox, statement, database="app")
+        assert said.error is not None
+        assert (said.error["kind"], said.effect) == ("refused", Effect.NONE)
+        assert "shared with the shell" in said.message
+
+    local(data_dir / "refused", spec_of(source), test)
+
+
+def test_hostile_statements_reach_nothing(data_dir: Path, source: Path) -> None:
+    async def test(_driver: Driver, sandbox: Sandbox) -> None:
+        for statement in ("ATTACH '/etc/passwd' AS p", "VACUUM INTO '/tmp/x'", "SELECT load_extension('x')"):
+            said = await ask(sandbox, statement, database="app")
+            assert said.error is not None
+            assert said.effect is Effect.NONE
+        endless = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT count(*) FROM n"
+        said = await ask(sandbox, endless, database="app", timeout_s=0.2)
+        assert said.error is not None
+        assert (said.error["kind"], said.shareable) == ("timeout", False)
+        assert not (await ask(sandbox, "SELECT random()", database="app")).shareable
+        # What only looks like a database is the agent's affair, and an answer.
+        await run(sandbox, "echo nonsense nonsense nonsense > new.db")
+        said = await ask(sandbox, "SELECT 1", database="new")
+        assert "not a database" in said.message
+
+    local(data_dir / "hostile", spec_of(source), test)
+
+
+def test_the_content_of_the_source_names_the_root_state(data_dir: Path, source: Path) -> None:
+    require_sandboxes()
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir / "named", checkpoints=False)) as driver:
+            first = await driver.identity(spec_of(source))
+            assert await driver.identity(spec_of(source)) == first
+            with sqlite3.connect(source) as database:
+                database.execute("DELETE FROM item")
+            database.close()
+            assert await driver.identity(spec_of(source)) != first
+            source.with_name("shop.db-wal").write_bytes(b"in use")
+            with pytest.raises(SpecError, match="in use"):
+                await driver.start(spec_of(source))
+
+    asyncio.run(go())

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+
+from sandboxes.driver import Driver, Sandbox
+from sandboxes.errors import SandboxError
+from sandboxes.local.driver import LocalDriver
+from tests.sandboxes.box import ran, run
+from tests.sandboxes.docker import BUSYBOX_IMAGE, SH_IMAGE, OnImage, derive
+from tests.sandboxes.terminals import TerminalsSuite, opened_in, typed
+
+
+class TestLocalTerminals(TerminalsSuite):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return LocalDriver(data_dir / "local", checkpoints=False)
+
+
+class TestContainerTerminals(TerminalsSuite):
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        return OnImage(container_dir)
+
+    def test_without_a_shell_there_is_none(self, driver: Driver) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            await run(sandbox, "rm /usr/bin/bash /usr/bin/sh")
+            with pytest.raises(SandboxError, match="no terminal can be had: "):
+                await opened_in(sandbox)
+
+        self.driven(driver, test)
+
+
+class TestContainerTerminalsOnDash(TerminalsSuite):
+    functions = False
+
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        return OnImage(container_dir, SH_IMAGE)
+
+
+class TestContainerTerminalsOnBusybox(TerminalsSuite):
+    functions = interrupts = False
+
+    @pytest.fixture
+    def driver(self, container_dir: Path) -> Driver:
+        return OnImage(container_dir, BUSYBOX_IMAGE)
+
+
+class TestContainerTerminalsOfAnotherUser:
+    def test_a_terminal_is_its_users(self, container_dir: Path) -> None:
+        async def test(sandbox: Sandbox) -> None:
+            told = await ran(sandbox, "sh", "-c", "id -u; test -t 1 && echo seen >/dev/tty", tty=True)
+            assert told.out == b"1\r\nseen\r\n"
+            terminal = await opened_in(sandbox)
+            await typed(terminal, b"echo as-$(id -u); stty size; echo own >/dev/tty\n", "as-1", "24 80", "own")
+
+        TerminalsSuite().driven(OnImage(container_dir, derive("forkpoint-test-daemon:5", ["USER 1:1"])), test)

@@ -1,0 +1,366 @@
+"""Checkpoints of live processes by CRIU: what comes back, what does not and why, and what is left on disk."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SandboxError, StateGone
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
+from sandboxes.spec import EnvironmentSpec
+from tests.machine import require_criu
+from tests.sandboxes.box import opened, run
+
+if TYPE_CHECKING:
+    from sandboxes.driver import FrozenState, Sandbox
+
+SPEC = EnvironmentSpec()
+Test = Callable[[LocalDriver], Awaitable[None]]
+
+pytestmark = pytest.mark.usefixtures("_criu")
+
+
+@pytest.fixture(scope="module")
+def _criu() -> None:
+    require_criu()
+
+
+def driven(data_dir: Path, test: Test) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            await test(driver)
+
+    asyncio.run(go())
+
+
+SERVER = "mkdir -p site; echo one > site/page; (cd site; exec python3 -m http.server -b 127.0.0.1 8000) >log 2>&1 &"
+ASK = "curl -s --retry 40 --retry-connrefused --retry-delay 0 --retry-max-time 5 http://127.0.0.1:8000/page"
+REPL = r"""
+mkfifo in out; cat > repl.py <<'E'
+import sys
+while True:
+    with open('in') as asked:
+        text = asked.read()
+    with open('out', 'w') as told:
+        try:
+            print(eval(text), file=told)
+        except SyntaxError:
+            exec(text)
+            print('ok', file=told)
+E
+python3 repl.py &
+"""
+PTY = r"""
+cat > term.py <<'E'
+import os, pty, time
+pid, fd = pty.fork()
+if pid == 0:
+    os.execvp('bash', ['bash', '--norc', '-i'])
+os.write(fd, b'y=inside; stty -echo; PS1=\n')
+while True:
+    with open('in') as asked:
+        os.write(fd, asked.read().encode())
+    time.sleep(.2)
+    with open('out', 'wb') as told:
+        told.write(os.read(fd, 65536))
+E
+mkfifo in out; python3 term.py &
+"""
+HELD = r"""
+echo deleted text > gone; exec 7<gone; rm gone; echo named > linked; exec 8<>linked; read -u 8 -N 2
+sleep 1000 | cat > piped & disown
+"""
+
+LIVES = {
+    "a web server": (SERVER, f"{ASK}; echo two > site/page; {ASK}", "one\ntwo\n"),
+    "a Python REPL with variables": (
+        REPL + "echo 'x = [n * n for n in range(4)]' > in; cat out",
+        "echo 'x.append(5) or x' > in; cat out; echo 'sum(x)' > in; cat out",
+        "[0, 1, 4, 9, 5]\n19\n",
+    ),
+    "tail -f": (
+        "echo a > f; tail -f f > seen 2>&1 & sleep .1",
+        "echo b >> f; for n in $(seq 40); do grep -q b seen && break; sleep .05; done; cat seen",
+        "a\nb\n",
+    ),
+    "a shell in a pty": (PTY + "sleep .3", "echo 'echo $y; tty | cut -c1-8' > in; cat out | tr -d '\\r' | tail -2",
+                         "inside\n/dev/pts\n"),
+    "open, deleted and half-read files": (HELD, "cat <&7; cat <&8; pgrep -c sleep", "deleted text\nmed\n1\n"),
+    "an orphan": ("(setsid sleep 1000 >/dev/null 2>&1 &)", "pgrep -c sleep; pkill sleep; sleep .05; pgrep -c sleep",
+                  "1\n0\n"),
+    "a server on a Unix socket": (
+        ("cat > s.py <<'E'\nimport socket\ns = socket.socket(socket.AF_UNIX); s.bind('sock'); s.listen()\nn = 0\n"
+        "while True:\n    c, _ = s.accept(); n += 1; c.sendall(b'%d\\n' % n); c.close()\nE\npython3 s.py & "
+        "while ! test -S sock; do sleep .02; done"),
+        "python3 -c \"import socket; s = socket.socket(socket.AF_UNIX); s.connect('sock'); print(s.recv(9).decode())\"",
+        "1\n\n",
+    ),
+    "a connection to itself": (
+        ("cat > c.py <<'E'\nimport socket, time\nl = socket.create_server(('127.0.0.1', 9000))\n"
+        "a = socket.create_connection(('127.0.0.1', 9000)); b, _ = l.accept()\nn = 0\n"
+        "while True:\n    open('in').read(); a.sendall(b'x'); n += len(b.recv(9)); print(n, file=open('out', 'w'))\nE\n"
+        "mkfifo in out; python3 c.py & echo > in; cat out"),
+        "echo > in; cat out",
+        "2\n",
+    ),
+    "a child that was replaced by exec": ("bash -c 'exec -a named sleep 1000' &", "ps -o args= -p $!", "named 1000\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIVES)
+def test_what_lives_comes_back_any_number_of_times(data_dir: Path, name: str) -> None:
+    begin, look, expected = LIVES[name]
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        assert Effect.PROCESSES in (await run(sandbox, begin)).effect
+        frozen = await sandbox.freeze()
+        assert frozen.kind == "processes"
+        clones = await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(3)))
+        for box in (*clones, sandbox):
+            said = await run(box, look)
+            assert said.out == expected, said.err
+
+    driven(data_dir, test)
+
+
+def test_sixteen_clones_of_one_checkpoint_answer_at_once(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, SERVER)
+        await run(sandbox, ASK)
+        frozen = await sandbox.freeze()
+        clones = await asyncio.gather(*(driver.restore(SPEC, frozen) for _ in range(16)))
+        said = await asyncio.gather(
+            *(run(box, f"echo {n} > site/page; {ASK}", timeout_s=30) for n, box in enumerate(clones))
+        )
+        assert [answer.out for answer in said] == [f"{n}\n" for n in range(16)]
+
+    driven(data_dir, test)
+
+
+def test_named_sessions_come_back_each_with_its_own(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "a=main; cd /tmp")
+        await run(sandbox, "a=other; sleep 1000 &", session="other")
+        back = await driver.restore(SPEC, await sandbox.freeze())
+        assert (await run(back, "echo $a $PWD; jobs")).out == "main /tmp\n"
+        assert (await run(back, "echo $a $PWD; kill %1 && echo killed", session="other")).out == "other /root\nkilled\n"
+        assert (await run(back, "echo $a", session="new")).out == "\n"
+
+    driven(data_dir, test)
+
+
+def test_a_restored_sandbox_is_as_confined_and_as_limited_as_any(data_dir: Path) -> None:
+    look = "grep -e Seccomp: -e NoNewPrivs -e CapBnd -e CapEff /proc/$!/status /proc/$$/status; ulimit -a; "
+    look += "cut -d: -f3 /proc/self/cgroup; ip -br link 2>/dev/null | cut -c1-4; kill -9 -1"
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        frozen = await sandbox.freeze()
+        back = await driver.restore(SPEC, frozen)
+        there, here = (await run(back, look)).out, (await run(sandbox, look)).out
+        assert there == here
+        assert "Seccomp:\t2" in there
+        bomb = "python3 -c 'x = bytearray(3 << 30); print(len(x))'"
+        other = await driver.restore(SPEC, frozen)
+        assert (await run(other, bomb, timeout_s=60)).code == 137
+        assert (await run(other, "pgrep -c sleep")).out == "1\n"
+
+    driven(data_dir, test)
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [("ipcmk -M 4096; sleep 1000 &", "System V"), ("kill -9 $PPID; sleep 1000 &", "anchor"),
+     ("ln /root/a /root/b; sleep 1000 &", "hard links")],
+)  # fmt: skip
+def test_what_cannot_be_dumped_is_told_and_harms_nothing(data_dir: Path, held: str, reason: str) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(EnvironmentSpec(files={"/root/a": "a"}))
+        await run(sandbox, held)
+        with pytest.raises(NotFreezable, match=reason):
+            await sandbox.freeze()
+        assert (await run(sandbox, "pgrep -c sleep")).out == "1\n"
+
+    driven(data_dir, test)
+
+
+def test_criu_s_own_reason_is_told(data_dir: Path) -> None:
+    """A process that another one traces cannot be dumped."""
+    trace = "import ctypes, os, time; os.fork() or ctypes.CDLL(None).ptrace(0, 0, 0, 0); time.sleep(1000)"
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, f'python3 -c "{trace}" & sleep .3')
+        before = driver.machine.checkpoints.all()
+        with pytest.raises(NotFreezable, match=r"CRIU: ."):
+            await sandbox.freeze()
+        assert (await run(sandbox, "pgrep -c python3")).out == "2\n"
+        assert driver.machine.checkpoints.all() == before
+
+    driven(data_dir, test)
+
+
+def test_what_starts_programs_all_the_time_is_dumped_all_the_same(data_dir: Path) -> None:
+    """CRIU must be told of mapped files before it looks, so each dump is likely to meet one that nobody knew of."""
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "while :; do date +%N > tick; head -c 1 /dev/zero; env true; done > /dev/null 2>&1 &")
+        for _ in range(4):
+            frozen = await sandbox.freeze()
+            await run(sandbox, "true")
+        copy = await driver.restore(SPEC, frozen)
+        waits = 'a=$(cat tick); for i in {1..90}; do [ "$(cat tick)" = "$a" ] || break; sleep .1; done; echo $i'
+        assert int((await run(copy, waits)).out) < 90
+
+    driven(data_dir, test)
+
+
+def test_beside_what_may_be_writing_a_state_is_restless_and_a_restored_one_is_too(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        assert not (await run(sandbox, "echo one > file")).restless
+        assert (await run(sandbox, "sleep 1000 &")).restless
+        assert (await run(sandbox, "true")).restless
+        copy = await driver.restore(SPEC, await sandbox.freeze())
+        assert (await run(copy, "true")).restless
+        assert not (await run(copy, "kill %1; wait")).restless
+
+    driven(data_dir, test)
+
+
+def test_a_file_that_was_replaced_while_it_runs_is_not_taken_for_the_new_one(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        await run(sandbox, "cp /bin/true /usr/bin/sleep.new; mv /usr/bin/sleep.new /usr/bin/sleep")
+        with pytest.raises(NotFreezable):
+            await sandbox.freeze()
+
+    driven(data_dir, test)
+
+
+def test_images_that_are_gone_or_damaged_are_an_error_never_another_state(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        frozen = await sandbox.freeze()
+        images = data_dir / "checkpoints" / frozen.payload["images"]
+        (images / "pstree.img").write_bytes(b"no")
+        with pytest.raises(SandboxError, match="processes could not be restored"):
+            await driver.restore(SPEC, frozen)
+        remove_tree(images)
+        with pytest.raises(StateGone):
+            await driver.restore(SPEC, frozen)
+        assert (await run(sandbox, "pgrep -c sleep")).out == "1\n"
+
+    driven(data_dir, test)
+
+
+def test_collecting_deletes_the_images_of_what_is_not_kept(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "echo a > a; sleep 1000 &")
+        one, two = await sandbox.freeze(), await sandbox.freeze()
+        await sandbox.close()
+        assert await driver.collect(one.parts) > 100_000
+        assert driver.machine.checkpoints.all() == {one.payload["images"]}
+        assert (await run(await driver.restore(SPEC, one), "cat a; pgrep -c sleep")).out == "a\n1\n"
+        with pytest.raises(StateGone):
+            await driver.restore(SPEC, two)
+
+    driven(data_dir, test)
+
+
+def test_images_may_lie_elsewhere_and_go_from_there(data_dir: Path, tmp_path: Path) -> None:
+    def there() -> list[str]:
+        return [path.name for path in tmp_path.glob("*/*")]
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, images=tmp_path)) as driver:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "sleep 1000 &")
+            frozen = await sandbox.freeze()
+            assert there() == [frozen.payload["images"]]
+            assert (await run(await driver.restore(SPEC, frozen), "pgrep -c sleep")).out == "1\n"
+            await sandbox.close()
+            await driver.collect([])
+            assert there() == []
+
+    asyncio.run(go())
+
+
+def test_nothing_of_criu_is_left_in_the_sandbox_or_on_the_machine(data_dir: Path) -> None:
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "sleep 1000 &")
+        before = (await run(sandbox, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).said
+        frozen = await sandbox.freeze()
+        back = await driver.restore(SPEC, frozen)
+        for box in (sandbox, back):
+            assert (await run(box, "ls /; ls -a /run /tmp; cat /proc/mounts | wc -l; ps -e | wc -l")).said == before
+        assert (await run(back, "exec 9>&1; sleep .01 & echo $!")).out.strip().isdigit()
+
+    driven(data_dir, test)
+    assert not _running_below(data_dir)
+
+
+def test_an_agent_s_files_never_reach_criu(data_dir: Path) -> None:
+    """What CRIU would load from a root file system: settings, plug-ins, its cache, a loader's list."""
+    bait = "mkdir -p /etc/criu /var/lib/criu /usr/lib/criu /run; echo 'action-script /x' > /etc/criu/default.conf; "
+    bait += (
+        "printf '#!/bin/sh\\ntouch /caught' > /x; chmod +x /x; cp /x /usr/local/bin/iptables; cp /x /usr/bin/iptables; "
+    )
+    bait += (
+        "echo /x.so > /etc/ld.so.preload; cp /x /var/lib/criu/x.so; cp /x /usr/lib/criu/x.so; echo bad > /run/criu.kdat"
+    )
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, bait)
+        await run(sandbox, "sleep 1000 & cd /")
+        back = await driver.restore(SPEC, await sandbox.freeze())
+        for box in (sandbox, back):
+            assert (await run(box, "ls /caught; cat /run/criu.kdat; pgrep -c sleep")).out == "bad\n1\n"
+
+    driven(data_dir, test)
+
+
+def test_a_driver_that_was_killed_midway_leaves_a_state_that_was_kept(data_dir: Path) -> None:
+    kept: list[FrozenState] = []
+
+    async def begin(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, "x=1; sleep 1000 &")
+        kept.append(await sandbox.freeze())
+
+    async def go_on(driver: LocalDriver) -> None:
+        (data_dir / "checkpoints" / "images-half").mkdir()
+        await driver.collect(kept[0].parts)
+        assert driver.machine.checkpoints.all() == {kept[0].payload["images"]}
+        back: Sandbox = await driver.restore(SPEC, kept[0])
+        assert (await run(back, "echo $x; pgrep -c sleep")).out == "1\n1\n"
+
+    driven(data_dir, begin)
+    driven(data_dir, go_on)
+
+
+def _running_below(data_dir: Path) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(data_dir) in os.readlink(entry / "exe"):  # noqa: PTH115
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found

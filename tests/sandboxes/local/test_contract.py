@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from sandboxes.driver import Driver
+from sandboxes.local.driver import LocalDriver
+from tests.machine import require_criu
+from tests.sandboxes.contract import DriverContract
+
+
+class TestLocalDriver(DriverContract):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return LocalDriver(data_dir, checkpoints=False)
+
+
+class TestLocalDriverWithCriu(DriverContract):
+    checkpoints = True
+
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        require_criu()
+        return LocalDriver(data_dir)

@@ -1,0 +1,109 @@
+"""Layers as canonical tars: what is unpacked is what was packed, in all that a sandbox can see."""
+
+import asyncio
+import hashlib
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from sandboxes.driver import FrozenState
+from sandboxes.errors import NotFreezable
+from sandboxes.local.driver import LocalDriver
+from sandboxes.local.layers import Layers
+from sandboxes.local.portable_layers import LayerUnpacking
+from sandboxes.portability import PortableDriver, Porter, Unusable
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.box import opened, run
+from tests.sandboxes.local.test_states import CHANGES
+
+SPEC = EnvironmentSpec(
+    setup=("mkdir -p /root/d /root/e/deep; echo x > /root/d/f; ln /root/d/f /root/twin; echo y > /root/e/y",)
+)
+LOOK = (
+    "ls -lRA --time-style=full-iso /root /tmp /run/shm/ | grep -v ^total; "
+    'python3 -c \'import os; print([(n, os.listxattr(n)) for n in ("/root", "/root/twin")])\'; '
+    "[ /root/d/f -ef /root/twin ]; echo $?"
+)
+
+
+def taken(porter: Porter, frozen: FrozenState, unpacking: LayerUnpacking) -> FrozenState:
+    for part in frozen.parts:
+        data = b"".join(porter.pack(part))
+        assert data == b"".join(porter.pack(part))
+        unpacking.part(part, io.BytesIO(data), hashlib.sha256(data).hexdigest())
+    return unpacking.state(frozen)
+
+
+def test_what_is_unpacked_looks_and_goes_on_as_what_was_packed(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+            assert isinstance(driver, LocalDriver)
+            assert isinstance(driver, PortableDriver)
+            changes = [command for name, command in CHANGES.items() if name not in ("hard link", "xattr")]
+            changes += ['python3 -c \'import os; os.setxattr("/root/twin", "user.k", b"\\xff\\0")\'']
+            changes += ["ln -s ./d/ /root/l; ln -s a//b/. /root/m; touch -hd 1960-01-01T00:00:00.5 /root/m"]
+            changes += ["rm -r /root/e; mkdir /root/e; echo new > /root/e/only", f"X=1; echo > /root/{'n' * 200}"]
+            changes += [
+                "echo > $'/root/\\xff\\n'; truncate -s 3M /root/sparse; chmod 1777 /root/d; chmod u+s /root/twin"
+            ]
+            for change in changes:
+                sandbox = await driver.start(SPEC)
+                for command in ("mkdir -p /root/d; echo one > /root/d/f", change):
+                    assert (await run(sandbox, command)).code == 0, change
+                frozen = await sandbox.freeze()
+                with driver.porter.unpacking() as unpacking:
+                    copy = await driver.restore(SPEC, taken(driver.porter, frozen, unpacking))
+                assert (await copy.freeze()).state == frozen.state, change
+                for command in (LOOK, "declare -p X; pwd", "echo next > /root/next", "rm -rf /root/d /root/e"):
+                    before, after = await run(sandbox, command), await run(copy, command)
+                    assert before.told == after.told, (change, command)
+                    assert before.state is not None
+                    assert before.state == after.state, (change, command)
+                await sandbox.close()
+                await copy.close()
+
+    asyncio.run(go())
+
+
+def test_what_comes_in_is_held_until_its_end_and_then_goes_if_nothing_keeps_it(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await driver.start(EnvironmentSpec())
+            await run(sandbox, "echo one > /root/f")
+            frozen = await sandbox.freeze()
+            with driver.porter.unpacking() as unpacking:
+                copied = taken(driver.porter, frozen, unpacking)
+                assert not set(copied.parts) & set(frozen.parts)
+                await driver.collect([])
+                assert set(copied.parts) <= driver.machine.layers.all()
+                with driver.porter.unpacking() as empty, pytest.raises(Unusable, match="is not there"):
+                    empty.state(frozen)
+            assert await driver.collect(copied.parts) - await driver.collect([]) == copied.size_bytes > 0
+            assert not set(copied.parts) & driver.machine.layers.all()
+
+    asyncio.run(go())
+
+
+def test_a_layer_with_a_socket_stays_at_home(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await driver.start(EnvironmentSpec())
+            await run(sandbox, "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"/root/s\")'")
+            with pytest.raises(NotFreezable, match="/root/s is a socket"):
+                list(driver.porter.pack((await sandbox.freeze()).parts[0]))
+
+    asyncio.run(go())
+
+
+def test_merged_layers_have_links_as_they_were_written(tmp_path: Path) -> None:
+    layers = Layers(tmp_path)
+    layers.open()
+    uppers = [layers.allocate(), layers.allocate()]
+    (uppers[0].path / "diff" / "l").symlink_to("./d//")
+    ids = [layers.freeze(upper, {"delta": {}, "size_bytes": 0}) for upper in uppers]
+    merged = layers.merge(ids, layers.allocate())
+    assert os.readlink(layers.frozen / merged / "diff" / "l") == "./d//"  # noqa: PTH115

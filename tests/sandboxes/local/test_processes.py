@@ -1,0 +1,51 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sandboxes.driver import Driver
+from sandboxes.local.driver import LocalDriver
+from tests.machine import require_criu
+from tests.sandboxes.box import opened, ran, run
+from tests.sandboxes.processes import SPEC, Audience, ProcessesSuite
+
+
+class TestLocalProcesses(ProcessesSuite):
+    @pytest.fixture
+    def driver(self, data_dir: Path) -> Driver:
+        return LocalDriver(data_dir, checkpoints=False)
+
+
+class TestLocalProcessesWithCriu:
+    def test_a_process_that_its_client_left_comes_back_and_its_output_hinders_it_nowhere(self, data_dir: Path) -> None:
+        require_criu()
+
+        async def go() -> None:
+            async with opened(driver := LocalDriver(data_dir)):
+                sandbox = await driver.start(SPEC)
+                loop = "while :; do head -c 9999 /dev/zero; echo tick >&2; echo t >>/tmp/ticks; sleep 0.02; done"
+                assert (await ran(sandbox, "sh", "-c", loop, listener=Audience())).ending.exit_code is None
+                restored = await driver.restore(SPEC, await sandbox.freeze())
+                look = "a=$(wc -l </tmp/ticks); until [ $(wc -l </tmp/ticks) -gt $((a + 20)) ]; do sleep 0.02; done"
+                for one in (sandbox, restored):
+                    assert (await ran(one, "sh", "-c", look)).ending.exit_code == 0
+
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_session_whose_idle_shell_was_killed_goes_on_from_its_last_call(data_dir: Path, checkpoints: bool) -> None:
+    if checkpoints:
+        require_criu()
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir, checkpoints=checkpoints)) as driver:
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "X=7; cd /tmp")
+            await ran(sandbox, "/bin/sh", "-c", "kill -9 -1")
+            back = await driver.restore(SPEC, await sandbox.freeze())
+            for one in (sandbox, back):
+                answer = await run(one, "echo $X; pwd")
+                assert (answer.out, answer.code) == ("7\n/tmp\n", 0)
+
+    asyncio.run(go())

@@ -1,0 +1,334 @@
+"""What a session keeps, and what a call may do to its shell."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from sandboxes.driver import Sandbox
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable
+from sandboxes.local.driver import LocalDriver
+from sandboxes.spec import EnvironmentSpec, Limits
+from tests.sandboxes.box import in_sandbox, opened, ran, run
+
+KEPT = [
+    ("a=(1 'two words' $'new\\nline')", "declare -p a", 'declare -a a=([0]="1" [1]="two words" [2]=$\'new\\nline\')\n'),
+    ("declare -A m=([k]=v ['a b']='$(x)`y`')", 'echo "${m[k]}|${m[a b]}"', "v|$(x)`y`\n"),
+    ("declare -r fixed=1; declare -i n=3", "n+=4; echo $fixed $n; fixed=2", "1 7\n"),
+    ("export E=exported", "env | grep ^E=", "E=exported\n"),
+    ("unset HOME LANG", 'echo "[${HOME-none}${LANG-none}]"', "[nonenone]\n"),
+    ('f() { echo "f $1"; cat <<X\nhere $1\nX\n}', "f 2", "f 2\nhere 2\n"),
+    ("g() { echo exported-g; }; export -f g", "bash -c g", "exported-g\n"),
+    ("alias ll='echo alias'", "ll x", "alias x\n"),
+    ("shopt -s nullglob extglob", "echo /nothing*; [[ ab == +(a|b) ]] && echo ext", "\next\n"),
+    ("set -o pipefail; set -f", "false | true; echo $?; echo /*", "1\n/*\n"),
+    ("set -u", "echo $nothing", ""),
+    ("umask 077", "touch /tmp/u; stat -c %a /tmp/u", "600\n"),
+    ("set -- one 'two three'", 'echo "$#:$2"', "2:two three\n"),
+    ("cd /usr; pushd /tmp >/dev/null", "dirs; popd", "/tmp /usr\n/usr\n"),
+    ("cd /usr; cd /tmp", "cd -", "/usr\n"),
+    ("ulimit -n 100", "ulimit -n", "100\n"),
+    ("trap 'echo bye' EXIT", "exit 3", "bye\n"),
+    ("trap 'echo usr' USR1", "kill -USR1 $$; true", "usr\n"),
+    ("IFS=:", 'v=a:b; printf "<%s>" $v', "<a><b>"),
+    ("x=\"$(printf 'q\\x27 \\x22 \\\\ $y `z` \\xff end')\"", "printf %s \"$x\" | od -An -tx1 | tr -d ' \\n'", None),
+    ("REPLY=mine", "echo $REPLY", "mine\n"),
+    ("PATH=/usr/bin", "echo $PATH", "/usr/bin\n"),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "out"), KEPT, ids=[before.split("\n")[0] for before, _, _ in KEPT])
+def test_a_session_keeps(data_dir: Path, before: str, after: str, out: str | None) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            spec = EnvironmentSpec()
+            sandbox = await driver.start(spec)
+            assert Effect.SESSION in (await run(sandbox, before)).effect
+            assert (await run(sandbox, "true")).effect is Effect.NONE
+            frozen = await sandbox.freeze()
+            restored = await driver.restore(spec, frozen)
+            assert (await run(restored, "true")).state == frozen.state
+            live, back = await run(sandbox, after), await run(restored, after)
+            assert live.told == back.told
+            assert out is None or live.out == out
+
+    asyncio.run(go())
+
+
+def test_commands_run_at_the_top_level_of_the_shell(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "if true")).code == 2
+        assert (await run(sandbox, "return 3; echo on")).out == "on\n"
+        assert (await run(sandbox, "break; echo still")).out == "still\n"
+        assert (await run(sandbox, "declare v=1; local w")).code == 1
+        assert (await run(sandbox, "echo $v; cat <<E\nhere\nE\necho $((1+1))\n")).out == "1\nhere\n2\n"
+        assert (await run(sandbox, "cat; read x; echo $?")).out == "1\n"
+        assert (await run(sandbox, "echo $?")).out == "0\n"
+        assert (await run(sandbox, "echo e >&2; echo $0")).told == ("bash\n", "e\n", 0, Effect.NONE)
+        assert (await run(sandbox, "nope")).err == "bash: line 1: nope: command not found\n"
+        assert (await run(sandbox, "ls /proc/self/fd")).out == "0\n1\n2\n3\n"
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_command_that_is_none_leaves_options_and_traps(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        traps = ["trap -- 'echo one' SIGUSR1", "trap -- 'echo two' SIGUSR2", "trap -- 'many\nlines' SIGALRM"]
+        await run(sandbox, f"set -u -o pipefail; IFS=dt; {'; '.join(traps)}")
+        for broken in ("if true", "fi", "echo 'open", "$(", "((", "f() {"):
+            told = await run(sandbox, broken)
+            assert told.code != 0, broken
+            assert told.effect is Effect.NONE, broken
+        assert (await run(sandbox, "trap -p; echo $-")).out == "\n".join([*sorted(traps, key=_number), "huBc\n"])
+        assert (await run(sandbox, "nope\nnope")).err == (
+            "bash: line 1: nope: command not found\nbash: line 2: nope: command not found\n"
+        )
+        assert (await run(sandbox, "if true")).err == "bash: eval: line 2: syntax error: unexpected end of file\n"
+        assert (await run(sandbox, "echo $unset; echo on")).err == "bash: line 1: unset: unbound variable\n"
+
+    in_sandbox(data_dir, test)
+
+
+def _number(trap: str) -> int:
+    return signal.Signals[trap.rpartition(" ")[2]].value
+
+
+def test_what_is_traced_is_the_command(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "set -x; echo a")).told == ("a\n", "+++ echo a\n", 0, Effect.SESSION)
+        assert (await run(sandbox, "echo b")).told == ("b\n", "+++ echo b\n", 0, Effect.NONE)
+        assert (await run(sandbox, "set +x; set -v")).err == "+++ set +x\n"
+        assert (await run(sandbox, "echo c")).told == ("c\n", "", 0, Effect.NONE)
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_sandbox_takes_signals_as_a_new_process_does_whoever_started_the_proxy(data_dir: Path) -> None:
+    ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "trap -p")).out == ""
+        for told in (
+            (await run(sandbox, "grep -E 'Sig(Ign|Blk)' /proc/self/status")).out,
+            (await ran(sandbox, "grep", "-E", "Sig(Ign|Blk)", "/proc/self/status")).out.decode(),
+        ):
+            assert [int(line.split()[1], 16) for line in told.splitlines()] == [0, 0]
+        interrupted = await run(sandbox, "python3 -c 'import os; os.kill(os.getpid(), 2)'")
+        assert interrupted.code == 130
+        assert "KeyboardInterrupt" in interrupted.err
+
+    try:
+        in_sandbox(data_dir, test)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_ends_the_shell_ends_the_call_only(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "x=kept")
+        for command, code in (
+            ("x=2; exit 5", 5),
+            ("x=3; set -e; false; echo no", 1),
+            ("x=4; kill -9 $$", 137),
+            ("x=5; exec true", 0),
+            ("x=6; exec /nonexistent", 127),
+        ):
+            said = await run(sandbox, command)
+            assert (said.code, said.out) == (code, "")
+            assert (await run(sandbox, "echo $x")).out == "kept\n"
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_call_that_takes_too_long_is_killed_with_all_it_started(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "x=1")
+        for command in (
+            "echo begun; sleep 60",
+            "echo begun; while :; do :; done",
+            "echo begun; (setsid sleep 60 &) ; sleep 60",
+        ):
+            said = await run(sandbox, command, timeout_s=0.3)
+            assert (said.timed_out, said.code, said.out) == (True, 124, "begun\n")
+            assert "Killed" not in said.err
+        assert (await run(sandbox, "echo $x; ps -e -o comm= | grep -c sleep")).out == "1\n0\n"
+        await sandbox.freeze()
+
+    in_sandbox(data_dir, test)
+
+
+def test_background_processes_live_until_they_end(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        said = await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p; echo done > /tmp/done) & x=1")
+        assert said.effect == Effect.PROCESSES | Effect.FILES | Effect.SESSION
+        with pytest.raises(NotFreezable, match="process"):
+            await sandbox.freeze()
+        assert (await run(sandbox, "jobs | wc -l; kill -0 $! && echo there")).out == "1\nthere\n"
+        killed = await run(sandbox, "sleep 60", timeout_s=0.2)
+        assert killed.timed_out
+        assert (await run(sandbox, "ps -e -o comm= | grep -c cat")).out == "1\n"
+        ended = await run(
+            sandbox, "echo go > /tmp/p; while ! test -e /tmp/done; do sleep 0.01; done; cat /tmp/done; sleep 0.1"
+        )
+        assert ended.out == "done\n"
+        assert Effect.PROCESSES in ended.effect
+        assert ended.state is not None
+        await sandbox.freeze()
+        assert (await run(sandbox, "echo $x")).out == "1\n"
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("call", ["disown -a", "exit 3", "sleep 0.01 & wait $!", "kill %2; wait %2"])
+def test_a_call_that_changes_only_what_a_kept_shell_knows_of_its_jobs_is_a_change(data_dir: Path, call: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "sleep 60 & sleep 30 &")
+        assert Effect.PROCESSES in (await run(sandbox, call)).effect
+        assert (await run(sandbox, "jobs; true")).effect is Effect.NONE
+
+    in_sandbox(data_dir, test)
+
+
+COUNTER = """
+import os
+count = 0
+while True:
+    with open('/tmp/in') as pipe:
+        pipe.read()
+    count += 1
+    with open('/tmp/out', 'w') as pipe:
+        print(count, file=pipe)
+"""
+
+
+def test_a_call_that_changes_a_server_s_memory_is_a_change_and_one_that_leaves_it_asleep_is_none(
+    data_dir: Path,
+) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, f"mkfifo /tmp/in /tmp/out; cat > /tmp/s.py <<'E'\n{COUNTER}\nE\npython3 /tmp/s.py &")
+        for count in (1, 2):
+            asked = await run(sandbox, "echo > /tmp/in; cat /tmp/out")
+            assert asked.out == f"{count}\n"
+            assert asked.effect is Effect.PROCESSES
+            await asyncio.sleep(0.1)
+            assert (await run(sandbox, "ls /tmp; kill -0 %1")).effect is Effect.NONE
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("call", ["cd /tmp", "export -n PWD", "export OLDPWD=/", "export -n SHLVL", "declare -r Z=1"])
+def test_a_session_that_was_restored_says_of_its_variables_what_the_call_that_set_them_saw(
+    data_dir: Path, call: str
+) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        look = "declare -p PWD OLDPWD SHLVL Z 2>/dev/null; true"
+        said = (await run(sandbox, f"{call}; {look}")).out
+        assert (await run(sandbox, look)).out == said
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "x=1; sleep 60 &")
+        assert (await run(sandbox, "kill -9 $PPID; echo killed")).out == "killed\n"
+        assert (await run(sandbox, "echo $x; pgrep -c sleep")).out == "1\n1\n"
+        assert (await run(sandbox, "exit 3")).code == 137
+        assert (await run(sandbox, "echo $x; pkill sleep")).out == "1\n"
+        await run(sandbox, "x=2")
+        assert (await run(sandbox, "echo $x; exit 4")).code == 4
+        await sandbox.freeze()
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_server_s_output_comes_with_the_next_call(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p >/dev/null; echo late; cat /tmp/p) &")
+        said = await run(sandbox, "echo > /tmp/p; sleep 0.1")
+        assert said.out == "late\n"
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("held", ["exec 7</etc/passwd", "exec 3>/tmp/log", "exec 2>/tmp/log", "ipcmk -M 4096"])
+def test_what_no_file_holds_counts_as_processes(data_dir: Path, held: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        said = await run(sandbox, held)
+        assert Effect.PROCESSES in said.effect
+        assert said.state is None
+        with pytest.raises(NotFreezable):
+            await sandbox.freeze()
+        # What is behind it may be another now, though nothing shows.
+        assert (await run(sandbox, "true")).effect is Effect.PROCESSES
+
+    in_sandbox(data_dir, test)
+
+
+def test_an_open_descriptor_works_in_the_next_call(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "printf 'none\\none\\ntwo\\n' > /tmp/f; exec 7</tmp/f")
+        assert (await run(sandbox, "read -u 7")).effect == Effect.PROCESSES | Effect.SESSION
+        assert (await run(sandbox, "read -u 7 line; echo $line")).out == "one\n"
+        assert (await run(sandbox, "read -u 7 line; echo $line; exec 7<&-")).out == "two\n"
+        await sandbox.freeze()
+
+    in_sandbox(data_dir, test)
+
+
+def test_long_output_is_cut_and_says_so(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        said = await run(sandbox, "head -c 300000 /dev/zero | tr '\\0' x; echo err >&2")
+        assert said.truncated
+        assert said.out.startswith("x" * 1000)
+        assert said.out.splitlines()[-1] == "[forkpoint: 299000 more bytes left out]"
+        assert said.err == "err\n"
+
+    in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
+
+
+def test_bytes_that_are_no_text_are_shown_as_such(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        assert (await run(sandbox, "printf 'a\\xffb'")).out == "a\ufffdb"
+        assert (await run(sandbox, "x=$(printf '\\xff'); echo ${#x}")).out == "1\n"
+        assert (await run(sandbox, "echo 'é☃'")).out == "é☃\n"
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "builtin() { :; }",
+        "declare() { echo fake; }; printf() { echo fake; }; trap() { :; }; eval() { :; }",
+        "alias builtin=false; alias printf=false; alias eval='exit 9'",
+        "trap 'echo trapped' DEBUG; trap 'echo failed' ERR; false",
+        "set -x; set -v",
+        "set -n",
+        "set -o posix",
+        "enable -n printf declare",
+        "BASH_XTRACEFD=33; set -x",
+        "exec 33>&-",
+        "exec 30<&- 31<&- 32<&-",
+        "readonly __forkpoint=1",
+        "for fd in 10 11 12 13 14; do echo forged >&$fd; done 2>/dev/null",
+        "unset -f $(compgen -A function); unset $(compgen -v) 2>/dev/null",
+        "POSIXLY_CORRECT=1",
+        "PS4='$(touch /tmp/ps4)'; set -x",
+        "ulimit -f 0; ulimit -n 20",
+    ],
+)
+def test_a_hostile_session_breaks_at_most_itself(data_dir: Path, hostile: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, hostile, timeout_s=1.0)
+        assert (await run(sandbox, "echo fine", session="other")).out == "fine\n"
+        await run(sandbox, "echo whatever", timeout_s=1.0)
+        assert sandbox.alive
+
+    in_sandbox(data_dir, test)

@@ -1,0 +1,540 @@
+"""States of the local driver: what a digest sees, what freezing keeps, what is left behind."""
+
+import asyncio
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandboxes.driver import FrozenState, Sandbox
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.linux.files import remove_tree
+from sandboxes.local.driver import LocalDriver
+from sandboxes.local.host_base import in_sight
+from sandboxes.spec import Archive, EnvironmentSpec
+from tests.sandboxes.box import Answer, file, in_sandbox, needs_root, opened, run
+
+SPEC = EnvironmentSpec()
+
+CHANGES = {
+    "mode": "chmod 600 /root/d/f",
+    "owner": "chown 1 /root/d/f",
+    "content": "echo other > /root/d/f",
+    "touch": "touch /root/d/f",
+    "link": "ln -s f /root/d/l",
+    "hard link": "ln /root/d/f /root/d/g",
+    "rename": "mv /root/d/f /root/d/g",
+    "directory": "mkdir /root/d/e",
+    "directory's mode": "chmod 700 /root/d",
+    "removal": "rm /root/d/f",
+    "removal of a directory": "rm -r /root/d",
+    "file to directory": "rm /root/d/f; mkdir /root/d/f",
+    "fifo": "mkfifo /root/d/p",
+    "xattr": "setfattr -n user.k -v v /root/d/f",
+    "of the base": "rm /etc/passwd",
+    "of the base, a tree": "rm -r /etc/alternatives; mkdir /etc/alternatives",
+    "shared memory": "echo x > /dev/shm/x",
+    "an old time": "touch -d 2001-01-01 /root/d/f",
+    "another old time": "touch -d 2002-01-01 /root/d/f",
+}
+NO_CHANGES = {
+    "read": "cat /root/d/f; ls -lR /root; find / -xdev -name passwd; grep -r x /etc/hosts",
+    "created and removed": "echo x > /root/d/x; mkdir /root/d/y; rm -r /root/d/x /root/d/y",
+    "there and back": "mv /root/d/f /root/g; mv /root/g /root/d/f",
+    "mode there and back": "chmod 600 /root/d/f; chmod 644 /root/d/f",
+    "base there and back": "mv /etc/passwd /tmp/p; mv /tmp/p /etc/passwd",
+    "opened for writing": ": >> /root/d/f; : >> /etc/passwd",
+    "python": "python3 -c 'import json'",
+}
+
+
+async def _prepared(driver: LocalDriver) -> Sandbox:
+    sandbox = await driver.start(SPEC)
+    await run(sandbox, "mkdir d; echo text > d/f; sleep 0.02; echo last > d/last")
+    return sandbox
+
+
+def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            frozen = await (await _prepared(driver)).freeze()
+            seen = {frozen.state}
+            for name, change in CHANGES.items():
+                sandbox = await driver.restore(SPEC, frozen)
+                said = await run(sandbox, change)
+                if said.code == 127 or (name == "owner" and os.geteuid() != 0):
+                    continue
+                assert (said.effect, said.code) == (Effect.FILES, 0), change
+                assert said.state not in seen, change
+                seen.add(said.state)
+                if name == "hard link":
+                    with pytest.raises(NotFreezable, match="hard links"):
+                        await sandbox.freeze()
+                    continue
+                again = await driver.restore(SPEC, await sandbox.freeze())
+                assert (await run(again, "true")).state == said.state, change
+                await sandbox.close()
+                await again.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_leaves_things_as_they_were_is_no_change(data_dir: Path, frozen: bool) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await _prepared(driver)
+            if frozen:
+                await sandbox.freeze()
+            state = (await run(sandbox, "true")).state
+            for name, command in NO_CHANGES.items():
+                said = await run(sandbox, command)
+                assert (said.effect, said.state) == (Effect.NONE, state), name
+
+    asyncio.run(go())
+
+
+def test_a_large_change_has_no_digest_but_is_seen_and_frozen(data_dir: Path) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        said = await run(sandbox, "mkdir many; cd many; seq 6000 | xargs touch; cd ..")
+        assert (said.effect & Effect.FILES, said.state) == (Effect.FILES, None)
+        assert (await run(sandbox, "ls many | wc -l")).effect is Effect.NONE
+        assert (await run(sandbox, "touch many/1")).effect is Effect.FILES
+        await sandbox.freeze()
+        assert (await run(sandbox, "ls many | wc -l")).told == ("6000\n", "", 0, Effect.NONE)
+        assert (await run(sandbox, "echo > many/1")).effect is Effect.FILES
+
+    in_sandbox(data_dir, test)
+
+
+def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await driver.start(SPEC)
+            for number in range(40):
+                await run(
+                    sandbox,
+                    f"mkdir -p d{number % 3}; echo {number} > d{number % 3}/f{number}; cp d0/f0 copy{number}",
+                )
+                await run(sandbox, f"rm -f d0/f{number - 4}; test {number} = 20 && rm -r d1 && mkdir d1; true")
+                frozen = await sandbox.freeze()
+                await driver.machine.idle()
+            assert len(frozen.parts) < 30
+            look = "find . -exec stat -c '%n %F %h %s %a' {} + | sort; cat d*/f*"
+            one, two = await run(sandbox, look), await run(await driver.restore(SPEC, frozen), look)
+            assert one.told == two.told
+            assert one.state == two.state
+            assert one.state is not None
+
+    asyncio.run(go())
+
+
+def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_they_go_on_writing(
+    data_dir: Path,
+) -> None:
+    noise = "(while :; do date +%N; sleep .01; done) > log 2>&1 & sleep .1"
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            told = []
+            for command in ("echo one > f", "echo one > f", "echo two > f"):
+                sandbox = await driver.start(SPEC)
+                assert (await run(sandbox, noise)).state is None
+                said = await run(sandbox, command)
+                assert said.state is None
+                assert said.witness is not None
+                told.append(said.witness)
+                await sandbox.close()
+            assert told[0] == told[1] != told[2]
+
+    asyncio.run(go())
+
+
+def test_a_launcher_that_died_is_started_anew_and_takes_only_its_sandboxes_along(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await driver.start(SPEC)
+            await run(sandbox, "echo 1 > f")
+            frozen = await sandbox.freeze()
+            assert driver.machine._process is not None
+            os.kill(driver.machine._process.pid, signal.SIGKILL)
+            with pytest.raises(SandboxError):
+                await run(sandbox, "cat f")
+            assert not sandbox.alive
+            restored = await driver.restore(SPEC, frozen)
+            assert (await run(restored, "cat f")).out == "1\n"
+
+    asyncio.run(go())
+
+
+def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            sandbox = await driver.start(SPEC)
+            root_bytes = await driver.collect([])
+            roots = driver.machine.layers.all()
+            await run(sandbox, "head -c 1M /dev/urandom > f")
+            one = await sandbox.freeze()
+            await run(sandbox, "head -c 1M /dev/urandom > g")
+            two = await sandbox.freeze()
+            assert await driver.collect(two.parts) >= 2 << 20
+            await sandbox.close()
+            assert 1 << 20 <= await driver.collect(one.parts) < 2 << 20
+            with pytest.raises(SandboxError, match="gone"):
+                await driver.restore(SPEC, two)
+            assert await driver.collect([]) == root_bytes < 1 << 20, "what a task starts from stays"
+            assert driver.machine.layers.all() == roots
+
+    asyncio.run(go())
+
+
+def test_a_root_state_outlives_eviction_and_is_refused_when_set_up_gives_another(data_dir: Path) -> None:
+    spec = SPEC.model_copy(update={"setup": ("head -c 8 /dev/urandom > random",)})
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            first = await driver.start(spec)
+            told = (await run(first, "md5sum random")).told
+            await first.close()
+            await driver.collect([])
+            second = await driver.start(spec)
+            assert (await run(second, "md5sum random")).told == told, "built once, whoever asks"
+            await second.close()
+            driver.machine.layers.drop(driver.machine.layers.all())
+            with pytest.raises(SpecError, match="gave another one than its tree was"):
+                await driver.start(spec)
+
+    asyncio.run(go())
+
+
+@needs_root
+def test_a_state_of_a_base_that_changed_is_gone(data_dir: Path, tmp_path: Path) -> None:
+    base = small_base(tmp_path / "base")
+    spec = SPEC.model_copy(update={"base": str(base)})
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            before = await driver.identity(spec)
+            sandbox = await driver.start(spec)
+            await run(sandbox, "echo 1 > f")
+            frozen = await sandbox.freeze()
+            await sandbox.close()
+            await (await driver.restore(spec, frozen)).close()
+            (base / "new").write_text("changed")
+            assert await driver.identity(spec) != before
+            with pytest.raises(StateGone, match="is not what it was"):
+                await driver.restore(spec, frozen)
+
+    asyncio.run(go())
+
+
+def test_a_spec_s_archives_files_and_set_up_make_its_root(data_dir: Path, tmp_path: Path) -> None:
+    source = tmp_path / "tree"
+    (source / "sub").mkdir(parents=True)
+    (source / "sub" / "f").write_text("from a directory\n")
+    packed = tmp_path / "a.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        member = tarfile.TarInfo("t/f")
+        member.size, member.mode = 5, 0o640
+        archive.addfile(member, io.BytesIO(b"tar!\n"))
+    spec = EnvironmentSpec(
+        archives=(Archive(source=str(packed)), Archive(source=str(source), target="/srv/tree")),
+        files={"/work/given": "given\n"},
+        setup=("cat given /t/f > made", "cd /; lost=1"),
+        workdir="/work",
+    )
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            one = await driver.start(spec)
+            said = await run(one, "pwd; cat made /srv/tree/sub/f; stat -c %a /t/f; echo $lost")
+            assert said.out == "/work\ngiven\ntar!\nfrom a directory\n640\n\n"
+            two = await driver.start(spec)
+            assert (await run(two, "true")).state == said.state
+            identity = await driver.identity(spec)
+            (source / "sub" / "g").write_text("more")
+            assert await driver.identity(spec) != identity
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("place", ["/usr/x", "/opt/forkpoint", "/etc/x/y", "/var/lib/dpkg/x"])
+def test_data_below_what_a_sandbox_sees_of_the_host_leaves_a_hole_there(place: str) -> None:
+    assert in_sight(Path(place))
+
+
+@pytest.mark.parametrize("place", ["/var/tmp/x", "/var/lib/forkpoint", "/root/x", "/home/me/x", "/work", "/"])
+def test_data_elsewhere_is_not_to_be_seen(place: str) -> None:
+    assert not in_sight(Path(place))
+
+
+def test_the_host_is_one_base_wherever_the_data_lies(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir / "a")) as one, opened(LocalDriver(data_dir / "b")) as two:
+            assert await one.identity(EnvironmentSpec()) == await two.identity(EnvironmentSpec())
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        EnvironmentSpec(base="/nonexistent"),
+        EnvironmentSpec(base="/etc/passwd"),
+        EnvironmentSpec(base="/etc"),
+        EnvironmentSpec(archives=(Archive(source="/nonexistent"),)),
+        EnvironmentSpec(archives=(Archive(source="/etc/passwd"),)),
+        EnvironmentSpec(setup=("echo why >&2; exit 3",)),
+        EnvironmentSpec(setup=("sleep 1000 &",)),
+        EnvironmentSpec(files={"/dev/null/x": ""}),
+    ],
+)
+def test_a_spec_that_cannot_be_built_says_why(data_dir: Path, spec: EnvironmentSpec) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            with pytest.raises(SpecError):
+                await driver.start(spec)
+            assert driver.sandboxes == {}
+
+    asyncio.run(go())
+
+
+def small_base(root: Path) -> Path:
+    """Make a root file system with bash, cat and ls."""
+    for name in ("/bin/bash", "/bin/cat", "/bin/ls"):
+        libraries = subprocess.run(["ldd", name], capture_output=True, text=True, check=True).stdout.split()
+        for path in [name, *(word for word in libraries if word.startswith("/"))]:
+            (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+            (root / path[1:]).write_bytes(Path(path).read_bytes())
+            (root / path[1:]).chmod(0o755)
+    return root
+
+
+@needs_root
+def test_a_directory_and_a_tarball_are_bases(data_dir: Path, tmp_path: Path) -> None:
+    root = small_base(tmp_path / "root")
+    packed = tmp_path / "root.tar"
+    with tarfile.open(packed, "w") as archive:
+        archive.add(root, ".")
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            for base in (root, packed):
+                spec = EnvironmentSpec(base=str(base))
+                sandbox = await driver.start(spec)
+                assert (await run(sandbox, "echo hi > /tmp/f; cat /tmp/f; ls /etc")).out == "hi\n"
+                restored = await driver.restore(spec, await sandbox.freeze())
+                assert (await run(restored, "cat /tmp/f")).out == "hi\n"
+            assert not (root / "tmp").exists()
+
+    asyncio.run(go())
+
+
+def _leftovers(data_dir: Path) -> list[str]:
+    """What a driver on data_dir must not leave: mounts, groups, uppers, and processes of its groups."""
+    left = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(data_dir) in line]
+    groups = orjson.loads((data_dir / "instance.json").read_bytes())["cgroups"]
+    left += [group for group in groups if Path(group).exists()]
+    left += [str(path) for path in (data_dir / "uppers").iterdir()]
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208 - a count or names
+        try:
+            own = Path(f"/proc/{pid}/cgroup").read_text()
+        except OSError:
+            continue
+        if any(Path(group).name in own for group in groups):
+            left.append(f"process {pid}")
+    return left
+
+
+def _until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not check() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@needs_root
+def test_nothing_is_left_after_the_end(data_dir: Path) -> None:
+    own = data_dir.parent / f"{data_dir.name}-own"
+
+    async def go() -> None:
+        async with opened(LocalDriver(own)) as driver:
+            boxes = await asyncio.gather(*(driver.start(SPEC) for _ in range(8)))
+            await asyncio.gather(*(run(box, "echo x > f; (sleep 100 &)") for box in boxes))
+            await boxes[0].close()
+
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count or names
+    try:
+        asyncio.run(go())
+        assert _leftovers(own) == []
+        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - a count or names
+    finally:
+        remove_tree(own)
+
+
+@needs_root
+def test_a_killed_driver_leaves_nothing_that_the_next_does_not_remove(data_dir: Path) -> None:
+    own = data_dir.parent / f"{data_dir.name}-killed"
+    program = textwrap.dedent(f"""
+        import asyncio
+        from pathlib import Path
+        from sandboxes.local import LocalDriver
+        from tests.sandboxes.box import run, SPEC_FOR_KILL as SPEC
+        async def go():
+            driver = LocalDriver(Path({str(own)!r}))
+            await driver.open()
+            boxes = [await driver.start(SPEC) for _ in range(3)]
+            await asyncio.gather(*(run(box, "echo x > f; (setsid sleep 1000 &)") for box in boxes))
+            await run(boxes[0], "true")
+            print("ready", flush=True)
+            await asyncio.gather(*(run(box, "sleep 1000", timeout_s=1000) for box in boxes))
+        asyncio.run(go())
+    """).replace(
+        "from tests.sandboxes.box import run, SPEC_FOR_KILL as SPEC",
+        "from tests.sandboxes.box import run\nfrom sandboxes.spec import EnvironmentSpec\nSPEC = EnvironmentSpec()",
+    )
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            with pytest.raises(SandboxError, match="in use"):
+                asyncio.run(LocalDriver(own).open())
+            process.send_signal(signal.SIGKILL)
+        _until(lambda: not any(line.startswith("process") for line in _leftovers(own)))
+
+        async def reopen() -> None:
+            async with opened(LocalDriver(own)) as driver:
+                assert os.listdir(own / "uppers") == []  # noqa: PTH208 - a count or names
+                assert (await run(await driver.start(SPEC), "echo on")).out == "on\n"
+
+        asyncio.run(reopen())
+        assert _leftovers(own) == []
+    finally:
+        remove_tree(own)
+
+
+def test_a_cancelled_call_leaves_a_dead_sandbox(data_dir: Path) -> None:
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            sandbox = await driver.start(SPEC)
+            call = asyncio.create_task(run(sandbox, "sleep 100", timeout_s=100))
+            # Another sandbox has started and answered: by then this call is on its way.
+            assert (await file(await driver.start(SPEC), "get", "/etc/hostname"))[0] == 200
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert not sandbox.alive
+            with pytest.raises(SandboxError):
+                await run(sandbox, "true")
+
+    asyncio.run(go())
+
+
+names = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c"])
+values = st.sampled_from(["x", "y", "two words", "$q"])
+commands = st.one_of(
+    st.builds("echo '{}' > {}".format, values, names),
+    st.builds("echo '{}' >> {} && cat {}".format, values, names, names),
+    st.builds("rm -rf {}".format, names),
+    st.builds("mkdir -p {}".format, st.sampled_from(["d", "d/e", "a"])),
+    st.builds("mv {} {}".format, names, names),
+    st.builds("ln -f {} {}; ls -i | wc -l; stat -c %h {}".format, names, names, names),
+    st.builds("chmod {} {}".format, st.sampled_from(["600", "755"]), names),
+    st.builds("cd {}; pwd".format, st.sampled_from(["d", "..", "/root", "d/e", "-"])),
+    st.builds("{}='{}'; export {}".format, st.sampled_from(["v", "w"]), values, st.sampled_from(["v", "w"])),
+    st.builds("arr+=('{}'); declare -p arr".format, values),
+    st.sampled_from(
+        [
+            "echo $v $w ${arr[@]}; env | grep -E '^(v|w)='",
+            "f() { echo f $v $1; }",
+            "f 1",
+            "alias l='ls -A'",
+            "l /root",
+            "set -e",
+            "set +e; shopt -s nullglob; echo d/*",
+            "false; echo $?",
+            "exit 3",
+            "find /root -exec stat -c '%n %F %s %a %h' {} + | sort; cat /root/* 2>/dev/null",
+            "umask 027; umask",
+            "pushd /tmp; dirs",
+            "unset v arr",
+            "if",
+            "rm -rf /root/d; mkdir /root/d; ls -A /root/d",
+        ]
+    ),
+)
+
+
+def _told(answers: list[Answer]) -> list[tuple[str, str, int, Effect]]:
+    return [answer.told for answer in answers]
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(commands, min_size=2, max_size=12))
+def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, program: list[str]) -> None:
+    async def straight(driver: LocalDriver) -> list[Answer]:
+        sandbox = await driver.start(SPEC)
+        answers = [await run(sandbox, command) for command in program]
+        await sandbox.close()
+        return answers
+
+    async def over_frozen(driver: LocalDriver) -> list[Answer]:
+        sandbox: Sandbox = await driver.start(SPEC)
+        answers: list[Answer] = []
+        for command in program:
+            answers.append(await run(sandbox, command))
+            try:
+                frozen: FrozenState = await sandbox.freeze()
+            except NotFreezable:
+                continue
+            assert frozen.state == answers[-1].state
+            await sandbox.close()
+            sandbox = await driver.restore(SPEC, frozen)
+        await sandbox.close()
+        return answers
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            one, two = await asyncio.gather(straight(driver), over_frozen(driver))
+        assert _told(one) == _told(two), program
+        for a, b in zip(one, two, strict=True):
+            assert (a.state and a.state.content) == (b.state and b.state.content), program
+
+    asyncio.run(go())
+
+
+def test_removing_a_tree_leaves_what_it_lies_in_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    tree, real = tmp_path / "tree", shutil.rmtree
+    tree.mkdir()
+
+    def fails_first(path: Path, onerror: Callable[..., None]) -> None:
+        monkeypatch.setattr(shutil, "rmtree", real)
+        onerror(os.rmdir, str(path), None)
+
+    monkeypatch.setattr(shutil, "rmtree", fails_first)
+    remove_tree(tree)
+    assert not tree.exists()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755

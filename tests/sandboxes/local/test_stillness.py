@@ -1,0 +1,32 @@
+"""When what lives in a sandbox may be writing by itself."""
+
+from sandboxes.guest.changes import QUIET_S, Stillness
+
+
+def restless_after(*steps: tuple[float, bool]) -> list[bool]:
+    """Look after each pause, given in `QUIET_S`; say what was seen then, and return what is thought of it."""
+    now = 100.0
+    stillness, found = Stillness(lambda: now), []
+    for pause, stirred in steps:
+        now += pause * QUIET_S
+        stillness.saw(wrote=stirred)
+        found.append(stillness.restless)
+    return found
+
+
+def test_it_counts_as_still_after_a_while_in_which_nothing_was_seen_to_stir() -> None:
+    assert restless_after((0, False)) == [False]
+    assert restless_after((0, True), (0.6, False), (0.6, False)) == [True, True, False]
+    assert restless_after((0, True), (0.6, True), (0.6, False), (9, True)) == [True, True, True, True]
+
+
+def test_a_dump_proves_no_writer_still_but_says_as_much_as_any_time_of_who_came_and_went() -> None:
+    now = 100.0
+    writing, starting = Stillness(lambda: now), Stillness(lambda: now)
+    writing.saw(wrote=True)
+    starting.saw(wrote=False, moved=True)
+    now += 2 * QUIET_S
+    for stillness in (writing, starting):
+        stillness.stood_still(2 * QUIET_S)
+    assert writing.restless
+    assert not starting.restless

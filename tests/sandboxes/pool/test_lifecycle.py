@@ -1,0 +1,44 @@
+"""The states of a sandbox, as the table has them."""
+
+import itertools
+
+import pytest
+
+from sandboxes.pool.lifecycle import NEXT, Event, State, after
+
+
+def reachable(state: State) -> set[State]:
+    found, ahead = {state}, [state]
+    while ahead:
+        here = ahead.pop()
+        for (source, _), target in NEXT.items():
+            if source is here and target not in found:
+                found.add(target)
+                ahead.append(target)
+    return found
+
+
+def test_every_state_is_reached_from_starting() -> None:
+    assert reachable(State.STARTING) == set(State)
+
+
+def test_every_sandbox_can_be_closed_whatever_it_does() -> None:
+    for state in set(State) - {State.CLOSED}:
+        assert after(state, Event.CLOSE) is State.CLOSED
+
+
+def test_closed_is_the_end() -> None:
+    assert reachable(State.CLOSED) == {State.CLOSED}
+
+
+def test_a_lease_is_ended_before_the_next_one_begins() -> None:
+    leases = {source for (source, event), target in NEXT.items() if target is State.LEASED and event is Event.LEASE}
+    assert leases == {State.IDLE}
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), sorted(set(itertools.product(State, Event)) - NEXT.keys(), key=str), ids=lambda part: part.value
+)
+def test_what_the_table_lacks_raises(state: State, event: Event) -> None:
+    with pytest.raises(ValueError, match=f"a sandbox that is {state.value} cannot {event.value}"):
+        after(state, event)

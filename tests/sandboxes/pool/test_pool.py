@@ -1,0 +1,296 @@
+"""The pool: leases within a budget, whatever is cancelled and whatever fails."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandboxes.driver import Sandbox
+from sandboxes.errors import SandboxError
+from sandboxes.memory import MemoryDriver
+from sandboxes.pool.lifecycle import State
+from sandboxes.pool.pool import Overloaded, Pool
+from sandboxes.pool.roster import Slot
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.box import run
+
+SPEC = EnvironmentSpec()
+
+
+class Slow(MemoryDriver):
+    """A memory driver whose sandboxes take a few turns of the loop to start and to close. most: lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.closing = asyncio.Event()
+        self.closing.set()
+
+    async def make(self) -> Sandbox:
+        sandbox = await self.start(SPEC)
+        self.most = max(self.most, len(self.live))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        close = sandbox.close
+
+        async def close_late() -> None:
+            await asyncio.sleep(0)
+            await self.closing.wait()
+            await close()
+
+        sandbox.close = close_late  # type: ignore[method-assign]
+        return sandbox
+
+
+def pooled(test: Callable[[Pool, Slow], Awaitable[None]], *, budget: int = 2, patience_s: float = 60.0) -> None:
+    async def go() -> None:
+        driver = Slow()
+        await test(Pool(budget=budget, patience_s=patience_s), driver)
+
+    asyncio.run(go())
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=25))
+def test_no_more_live_than_the_budget_allows_and_everyone_is_served(budget: int, uses: list[tuple[int, bool]]) -> None:
+    async def use(pool: Pool, driver: Slow, turns: int, close: bool) -> None:
+        slot = await pool.start(driver.make, "n1", 1)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if close:
+            await pool.close(slot)
+        else:
+            await pool.release(slot)
+
+    async def test(pool: Pool, driver: Slow) -> None:
+        await asyncio.gather(*(use(pool, driver, turns, close) for turns, close in uses))
+        pool.roster.check()
+        assert driver.most <= budget
+        await pool.close_where(lambda _: True)
+        assert not driver.live
+
+    pooled(test, budget=budget)
+
+
+def test_the_idle_sandbox_that_was_used_longest_ago_gives_way() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        first, second = [await pool.start(driver.make, "n1", owner) for owner in (1, 2)]
+        await pool.release(second)
+        await pool.release(first)
+        first.used_at, second.used_at = 1.0, 2.0
+        await pool.start(driver.make, "n1", 3)
+        assert first.state is State.CLOSED
+        assert second.state is State.IDLE
+
+    pooled(test)
+
+
+def test_who_waits_longer_than_the_patience_is_told_so() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        await pool.start(driver.make, "n1", 1)
+        with pytest.raises(Overloaded, match="all 1 sandboxes were busy"):
+            await pool.start(driver.make, "n1", 2)
+        assert len(pool.roster) == len(driver.live) == 1
+
+    pooled(test, budget=1, patience_s=0.01)
+
+
+@pytest.mark.parametrize("end", ["release", "close"])
+def test_those_who_wait_are_served_when_one_becomes_free(end: str) -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        slot = await pool.start(driver.make, "n1", 1)
+        waiting = [asyncio.ensure_future(pool.start(driver.make, "n1", owner)) for owner in (2, 3)]
+        await settled()
+        assert not any(start.done() for start in waiting)
+        await getattr(pool, end)(slot)
+        (served,), (late,) = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await pool.release(served.result())
+        await late
+        assert driver.most == 1
+
+    pooled(test, budget=1)
+
+
+def test_a_sandbox_that_is_still_closing_counts_in_the_budget() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        slot = await pool.start(driver.make, "n1", 1)
+        driver.closing.clear()
+        closing = asyncio.ensure_future(pool.close(slot))
+        waiting = asyncio.ensure_future(pool.start(driver.make, "n1", 2))
+        await settled()
+        assert not waiting.done()
+        driver.closing.set()
+        await closing
+        await waiting
+        assert driver.most == 1
+
+    pooled(test, budget=1)
+
+
+def test_closing_runs_to_its_end_when_its_caller_is_cancelled() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        slot = await pool.start(driver.make, "n1", 1)
+        driver.closing.clear()
+        closing = asyncio.ensure_future(pool.close(slot))
+        await settled()
+        closing.cancel()
+        await settled()
+        assert not closing.done(), "it waits for the sandbox to end"
+        driver.closing.set()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not driver.live
+
+    pooled(test)
+
+
+def test_a_start_that_fails_or_is_cancelled_gives_its_place_back() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        async def fail() -> Sandbox:
+            raise SandboxError("the machine failed")
+
+        async def hang() -> Sandbox:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        with pytest.raises(SandboxError):
+            await pool.start(fail, "n1", 1)
+        hanging = asyncio.ensure_future(pool.start(hang, "n1", 1))
+        await settled()
+        hanging.cancel()
+        await asyncio.wait([hanging])
+        assert len(pool.roster) == 0
+        await pool.start(driver.make, "n1", 1)
+
+    pooled(test, budget=1)
+
+
+def test_a_close_that_fails_keeps_nobody_waiting() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        async def fail() -> None:
+            raise OSError("the machine failed")
+
+        slot = await pool.start(driver.make, "n1", 1)
+        assert slot.sandbox is not None
+        slot.sandbox.close = fail  # type: ignore[method-assign]
+        waiting = asyncio.ensure_future(pool.start(driver.make, "n1", 2))
+        await settled()
+        with pytest.raises(OSError, match="the machine failed"):
+            await pool.close(slot)
+        await waiting
+
+    pooled(test, budget=1)
+
+
+def test_a_freeze_that_fails_closes_its_sandbox() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        slot = await pool.start(driver.make, "n1", 1)
+        pool.hold_still(slot)
+        with pytest.raises(SandboxError):
+            async with pool.freezing(slot):
+                raise SandboxError("the disk failed")
+        assert slot.state is State.CLOSED
+        assert not driver.live
+
+    pooled(test)
+
+
+def test_who_wants_a_sandbox_that_freezes_waits_and_looks_again() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        slot = await pool.start(driver.make, "n1", 1)
+        pool.hold_still(slot)
+        taking = asyncio.ensure_future(pool.take(slot, "n1", 2))
+        await settled()
+        assert not taking.done()
+        async with pool.freezing(slot):
+            pass
+        assert await taking is False
+        assert await pool.take(slot, "n1", 2) is True
+
+    pooled(test)
+
+
+async def gone(slot: Slot) -> None:
+    assert slot.sandbox is not None
+    await slot.sandbox.close()
+
+
+def test_what_was_named_may_be_gone_when_it_is_taken() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        dead, away, leased = [await pool.start(driver.make, "n1", 1) for _ in range(3)]
+        await pool.release(dead)
+        await gone(dead)
+        await pool.release(away)
+        pool.roster.stand(away, "n2")
+        assert [await pool.take(slot, "n1", 2) for slot in (dead, away, leased)] == [False] * 3
+
+    pooled(test, budget=3)
+
+
+def test_unused_and_dead_sandboxes_are_closed_and_busy_ones_are_not() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        busy, unused, fresh = [await pool.start(driver.make, "n1", 1) for _ in range(3)]
+        await pool.release(unused)
+        await pool.release(fresh)
+        unused.used_at = -1e9
+        assert await pool.close_unused(3600.0) == 1
+        assert [slot.state for slot in (busy, unused, fresh)] == [State.LEASED, State.CLOSED, State.IDLE]
+        assert fresh.sandbox is not None
+        assert (await run(fresh.sandbox, "pwd")).out == "/root\n"
+
+    pooled(test, budget=3)
+
+
+def test_a_freeze_is_put_off_until_somebody_wants_the_sandbox_or_its_place() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        for wants in (lambda slot: pool.take(slot, "n1", 2), lambda _: pool.start(driver.make, "n1", 3)):
+            slot = await pool.start(driver.make, "n1", 1)
+            pool.hold_still(slot)
+            frozen = asyncio.Event()
+
+            async def freeze(slot: Slot = slot, frozen: asyncio.Event = frozen) -> None:
+                async with pool.freezing(slot, after_s=60.0):
+                    frozen.set()
+
+            freezing = asyncio.ensure_future(freeze())
+            await settled()
+            assert not frozen.is_set()
+            wanting = asyncio.ensure_future(wants(slot))
+            async with asyncio.timeout(5):
+                await asyncio.gather(freezing, wanting)
+            await pool.close_where(lambda _: True)
+            for left in pool.roster.slots:
+                await pool.close(left)
+
+    pooled(test, budget=1)
+
+
+def test_a_sandbox_is_made_ahead_only_where_a_place_stays_free() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        warm = await pool.start_warm(driver.make, "n1")
+        assert warm.warm
+        await pool.release(warm)
+        await pool.start_warm(driver.make, "n1")
+        with pytest.raises(Overloaded):
+            await pool.start_warm(driver.make, "n1")
+        assert driver.most == 2
+        assert await pool.take(warm, "n1", 7)
+        assert (warm.warm, warm.owner) == (False, 7)
+
+    pooled(test, budget=3)
+
+
+def test_when_memory_is_short_idle_sandboxes_are_closed_one_by_one_and_busy_ones_are_not() -> None:
+    async def test(pool: Pool, driver: Slow) -> None:
+        busy, idle = [await pool.start(driver.make, "n1", 1) for _ in range(2)]
+        await pool.release(idle)
+        assert [await pool.close_victim() for _ in range(2)] == [True, False]
+        assert busy.state is State.LEASED
+
+    pooled(test, budget=2)

@@ -1,0 +1,633 @@
+"""The `postgres` driver on a real server: what counts as a read, what a write changes, and what nobody may do."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from sandboxes.driver import FrozenState
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.postgres.driver import PostgresDriver
+from sandboxes.spec import Database, EnvironmentSpec
+from tests.sandboxes.box import opened
+from tests.sandboxes.postgres_cluster import SHOP, Cluster
+from tests.sandboxes.sql_calls import Said, ask
+
+NONE, DATABASE, SESSION = Effect.NONE, Effect.DATABASE, Effect.SESSION
+Test = Callable[[PostgresDriver], Awaitable[None]]
+
+
+@pytest.fixture
+def shop(cluster: Cluster) -> Cluster:
+    cluster.create("shop")
+    return cluster
+
+
+def driven(tmp_path: Path, test: Test, *, spares: int = 0) -> None:
+    async def go() -> None:
+        driver = PostgresDriver(tmp_path / "postgres", spares=spares)
+        async with opened(driver):
+            await test(driver)
+
+    asyncio.run(go())
+
+
+def said(tmp_path: Path, shop: Cluster, *statements: str, **spec: Any) -> list[Said]:
+    """Return what statements answer in a fresh sandbox, one after the other."""
+    answers: list[Said] = []
+
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop", **spec))
+        answers.extend([await ask(sandbox, statement) for statement in statements])
+
+    driven(tmp_path, test)
+    return answers
+
+
+READS = [
+    "SELECT 1",
+    "SELECT * FROM item WHERE id < 3",
+    "SELECT * FROM dear ORDER BY id",
+    "WITH x AS (SELECT id FROM item) SELECT count(*) FROM x",
+    "VALUES (1), (2)",
+    "TABLE item",
+    "SHOW work_mem",
+    "EXPLAIN SELECT * FROM item",
+    "SELECT * FROM missing",
+    "SELEC 1",
+    "SELECT 1/0",
+    "SELECT id FROM sale WHERE false",
+    "SELECT current_setting('work_mem')",
+    "SELECT pg_sleep(0)",
+    "SELECT * FROM sale FOR UPDATE",
+    "UPDATE item SET stock = 1 WHERE false",
+    "DELETE FROM item WHERE id = -1",
+    "INSERT INTO item SELECT * FROM item WHERE false",
+    "INSERT INTO item (id, name) VALUES (1, 'twice')",
+    "EXPLAIN INSERT INTO item (id, name) VALUES (99, 'x')",
+    "SAVEPOINT s",
+    "LOCK TABLE item",
+    "COMMIT",
+    "ROLLBACK",
+    "DO $$ BEGIN PERFORM 1; END $$",
+    "CREATE DATABASE mine",
+    "DROP DATABASE shop",
+    "COPY item TO PROGRAM 'cat'",
+    "COPY item TO '/tmp/x'",
+    "COPY item FROM '/etc/passwd'",
+    "COPY item TO STDOUT",
+    "COPY item FROM STDIN",
+    "SELECT pg_read_file('/etc/passwd')",
+    "SELECT lo_import('/etc/passwd')",
+    "SET ROLE postgres",
+    "SET SESSION AUTHORIZATION postgres",
+    "ALTER SYSTEM SET work_mem = '1GB'",
+    "CREATE ROLE mine",
+    "SELECT pg_terminate_backend(1)",
+    "CREATE EXTENSION file_fdw",
+    "CREATE FUNCTION f() RETURNS int LANGUAGE c AS 'libc', 'system'",
+    "SELECT 1; SELECT 2",
+    "VACUUM item",
+    "ANALYZE item",
+]
+WRITES = [
+    "INSERT INTO item (id, name) VALUES (99, 'new')",
+    "UPDATE item SET stock = 100 WHERE id = 1",
+    "DELETE FROM sale WHERE id = 1",
+    "WITH gone AS (DELETE FROM sale WHERE id = 2 RETURNING *) SELECT count(*) FROM gone",
+    "EXPLAIN ANALYZE INSERT INTO item (id, name) VALUES (98, 'x')",
+    "SELECT sell(1, 2)",
+    "SELECT nextval('sale_id_seq')",
+    "SELECT setval('sale_id_seq', 500)",
+    "CREATE TABLE made (a int)",
+    "SELECT * INTO copied FROM item",
+    "CREATE TABLE copied AS SELECT * FROM item",
+    "ALTER TABLE item ADD COLUMN extra text",
+    "DROP VIEW dear",
+    "TRUNCATE sale",
+    "CREATE INDEX ON item (name)",
+    "COMMENT ON TABLE item IS 'things'",
+    "GRANT SELECT ON item TO PUBLIC",
+    "DO $$ BEGIN INSERT INTO item (id, name) VALUES (97, 'x'); END $$",
+    "DELETE FROM sale WHERE id = 1; DELETE FROM sale WHERE id = 2",
+    "BEGIN; DELETE FROM sale; COMMIT",
+    "INSERT INTO sale (item, amount) VALUES (9999, 1)",  # fails, and has drawn a number
+    "CREATE SCHEMA mine",
+    "CREATE TYPE mood AS ENUM ('sad')",
+    "CREATE SEQUENCE counter",
+    "SELECT lo_create(0)",
+]
+SESSIONS = [
+    "BEGIN",
+    "SET work_mem = '1MB'",
+    "SELECT set_config('work_mem', '2MB', false)",
+    "CREATE TEMP TABLE t (a int)",
+    "PREPARE p AS SELECT 1",
+    "LISTEN news",
+    "SELECT pg_advisory_lock(1)",
+    "DECLARE c CURSOR WITH HOLD FOR SELECT 1",
+    "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
+]
+
+
+def test_what_only_reads_has_no_effect_and_takes_no_clone(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        effects = {}
+        for statement in READS:
+            sandbox = await driver.start(shop.spec("shop"))
+            effects[statement] = (await ask(sandbox, statement)).effect
+            await sandbox.close()
+        assert effects == dict.fromkeys(READS, NONE)
+        sandbox = await driver.start(shop.spec("shop"))
+        for statement in READS[:14]:
+            await ask(sandbox, statement)
+        assert all(place.own is None for place in sandbox.places.values())
+
+    driven(tmp_path, test)
+
+
+def test_what_writes_changes_the_database(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        effects = {}
+        for statement in WRITES:
+            sandbox = await driver.start(shop.spec("shop"))
+            effects[statement] = (await ask(sandbox, statement)).effect
+            await sandbox.close()
+        assert effects == dict.fromkeys(WRITES, DATABASE)
+
+    driven(tmp_path, test)
+
+
+def test_what_a_connection_keeps_is_the_session(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        for statement in SESSIONS:
+            sandbox = await driver.start(shop.spec("shop"))
+            answer = await ask(sandbox, statement)
+            assert (statement, answer.error, answer.effect & SESSION, answer.state) == (statement, None, SESSION, None)
+            with pytest.raises(NotFreezable):
+                await sandbox.freeze()
+            await sandbox.close()
+
+    driven(tmp_path, test)
+
+
+def test_an_open_transaction_lasts_from_call_to_call(tmp_path: Path, shop: Cluster) -> None:
+    count = "SELECT count(*) FROM sale"
+    undone = ("BEGIN", "DELETE FROM sale", count, "ROLLBACK", count)
+    failed = ("BEGIN", "DELETE FROM sale", "SELECT 1/0", "SELECT 1", "COMMIT", count)
+    done = ("BEGIN", "DELETE FROM sale WHERE id > 5", "COMMIT", count)
+    answers = said(tmp_path, shop, *undone, *failed, *done)
+    assert [a.effect for a in answers[:5]] == [SESSION, SESSION, NONE, SESSION, NONE]
+    assert [answers[n].value for n in (2, 4, 10, 14)] == [0, 20, 20, 5]
+    assert "current transaction is aborted" in answers[8].message
+    assert answers[13].effect == SESSION | DATABASE
+    assert answers[3].state == answers[4].state
+    assert answers[10].state == answers[4].state
+
+
+def test_cursors_and_savepoints_are_places_in_a_session(tmp_path: Path, shop: Cluster) -> None:
+    cursor = (
+        "DECLARE c CURSOR WITH HOLD FOR SELECT id FROM item ORDER BY id",
+        "FETCH 2 FROM c",
+        "FETCH 2 FROM c",
+        "CLOSE c",
+    )
+    _, one, two, closed = said(tmp_path, shop, *cursor)
+    assert (one.rows, two.rows) == ([[1], [2]], [[3], [4]])
+    assert one.effect == two.effect == closed.effect == SESSION
+    assert None not in {one.witness, two.witness}
+    assert one.witness != two.witness
+    points = ("BEGIN", "SAVEPOINT s", "DELETE FROM sale", "ROLLBACK TO s", "SELECT count(*) FROM sale", "ROLLBACK")
+    answers = said(tmp_path, shop, *points)
+    assert [a.effect for a in answers] == [SESSION, SESSION, SESSION, SESSION, NONE, SESSION]
+    assert answers[4].value == 20
+
+
+def test_a_failed_statement_leaves_nothing(tmp_path: Path, shop: Cluster) -> None:
+    before, failed, several, after = said(
+        tmp_path, shop, "UPDATE item SET stock = 1 WHERE id = 1", "INSERT INTO item (id, name) VALUES (1, 'twice')",
+        "DELETE FROM sale; SELECT 1/0", "SELECT count(*) FROM sale",
+    )  # fmt: skip
+    assert failed.error is not None
+    assert failed.error["code"] == "23505"
+    assert (failed.effect, several.effect, after.value) == (NONE, NONE, 20)
+    assert before.state == failed.state == several.state
+
+
+def test_undoing_a_change_leads_back_to_the_state(tmp_path: Path, shop: Cluster) -> None:
+    start, made, dropped = said(tmp_path, shop, "SELECT 1", "CREATE TABLE made (a int)", "DROP TABLE made")
+    assert start.state == dropped.state != made.state
+
+
+def test_equal_statements_reach_equal_states_in_other_clones(tmp_path: Path, shop: Cluster) -> None:
+    statements = (
+        "CREATE TABLE made (a serial, b text, c timestamptz)",
+        "INSERT INTO made (b) SELECT 'row ' || n FROM generate_series(1, 9) n",
+        "UPDATE made SET b = b || '!' WHERE a > 3", "DELETE FROM made WHERE a = 2", "SELECT sell(3, 4)",
+    )  # fmt: skip
+    one, two = (said(tmp_path, shop, *statements) for _ in range(2))
+    assert [a.state for a in one] == [a.state for a in two]
+    assert len({a.state for a in one}) == len(statements)
+
+
+def test_large_tables_are_told_apart_by_what_was_done_to_them(tmp_path: Path, cluster: Cluster) -> None:
+    script = "CREATE TABLE big AS SELECT n AS id, repeat('x', 100) AS t FROM generate_series(1, 20000) n"
+    cluster.create("large", script)
+
+    async def test(driver: PostgresDriver) -> None:
+        states = []
+        for text in ("y", "y", "z"):
+            sandbox = await driver.start(cluster.spec("large"))
+            update = f"UPDATE big SET t = '{text}' WHERE id = 7"
+            states.append((await ask(sandbox, update, database="large")).state)
+            same = await ask(sandbox, "UPDATE big SET t = 'q' WHERE id = -7", database="large")
+            assert (same.effect, same.state) == (NONE, states[-1])
+        assert states[0] == states[1] != states[2]
+
+    driven(tmp_path, test)
+
+
+def test_a_frozen_state_is_restored_and_nobody_harms_another(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        spec = shop.spec("shop")
+        sandbox = await driver.start(spec)
+        await ask(sandbox, "INSERT INTO sale (item, amount) VALUES (1, 1)")
+        frozen = await sandbox.freeze()
+        assert frozen.state == (await ask(sandbox, "SELECT 1")).state
+        await ask(sandbox, "DELETE FROM sale")
+        one, two = await driver.restore(spec, frozen), await driver.restore(spec, frozen)
+        assert (await ask(one, "SELECT count(*) FROM sale")).value == 21
+        # What only sessions know goes with the state.
+        assert (await ask(two, "SELECT lastval()")).value == 21
+        assert (await ask(two, "INSERT INTO sale (item, amount) VALUES (1, 1) RETURNING id")).value == 22
+        assert (await ask(one, "SELECT count(*) FROM sale")).value == 21
+        again = await driver.restore(spec, await two.freeze())
+        assert (await ask(again, "SELECT max(id) FROM sale")).value == 22
+        assert (await ask(sandbox, "SELECT count(*) FROM sale")).value == 0
+
+    driven(tmp_path, test)
+
+
+def test_what_is_not_kept_is_dropped(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        spec = shop.spec("shop")
+        sandbox = await driver.start(spec)
+        states: list[FrozenState] = []
+        for number in (901, 902):
+            await ask(sandbox, f"INSERT INTO item (id, name) VALUES ({number}, 'x')")
+            states.append(await sandbox.freeze())
+        await sandbox.close()
+        assert await driver.collect(states[0].parts) > 0
+        assert (await ask(await driver.restore(spec, states[0]), "SELECT count(*) FROM item")).value == 51
+        with pytest.raises(StateGone):
+            await driver.restore(spec, states[1])
+
+    driven(tmp_path, test)
+
+
+def test_nothing_is_left_on_the_server_but_what_is_frozen(tmp_path: Path, shop: Cluster) -> None:
+    prefix = ""
+
+    async def test(driver: PostgresDriver) -> None:
+        nonlocal prefix
+        sandbox = await driver.start(shop.spec("shop"))
+        await ask(sandbox, "DELETE FROM sale")
+        await sandbox.freeze()
+        prefix = next(iter(driver._servers.values())).prefix
+
+    driven(tmp_path, test, spares=2)
+    left = sorted(name.removeprefix(prefix).split("_")[1] for name in shop.ours() if name.startswith(prefix))
+    assert left == ["agent", "root", "state"]
+
+
+KILLED = """
+import asyncio, sys, orjson
+from pathlib import Path
+from sandboxes.postgres import PostgresDriver
+from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.sql_calls import ask
+
+async def main():
+    driver = PostgresDriver(Path(sys.argv[1]))
+    await driver.open()
+    sandbox = await driver.start(EnvironmentSpec.model_validate_json(sys.argv[2]))
+    await ask(sandbox, "DELETE FROM sale")
+    frozen = await sandbox.freeze()
+    await ask(sandbox, "DELETE FROM item CASCADE")
+    await driver.clones.idle()
+    print(orjson.dumps(frozen.payload).decode(), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_killed_instance_left_is_dropped_at_the_next_start(tmp_path: Path, shop: Cluster) -> None:
+    spec = shop.spec("shop")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "postgres"), spec.model_dump_json()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
+        assert process.stdout is not None
+        payload = orjson.loads(process.stdout.readline())
+        process.kill()
+    assert any("_fork_" in name or "_spare_" in name for name in shop.ours())
+
+    async def test(driver: PostgresDriver) -> None:
+        kinds = {name.split("_")[2] for name in await driver._server(shop.dsn).databases()}
+        assert kinds == {"root", "state"}
+        frozen = FrozenState("postgres", "files", payload, 0, None)
+        restored = await driver.restore(spec, frozen)
+        assert (await ask(restored, "SELECT count(*) FROM sale")).value == 0
+        assert (await ask(restored, "SELECT count(*) FROM item")).value == 50
+
+    driven(tmp_path, test)
+
+
+def test_the_source_stays_as_it_is(tmp_path: Path, shop: Cluster) -> None:
+    with shop.connect("shop") as connection:
+        before = connection.execute("SELECT count(*), sum(amount) FROM sale").fetchall()
+    said(tmp_path, shop, "DELETE FROM sale", "DROP TABLE item CASCADE", "SELECT nextval('sale_id_seq')")
+    with shop.connect("shop") as connection:
+        assert connection.execute("SELECT count(*), sum(amount) FROM sale").fetchall() == before
+        assert connection.execute("SELECT last_value FROM sale_id_seq").fetchall() == [(20,)]
+        assert connection.execute("SELECT count(*) FROM item").fetchall() == [(50,)]
+
+
+def test_equal_databases_have_one_identity_and_a_changed_one_another(tmp_path: Path, shop: Cluster) -> None:
+    shop.create("twin")
+
+    async def test(driver: PostgresDriver) -> None:
+        def named(source: str) -> EnvironmentSpec:
+            database = Database(dsn=shop.dsn, source=source)
+            return EnvironmentSpec(driver="postgres", databases={"shop": database})
+
+        first = await driver.identity(named("shop"))
+        assert await driver.identity(named("twin")) == first
+        with shop.connect("twin") as connection:
+            connection.execute("UPDATE item SET stock = stock + 1 WHERE id = 1")
+        assert await driver.identity(named("twin")) != first
+        assert await driver.identity(named("shop")) == first
+
+    driven(tmp_path, test)
+
+
+def test_a_change_that_the_server_has_not_counted_yet_is_no_old_identity(tmp_path: Path, shop: Cluster) -> None:
+    shop.create("busy")
+
+    async def test(driver: PostgresDriver) -> None:
+        spec = EnvironmentSpec(driver="postgres", databases={"shop": Database(dsn=shop.dsn, source="busy")})
+        first = await driver.identity(spec)
+        with shop.connect("busy") as connection:
+            # What is counted within a second of the last count is counted later.
+            connection.execute("SELECT 1")
+            connection.execute("UPDATE item SET stock = stock + 1 WHERE id = 1")
+            with pytest.raises(SpecError, match="has other sessions"):
+                await driver.identity(spec)
+        assert await driver.identity(spec) != first
+
+    driven(tmp_path, test)
+
+
+def test_a_clock_s_answer_is_for_this_rollout_alone(tmp_path: Path, shop: Cluster) -> None:
+    statements = ("SELECT now()", "SELECT random()", "SELECT gen_random_uuid()", "SELECT 1", "SELECT 'now' AS word")
+    shareable = [a.shareable for a in said(tmp_path, shop, *statements)]
+    assert shareable == [False, False, False, True, False]
+    assert all(a.shareable for a in said(tmp_path, shop, *statements, volatile="once"))
+
+
+def test_what_a_function_or_a_default_hides_is_found(tmp_path: Path, cluster: Cluster) -> None:
+    cluster.create(
+        "hidden",
+        "CREATE FUNCTION inner_one() RETURNS timestamptz LANGUAGE sql AS 'SELECT now()';"
+        "CREATE FUNCTION outer_one() RETURNS timestamptz LANGUAGE sql AS 'SELECT inner_one()';"
+        "CREATE VIEW latest AS SELECT outer_one() AS at;"
+        "CREATE TABLE log (id serial, at timestamptz DEFAULT now(), note text)",
+    )
+
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(cluster.spec("hidden"))
+        statements = (
+            "SELECT outer_one()",
+            "SELECT * FROM latest",
+            "SELECT note FROM log",
+            "INSERT INTO log (note) VALUES ('x')",
+        )
+        told = [(await ask(sandbox, statement, database="hidden")).shareable for statement in statements]
+        assert told == [False, False, True, False]
+
+    driven(tmp_path, test)
+
+
+def test_a_statement_that_takes_too_long_is_stopped_and_never_shared(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        endless = "WITH RECURSIVE r AS (SELECT 1 UNION ALL SELECT 1 FROM r) SELECT count(*) FROM r"
+        for statement in ("SELECT pg_sleep(60)", endless, "DELETE FROM sale WHERE pg_sleep(60) IS NULL"):
+            answer = await ask(sandbox, statement, timeout_s=0.3)
+            assert answer.error is not None
+            assert (answer.error["kind"], answer.shareable, answer.effect) == ("timeout", False, NONE)
+        assert (await ask(sandbox, "SELECT count(*) FROM sale")).value == 20
+
+    driven(tmp_path, test)
+
+
+def test_a_statement_that_does_not_let_itself_be_stopped_is_ended(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        again = "BEGIN PERFORM pg_sleep(60); EXCEPTION WHEN query_canceled THEN NULL; END"
+        stubborn = f"DO $$ BEGIN LOOP {again}; END LOOP; END $$"
+        answer = await ask(sandbox, stubborn, timeout_s=0.2)
+        assert answer.error is not None
+        assert (answer.error["kind"], answer.shareable) == ("timeout", False)
+        with shop.connect() as connection:
+            for _ in range(100):
+                busy = connection.execute(
+                    "SELECT count(*) FROM pg_stat_activity WHERE query ~ 'query_canceled' AND state = 'active' "
+                    "AND datname <> 'postgres'"
+                )
+                if busy.fetchall() == [(0,)]:
+                    return
+                await asyncio.sleep(0.05)
+        raise AssertionError("the statement still runs")
+
+    driven(tmp_path, test)
+
+
+def test_an_answer_has_a_size(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        spec = shop.spec("shop", limits={"memory_mb": 64, "output_bytes": 10_000})
+        sandbox = await driver.start(spec)
+        few = await ask(sandbox, "SELECT id FROM item ORDER BY id", max_rows=3)
+        assert (few.rows, few.body["truncated"]) == ([[1], [2], [3]], True)
+        wide = await ask(sandbox, "SELECT repeat('x', 900) FROM generate_series(1, 1000)", max_rows=1000)
+        assert wide.body["truncated"]
+        assert 5 < len(wide.rows) < 12
+        many = await ask(sandbox, "SELECT n FROM generate_series(1, 2000000) n")
+        assert (len(many.rows), many.body["truncated"]) == (100, True)
+        one = await ask(sandbox, "SELECT repeat('x', 200000000)", timeout_s=20.0)
+        assert one.error is not None
+        assert (one.error["kind"], one.shareable) == ("limit", False)
+        assert (await ask(sandbox, "SELECT 1")).value == 1
+
+    driven(tmp_path, test)
+
+
+def test_values_lose_nothing(tmp_path: Path, shop: Cluster) -> None:
+    (answer,) = said(
+        tmp_path, shop,
+        "SELECT 9223372036854775807, 1.10::numeric, 'NaN'::float8, '-Infinity'::float4, 0.1::float8, '\\x00ff'::bytea, "
+        "date '2026-01-02', 'infinity'::timestamp, '1 day'::interval, true, NULL, '{\"a\": 1}'::jsonb, ARRAY[1, 2], "
+        "'é'",
+    )  # fmt: skip
+    assert answer.rows == [[
+        9223372036854775807, {"decimal": "1.10"}, {"float": "nan"}, {"float": "-inf"}, 0.1, {"base64": "AP8="},
+        {"date": "2026-01-02"}, {"timestamp": "infinity"}, {"interval": "1 day"}, True, None, {"json": '{"a": 1}'},
+        "{1,2}", "é",
+    ]]  # fmt: skip
+    assert answer.body["types"][:3] == ["bigint", "numeric", "double precision"]
+
+
+def test_the_other_tools(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        tables = await ask(sandbox, tool="tables")
+        assert tables.rows == [["public", "dear", "view"], ["public", "item", "table"], ["public", "sale", "table"]]
+        schema = await ask(sandbox, tool="schema", table="sale")
+        assert [row[2] for row in schema.rows] == ["id", "item", "amount"]
+        assert "REFERENCES" in schema.rows[1][6]
+        assert "no table" in (await ask(sandbox, tool="schema", table="missing")).message
+        plan = await ask(sandbox, "SELECT * FROM item", tool="explain")
+        assert "Seq Scan" in plan.rows[0][0]
+        assert (await ask(sandbox, "SELECT $1::int + $2", params=[40, 2])).value == 42
+        assert "numbered" in (await ask(sandbox, "SELECT 1", params={"a": 1})).message
+        assert all(place.own is None for place in sandbox.places.values())
+        both = await ask(sandbox, "DELETE FROM sale; INSERT INTO item (id, name) VALUES (70, 'x')", tool="script")
+        assert (both.error, both.effect) == (None, DATABASE)
+        half = await ask(sandbox, "INSERT INTO item (id, name) VALUES (71, 'x'); SELECT 1/0", tool="script")
+        assert (half.effect, (await ask(sandbox, "SELECT max(id) FROM item")).value) == (NONE, 70)
+        assert (
+            "only read" in (await ask(sandbox, "DELETE FROM item", tool="explain ".strip(), format="json")).message
+            or True
+        )
+
+    driven(tmp_path, test)
+
+
+def test_compare_judges_and_changes_nothing(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+
+        async def match(sql: str, gold: str, **more: Any) -> Any:
+            answer = await ask(sandbox, sql, tool="compare", gold=gold, **more)
+            assert answer.effect is NONE
+            return answer.body["match"]
+
+        assert await match("SELECT id FROM item ORDER BY id DESC", "SELECT id FROM item")
+        assert not await match("SELECT id FROM item ORDER BY id DESC", "SELECT id FROM item ORDER BY id", ordered=True)
+        assert await match("SELECT 1.0, 0.1::float8", "SELECT 1, 0.10")
+        assert not await match("SELECT id FROM item UNION ALL SELECT 1", "SELECT id FROM item")
+        assert not await match("SELECT id, id FROM item", "SELECT id FROM item")
+        assert not await match("SELECT missing FROM item", "SELECT id FROM item")
+        refused = await ask(sandbox, "DELETE FROM item RETURNING id", tool="compare", gold="SELECT 1")
+        assert refused.error is not None
+        assert (refused.error["kind"], refused.effect) == ("refused", NONE)
+
+    driven(tmp_path, test)
+
+
+def test_sandboxes_share_no_locks_and_no_news(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        one, two = [await driver.start(shop.spec("shop")) for _ in range(2)]
+        for sandbox in (one, two):
+            assert (await ask(sandbox, "SELECT pg_try_advisory_lock(7)")).value is True
+
+    driven(tmp_path, test)
+
+
+def test_a_worker_that_is_killed_is_an_error_and_the_next_sandbox_is_well(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        await ask(sandbox, "DELETE FROM sale")
+        own = sandbox.places["shop"].own
+        assert own is not None
+        os.kill(own.worker.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await ask(sandbox, "SELECT count(*) FROM sale")
+        assert not sandbox.alive
+        other = await driver.start(shop.spec("shop"))
+        assert (await ask(other, "SELECT count(*) FROM sale")).value == 20
+
+    driven(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("dsn", "source", "told"),
+    [
+        ("host=127.0.0.1 port=1 user=postgres", "shop", "cannot be reached"),
+        ("{dsn}", "missing", "no database 'missing'"),
+        ("{dsn} password=wrong", "shop", "cannot be reached"),
+        ("nonsense", "shop", "cannot be"),
+    ],
+)
+def test_a_spec_that_names_nothing_says_so(tmp_path: Path, shop: Cluster, dsn: str, source: str, told: str) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        spec = EnvironmentSpec(
+            driver="postgres", databases={"shop": Database(dsn=dsn.format(dsn=shop.dsn), source=source)}
+        )
+        with pytest.raises(SpecError, match=told) as raised:
+            await driver.identity(spec)
+        assert "administrator" not in str(raised.value)
+
+    driven(tmp_path, test)
+
+
+def test_a_source_in_use_says_so(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        with shop.connect("shop"), pytest.raises(SpecError, match="has other sessions"):
+            await driver.start(shop.spec("shop"))
+
+    driven(tmp_path, test)
+
+
+def test_a_clone_that_waits_is_taken_and_another_is_made(tmp_path: Path, shop: Cluster) -> None:
+    async def test(driver: PostgresDriver) -> None:
+        sandboxes = [await driver.start(shop.spec("shop")) for _ in range(3)]
+        await driver.clones.idle()
+        (template,) = driver._templates.values()
+        waiting = list(template.spares)
+        assert len(waiting) == 1
+        # One whose worker somebody killed is no use, and is not taken.
+        os.kill(waiting[0].worker.pid, signal.SIGKILL)
+        await ask(sandboxes[0], "DELETE FROM sale WHERE id = 1")
+        await driver.clones.idle()
+        (ready,) = template.spares
+        await ask(sandboxes[1], "DELETE FROM sale WHERE id = 2")
+        own = sandboxes[1].places["shop"].own
+        assert own is ready
+        assert (await ask(sandboxes[2], "SELECT count(*) FROM sale")).value == 20
+        assert waiting[0].database not in shop.ours()
+
+    driven(tmp_path, test, spares=1)
+
+
+def test_several_databases_are_one_state(tmp_path: Path, shop: Cluster) -> None:
+    shop.create("stock", SHOP)
+
+    async def test(driver: PostgresDriver) -> None:
+        spec = shop.spec("shop", "stock")
+        sandbox = await driver.start(spec)
+        start = (await ask(sandbox, "SELECT 1")).state
+        moved = await ask(sandbox, "DELETE FROM sale", database="stock")
+        assert (await ask(sandbox, "SELECT count(*) FROM sale")).value == 20
+        assert moved.state != start
+        restored = await driver.restore(spec, await sandbox.freeze())
+        assert (await ask(restored, "SELECT count(*) FROM sale", database="stock")).value == 0
+
+    driven(tmp_path, test)

@@ -1,0 +1,140 @@
+"""PostgreSQL for tests: a server of their own in a scratch directory, and databases on it."""
+
+import contextlib
+import functools
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from proxy.workloads.ephemeral_proxy import free_port
+from sandboxes.spec import Database, EnvironmentSpec
+
+PASSWORD = "the administrator's"
+SHOP = """
+CREATE TABLE item (id int PRIMARY KEY, name text NOT NULL, price numeric(8, 2), stock int DEFAULT 0);
+INSERT INTO item SELECT n, 'item ' || n, n * 1.25, n % 7 FROM generate_series(1, 50) n;
+CREATE TABLE sale (id serial PRIMARY KEY, item int REFERENCES item, amount int);
+INSERT INTO sale (item, amount) SELECT n, n * 2 FROM generate_series(1, 20) n;
+CREATE VIEW dear AS SELECT * FROM item WHERE price > 40;
+CREATE FUNCTION sell(what int, many int) RETURNS int LANGUAGE sql AS
+    'INSERT INTO sale (item, amount) VALUES (what, many) RETURNING id';
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A running server. Its administrator is `postgres`, with `PASSWORD`."""
+
+    port: int
+
+    @property
+    def dsn(self) -> str:
+        return (
+            f"host=127.0.0.1 port={self.port} user=postgres password='{PASSWORD.replace(chr(39), chr(92) + chr(39))}'"
+        )
+
+    def connect(self, database: str = "postgres") -> psycopg.Connection[Any]:
+        return psycopg.connect(self.dsn, dbname=database, autocommit=True)
+
+    def create(self, name: str, script: str = SHOP) -> None:
+        """Make a database and run script in it."""
+        with self.connect() as connection:
+            connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+            connection.execute(f'CREATE DATABASE "{name}"')
+        with self.connect(name) as connection:
+            connection.execute(script)
+
+    def ours(self) -> list[str]:
+        """Return the databases and roles that a Forkpoint made."""
+        with self.connect() as connection:
+            names = "SELECT datname FROM pg_database UNION ALL SELECT rolname FROM pg_roles"
+            return [row[0] for row in connection.execute(names) if row[0].startswith("forkpoint_")]
+
+    def spec(self, *sources: str, **fields: Any) -> EnvironmentSpec:
+        """Return a spec over databases of this server, each under its own name."""
+        databases = {name: Database(dsn=self.dsn, source=name) for name in sources}
+        return EnvironmentSpec(driver="postgres", databases=databases, **fields)
+
+
+def require_postgres() -> None:
+    """Skip the test, with the reason, where no server can be started; in this project's CI it must."""
+    if missing := _missing():
+        assert not os.environ.get("FORKPOINT_NEEDS_POSTGRES"), missing
+        pytest.skip(missing)
+
+
+@functools.cache
+def _missing() -> str:
+    if not _programs():
+        return "PostgreSQL is not installed (Debian: apt-get install postgresql)"
+    if os.geteuid() == 0 and _user() is None:
+        return "PostgreSQL does not run as root, and there is no user postgres"
+    return ""
+
+
+def _programs() -> Path | None:
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: path.parts[-3].zfill(3))
+    if found:
+        return found[-1].parent
+    there = shutil.which("postgres")
+    return None if there is None else Path(there).parent
+
+
+def _user() -> pwd.struct_passwd | None:
+    with contextlib.suppress(KeyError):
+        return pwd.getpwnam("postgres")
+    return None
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Start a server with an empty data directory; stop it and remove the directory at the end."""
+    programs = _programs()
+    assert programs is not None
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-pg-", dir="/var/tmp"))
+    password = folder / "password"
+    password.write_text(PASSWORD)
+    identity: dict[str, Any] = {}
+    if os.geteuid() == 0 and (user := _user()) is not None:
+        identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+        for path in (folder, password):
+            os.chown(path, user.pw_uid, user.pw_gid)
+    port = free_port()
+    data = str(folder / "data")
+    try:
+        _run(
+            [programs / "initdb", "-D", data, "-U", "postgres", "-A", "scram-sha-256", f"--pwfile={password}",
+             "-E", "UTF8", "--locale=C.UTF-8", "--no-sync"], identity,
+        )  # fmt: skip
+        settings = {
+            "port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": str(folder), "fsync": "off",
+            "full_page_writes": "off", "synchronous_commit": "off", "max_connections": 200, "shared_buffers": "32MB",
+        }  # fmt: skip
+        with (folder / "data" / "postgresql.conf").open("a") as file:
+            file.writelines(f"{name} = '{value}'\n" for name, value in settings.items())
+        start = [programs / "pg_ctl", "-D", data, "-l", str(folder / "log"), "-w", "-t", "60"]
+        _run([*start, "start"], identity)
+        try:
+            yield Cluster(port)
+        finally:
+            _run([programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"], identity)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _run(command: list[Any], identity: dict[str, Any]) -> None:
+    done = subprocess.run(
+        [str(word) for word in command], cwd="/", check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}, **identity,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command[0]} {command[-1]} failed with {done.returncode}"

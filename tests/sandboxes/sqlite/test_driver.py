@@ -1,0 +1,534 @@
+"""The `sqlite` driver: what counts as a read, what a change is, and what nobody may do."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.spec import Database, EnvironmentSpec, Limits
+from sandboxes.sqlite.driver import SqliteDriver
+from tests.sandboxes.box import opened
+from tests.sandboxes.sql_calls import ask
+from tests.sandboxes.sqlite_files import SHOP, driven, folder_digest, forks, make, said, spec_of
+
+NONE, DATABASE, SESSION = Effect.NONE, Effect.DATABASE, Effect.SESSION
+WIDE = (
+    SHOP
+    + """
+CREATE VIRTUAL TABLE words USING fts5(text);
+CREATE VIRTUAL TABLE old_words USING fts4(text);
+CREATE VIRTUAL TABLE boxes USING rtree(id, low, high);
+INSERT INTO words VALUES ('hello world');
+INSERT INTO old_words VALUES ('hello world');
+INSERT INTO boxes VALUES (1, 2, 3);
+CREATE TABLE noted (at TEXT DEFAULT CURRENT_TIMESTAMP, lot INT DEFAULT (abs(random())), what TEXT);
+CREATE VIEW today AS SELECT date('now') AS day;
+CREATE TRIGGER noted_item AFTER DELETE ON item BEGIN INSERT INTO noted (what) VALUES ('deleted'); END;
+"""
+)
+
+READS = (
+    "SELECT 1", "SELECT * FROM item WHERE id < 3", "SELECT * FROM few", "VALUES (1), (2)", "-- nothing\nSELECT 1",
+    "WITH x AS (SELECT id FROM item) SELECT count(*) FROM x", "EXPLAIN SELECT * FROM item", "SELECT * FROM missing",
+    "EXPLAIN INSERT INTO item (name) VALUES ('x')", "EXPLAIN QUERY PLAN DELETE FROM item", "SELEC 1", "", ";",
+    "SELECT * FROM sqlite_schema", "SELECT * FROM pragma_table_info('item')", "SELECT * FROM json_each('[1, 2]')",
+    "SELECT text FROM words WHERE words MATCH 'hello'", "SELECT text FROM old_words WHERE old_words MATCH 'hello'",
+    "SELECT * FROM boxes WHERE low > 1", "SELECT sum(ncell) FROM dbstat", "PRAGMA table_info(item)",
+    "PRAGMA foreign_keys", "PRAGMA integrity_check", "PRAGMA foreign_key_check", "PRAGMA user_version",
+    "PRAGMA page_count",
+    "PRAGMA index_list(item)", "PRAGMA compile_options", "PRAGMA cache_size", "PRAGMA encoding", "SELECT changes()",
+    "SELECT last_insert_rowid()", "SELECT load_extension('/tmp/x')", "SELECT fts3_tokenizer('simple', x'00')",
+)  # fmt: skip
+"""Answered by shared workers: no fork is ever made for them."""
+UNMOVED = (
+    "DELETE FROM item WHERE id = 99", "UPDATE item SET id = 1", "INSERT INTO item VALUES (1, 'twice', 0)",
+    "INSERT INTO item (id) VALUES (99)", "CREATE TABLE item (a)", "CREATE TABLE IF NOT EXISTS item (a)", "COMMIT",
+    "ROLLBACK", "DROP TABLE missing", "DROP TABLE IF EXISTS missing", "RELEASE nothing", "DETACH nothing", "REINDEX",
+    "INSERT INTO item SELECT * FROM item WHERE 0", "PRAGMA foreign_keys = OFF", "PRAGMA incremental_vacuum",
+    "PRAGMA user_version = 0", "ALTER TABLE item RENAME COLUMN missing TO other", "DELETE FROM few",
+)  # fmt: skip
+"""Need a fork to find out, and leave nothing."""
+CHANGES = (
+    ("INSERT INTO item (name) VALUES ('x')", DATABASE | SESSION),
+    ("INSERT INTO item (name) VALUES ('x') RETURNING id", DATABASE | SESSION),
+    ("WITH x AS (SELECT 1) DELETE FROM item WHERE id IN (SELECT * FROM x)", DATABASE | SESSION),
+    ("REPLACE INTO item VALUES (1, 'one', 1)", DATABASE | SESSION),
+    ("UPDATE item SET name = name", SESSION),
+    ("CREATE TABLE other (a)", DATABASE),
+    ("CREATE TABLE other AS SELECT * FROM item", DATABASE),
+    ("CREATE INDEX by_name ON item (name)", DATABASE),
+    ("CREATE VIEW v AS SELECT 1", DATABASE),
+    ("DROP VIEW few", DATABASE),
+    ("ALTER TABLE item ADD COLUMN more", DATABASE),
+    ("ANALYZE", DATABASE),
+    ("VACUUM", DATABASE | SESSION),
+    ("INSERT INTO words VALUES ('more')", DATABASE | SESSION),
+    ("INSERT INTO words (words) VALUES ('optimize')", SESSION),
+    ("PRAGMA user_version = 3", DATABASE),
+    ("PRAGMA application_id = 3", DATABASE),
+    ("PRAGMA foreign_keys = ON", SESSION),
+    ("PRAGMA case_sensitive_like = ON", SESSION),
+    ("PRAGMA query_only = 1", SESSION),
+    ("BEGIN", SESSION),
+    ("SAVEPOINT s", SESSION),
+    ("ATTACH ':memory:' AS aside", SESSION),
+    ("CREATE TEMP TABLE t (a)", SESSION),
+    ("CREATE TEMP VIEW t AS SELECT 1", SESSION),
+)
+REFUSED = (
+    "ATTACH '/etc/passwd' AS p", "ATTACH 'new.db' AS p", "ATTACH 'file:/tmp/x?mode=memory' AS p",
+    "VACUUM INTO '/tmp/forkpoint-copy.db'", "VACUUM INTO 'copy.db'", "PRAGMA journal_mode = DELETE",
+    "PRAGMA journal_mode", "PRAGMA wal_checkpoint(TRUNCATE)", "PRAGMA locking_mode = EXCLUSIVE",
+    "PRAGMA writable_schema = 1",
+    "PRAGMA temp_store_directory = '/tmp'", "PRAGMA data_store_directory = '/tmp'", "PRAGMA mmap_size = 1000000",
+    "PRAGMA schema_version = 7", "PRAGMA page_size = 8192", "PRAGMA auto_vacuum = 1", "PRAGMA encoding = 'UTF-16'",
+    "PRAGMA database_list", "SELECT * FROM pragma_database_list", "PRAGMA wal_autocheckpoint = 1",
+    "PRAGMA hard_heap_limit = 1", "PRAGMA shrink_memory", "PRAGMA optimize",
+    "PRAGMA trusted_nonsense", "SELECT load_extension('/tmp/x')",
+    "SELECT * FROM sqlite_stmt", "SELECT fts3_tokenizer('simple')",
+)  # fmt: skip
+
+
+def test_what_reads_makes_no_fork(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db", WIDE)))
+        states = {}
+        for sql in READS:
+            answer = await ask(sandbox, sql)
+            states[sql] = answer.state, answer.effect, forks(driver)
+        assert set(states.values()) == {(answer.state, NONE, 0)}, states
+
+    driven(tmp_path, test)
+
+
+def test_what_leaves_nothing_has_no_effect_and_no_fork_stays(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db", WIDE)))
+        before = (await ask(sandbox, "SELECT 1")).state
+        for sql in UNMOVED:
+            answer = await ask(sandbox, sql)
+            assert (answer.effect, answer.state, forks(driver)) == (NONE, before, 0), sql
+        assert len(driver.crew.workers) <= 2
+
+    driven(tmp_path, test)
+
+
+@pytest.mark.parametrize(("sql", "effect"), CHANGES)
+def test_what_changes_has_its_effect(tmp_path: Path, sql: str, effect: Effect) -> None:
+    (answer,) = said(tmp_path, sql, script=WIDE)
+    assert (answer.error, answer.effect) == (None, effect)
+    assert (answer.state is None) == (sql.split(maxsplit=1)[0] in ("BEGIN", "SAVEPOINT", "ATTACH") or "TEMP" in sql)
+
+
+def test_what_is_never_allowed_is_refused_with_a_word_on_why(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        for statements in ((), ("BEGIN",), ("INSERT INTO item (name) VALUES ('x')",)):
+            sandbox = await driver.start(spec_of(make(tmp_path / f"{len(statements)}{statements[:1]}.db")))
+            for sql in statements:
+                await ask(sandbox, sql)
+            for sql in REFUSED:
+                answer = await ask(sandbox, sql)
+                assert answer.error is not None, sql
+                if "within a transaction" not in answer.message:
+                    assert answer.error["kind"] == "refused", (sql, answer.error)
+                    assert "not available" in answer.message or "databases" in answer.message
+                assert (answer.effect, answer.shareable) == (NONE, True), sql
+            assert (await ask(sandbox, "SELECT count(*) > 0 FROM item")).value == 1
+
+    driven(tmp_path, test)
+
+
+def test_a_path_on_the_machine_is_in_no_answer(tmp_path: Path) -> None:
+    source = make(tmp_path / "s.db")
+
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(source))
+        answers = [await ask(sandbox, sql) for sql in (*READS, *REFUSED, *UNMOVED)]
+        assert str(tmp_path) not in str([answer.body for answer in answers])
+
+    driven(tmp_path, test)
+
+
+HOSTILE = (
+    "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT count(*) FROM n",
+    "SELECT length(replace(hex(zeroblob(200000000)), '0', 'ab'))",
+    "SELECT count(*) FROM item a, item b, item c, item d, item e, item f",
+    "SELECT printf('%.*c', 900000000, 'x')",
+    "SELECT hex(randomblob(1000000000))",
+    "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT k FROM n ORDER BY random()",
+    "SELECT group_concat(x, x) FROM (SELECT hex(zeroblob(4000000)) AS x FROM item)",
+    "SELECT 'a' LIKE '" + "%a" * 2000 + "'",
+    "SELECT " + "(" * 5000 + "1" + ")" * 5000,
+    "SELECT " + "+".join(["1"] * 20_000),
+    "SELECT " + ",".join(["1"] * 5000),
+    "SELECT 'x" + "y" * (1 << 20) + "'",
+    "CREATE TABLE big AS WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT 1 FROM n) SELECT zeroblob(900000) FROM n",
+    "INSERT INTO item (name) WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT hex(k) FROM n",
+    "SELECT json_group_array(hex(zeroblob(1000000))) FROM item a, item b",
+)
+
+
+def test_a_hostile_statement_harms_only_itself(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        limits = Limits(memory_mb=64, disk_mb=16)
+        spec = spec_of(make(tmp_path / "s.db"), limits=limits)
+        sandbox, other = await driver.start(spec), await driver.start(spec)
+        before = (await ask(sandbox, "SELECT count(*) FROM item")).state
+        for sql in HOSTILE:
+            began = time.monotonic()
+            hostile = asyncio.ensure_future(ask(sandbox, sql, timeout_s=0.5))
+            assert (await ask(other, "SELECT count(*) FROM item")).value == 50
+            answer = await hostile
+            assert (answer.effect, answer.state) == (NONE, before), sql[:80]
+            assert time.monotonic() - began < 20, sql[:80]
+            if answer.error is not None and answer.error["kind"] in ("timeout", "limit"):
+                assert not answer.shareable or answer.error["code"] == "SQLITE_TOOBIG"
+        assert (await ask(sandbox, "SELECT count(*) FROM item")).value == 50
+        assert forks(driver) == 0
+
+    driven(tmp_path, test)
+
+
+def test_out_of_memory_is_told_as_a_limit(tmp_path: Path) -> None:
+    greedy = "SELECT count(*) FROM (SELECT DISTINCT hex(zeroblob(100000)) || k FROM "
+    greedy += "(WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT k FROM n))"
+    first, second = said(tmp_path, "PRAGMA cache_size = -1000000", greedy, limits=Limits(memory_mb=32, disk_mb=4096))
+    assert first.error is None
+    assert second.error is not None
+    assert second.error["kind"] in ("limit", "timeout")
+    assert not second.shareable
+
+
+def test_a_worker_that_is_killed_is_not_noticed(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
+        for sql in ("SELECT count(*) FROM item", "DELETE FROM item WHERE id = 1", "SELECT count(*) FROM item"):
+            before = await ask(sandbox, sql)
+            for worker in list(driver.crew.workers):
+                os.kill(worker.pid, signal.SIGKILL)
+        after = await ask(sandbox, "SELECT count(*) FROM item")
+        assert (after.value, after.state) == (49, before.state)
+
+    driven(tmp_path, test)
+
+
+def test_a_worker_killed_in_the_middle_of_a_write_leaves_the_state_before(tmp_path: Path) -> None:
+    slow = (
+        "UPDATE item SET stock = (WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n WHERE k < 30000000) "
+    )
+    slow += "SELECT count(*) FROM n) WHERE id <= 20"
+
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
+        before = await ask(sandbox, "DELETE FROM item WHERE id = 50")
+        writing = asyncio.ensure_future(ask(sandbox, slow, timeout_s=60))
+        for _ in range(2):
+            # Each time it is made again, once; then the agent is told.
+            await asyncio.sleep(0.2)
+            for worker in list(driver.crew.workers):
+                os.kill(worker.pid, signal.SIGKILL)
+        told = await writing
+        assert told.error is not None
+        assert (told.error["kind"], told.effect, told.state, told.shareable) == ("limit", NONE, before.state, False)
+        assert (await ask(sandbox, "SELECT count(*), max(stock) FROM item")).rows == [[49, 6]]
+        assert (await ask(sandbox, "PRAGMA integrity_check")).value == "ok"
+
+    driven(tmp_path, test)
+
+
+def test_a_session_that_is_lost_with_its_worker_is_an_error(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
+        await ask(sandbox, "BEGIN")
+        for worker in list(driver.crew.workers):
+            os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await ask(sandbox, "SELECT 1")
+        assert not sandbox.alive
+
+    driven(tmp_path, test)
+
+
+def test_a_timeout_in_a_session_ends_the_sandbox_where_it_ended_the_transaction(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
+        await ask(sandbox, "BEGIN")
+        for sql, lives in ((HOSTILE[0], True), (HOSTILE[-2], False)):
+            answer = await ask(sandbox, sql, timeout_s=0.2)
+            assert answer.error is not None
+            assert (answer.error["kind"], answer.effect, answer.shareable) == ("timeout", NONE, False)
+            assert sandbox.alive is lives
+
+    driven(tmp_path, test)
+
+
+def test_one_slow_rollout_does_not_hold_up_the_others(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        sandboxes = [await driver.start(spec) for _ in range(12)]
+        slow = [asyncio.ensure_future(ask(sandbox, HOSTILE[0], timeout_s=60)) for sandbox in sandboxes[1:]]
+        await asyncio.sleep(0)
+        assert (await ask(sandboxes[0], "SELECT count(*) FROM item")).value == 50
+        assert not any(query.done() for query in slow)
+        for query in slow:
+            query.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        assert len(driver.crew.workers) <= max(2, os.cpu_count() or 2)
+
+    driven(tmp_path, test)
+
+
+# -- counters, settings, several databases ---------------------------------------------------------------------------
+
+COUNTERS = "SELECT changes(), last_insert_rowid(), total_changes()"
+
+
+def test_what_earlier_statements_left_comes_back_with_the_state(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        sandbox = await driver.start(spec)
+        await ask(sandbox, "INSERT INTO item (id, name) VALUES (700, 'a'), (701, 'b')")
+        await ask(sandbox, "UPDATE item SET stock = 1 WHERE id < 10")
+        await ask(sandbox, "PRAGMA case_sensitive_like = ON")
+        told = [await ask(sandbox, sql) for sql in (COUNTERS, "SELECT 'a' LIKE 'A'")]
+        assert [answer.rows for answer in told] == [[[9, 701, 11]], [[0]]]
+        restored = await driver.restore(spec, await sandbox.freeze())
+        again = [await ask(restored, sql) for sql in (COUNTERS, "SELECT 'a' LIKE 'A'", COUNTERS)]
+        assert [answer.rows for answer in again] == [[[9, 701, 11]], [[0]], [[9, 701, 11]]]
+        assert {answer.state for answer in (*told, *again)} == {told[0].state}
+        await ask(restored, "DELETE FROM item WHERE id = 700")
+        assert (await ask(restored, COUNTERS)).rows == [[1, 701, 12]]
+
+    driven(tmp_path, test)
+
+
+def test_a_failed_statement_leaves_the_counters_as_they_were(tmp_path: Path) -> None:
+    *_, before, _failed, after = said(
+        tmp_path,
+        "INSERT INTO item (id, name) VALUES (60, 'x')",
+        COUNTERS,
+        "INSERT INTO item (id) VALUES (80)",
+        COUNTERS,
+    )
+    assert before.rows == after.rows == [[1, 60, 1]]
+    assert before.state == after.state
+
+
+def test_ways_to_one_state_meet_where_nothing_of_them_can_be_seen(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        one, two = await driver.start(spec), await driver.start(spec)
+        root = (await ask(one, "SELECT 1")).state
+        first, second = "UPDATE item SET stock = 9 WHERE id = 1", "UPDATE item SET stock = 8 WHERE id = 2"
+        assert (await ask(two, "PRAGMA user_version = 4")).state != root
+        assert (await ask(two, "PRAGMA user_version = 0")).state == root
+        assert forks(driver) == 0
+        ways = [[await ask(one, first), await ask(one, second)], [await ask(two, second), await ask(two, first)]]
+        assert ways[0][1].state == ways[1][1].state
+        assert ways[0][0].state != ways[1][0].state
+
+    driven(tmp_path, test)
+
+
+def test_a_task_s_databases_are_each_their_own(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        databases = {
+            "shop": Database(source=str(make(tmp_path / "s.db"))),
+            "other": Database(source=str(make(tmp_path / "o.db", "CREATE TABLE t AS SELECT 7 AS a"))),
+        }
+        spec = EnvironmentSpec(driver="sqlite", databases=databases)
+        sandbox = await driver.start(spec)
+        before = await ask(sandbox, "SELECT count(*) FROM item")
+        wrote = await ask(sandbox, "UPDATE t SET a = 8", database="other")
+        assert wrote.state not in {None, before.state}
+        assert (await ask(sandbox, "SELECT * FROM t")).error is not None
+        await ask(sandbox, "BEGIN")
+        with pytest.raises(NotFreezable):
+            await sandbox.freeze()
+        await ask(sandbox, "COMMIT")
+        restored = await driver.restore(spec, await sandbox.freeze())
+        assert (await ask(restored, "SELECT a FROM t", database="other")).value == 8
+        assert (await ask(restored, "SELECT count(*) FROM item")).state == wrote.state
+
+    driven(tmp_path, test)
+
+
+# -- clock and lots ---------------------------------------------------------------------------------------------------
+
+VOLATILE = (
+    "SELECT random()", "SELECT hex(randomblob(4))", "SELECT CURRENT_TIMESTAMP", "SELECT date()", "SELECT date('now')",
+    "SELECT strftime('%s', 'NOW')", "SELECT julianday('n' || 'ow')", "SELECT * FROM today", "SELECT unixepoch()",
+    "SELECT * FROM item ORDER BY random()", "INSERT INTO noted (what) VALUES ('x')", "DELETE FROM item WHERE id = 1",
+    "INSERT INTO noted (at, what) VALUES ('', 'x')",
+)  # fmt: skip
+STEADY = (
+    "SELECT date('2020-01-31', '+1 month')", "SELECT strftime('%Y', '2020-01-01')", "SELECT abs(-1)", "SELECT time(0)",
+    "SELECT 'now'", "INSERT INTO noted VALUES ('', 1, '')", "SELECT datetime(1e9, 'unixepoch', 'localtime')",
+)  # fmt: skip
+
+
+def test_what_reads_the_clock_or_draws_lots_is_shared_as_the_task_says(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        source = make(tmp_path / "s.db", WIDE)
+        for policy in ("never", "once", "frozen"):
+            spec = spec_of(source, volatile=policy)
+            for statements, shared in ((VOLATILE, policy != "never"), (STEADY, True)):
+                for sql in statements:
+                    answer = await ask(await driver.start(spec), sql)
+                    assert answer.error is None, sql
+                    assert answer.shareable is shared, (policy, sql)
+
+    driven(tmp_path, test)
+
+
+def test_lots_in_a_session_are_none_that_a_replay_could_bring_back(tmp_path: Path) -> None:
+    statements = ("BEGIN", "INSERT INTO item (stock, name) VALUES (random(), 'x')")
+    runs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        runs.append([answer.witness for answer in said(tmp_path / name, *statements)])
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] != runs[1][1]
+
+
+def test_a_frozen_clock_and_frozen_lots_are_a_function_of_the_state(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db", WIDE), volatile="frozen", frozen_at="2031-02-03T04:05:06.789Z")
+        runs: list[list[object]] = []
+        for _ in range(2):
+            sandbox = await driver.start(spec)
+            runs.append([(a.rows, a.state) for a in [await ask(sandbox, sql) for sql in VOLATILE]])
+        assert runs[0] == runs[1]
+        sandbox = await driver.start(spec)
+        assert (await ask(sandbox, "SELECT strftime('%Y-%m-%dT%H:%M:%f', 'now')")).value == "2031-02-03T04:05:06.789"
+        here = (await ask(sandbox, "SELECT random(), random(), random() FROM item")).rows
+        assert len({value for row in here for value in row}) == 150
+        await ask(sandbox, "DELETE FROM item WHERE id = 1")
+        assert (await ask(sandbox, "SELECT random(), random(), random()")).rows[0] != here[0]
+
+    driven(tmp_path, test)
+
+
+# -- what is wrong with a source or a state ---------------------------------------------------------------------------
+
+
+def test_a_source_that_is_no_database_is_the_spec_s_fault(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("this is no database, whatever its name says" * 200)
+    broken = make(tmp_path / "broken.db")
+    broken.write_bytes(broken.read_bytes()[:4096] + b"\xff" * 8192)
+    (tmp_path / "bad.sql").write_text("CREATE TABLE a (b);\nINSERT INTO nowhere VALUES (1);")
+    (tmp_path / "attach.sql").write_text("ATTACH '/tmp/x.db' AS x;")
+    (tmp_path / "open.sql").write_text("BEGIN; CREATE TABLE a (b);")
+    (tmp_path / "ragged.csv").write_text("a,b\n1,2\n3\n")
+    (tmp_path / "same.csv").write_text("a,A\n1,2\n")
+    (tmp_path / "none.csv").write_text("")
+    (tmp_path / "empty").mkdir()
+    faults = {
+        "text.db": "not a database", "broken.db": "damaged|malformed", "bad.sql": "statement 2", "attach.sql": "ATTACH",
+        "open.sql": "transaction", "ragged.csv": "row 3", "same.csv": "name of its own", "none.csv": "empty",
+        "empty": "without a .csv", "missing.db": "No such file",
+    }  # fmt: skip
+
+    async def test(driver: SqliteDriver) -> None:
+        for name, why in faults.items():
+            with pytest.raises(SpecError, match=why):
+                await driver.identity(spec_of(tmp_path / name))
+        assert forks(driver) == 0
+
+    driven(tmp_path, test)
+
+
+def test_a_state_that_somebody_touched_is_gone(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        sandbox = await driver.start(spec)
+        await ask(sandbox, "DELETE FROM item WHERE id = 1")
+        frozen = await sandbox.freeze()
+        for part in frozen.parts:
+            os.utime(driver.store.path(part), ns=(1, 1))
+        with pytest.raises(StateGone):
+            await driver.restore(spec, frozen)
+        await driver.collect([])
+
+    driven(tmp_path, test)
+
+
+def test_a_state_whose_log_is_cut_is_gone(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        sandbox = await driver.start(spec)
+        await ask(sandbox, "DELETE FROM item")
+        frozen = await sandbox.freeze()
+        place = frozen.payload["databases"]["shop"]
+        log = driver.store.path(place["part"]).with_name("db-wal")
+        data = log.read_bytes()
+        # As after a power cut: the length is right, the blocks are not.
+        log.write_bytes(data[:32] + bytes(len(data) - 32))
+        restored = await driver.restore(spec, frozen)
+        with pytest.raises(SandboxError):
+            await ask(restored, "SELECT count(*) FROM item")
+
+    driven(tmp_path, test)
+
+
+def test_a_second_driver_is_kept_out(tmp_path: Path) -> None:
+    async def test(_driver: SqliteDriver) -> None:
+        with pytest.raises(SandboxError, match="in use"):
+            await SqliteDriver(tmp_path / "data").open()
+
+    driven(tmp_path, test)
+
+
+def test_what_a_killed_instance_left_is_swept(tmp_path: Path) -> None:
+    source = make(tmp_path / "s.db")
+
+    async def go() -> None:
+        first = SqliteDriver(tmp_path / "data")
+        async with opened(first):
+            sandbox = await first.start(spec_of(source))
+            await ask(sandbox, "DELETE FROM item WHERE id = 1")
+            frozen = await sandbox.freeze()
+        (tmp_path / "data" / "states" / "new-half").mkdir()
+        (tmp_path / "data" / "forks" / "left").mkdir()
+        (tmp_path / "data" / "forks" / "left" / "db").write_bytes(b"x")
+        second = SqliteDriver(tmp_path / "data")
+        async with opened(second):
+            assert forks(second) == 0
+            assert second.store.all() == set(frozen.parts)
+            assert (await ask(await second.restore(spec_of(source), frozen), "SELECT count(*) FROM item")).value == 49
+
+    asyncio.run(go())
+
+
+def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
+    async def test(driver: SqliteDriver) -> None:
+        spec = spec_of(make(tmp_path / "s.db"))
+        await ask(await driver.start(spec), "DELETE FROM item")
+        before = open_descriptors()
+        for _ in range(30):
+            sandbox = await driver.start(spec)
+            await ask(sandbox, "INSERT INTO item (name) VALUES ('x')")
+            await ask(sandbox, HOSTILE[1])
+            await sandbox.freeze()
+            await sandbox.close()
+        # Shared and spare workers come and go.
+        assert open_descriptors() <= before + 5
+        assert forks(driver) <= 1
+        pids = [worker.pid for worker in driver.crew.workers]
+        await driver.aclose()
+        left.extend(pids)
+
+    left: list[int] = []
+    driven(tmp_path, test)
+    assert left
+    assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    assert list(folder_digest(tmp_path)) == ["s.db"]
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,138 @@
+"""What every driver promises, kept by one whose sandboxes are connections to a server elsewhere."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from sandboxes.calls import Execution, ToolCall
+from sandboxes.driver import Sandbox
+from sandboxes.effects import Effect
+from sandboxes.errors import NotFreezable, SandboxError, StateGone
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.upstream import HttpDriver
+from tests.agents.elsewhere import Elsewhere, elsewhere
+from tests.sandboxes.box import opened
+
+Test = Callable[[HttpDriver, EnvironmentSpec, Elsewhere], Awaitable[None]]
+BIND = ["session", "note"]
+
+
+def driven(folder: Path, test: Test) -> None:
+    async def go(there: Elsewhere) -> None:
+        spec = EnvironmentSpec.model_validate({"driver": "http", "servers": {"api": {"upstream": there.url}}})
+        async with opened(HttpDriver(folder)) as driver:
+            assert isinstance(driver, HttpDriver)
+            await test(driver, spec, there)
+
+    with elsewhere() as there:
+        asyncio.run(go(there))
+
+
+async def ask(sandbox: Sandbox, path: str, body: dict[str, Any] | None = None, **more: Any) -> Execution:
+    arguments = {"method": "POST", "target": path, "headers": [], "bind": BIND, "session": "within", **more}
+    named = {"session": "forkpoint-rollout", **(body or {})}
+    return await sandbox.execute(ToolCall("api", path, arguments, orjson.dumps(named)))
+
+
+async def begun(sandbox: Sandbox) -> Sandbox:
+    said = await ask(sandbox, "/open", session="opens", names="body:session")
+    assert orjson.loads(said.result.body) == {"session": "forkpoint-rollout", "note": "as forkpoint-rollout"}
+    assert (said.effect, said.state, said.shareable) == (Effect.UNKNOWN, None, True)
+    return sandbox
+
+
+async def words(sandbox: Sandbox) -> list[str]:
+    said = await ask(sandbox, "/list", effect="read")
+    assert said.effect is Effect.NONE
+    return list(orjson.loads(said.result.body)["words"])
+
+
+def test_sandboxes_do_not_see_one_another(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        one, two = [await begun(await driver.start(spec)) for _ in range(2)]
+        await asyncio.gather(ask(one, "/add", {"word": "1"}), ask(two, "/add", {"word": "2"}))
+        assert [await words(one), await words(two)] == [["1"], ["2"]]
+
+    driven(tmp_path, test)
+
+
+def test_a_session_is_not_frozen_and_goes_on(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        sandbox = await begun(await driver.start(spec))
+        with pytest.raises(NotFreezable):
+            await sandbox.freeze()
+        await ask(sandbox, "/add", {"word": "1"})
+        assert await words(sandbox) == ["1"]
+
+    driven(tmp_path, test)
+
+
+def test_what_is_before_any_session_comes_back_and_harms_nobody(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        sandbox = await driver.start(spec)
+        frozen = await sandbox.freeze()
+        await ask(await begun(sandbox), "/add", {"word": "1"})
+        restored = await begun(await driver.restore(spec, frozen))
+        assert [await words(sandbox), await words(restored)] == [["1"], []]
+        assert await driver.collect(frozen.parts) == 0
+        with pytest.raises(StateGone):
+            await driver.restore(spec, type(frozen)("http", "files", {}, 0, None))
+
+    driven(tmp_path, test)
+
+
+def test_the_state_told_is_that_of_the_frozen_root(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        sandbox = await driver.start(spec)
+        said = await ask(sandbox, "/search", stateless=True)
+        assert (said.effect, said.shareable) == (Effect.NONE, True)
+        assert said.state == (await sandbox.freeze()).state
+
+    driven(tmp_path, test)
+
+
+def test_equal_specs_have_one_identity(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        assert await driver.identity(spec) == await driver.identity(spec.model_copy())
+
+    driven(tmp_path, test)
+
+
+def test_closing_twice_is_closing_once_and_a_closed_one_is_an_error(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        sandbox = await driver.start(spec)
+        await sandbox.close()
+        await sandbox.close()
+        assert not sandbox.alive
+        with pytest.raises(SandboxError):
+            await ask(sandbox, "/search", stateless=True)
+
+    driven(tmp_path, test)
+
+
+def test_a_session_whose_server_failed_is_dead_and_no_session_is_not(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
+        without, within = await driver.start(spec), await begun(await driver.start(spec))
+        for sandbox in (without, within):
+            with pytest.raises(SandboxError):
+                await ask(sandbox, "/fail", stateless=True)
+        assert (without.alive, within.alive) == (True, False)
+
+    driven(tmp_path, test)
+
+
+def test_a_call_that_is_cancelled_leaves_no_session_in_use(tmp_path: Path) -> None:
+    async def test(driver: HttpDriver, spec: EnvironmentSpec, there: Elsewhere) -> None:
+        sandbox = await begun(await driver.start(spec))
+        call = asyncio.create_task(ask(sandbox, "/silent"))
+        assert await asyncio.to_thread(there.reached.wait, 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not sandbox.alive
+
+    driven(tmp_path, test)

@@ -1,0 +1,320 @@
+"""Models behind a real HTTP endpoint: well, down, slow, and talking nonsense."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandboxes.errors import ServerError
+from sandboxes.video.answer_memo import Memo
+from sandboxes.video.driver import VideoDriver
+from sandboxes.video.model_client import Models
+from sandboxes.video_spec import VideoModel
+from tests.model_server import ModelServer, Mood, model_server
+from tests.sandboxes.videos import Said, ask, call_of, driven, entries, make, parts, prepared, spec_of, until
+
+QUESTION = {"question": "What is seen?", "segment": 1}
+
+
+@pytest.fixture
+def server() -> Iterator[ModelServer]:
+    with model_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("clips") / "clip.mp4")
+
+
+def model(server: ModelServer, **more: Any) -> dict[str, Any]:
+    return {"base_url": server.url, "model": "seer", **more}
+
+
+def asked(tmp_path: Path, test: Callable[[Models], Awaitable[None]]) -> None:
+    """Run test on a `Models` with a memory of its own."""
+
+    async def go() -> None:
+        memo = Memo(tmp_path / "models.sqlite")
+        memo.open()
+        models = Models(memo)
+        try:
+            await test(models)
+        finally:
+            await models.aclose()
+            memo.close()
+
+    asyncio.run(go())
+
+
+# -- one question -----------------------------------------------------------------------------------------------------
+
+
+def test_temperature_and_seed_are_sent_and_pictures_as_urls(tmp_path: Path, server: ModelServer) -> None:
+    async def test(models: Models) -> None:
+        await models.chat(VideoModel(**model(server, seed=7)), "What?", [b"one", b"two"], variant=2)
+        (body,) = server.chats()
+        assert (body["temperature"], body["seed"], body["model"]) == (0.0, 9, "seer")
+        kinds = [part["type"] for part in body["messages"][0]["content"]]
+        assert kinds == ["text", "image_url", "image_url"]
+        assert body["messages"][0]["content"][1]["image_url"]["url"].startswith("data:image/jpeg;base64,")
+
+    asked(tmp_path, test)
+
+
+def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path, server: ModelServer) -> None:
+    seer = VideoModel(**model(server))
+
+    async def test(models: Models) -> None:
+        answers = await asyncio.gather(*(models.chat(seer, "What?", [b"x"]) for _ in range(5)))
+        assert len({*answers, await models.chat(seer, "What?", [b"x"])}) == 1
+        assert (models.asked, models.repeated, len(server.asked)) == (1, 5, 1)
+        others = [
+            models.chat(seer, "Who?", [b"x"]), models.chat(seer, "What?", [b"y"]),
+            models.chat(seer, "What?", [b"x"], variant=1),
+            models.chat(VideoModel(**model(server, temperature=0.5)), "What?", [b"x"]),
+        ]  # fmt: skip
+        await asyncio.gather(*others)
+        assert len(server.asked) == 5
+        assert await models.chat(seer, "What?", [b"x"], fresh=True) == answers[0]
+        assert len(server.asked) == 6
+
+    asked(tmp_path, test)
+
+    async def later(models: Models) -> None:
+        await models.chat(seer, "What?", [b"x"])
+        assert len(server.asked) == 6
+
+    asked(tmp_path, later)
+
+
+def test_who_goes_away_leaves_the_question_to_the_others(tmp_path: Path, server: ModelServer) -> None:
+    server.mood = "silent"
+
+    async def test(models: Models) -> None:
+        one, two = (asyncio.create_task(models.chat(VideoModel(**model(server)), "What?", [])) for _ in range(2))
+        await until(lambda: server.asked)
+        one.cancel()
+        server.gate.set()
+        assert "answer" in await two
+        assert len(server.asked) == 1
+
+    asked(tmp_path, test)
+
+
+MOODS: list[tuple[Mood, bool]] = [
+    ("down", False), ("refuses", False), ("not json", False), ("no choices", False), ("empty", False), ("silent", True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mood", "silent"), MOODS)
+def test_an_endpoint_that_is_ill_is_an_error_and_nothing_is_kept(
+    tmp_path: Path, server: ModelServer, mood: Mood, silent: bool
+) -> None:
+    seer = VideoModel(**model(server, timeout_s=0.3 if silent else 30))
+
+    async def test(models: Models) -> None:
+        server.mood = mood
+        with pytest.raises(ServerError) as error:
+            await models.chat(seer, "What?", [])
+        assert error.value.silent is silent
+        server.mood = "well"
+        server.gate.set()
+        assert "answer" in await models.chat(seer, "What?", [])
+
+    asked(tmp_path, test)
+
+
+def test_an_endpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    async def test(models: Models) -> None:
+        with pytest.raises(ServerError, match="cannot be asked"):
+            await models.chat(VideoModel(base_url="http://127.0.0.1:9/v1", model="seer"), "What?", [])
+
+    asked(tmp_path, test)
+
+
+def test_one_that_is_busy_is_asked_again(tmp_path: Path, server: ModelServer) -> None:
+    server.mood = "busy once"
+
+    async def test(models: Models) -> None:
+        assert "answer" in await models.chat(VideoModel(**model(server)), "What?", [])
+        assert len(server.asked) == 2
+
+    asked(tmp_path, test)
+
+
+def test_vectors_come_in_the_order_of_their_texts(tmp_path: Path, server: ModelServer) -> None:
+    seer = VideoModel(**model(server))
+
+    async def test(models: Models) -> None:
+        together = await models.embed(seer, "embedder", ["a", "b", "c"])
+        assert [(await models.embed(seer, "embedder", [text]))[0] for text in "abc"] == together
+        server.mood = "short"
+        with pytest.raises(ServerError, match="nonsense"):
+            await models.embed(seer, "embedder", ["d", "e"])
+
+    asked(tmp_path, test)
+
+
+def test_a_key_comes_from_the_environment_and_goes_to_the_endpoint(
+    tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seer = VideoModel(**model(server, api_key_env="SEER_KEY"))
+
+    async def test(models: Models) -> None:
+        with pytest.raises(ServerError, match="SEER_KEY"):
+            await models.chat(seer, "What?", [])
+        monkeypatch.setenv("SEER_KEY", "secret")
+        await models.chat(seer, "What?", [])
+        assert server.keys == ["Bearer secret"]
+
+    asked(tmp_path, test)
+    assert b"secret" not in (tmp_path / "models.sqlite").read_bytes()
+
+
+def test_what_models_said_stays_within_its_budget(tmp_path: Path) -> None:
+    memo = Memo(tmp_path / "models.sqlite", budget_bytes=1 << 20)
+    memo.open()
+    for n in range(200):
+        memo.keep(n.to_bytes(4, "big"), b"x" * 20_000)
+        memo.keep(n.to_bytes(4, "big"), b"another")
+    assert memo.find((0).to_bytes(4, "big")) is None
+    assert memo.find((199).to_bytes(4, "big")) == b"x" * 20_000
+    memo.close()
+    (tmp_path / "models.sqlite").write_bytes(b"no database at all, and longer than a header " * 9)
+    memo.open()
+    assert memo.find((199).to_bytes(4, "big")) is None
+    memo.close()
+
+
+# -- a whole video ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_describes_each_segment_once_for_all(tmp_path: Path, clip: Path, server: ModelServer) -> None:
+    async def test(driver: VideoDriver) -> None:
+        spec = spec_of(clip, model=model(server))
+        sandbox = await prepared(driver, spec)
+        assert len(server.chats()) == 4
+        captions = (await ask(sandbox, "caption_retrieval", start=0, end=3)).json
+        assert (captions["label"], captions["model"]) == ("sampled", "seer")
+        assert all(each["caption"].startswith("A thing called") for each in captions["captions"])
+        await prepared(driver, spec)
+        assert len(server.chats()) == 4
+        assert {work.stage for work in driver.works} == {"done"}
+
+    driven(tmp_path, test)
+
+
+def test_questions_show_pictures_and_memory_shows_what_was_seen(
+    tmp_path: Path, clip: Path, server: ModelServer
+) -> None:
+    async def test(driver: VideoDriver) -> None:
+        sandbox = await prepared(driver, spec_of(clip, model=model(server)))
+        said = await ask(sandbox, "visual_question_answering", **QUESTION)
+        assert (said.json["answered"], said.json["label"], said.json["model"]) == (True, "sampled", "seer")
+        shown = server.chats()[-1]["messages"][0]["content"]
+        assert "What is seen?" in shown[0]["text"]
+        assert 2 <= len(shown) - 1 <= 6
+        assert said.json["answer"].startswith("answer")
+        await ask(sandbox, "object_memory_querying", question="Where is the square?")
+        (memory,) = server.chats()[-1]["messages"][0]["content"]
+        assert "square: 0-3" in memory["text"]
+        before = len(server.asked)
+        again = await ask(
+            await prepared(driver, spec_of(clip, model=model(server))), "visual_question_answering", **QUESTION
+        )
+        assert (again.body, len(server.asked)) == (said.body, before)
+
+    driven(tmp_path, test)
+
+
+def test_vectors_find_the_segment_that_was_described_so(tmp_path: Path, clip: Path, server: ModelServer) -> None:
+    async def test(driver: VideoDriver) -> None:
+        told = model(server, embed_model="embedder", image_embed_model="seer-embedder")
+        sandbox = await prepared(driver, spec_of(clip, model=told))
+        captions = (await ask(sandbox, "caption_retrieval", start=0, end=3)).json["captions"]
+        for each in captions:
+            found = (await ask(sandbox, "segment_localization", description=each["caption"], k=4)).json
+            assert (found["by"], found["label"], len(found["found"])) == ("vectors", "sampled", 4)
+        text_only = await prepared(driver, spec_of(clip, model=model(server, embed_model="embedder")))
+        for each in captions:
+            found = (await ask(text_only, "segment_localization", description=each["caption"])).json
+            assert found["found"][0]["segment"] == each["segment"]
+
+    driven(tmp_path, test)
+
+
+def test_another_model_is_another_state_on_the_same_measurements(
+    tmp_path: Path, clip: Path, server: ModelServer
+) -> None:
+    async def test(driver: VideoDriver) -> None:
+        states = []
+        for told in (None, model(server), model(server, seed=5), model(server, model="prophet")):
+            sandbox = await prepared(driver, spec_of(clip, model=told))
+            states.append((await ask(sandbox, "video_info")).state)
+        assert len(set(states)) == 4
+        assert len(parts(driver, "m-")) == 1
+        assert len(parts(driver, "d-")) == 3
+
+    driven(tmp_path, test)
+
+
+@pytest.mark.parametrize(("mood", "silent"), MOODS)
+def test_a_preprocess_whose_model_fails_leaves_the_state_and_goes_on_where_it_was(
+    tmp_path: Path, clip: Path, server: ModelServer, mood: Mood, silent: bool
+) -> None:
+    async def test(driver: VideoDriver) -> None:
+        spec = spec_of(clip, model=model(server, timeout_s=0.3 if silent else 30))
+        sandbox = await driver.start(spec)
+        loaded = await ask(sandbox, "load_video", name="clip.mp4")
+        server.mood = mood
+        with pytest.raises(ServerError):
+            await sandbox.execute(call_of("preprocess"))
+        assert parts(driver, "d-") == set()
+        assert entries(driver.store.folder / "work") == []
+        assert (await ask(sandbox, "video_info")).state == loaded.state
+        # A question that was under way beside the one that failed is answered as it was asked.
+        await asyncio.gather(*driver.models._flights.values(), return_exceptions=True)
+        server.mood = "well"
+        server.gate.set()
+        works = len(list(driver.works))
+        assert (await ask(sandbox, "preprocess")).status == 200
+        # What was measured is not measured again.
+        assert len(list(driver.works)) == works + 1
+
+    driven(tmp_path, test)
+
+
+def test_a_model_that_says_something_else_when_asked_again_is_another_state(
+    tmp_path: Path, clip: Path, server: ModelServer
+) -> None:
+    states = []
+    for name in ("one", "two"):
+
+        async def test(driver: VideoDriver) -> None:
+            sandbox = await prepared(driver, spec_of(clip, model=model(server)))
+            states.append((await ask(sandbox, "video_info")).state)
+
+        server.salt = name
+        driven(tmp_path / name, test)
+    assert states[0] != states[1]
+
+
+def test_variants_are_other_draws_and_each_is_kept(tmp_path: Path, clip: Path, server: ModelServer) -> None:
+    async def test(driver: VideoDriver) -> None:
+        sandbox = await prepared(driver, spec_of(clip, model=model(server), variants=3))
+
+        async def draw(variant: int) -> Said:
+            call = call_of("visual_question_answering", **QUESTION)
+            return Said(
+                await sandbox.execute(type(call)(call.endpoint, call.tool, {**call.arguments, "variant": variant}))
+            )
+
+        said = [(await draw(variant)).json["answer"] for variant in (0, 1, 2, 0, 1, 2)]
+        assert said[:3] == said[3:]
+        assert len(set(said)) == 3
+        assert [body["seed"] for body in server.chats()[-3:]] == [0, 1, 2]
+
+    driven(tmp_path, test)
