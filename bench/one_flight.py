@@ -12,8 +12,8 @@ from contextlib import nullcontext
 
 from bench.machine import console, table
 from proxy.cli.replay import proxy_at
-from proxy.workloads.format import RecordedRollout, RecordedTask, Request, Workload
-from proxy.workloads.report import Run, Source, errors_of, figures
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest
+from proxy.workloads.report import ReplayRun, Source, errors_of, figures
 from proxy.workloads.runner import Names, replay
 from sandboxes.spec import EnvironmentSpec
 
@@ -29,18 +29,19 @@ def commands(count: int) -> list[str]:
 
 def workload(rollouts: int, calls: int) -> Workload:
     requests = tuple(
-        Request(index, "shell/exec", {"command": command}, command) for index, command in enumerate(commands(calls))
+        WorkloadRequest(index, "shell/exec", {"command": command}, command)
+        for index, command in enumerate(commands(calls))
     )
     together = tuple(RecordedRollout(f"r{number}", requests) for number in range(rollouts))
     return Workload((RecordedTask("one-flight", EnvironmentSpec(), together),))
 
 
-def executions(run: Run) -> Counter[int]:
+def executions(run: ReplayRun) -> Counter[int]:
     """Count for each call how many rollouts were told that it ran for them."""
     return Counter(call.index for call, outcome in run.outcomes.items() if outcome.source is Source.MISS)
 
 
-def answers(run: Run) -> dict[int, int]:
+def answers(run: ReplayRun) -> dict[int, int]:
     """Count for each call how many different answers were given."""
     seen: dict[int, set[str]] = {}
     for call, outcome in run.outcomes.items():

@@ -21,10 +21,10 @@ from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import protocol_for
 from proxy.engine import Engine
-from proxy.http.browser_headers import Guard
+from proxy.http.browser_headers import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.logs import configure
-from proxy.refusals import MEDIA_TYPE, Refused
+from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
 from proxy.ui.api import page_routes
 from proxy.ui.static_files import page
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan."""
     engine = Engine(settings, drivers if drivers is not None else _drivers(settings))
-    return DataPlane(engine, Guard(_behind(engine), engine.names))
+    return DataPlane(engine, BrowserGuard(_behind(engine), engine.names))
 
 
 def run(settings: Settings) -> None:
@@ -165,7 +165,7 @@ def _health(app: FastAPI, engine: Engine) -> None:
     async def readyz() -> dict[str, str]:
         """Say that calls can be answered: the store is open and can be written."""
         if not engine.ready:
-            raise Refused(503, "not-ready", "the store and the drivers are being opened. Try again soon.")
+            raise RefusalError(503, "not-ready", "the store and the drivers are being opened. Try again soon.")
         engine.store.check_writable()
         return {"status": "ready"}
 
@@ -193,10 +193,10 @@ def _problems(app: FastAPI, engine: Engine) -> None:
 def _refused(error: Exception) -> Exception:
     """Return what the web framework raised as one of ours."""
     if isinstance(error, HTTPException):
-        return Refused(error.status_code, "http", str(error.detail))
+        return RefusalError(error.status_code, "http", str(error.detail))
     if isinstance(error, RequestValidationError):
         faults = (f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}" for fault in error.errors())
-        return Refused(422, "validation", "; ".join(faults))
+        return RefusalError(422, "validation", "; ".join(faults))
     return error
 
 

@@ -23,10 +23,9 @@ from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
 from proxy.settings import Settings
 from proxy.step import Step
-from proxy.storage.journal import Journal
-from proxy.storage.journal import Step as Place
+from proxy.storage.journal import Journal, JournalEntry
 from proxy.storage.store import Store
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.transfer.service import Carrying
 from proxy.tree.rollout import Walkers
 from proxy.tree.tree import Node, Tree
@@ -49,7 +48,7 @@ class Engine:
 
     def __init__(self, settings: Settings, drivers: Mapping[str, Driver]) -> None:
         self.settings, self.drivers = settings, drivers
-        self.counts = Counts()
+        self.counts = Counters()
         power = settings.durability == "power"
         self.store = Store(settings.data / "forkpoint.sqlite", sync="FULL" if power else "NORMAL")
         self.journal = Journal(settings.data / "journal", self._fold, sync=power)
@@ -165,7 +164,7 @@ class Engine:
         self.journal.close()
         self.store.close()
 
-    def _fold(self, steps: list[Place]) -> None:
+    def _fold(self, steps: list[JournalEntry]) -> None:
         self.store.fold(steps)
         self.audit.saw(steps)
 

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~@:=+,-]{0,199}$"
 """Of tasks and rollouts: one path segment that needs no escaping and cannot be taken for a relative path."""
@@ -23,7 +23,7 @@ def named(kind: str, text: str) -> str:
         Refused: 400, it does not.
     """
     if _NAME.match(text) is None or text.endswith("\n"):
-        raise Refused(
+        raise RefusalError(
             400,
             "name",
             f"{text[:80]!r} cannot name a {kind}. Use 1 to 200 of A-Z a-z 0-9 . _ ~ @ : = + , - and begin with a "

@@ -7,7 +7,7 @@ import orjson
 MEDIA_TYPE = "application/problem+json"
 
 
-class Refused(Exception):  # noqa: N818 - named for what the caller sees
+class RefusalError(Exception):
     """A request that cannot be served as it is: status, a slug that names the problem, and what to do."""
 
     code = 0

@@ -15,15 +15,14 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from proxy.execution.commuting import Gathering
-from proxy.execution.errors import NothingHappened, RolloutGone
+from proxy.execution.errors import NothingHappened, RolloutGoneError
 from proxy.execution.restore import Attach
 from proxy.execution.single_flight import Flights
 from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import Warm
-from proxy.storage.journal import Journal
-from proxy.storage.journal import Step as Place
+from proxy.storage.journal import Journal, JournalEntry
 from proxy.storage.store import Store
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
 from proxy.tree.rollout import Outcome, Rollout
@@ -53,7 +52,7 @@ class Step:
     """Takes rollouts through their trees, one call at a time."""
 
     def __init__(
-        self, attach: Attach, store: Store, journal: Journal, counts: Counts, warm: Warm, traces: Traces | None = None
+        self, attach: Attach, store: Store, journal: Journal, counts: Counters, warm: Warm, traces: Traces | None = None
     ) -> None:
         self._traces = traces
         self._attach, self._store, self._journal, self._counts, self._warm = attach, store, journal, counts, warm
@@ -127,7 +126,7 @@ class Step:
             # In each line that is logged from here on, by whatever this call needs.
             bind_contextvars(task=rollout.task, rollout=rollout.name, node=f"n{here.id}")
             if rollout.finished or here.detached:
-                raise RolloutGone(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
+                raise RolloutGoneError(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
             key = rollout.key_of(key)
             record = here.records.get(key)
             if record is None:
@@ -175,7 +174,7 @@ class Step:
     ) -> Record:
         """Put an executed call into the tree, on disk first: what could not be written is not known."""
         if here.detached:
-            raise RolloutGone(f"the state n{here.id} was forgotten while its call ran. Start another rollout.")
+            raise RolloutGoneError(f"the state n{here.id} was forgotten while its call ran. Start another rollout.")
         tree = rollout.tree
         private = not (rollout.cached and execution.shareable) or key in here.quarantined
         if rollout.cached and private:
@@ -198,7 +197,7 @@ class Step:
 
     def _take(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None = None) -> None:
         # The place is written before the answer is given: after a kill the rollout goes on where its agent saw it.
-        self._journal.append(Place(rollout.id, rollout.calls, record.id, outcome))
+        self._journal.append(JournalEntry(rollout.id, rollout.calls, record.id, outcome))
         before = rollout.node
         rollout.advance(record, outcome)
         rollout.used_at, rollout.asked_at = time.monotonic(), 0.0

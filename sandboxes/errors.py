@@ -16,7 +16,7 @@ class ServerError(SandboxError):
         self.silent, self.status = silent, status
 
 
-class StateGone(SandboxError):  # noqa: N818 - it says what happened to the state
+class StateGoneError(SandboxError):
     """What a frozen state holds is gone or damaged: no later attempt will restore it."""
 
 
@@ -24,5 +24,5 @@ class SpecError(ValueError):
     """The environment spec cannot be built: a base that is not there, a set-up command that fails."""
 
 
-class NotFreezable(RuntimeError):  # noqa: N818 - it is an answer about a state, not a fault
+class NotFreezableError(RuntimeError):
     """This state cannot be frozen now (processes live, descriptors are open): its path is replayed instead."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-Kind = Literal["file", "directory", "symlink", "other", "gone"]
+FileKind = Literal["file", "directory", "symlink", "other", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class StateLook:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """What is at a path. target: of a symbolic link. content: of a regular file, None where it was not read."""
 
-    kind: Kind
+    kind: FileKind
     mode: int = 0
     uid: int = 0
     gid: int = 0
@@ -42,7 +42,7 @@ class Entry:
     content: bytes | None = None
 
 
-GONE = Entry("gone")
+GONE = FileEntry("gone")
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class LookingSandbox(Protocol):
         """
         ...
 
-    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, Entry]:
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
         """Return what is at these paths, with the content of regular files up to content_bytes each.
 
         Raises:

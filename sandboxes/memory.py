@@ -23,10 +23,10 @@ from sandboxes import process_output as process
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.errors import NotFreezable, SandboxError, SpecError
-from sandboxes.inspection import GONE, Entry, SessionLook, StateLook
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError
+from sandboxes.inspection import GONE, FileEntry, SessionLook, StateLook
 from sandboxes.listener import Listener
-from sandboxes.portability import Unusable
+from sandboxes.portability import NotPortableError
 from sandboxes.spec import EnvironmentSpec
 
 Gate = Callable[[ToolCall], Awaitable[None]]
@@ -111,9 +111,9 @@ class MemoryPorter:
         try:
             told = _State.from_json(frozen.payload)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Unusable(f"its payload cannot be read: {error!r}") from error
+            raise NotPortableError(f"its payload cannot be read: {error!r}") from error
         if frozen.state is None or told.digest() != frozen.state:
-            raise Unusable("its digest is another")
+            raise NotPortableError("its digest is another")
         parts = _parts(frozen.payload)
         return replace(frozen, parts=parts, size_bytes=int(parts[0].rpartition("-")[2]))
 
@@ -217,7 +217,7 @@ class MemorySandbox:
         self._require_alive()
         await asyncio.sleep(0)
         if self._state.jobs:
-            raise NotFreezable(f"{self._state.jobs} processes live")
+            raise NotFreezableError(f"{self._state.jobs} processes live")
         payload = self._state.to_json()
         parts = _parts(payload)
         return FrozenState("memory", "files", payload, len(_canonical(payload)), self._state.digest(), parts)
@@ -233,18 +233,18 @@ class MemorySandbox:
         sessions = {name: SessionLook(s.cwd, dict(s.variables)) for name, s in self._state.sessions.items()}
         return StateLook(files, sessions, SessionLook(self._spec.workdir, dict(self._spec.env)))
 
-    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, Entry]:
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
         """See `LookingSandbox.entries`."""
         self._require_alive()
         return {path: self._entry(path, content_bytes) for path in paths}
 
-    def _entry(self, path: str, content_bytes: int) -> Entry:
+    def _entry(self, path: str, content_bytes: int) -> FileEntry:
         if path not in self._state.files:
             return GONE
         data = self._state.files[path]
         if data is _DIRECTORY:
-            return Entry("directory", 0o755)
-        return Entry("file", 0o644, size_bytes=len(data), content=data if len(data) <= content_bytes else None)
+            return FileEntry("directory", 0o755)
+        return FileEntry("file", 0o644, size_bytes=len(data), content=data if len(data) <= content_bytes else None)
 
     async def close(self) -> None:
         self.kill()

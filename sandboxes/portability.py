@@ -7,7 +7,7 @@ from typing import BinaryIO, Protocol, runtime_checkable
 from sandboxes.driver import FrozenState
 
 
-class Unusable(ValueError):  # noqa: N818 - it says what a part is
+class NotPortableError(ValueError):
     """What came from elsewhere is no part or state that `pack` made, and why."""
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-Session = dict[str, Any]
+ShellSession = dict[str, Any]
 """JSON: cwd, dirs, umask, arguments, variables, functions, aliases, traps, options, disabled builtins, limits."""
 
 

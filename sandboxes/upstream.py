@@ -22,7 +22,7 @@ import orjson
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.errors import NotFreezable, SandboxError, ServerError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, ServerError, StateGoneError
 from sandboxes.json_paths import OUR_NAME, member, renamed
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec, Upstream
@@ -43,7 +43,7 @@ _SENT_ANEW = frozenset({"host", "content-length", "expect", "cookie"})
 
 
 @dataclass(slots=True)
-class Session:
+class UpstreamSession:
     """One that a rule's `open` began. name: what the server knows it by; given: whether it is the server's choice."""
 
     name: str = field(default_factory=lambda: f"fp{secrets.token_hex(10)}")
@@ -83,7 +83,7 @@ class HttpDriver:
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> "HttpSandbox":
         """See `Driver.restore`. The one state that can be kept is that before any session."""
         if frozen.state != NO_SESSION:
-            raise StateGone("a session with a server elsewhere cannot be kept")
+            raise StateGoneError("a session with a server elsewhere cannot be kept")
         return await self.start(spec)
 
     async def collect(self, keep: Iterable[str]) -> int:  # noqa: ARG002 - there are no parts
@@ -112,7 +112,7 @@ class HttpSandbox:
     ) -> None:
         self.id, self.alive = name, True
         self._spec, self._transport, self._folder, self._closed = spec, transport, folder, closed
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, UpstreamSession] = {}
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         """See `Sandbox.execute`; listener hears the answer while it comes.
@@ -126,7 +126,7 @@ class HttpSandbox:
         if server is None:
             return _refusal(404, f"this task has no endpoint {call.endpoint!r}")
         opens = call.arguments.get("session") == "opens" and server.mode == "replay"
-        session = Session() if opens else self._sessions.get(call.endpoint)
+        session = UpstreamSession() if opens else self._sessions.get(call.endpoint)
         if session is None and server.mode == "replay" and not _alone(call) and call.arguments.get("session"):
             return _refusal(409, "no session was opened: begin with the request that its rules call `open`")
         start = time.perf_counter()
@@ -149,7 +149,9 @@ class HttpSandbox:
     async def freeze(self) -> FrozenState:
         """See `Sandbox.freeze`."""
         if self._sessions:
-            raise NotFreezable("a session with a server elsewhere cannot be kept: its calls are made again instead")
+            raise NotFreezableError(
+                "a session with a server elsewhere cannot be kept: its calls are made again instead"
+            )
         return FrozenState("http", "files", {}, 0, NO_SESSION)
 
     async def close(self) -> None:
@@ -164,7 +166,7 @@ class HttpSandbox:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _ask(
-        self, server: Upstream, call: ToolCall, session: Session | None, listener: Listener | None
+        self, server: Upstream, call: ToolCall, session: UpstreamSession | None, listener: Listener | None
     ) -> tuple[ToolResult, bool]:
         """Send call; return what came, and whether all of it was kept."""
         body = call.body if session is None else _named(call.body, call, OUR_NAME, session.name)
@@ -210,7 +212,7 @@ class HttpSandbox:
         self.alive = self.alive and not self._sessions
         return ServerError(text, silent=silent, status=status)
 
-    async def _part(self, server: Upstream, session: Session) -> None:
+    async def _part(self, server: Upstream, session: UpstreamSession) -> None:
         if server.farewell is None:
             return
         told = server.farewell
@@ -251,7 +253,7 @@ async def _chunks(path: Path) -> AsyncIterator[bytes]:
             yield chunk
 
 
-def _headers(call: ToolCall, session: Session | None) -> list[tuple[str, str]]:
+def _headers(call: ToolCall, session: UpstreamSession | None) -> list[tuple[str, str]]:
     sent = [(name, value) for name, value in call.arguments["headers"]]
     kept = end_to_end(sent, without=_SENT_ANEW)
     cookies = _cookies(value for name, value in sent if name.lower() == "cookie")
@@ -276,7 +278,7 @@ def _told(response: httpx.Response) -> Headers:
     return tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in response.headers.raw)
 
 
-def _learnt(result: ToolResult, call: ToolCall, session: Session) -> ToolResult:
+def _learnt(result: ToolResult, call: ToolCall, session: UpstreamSession) -> ToolResult:
     """Note what an answer says of its session; return it with our name in the place of the session's."""
     for name, value in result.headers:
         if name.lower() == "set-cookie":

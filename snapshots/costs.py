@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["files", "processes"]
+SnapshotKind = Literal["files", "processes"]
 """What a snapshot holds: files and dumped sessions, or live processes too."""
 
 
@@ -46,7 +46,7 @@ class Costs:
     files: KindCosts = KindCosts(Mean(0.0006), Mean(0.006))
     processes: KindCosts = KindCosts(Mean(0.05), Mean(0.04))
 
-    def of(self, kind: Kind) -> KindCosts:
+    def of(self, kind: SnapshotKind) -> KindCosts:
         return self.processes if kind == "processes" else self.files
 
     def started(self, seconds: float) -> "Costs":
@@ -57,13 +57,13 @@ class Costs:
         """Return what is known after a call was replayed."""
         return replace(self, replay_overhead=self.replay_overhead.then(overhead_s))
 
-    def froze(self, kind: Kind, seconds: float) -> "Costs":
+    def froze(self, kind: SnapshotKind, seconds: float) -> "Costs":
         """Return what is known after a snapshot was taken."""
         return self._with(kind, replace(self.of(kind), freeze=self.of(kind).freeze.then(seconds)))
 
-    def restored(self, kind: Kind, seconds: float) -> "Costs":
+    def restored(self, kind: SnapshotKind, seconds: float) -> "Costs":
         """Return what is known after a snapshot was restored."""
         return self._with(kind, replace(self.of(kind), restore=self.of(kind).restore.then(seconds)))
 
-    def _with(self, kind: Kind, costs: KindCosts) -> "Costs":
+    def _with(self, kind: SnapshotKind, costs: KindCosts) -> "Costs":
         return replace(self, processes=costs) if kind == "processes" else replace(self, files=costs)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from snapshots.costs import Kind
+from snapshots.costs import SnapshotKind
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,6 @@ class Snapshot:
     restore_s: float = 0.0
 
 
-def snapshot_kind(snapshot: Snapshot) -> Kind:
+def snapshot_kind(snapshot: Snapshot) -> SnapshotKind:
     """Return what a snapshot holds; what is no image of live processes is files, whatever its driver calls it."""
     return "processes" if snapshot.kind == "processes" else "files"

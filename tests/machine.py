@@ -21,7 +21,7 @@ import pytest
 from proxy.cli.doctor import check
 from proxy.workloads.ephemeral_proxy import free_port
 from sandboxes.linux.files import remove_tree
-from snapshots.criu.rpc import Criu, CriuMissing
+from snapshots.criu.rpc import Criu, CriuMissingError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
 
@@ -58,7 +58,7 @@ def _missing_criu() -> str:
     with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
         try:
             Criu.prepare(Path(folder))
-        except CriuMissing as error:
+        except CriuMissingError as error:
             return str(error)
     return ""
 

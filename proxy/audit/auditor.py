@@ -19,22 +19,22 @@ from proxy.audit.noise_masks import Masks, masked
 from proxy.audit.sampling import Walk, chosen, walks
 from proxy.dialects.rule_schema import steady
 from proxy.execution.divergence import differs, gap_s, require_its_due
-from proxy.execution.errors import StateLost
+from proxy.execution.errors import StateLostError
 from proxy.execution.restore import Attach
-from proxy.refusals import Refused
-from proxy.storage.journal import Step as Place
+from proxy.refusals import RefusalError
+from proxy.storage.journal import JournalEntry
 from proxy.storage.store import Store
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Outcome
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.calls import Execution, ToolResult
 from sandboxes.driver import Sandbox, rest
 from sandboxes.errors import SandboxError, SpecError
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.pool import OverloadedError
 
 log = structlog.get_logger()
 
-Kind = Literal["hits", "records"]
+SampleSource = Literal["hits", "records"]
 """What a sample was drawn from: the hits that were given, or the calls that are recorded."""
 Judge = Callable[[Record, Execution], Awaitable[str]]
 """Says how a call that was run again differs from its record; empty where it does not."""
@@ -67,7 +67,7 @@ class Audit:
         self,
         attach: Attach,
         store: Store,
-        counts: Counts,
+        counts: Counters,
         busy: Callable[[], int],
         find: Callable[[int], Tree | None],
         *,
@@ -90,7 +90,7 @@ class Audit:
             Refused: 409, an audit of this tree is running.
         """
         if tree.id in self._running:
-            raise Refused(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
+            raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
         records = chosen(below, sample, self._random if seed is None else random.Random(seed))  # noqa: S311
         tally = Tally(of=len(records))
         running = asyncio.get_running_loop().create_task(self._verify(tree, records, self.masks(task), tally))
@@ -136,7 +136,7 @@ class Audit:
 
     # -- in the background -------------------------------------------------------------------------------------------
 
-    def saw(self, steps: Iterable[Place]) -> None:
+    def saw(self, steps: Iterable[JournalEntry]) -> None:
         """Draw a share of the hits among steps that were just written down; beside the calls themselves."""
         if self._share <= 0:
             return
@@ -203,9 +203,9 @@ class Audit:
                         if difference != _ANSWER or not (record.observation or record.target.state):
                             # Nobody knows where this sandbox stands now.
                             break
-        except StateLost:
+        except StateLostError:
             pass
-        except (SandboxError, SpecError, Overloaded) as error:
+        except (SandboxError, SpecError, OverloadedError) as error:
             # The machine's fault: nothing was learnt of those that are left.
             tally.failed += len(left)
             log.info("audit: a way was given up", tree=tree.id, error=str(error))
@@ -250,7 +250,7 @@ class Audit:
         self._store.save_finding(tree.id, record, lost, quarantined=self.quarantine)
         log.warning("audit: a recorded call differs", record=record.id, node=record.source.id, difference=difference)
 
-    def _save(self, tree: Tree, kind: Kind, tally: Tally, before: Tally) -> None:
+    def _save(self, tree: Tree, kind: SampleSource, tally: Tally, before: Tally) -> None:
         checked = tally.checked - before.checked
         self._counts.audit_checked += checked
         if (checked or tally.unreachable) and self._store.has_tree(tree.id):
@@ -262,7 +262,7 @@ class Audit:
         until = asyncio.get_running_loop().time() + _ROOM_S
         while not self._attach.has_spare_room:
             if asyncio.get_running_loop().time() > until:
-                raise Overloaded("no sandbox is free for an audit.")
+                raise OverloadedError("no sandbox is free for an audit.")
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _idle(self, patience_s: float | None) -> None:

@@ -24,7 +24,7 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-class Wire:
+class ControlClient:
     """The control plane at a base URL, with the token of FORKPOINT_TOKEN if there is one."""
 
     def __init__(self, url: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from proxy.cli.client import LONG_S, Wire, fail, given
+from proxy.cli.client import LONG_S, ControlClient, fail, given
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 _LOOK_S = 0.5
@@ -52,7 +52,7 @@ def rollout(
     """Show a rollout: its calls in order, how each was answered, and what it took or spared."""
     from proxy.cli.render import render_rollout
 
-    wire = Wire(url)
+    wire = ControlClient(url)
     view = wire.ask("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
     show(view, render_rollout, json=json)
 
@@ -61,7 +61,7 @@ def node(task: TaskArgument, name: NodeArgument, url: UrlOption = DEFAULT_URL, j
     """Show a node: its call and answer, what it changed, who passed, and why its state is kept or not."""
     from proxy.cli.render import render_node
 
-    show(Wire(url).ask("GET", "tasks", task, "nodes", name), render_node, json=json)
+    show(ControlClient(url).ask("GET", "tasks", task, "nodes", name), render_node, json=json)
 
 
 def diff(
@@ -70,7 +70,7 @@ def diff(
     """Show what changed from one node to another: files, shell sessions, databases."""
     from proxy.cli.render import render_diff
 
-    view = Wire(url).ask("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
+    view = ControlClient(url).ask("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
     show(view, render_diff, json=json)
 
 
@@ -87,7 +87,7 @@ def verify(
     """Run recorded calls again in fresh sandboxes, and compare. Ends with 1 if any of them differs."""
     from proxy.cli.render import render_audit
 
-    wire = Wire(url)
+    wire = ControlClient(url)
     which = given(root=node or root)
     # A tree is named by any of its nodes, but all of it lies below its root.
     below = node or (root and wire.ask("GET", "tasks", task, "audit", params=which)["root"])
@@ -122,7 +122,7 @@ def export_tree(
     json: JsonOption = False,
 ) -> None:
     """Write a task's tree with its answers to one file, for another machine or run."""
-    wire, size = Wire(url), 0
+    wire, size = ControlClient(url), 0
     draft = file.with_name(f"{file.name}.part")
     try:
         answering = wire.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
@@ -149,7 +149,7 @@ def import_tree(
     json: JsonOption = False,
 ) -> None:
     """Read a tree from a file as that of a task which has none yet. A file that is damaged changes nothing."""
-    wire = Wire(url)
+    wire = ControlClient(url)
     try:
         total = file.stat().st_size
         with file.open("rb") as reading, _bytes_bar("import", total) as advance:
@@ -175,7 +175,7 @@ def _imported(told: dict[str, Any]) -> str:
 
 def gc(url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
     """Free what nothing needs: states over their budgets, forgotten ones, answers that no call has."""
-    view = Wire(url).ask("POST", "gc", within_s=LONG_S)
+    view = ControlClient(url).ask("POST", "gc", within_s=LONG_S)
     show(
         view,
         lambda told: (
@@ -197,7 +197,7 @@ def top(
 
     from proxy.cli.render import render_top
 
-    wire = Wire(url)
+    wire = ControlClient(url)
 
     def look() -> dict[str, Any]:
         line = wire.ask("GET", "timeline", params=given(span_s=60, step_s=1))

@@ -24,7 +24,7 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.file_clone import Method, choose, measure
-from snapshots.criu.rpc import Criu, CriuMissing
+from snapshots.criu.rpc import Criu, CriuMissingError
 
 OLDEST_KERNEL = (6, 5)
 """The first whose overlayfs takes its layers one by one (`lowerdir+`)."""
@@ -128,7 +128,7 @@ def _criu() -> Requirement:
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
         try:
             Criu.prepare(Path(folder))
-        except CriuMissing as error:
+        except CriuMissingError as error:
             return Requirement("checkpoints", False, str(error), remedy, required=False)
     return Requirement("checkpoints", True, "CRIU works: live processes are frozen and restored", "", required=False)
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from proxy.cli.client import Wire, fail, given
+from proxy.cli.client import ControlClient, fail, given
 from proxy.cli.commands import DEFAULT_URL, JsonOption, RootOption, UrlOption, add_commands, show
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def tree(
     """Show a task's tree: its calls, what they changed and cost, how often they were hit, and where rollouts stand."""
     from proxy.cli.render_tree import TREES_SHOWN, render_tree
 
-    wire = Wire(url)
+    wire = ControlClient(url)
     view = wire.ask("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
     # One is the one that is shown; and one more says that there are more.
     trees = [] if json else wire.ask("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))

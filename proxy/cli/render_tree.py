@@ -21,7 +21,7 @@ SNAPSHOT = "◆"
 ROLLOUT = "▸"
 LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts that stand there   · calls that changed nothing"
 
-Node = Mapping[str, Any]
+NodeView = Mapping[str, Any]
 
 
 def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
@@ -29,8 +29,8 @@ def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()
 
     trees: the answer of `…/trees`; those that are not shown are named.
     """
-    nodes: Sequence[Node] = view["nodes"]
-    children: dict[Any, list[Node]] = {}
+    nodes: Sequence[NodeView] = view["nodes"]
+    children: dict[Any, list[NodeView]] = {}
     for node in nodes:
         children.setdefault(node.get("parent"), []).append(node)
     known = {node["id"] for node in nodes}
@@ -60,7 +60,7 @@ def _others(trees: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
         yield Text("  … and more: GET …/trees lists all", style="dim")
 
 
-def _follow(node: Node, children: Mapping[Any, Sequence[Node]]) -> tuple[list[Node], Sequence[Node]]:
+def _follow(node: NodeView, children: Mapping[Any, Sequence[NodeView]]) -> tuple[list[NodeView], Sequence[NodeView]]:
     """Return the nodes from node on that have one child each, up to where the tree forks or ends, and the forks."""
     steps = [node]
     while len(below := children.get(steps[-1]["id"], ())) == 1 and int(steps[-1].get("children", 1)) <= 1:
@@ -68,7 +68,7 @@ def _follow(node: Node, children: Mapping[Any, Sequence[Node]]) -> tuple[list[No
     return steps, below
 
 
-def _steps(steps: Iterable[Node], hidden: int) -> RenderableType:
+def _steps(steps: Iterable[NodeView], hidden: int) -> RenderableType:
     # The command takes what the marks leave, and is cut there, never wrapped.
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True, style="cyan")
@@ -85,7 +85,7 @@ def _steps(steps: Iterable[Node], hidden: int) -> RenderableType:
     return grid
 
 
-def _title(node: Node) -> Text:
+def _title(node: NodeView) -> Text:
     if node.get("call") is None:
         return Text("start", style="bold")
     return Text(describe(node["call"]), style="bold")
@@ -100,7 +100,7 @@ def describe(call: Mapping[str, Any]) -> str:
     return printable(f"{call.get('endpoint')}/{call.get('tool')} {members}".rstrip())
 
 
-def _marks(node: Node) -> Text:
+def _marks(node: NodeView) -> Text:
     marks = Text()
     if node.get("call") is not None:
         marks.append(" ".join(printable(str(effect)) for effect in node.get("effect", ())) + "  ", style="yellow")

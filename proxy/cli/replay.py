@@ -15,12 +15,12 @@ from proxy.cli.text import printable, shortened
 from proxy.workloads.ephemeral_proxy import PrivateProxy, private_proxy
 from proxy.workloads.format import Workload
 from proxy.workloads.report import (
-    Answer,
     Comparison,
     Difference,
     Figures,
-    Outcome,
-    Run,
+    ReplayedCall,
+    ReplayRun,
+    ShellAnswer,
     Source,
     compare,
     errors_of,
@@ -65,7 +65,7 @@ class Passes:
 class Report:
     """The runs, under the names that the table gives them, and the comparisons between them."""
 
-    runs: Mapping[str, Run]
+    runs: Mapping[str, ReplayRun]
     comparisons: Mapping[str, Comparison]
 
     @property
@@ -73,9 +73,9 @@ class Report:
         return any(errors_of(run) for run in self.runs.values())
 
 
-def reports(runs: Sequence[Run]) -> Report:
+def reports(runs: Sequence[ReplayRun]) -> Report:
     """Name the runs and compare what can be: the first two, and the first two uncached ones (the noise floor)."""
-    named: dict[str, Run] = {}
+    named: dict[str, ReplayRun] = {}
     for run in runs:
         name = "cached" if run.cached else "uncached"
         named[f"{name} again" if name in named else name] = run
@@ -96,7 +96,7 @@ async def make_runs(
     """
     url, trust_env = (proxy.url, False) if isinstance(proxy, PrivateProxy) else (proxy, True)
     run_id = secrets.token_hex(3)
-    runs: list[Run] = []
+    runs: list[ReplayRun] = []
     for number, cached in enumerate(passes):
         suffix = f"-{run_id}" if cached else f"-{run_id}-uncached{number}"
         names = Names("" if cached and keep_names else suffix, suffix)
@@ -129,7 +129,7 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(title, total=workload.calls, hits=hits, errors=errors)
 
-        def on_call(outcome: Outcome) -> None:
+        def on_call(outcome: ReplayedCall) -> None:
             nonlocal hits, errors
             hits += outcome.source in {Source.HIT, Source.WAIT}
             errors += outcome.error is not None
@@ -199,5 +199,5 @@ def parting(difference: Difference, width: int) -> tuple[str, str]:
     return shortened(lead + one[start:], width), shortened(lead + other[start:], width)
 
 
-def _text(answer: Answer, member: str) -> str:
+def _text(answer: ShellAnswer, member: str) -> str:
     return str(getattr(answer, member))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Rollout
 
 HOUR = 3600
@@ -42,7 +42,7 @@ def between(before: dict[str, float], now: dict[str, float], *, at: float, sandb
     return Second(at, **{name: now[name] - before[name] for name in now}, sandboxes=sandboxes)  # type: ignore[arg-type]
 
 
-def totals(counts: Counts) -> dict[str, float]:
+def totals(counts: Counters) -> dict[str, float]:
     """Return the totals whose differences a `Second` tells."""
     hits, misses, waits, bypasses = counts.outcomes
     return {
@@ -53,7 +53,7 @@ def totals(counts: Counts) -> dict[str, float]:
 
 
 @dataclass(slots=True, eq=False)
-class Listener:
+class Subscriber:
     """Who listens. whole: is told what happens in all tasks together. task: whose rollouts' movements it is told too.
 
     lost: events that it did not take in time.
@@ -92,13 +92,18 @@ class Pulse:
     """Looks once a second. rollouts: returns those that run in a task; sandboxes: how many live."""
 
     def __init__(
-        self, counts: Counts, sandboxes: Callable[[], int], rollouts: Callable[[str], list[Rollout]], *, most: int = 64
+        self,
+        counts: Counters,
+        sandboxes: Callable[[], int],
+        rollouts: Callable[[str], list[Rollout]],
+        *,
+        most: int = 64,
     ) -> None:
         self._counts, self._sandboxes, self._rollouts, self._most = counts, sandboxes, rollouts, most
         self._last = totals(counts)
         self._closed = False
         self.seconds: deque[Second] = deque(maxlen=HOUR)
-        self.listeners: set[Listener] = set()
+        self.listeners: set[Subscriber] = set()
 
     @property
     def full(self) -> bool:
@@ -130,16 +135,16 @@ class Pulse:
             listener.put({"event": "end"})
 
     @contextmanager
-    def listening(self, task: str | None, *, whole: bool = True) -> Iterator[Listener]:
+    def listening(self, task: str | None, *, whole: bool = True) -> Iterator[Subscriber]:
         """Give a listener its queue for the time of the block."""
-        listener = Listener(task, whole)
+        listener = Subscriber(task, whole)
         self.listeners.add(listener)
         try:
             yield listener
         finally:
             self.listeners.discard(listener)
 
-    def _moves(self, listener: Listener) -> list[dict[str, Any]]:
+    def _moves(self, listener: Subscriber) -> list[dict[str, Any]]:
         """Return which rollouts took steps, and which ended, since the listener was last told."""
         assert listener.task is not None
         running = {rollout.name: rollout for rollout in self._rollouts(listener.task)}

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from proxy.audit.confidence import clopper_pearson
 from proxy.engine import Engine
 from proxy.tree.rollout import Outcome
-from sandboxes.pool.lifecycle import State
+from sandboxes.pool.lifecycle import SandboxState
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -89,8 +89,8 @@ class _Totals(Collector):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
         found = Counter(slot.state for slot in engine.pool.roster.slots)
-        for state in State:
-            if state is not State.CLOSED:
+        for state in SandboxState:
+            if state is not SandboxState.CLOSED:
                 states.add_metric([state.value], found[state])
         yield states
 

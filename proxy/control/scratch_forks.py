@@ -9,7 +9,7 @@ import orjson
 from proxy.dialects import dialect_of
 from proxy.dialects.base import Call, Request
 from proxy.execution.restore import Attach
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
@@ -32,9 +32,11 @@ class Visits:
             StateLost, SandboxError, SpecError, Overloaded: see `Attach.fork`.
         """
         if node.detached:
-            raise Refused(409, "forgotten", f"the state n{node.id} was forgotten.")
+            raise RefusalError(409, "forgotten", f"the state n{node.id} was forgotten.")
         if self.open >= self._most:
-            raise Refused(429, "visits", f"{self._most} forks are open for people already. Close one, and try again.")
+            raise RefusalError(
+                429, "visits", f"{self._most} forks are open for people already. Close one, and try again."
+            )
         self.open += 1
         try:
             async with self._attach.fork(tree, node) as sandbox:
@@ -51,12 +53,12 @@ def call_of(spec: EnvironmentSpec, endpoint: str, method: str, path: str, query:
     """
     target = "/" + path.lstrip("/") + (f"?{urlencode(query)}" if query else "")
     if any(ord(sign) < 33 or ord(sign) > 126 for sign in target):
-        raise Refused(422, "path", "a path is printable ASCII. Percent-encode the rest.")
+        raise RefusalError(422, "path", "a path is printable ASCII. Percent-encode the rest.")
     headers = (("content-type", "application/json"),) if body else ()
     request = Request(method, target, headers, body, "visitor", f"http://127.0.0.1/t/visit/r/visitor/{endpoint}")
     meaning = dialect_of(spec, endpoint).read(request)
     if not isinstance(meaning, Call):
-        raise Refused(422, "no-call", f"{method} {target} of endpoint {endpoint!r} is no tool call.")
+        raise RefusalError(422, "no-call", f"{method} {target} of endpoint {endpoint!r} is no tool call.")
     return meaning
 
 

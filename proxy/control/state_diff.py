@@ -20,7 +20,7 @@ from proxy.control.views.diff import (
 )
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Sandbox
-from sandboxes.inspection import Entry, LookingSandbox
+from sandboxes.inspection import FileEntry, LookingSandbox
 from sandboxes.spec import EnvironmentSpec
 
 _TABLES_SHOWN = 200
@@ -73,8 +73,8 @@ async def _files(view: DiffView, one: Sandbox, other: Sandbox, driver: str) -> N
     view.files = await asyncio.to_thread(file_changes, shown, before, after)
 
 
-async def _entries(sandbox: LookingSandbox, paths: Sequence[str]) -> Mapping[str, Entry]:
-    found: dict[str, Entry] = {}
+async def _entries(sandbox: LookingSandbox, paths: Sequence[str]) -> Mapping[str, FileEntry]:
+    found: dict[str, FileEntry] = {}
     for at in range(0, len(paths), _AT_ONCE):
         found |= await sandbox.entries(paths[at : at + _AT_ONCE], content_bytes=CONTENT_BYTES)
     return found

@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,22 +26,18 @@ from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address, address_of
 from proxy.http.answer_cache import AT_ONCE, HIT_STATUS, RawHeaders, response
+from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.browser_guard import BROWSERS, refuse_foreign
 from proxy.http.exchange import Exchange, raw, told_by
 from proxy.http.problems import problem_of
-from proxy.http.sse import Events
-from proxy.http.uploads import Hangup, uploading
-from proxy.refusals import Problem, Refused
+from proxy.http.sse import EventStream
+from proxy.http.uploads import ClientDisconnectedError, uploading
+from proxy.refusals import Problem, RefusalError
 from proxy.step import Answer
 from proxy.telemetry.timing import Timing
 from proxy.tree.keys import CallKey
 from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.spec import EnvironmentSpec
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 log = structlog.get_logger()
 
@@ -62,7 +58,7 @@ _RESENT = 4096
 class DataPlane:
     """Answers `/t/…` and `/e/…`; anything else goes to the application behind it."""
 
-    def __init__(self, engine: Engine, behind: App) -> None:
+    def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
         self._answers, self._access, self._closed = engine.answers, engine.access, engine.access.needs_token
         self._endpoints = engine.counts.endpoints
@@ -73,12 +69,12 @@ class DataPlane:
         self._calls: dict[Hashable, Call] = {}
         self._dialects: dict[tuple[int, str], Dialect] = {}
         self._constants: dict[tuple[int, CallKey], Answer] = {}
-        self._cancels: dict[tuple[int, str], Events] = {}
+        self._cancels: dict[tuple[int, str], EventStream] = {}
         self.docker = DockerFront(engine, self._answers, self._asked_by, self._count)
         self._resent: OrderedDict[tuple[int, str], tuple[CallKey, asyncio.Future[Answer]]] = OrderedDict()
         self._hosts: dict[bytes, bool] = {}
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and not await self._admitted(scope, receive, send):
             return
         if scope["type"] == "lifespan" or not scope["path"].startswith(("/t/", "/e/", "/ng-rollout/")):
@@ -91,26 +87,26 @@ class DataPlane:
         exchange = Exchange(send, receive)
         try:
             await self._serve(scope, receive, exchange)
-        except Hangup:
+        except ClientDisconnectedError:
             pass
         except Exception as error:  # noqa: BLE001 - a request ends here
             await self._refuse(scope, error, exchange)
         finally:
             self._under_way -= 1
 
-    async def _converse(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = {**scope, "method": "GET"}
         try:
             self._refuse_foreign(scope)
             address = self._named(self._address(scope))
-        except Refused as refused:
+        except RefusalError as refused:
             self._count(problem_of(refused))
             await receive()
             await refuse(problem_of(refused), send)
             return
         await self._sockets.serve(address, self._request(scope, address, b""), scope, receive, send)
 
-    def known(self, scope: Message, body: bytes | bytearray) -> bytes | None:
+    def known(self, scope: Scope, body: bytes | bytearray) -> bytes | None:
         """Return the whole HTTP response to a call that the tree knows, and take its step; None for anything else.
 
         What is wrong with a request, and what fails, is told on the ordinary way.
@@ -145,27 +141,27 @@ class DataPlane:
             log.debug("not answered at once", error=repr(error))
             return None
 
-    def hijacks(self, scope: Message) -> bool:
+    def hijacks(self, scope: Scope) -> bool:
         """Say whether a request, that may be answered, takes its connection over."""
         return self.docker.hijacks(scope) and (not self._closed or self._admits(scope))
 
-    def _admits(self, scope: Message) -> bool:
+    def _admits(self, scope: Scope) -> bool:
         """Say whether a request may be answered; who is refused is told on the ordinary way."""
         if GRANT in scope:
             return True
         try:
             scope[GRANT] = self._access.admit(scope, self.engine.store.rollout_of_token)
-        except Refused:
+        except RefusalError:
             return False
         return True
 
-    async def _admitted(self, scope: Message, receive: Receive, send: Send) -> bool:
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Note what a request may see, and say whether it goes on; tell who is refused."""
         if GRANT in scope:
             return True
         try:
             scope[GRANT] = self._access.admit(scope, self.engine.store.rollout_of_token)
-        except Refused as error:
+        except RefusalError as error:
             problem = problem_of(error)
             self._count(problem)
             if scope["type"] == "websocket":
@@ -176,11 +172,11 @@ class DataPlane:
             return False
         return True
 
-    async def _turn_away(self, scope: Message, problem: Problem, exchange: Exchange) -> None:
+    async def _turn_away(self, scope: Scope, problem: Problem, exchange: Exchange) -> None:
         """Tell who is not admitted, in the form that clients of a Docker daemon or of E2B read."""
         address = None
         if scope["path"].startswith(("/t/", "/e/")):
-            with suppress(Refused):
+            with suppress(RefusalError):
                 address = address_of(scope["raw_path"], scope["headers"])
         if address is not None and address.endpoint == "e2b":
             await self._e2b.refuse(self._request(scope, address, b""), problem, exchange.send)
@@ -189,9 +185,9 @@ class DataPlane:
         else:
             await exchange.problem(problem)
 
-    async def _serve(self, scope: Message, receive: Receive, exchange: Exchange) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         if self._under_way > self.engine.settings.max_requests:
-            raise Refused(
+            raise RefusalError(
                 429, "too-many-requests", "more calls are under way than max_requests allows. Try again soon."
             )
         _refuse_smuggling(scope)
@@ -210,7 +206,7 @@ class DataPlane:
             await self._respond(scope, address, body, exchange, upload.path)
 
     async def _respond(
-        self, scope: Message, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
+        self, scope: Scope, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
     ) -> None:
         """Answer a request. upload: where its body lies, if not in body."""
         if address.endpoint == "docker":
@@ -257,7 +253,7 @@ class DataPlane:
             return await self.engine.tasks.rollout(task, call.rollout or name)
         running = await self.engine.tasks.running(task, call.rollout)
         if running is None:
-            raise Refused(404, "session", "this session has ended, or never was. Begin another one.")
+            raise RefusalError(404, "session", "this session has ended, or never was. Begin another one.")
         return running
 
     async def _constant(self, task: str, call: Call, exchange: Exchange) -> None:
@@ -338,7 +334,7 @@ class DataPlane:
             await exchange.answer(self._answers.of(answer.record), _told(answer))
 
     @contextmanager
-    def _cancellable(self, rollout: Rollout, call: Call, events: Events | None) -> Iterator[None]:
+    def _cancellable(self, rollout: Rollout, call: Call, events: EventStream | None) -> Iterator[None]:
         """Let a call be found by the name under which its client may cancel it."""
         name = (rollout.id, call.cancel)
         if not call.cancel or events is None:
@@ -431,12 +427,12 @@ class DataPlane:
             return address
         named = self.engine.store.rollout_of_token(address.token)
         if named is None:
-            raise Refused(
+            raise RefusalError(
                 401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."
             )
         return replace(address, task=named[0], rollout=named[1])
 
-    async def _refuse(self, scope: Message, error: Exception, exchange: Exchange) -> None:
+    async def _refuse(self, scope: Scope, error: Exception, exchange: Exchange) -> None:
         problem = problem_of(error)
         self._count(problem)
         if problem.status >= 500:
@@ -484,12 +480,12 @@ def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
     if upload is None:
         return meaning
     if not isinstance(meaning, Call) or not _passes(spec, meaning.call.endpoint):
-        raise Refused(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
+        raise RefusalError(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
     arguments = {**meaning.call.arguments, "upload": str(upload)}
     return replace(meaning, call=replace(meaning.call, arguments=arguments))
 
 
-def _refuse_smuggling(scope: Message) -> None:
+def _refuse_smuggling(scope: Scope) -> None:
     """Refuse a request whose end two readers could see in two places.
 
     Raises:
@@ -497,7 +493,7 @@ def _refuse_smuggling(scope: Message) -> None:
     """
     names = [name for name, _ in scope["headers"]]
     if (b"transfer-encoding" in names and b"content-length" in names) or names.count(b"content-length") > 1:
-        raise Refused(400, "framing", "Content-Length and Transfer-Encoding exclude each other. Send one, once.")
+        raise RefusalError(400, "framing", "Content-Length and Transfer-Encoding exclude each other. Send one, once.")
 
 
 def _told(answer: Answer) -> RawHeaders:

@@ -2,20 +2,23 @@
 
 A hit needs no task, no event and no second write; they cost more than finding the answer does. Whatever is not a plain
 complete request with a known answer takes uvicorn's ordinary way. Docker's clients take some connections over for
-streams both ways, which are a `Wire` from then on. All this leans on names of uvicorn's protocol class, so
-pyproject.toml bounds its version, and tests hold them.
+streams both ways, which are a `HijackedConnection` from then on. All this leans on names of uvicorn's protocol
+class, so pyproject.toml bounds its version, and tests hold them.
 """
 
 import asyncio
 import sys
 from time import perf_counter
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from proxy.compat.docker.stream import Wire
-from proxy.dataplane.app import DataPlane, Message
+from proxy.compat.docker.stream import HijackedConnection
+from proxy.dataplane.app import DataPlane
 from proxy.telemetry.histogram import Histogram
+
+if TYPE_CHECKING:
+    from proxy.http.asgi import Scope
 
 MOST_ASKED_BYTES = 32 << 10
 """Of a request that takes its connection over; a longer one is none."""
@@ -66,7 +69,7 @@ class HitFirst(HttpToolsProtocol):
     _parsing = False
     _begun: _Begun | None = None
     _held: _Begun | None = None
-    _wire: Wire | None = None
+    _wire: HijackedConnection | None = None
     _beyond: bytearray | None = None
     _data = b""
 
@@ -98,7 +101,7 @@ class HitFirst(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.transport = cast("asyncio.Transport", Joining(cycle.transport, self.loop))
-        if self.data_plane.hijacks(cast("Message", cycle.scope)) and not cycle.waiting_for_100_continue:
+        if self.data_plane.hijacks(cast("Scope", cycle.scope)) and not cycle.waiting_for_100_continue:
             self._held = cycle, app
             self._take_over_when_whole()
         # uvicorn starts when it has the headers; the body is mostly in the same bytes, so wait for their end.
@@ -112,7 +115,7 @@ class HitFirst(HttpToolsProtocol):
         if not plain or self.flow.write_paused or self.transport.is_closing():
             return False
         began = perf_counter()
-        answer = self.data_plane.known(cast("Message", cycle.scope), cycle.body)
+        answer = self.data_plane.known(cast("Scope", cycle.scope), cycle.body)
         if answer is None:
             return False
         cycle.response_started = cycle.response_complete = True
@@ -162,7 +165,7 @@ class HitFirst(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
             return
         self.flow.resume_reading()
-        self._wire = wire = Wire(
+        self._wire = wire = HijackedConnection(
             self.transport.write, self.flow.drain, self._hold, self.transport.close,
             upgrade=self._get_upgrade() is not None, hasty=docker.is_hasty(cycle.scope),
         )  # fmt: skip

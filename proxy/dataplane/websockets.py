@@ -9,29 +9,24 @@ import asyncio
 import base64
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import orjson
 import structlog
 
 from proxy.dialects import dialect_of
-from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Told
+from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response
 from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers
+from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.http.problems import problem_of
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError, ServerError
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 log = structlog.get_logger()
 
@@ -83,7 +78,7 @@ class Sockets:
         self._open = 0
         self._connections: OrderedDict[tuple[int, str], int] = OrderedDict()
 
-    async def serve(self, address: Address, request: Request, scope: Message, receive: Receive, send: Send) -> None:
+    async def serve(self, address: Address, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection until either side closes it. request: its handshake."""
         await receive()
         try:
@@ -109,17 +104,17 @@ class Sockets:
             Refused: so it is.
         """
         if self._open >= self._engine.settings.max_requests:
-            raise Refused(429, "too-many-requests", "more connections are open than max_requests allows.")
+            raise RefusalError(429, "too-many-requests", "more connections are open than max_requests allows.")
         spec = self._engine.tasks.spec(address.task)
         dialect_of(spec, address.endpoint)
         if address.endpoint not in spec.hosted:
-            raise Refused(
+            raise RefusalError(
                 400, "no-websocket", f"{address.endpoint!r} has no WebSockets: tool servers inside sandboxes have."
             )
 
     async def _converse(self, line: _Line, receive: Receive) -> None:
         accepted = {"type": "websocket.accept", "subprotocol": line.offered[0] if line.offered else None}
-        waiting: asyncio.Queue[Message] = asyncio.Queue(WAITING)
+        waiting: asyncio.Queue[AsgiMessage] = asyncio.Queue(WAITING)
 
         async def listen() -> None:
             # Always waiting for the next one: the server reads nothing, and answers no ping, while nobody does.
@@ -144,7 +139,7 @@ class Sockets:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    async def _hear(self, line: _Line, message: Message) -> None:
+    async def _hear(self, line: _Line, message: AsgiMessage) -> None:
         """Answer one message.
 
         Raises:
@@ -164,7 +159,7 @@ class Sockets:
                 counts.refusals[problem.slug] += 1
             await self._tell_problem(line, problem)
 
-    async def _answer(self, line: _Line, message: Message) -> None:
+    async def _answer(self, line: _Line, message: AsgiMessage) -> None:
         text = message.get("text")
         body = message["bytes"] if text is None else text.encode()
         kind = _BYTES if text is None else _JSON
@@ -268,7 +263,7 @@ class Sockets:
             return
         text = told["text"]
         if dialect is not None:
-            text = dialect.answer(Told(200, (_JSON,), text.encode()), request).body.decode()
+            text = dialect.answer(Response(200, (_JSON,), text.encode()), request).body.decode()
         await _sent(line, {"type": "websocket.send", "text": _with_names(text, line.aliases)})
 
     async def _say_local(self, line: _Line, local: Local) -> None:
@@ -288,7 +283,7 @@ class Sockets:
         await _sent(line, {"type": "websocket.send", "text": told})
 
 
-async def _sent(line: _Line, message: Message) -> None:
+async def _sent(line: _Line, message: AsgiMessage) -> None:
     """Send message.
 
     Raises:

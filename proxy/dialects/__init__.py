@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from urllib.parse import unquote
 
 from proxy.dialects import shell, sql
-from proxy.dialects.base import Call, Dialect, Local, Request, Told
+from proxy.dialects.base import Call, Dialect, Local, Request, Response
 from proxy.dialects.mcp import Mcp
 from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import rules_of
-from proxy.dialects.video import Video
+from proxy.dialects.video import VideoDialect
 from proxy.names import ONLY
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SERVER_DRIVERS, SHELLLESS_DRIVERS, EnvironmentSpec
 
 Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
-"""method, path below the endpoint, query string, body, the rollout's spec -> call. Raises `Refused`."""
+"""method, path below the endpoint, query string, body, the rollout's spec -> call. Raises `RefusalError`."""
 
 DIALECTS: Mapping[str, Parse] = {"shell": shell.parse, "sql": sql.parse}
 """The built-in endpoints by name."""
@@ -39,7 +39,7 @@ class BuiltIn:
         call = self._parse(request.method, path, request.query, request.body, self._spec)
         return Call(call, call_key(call))
 
-    def answer(self, told: Told, request: Request) -> Told:  # noqa: ARG002 - others look at it
+    def answer(self, told: Response, request: Request) -> Response:  # noqa: ARG002 - others look at it
         """See `Dialect.answer`."""
         return told
 
@@ -61,7 +61,7 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     if endpoint == "mcp" and not spec.upstreams:
         return Mcp(spec)
     if endpoint == "video" and spec.video is not None:
-        return Video(spec)
+        return VideoDialect(spec)
     if endpoint in spec.servers:
         server = spec.servers[endpoint]
         return Declared(endpoint, server, rules_of(server))
@@ -71,4 +71,4 @@ def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
     built_in += ["e2b"] if spec.driver in SERVER_DRIVERS and not spec.upstreams else []
     built_in += ["docker", "shell"] if spec.driver not in SHELLLESS_DRIVERS and not spec.upstreams else []
     there = ", ".join(sorted([*built_in, *spec.servers]))
-    raise Refused(404, "no-such-endpoint", f"endpoints here are: {there}.")
+    raise RefusalError(404, "no-such-endpoint", f"endpoints here are: {there}.")

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from proxy.refusals import Problem
-from proxy.tree.environments import Wanted
+from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.keys import CallKey
 from sandboxes.calls import ToolCall
-
-Headers = tuple[tuple[str, str], ...]
+from sandboxes.listener import Headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class Open:
     then: "Local | Call"
     parent: str = ""
     headers: Headers = ()
-    spec: Wanted | None = None
+    spec: EnvironmentRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ Meaning = Local | Call | Open | Close | Cancel
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Response:
     """An answer on its way to one client."""
 
     status: int
@@ -140,7 +139,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def answer(self, told: Told, request: Request) -> Told:
+    def answer(self, told: Response, request: Request) -> Response:
         """Return a recorded answer in the form for who sent request."""
         ...
 
@@ -160,6 +159,6 @@ class Eventful(Dialect, Protocol):
         """Return what a server said meanwhile as an event for who sent request; empty where it wants none of it."""
         ...
 
-    def last_event(self, told: Told, request: Request) -> bytes:
+    def last_event(self, told: Response, request: Request) -> bytes:
         """Return the event that answers request, all others having been sent."""
         ...

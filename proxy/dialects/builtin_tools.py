@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 
 from proxy.dialects import shell, sql, video
-from proxy.dialects.base import Told
-from proxy.refusals import Refused
+from proxy.dialects.base import Response
+from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
@@ -21,10 +21,10 @@ Make = Callable[[dict[str, Any], EnvironmentSpec], ToolCall]
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class McpTool:
     """One built-in tool.
 
-    call: makes the endpoint's call of a client's arguments; raises `Refused`. offered: whether a task has it.
+    call: makes the endpoint's call of a client's arguments; raises `RefusalError`. offered: whether a task has it.
     shown: makes the result of a tool call of what the endpoint answered.
     reads: whether it never changes anything, which is what `readOnlyHint` says.
     """
@@ -36,7 +36,7 @@ class Tool:
     reads: bool
     call: Make
     offered: Callable[[EnvironmentSpec], bool]
-    shown: Callable[[Told], Result | None]
+    shown: Callable[[Response], Result | None]
 
     def listed(self) -> dict[str, Any]:
         """Return its entry in `tools/list`."""
@@ -72,11 +72,11 @@ def _write_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
 
 def _text(arguments: dict[str, Any], name: str, known: set[str]) -> str:
     if not arguments.keys() <= known or not isinstance(arguments.get(name), str):
-        raise Refused(422, "arguments", f"this tool takes {' and '.join(sorted(known))}, as strings.")
+        raise RefusalError(422, "arguments", f"this tool takes {' and '.join(sorted(known))}, as strings.")
     return str(arguments[name])
 
 
-def _command_result(told: Told) -> Result | None:
+def _command_result(told: Response) -> Result | None:
     value = _object(told, {"stdout", "stderr", "exit_code"})
     return value and _structured(value, value["stdout"] + value["stderr"], failed=value["exit_code"] != 0)
 
@@ -85,13 +85,13 @@ _TEXT: Schema = {"type": "string"}
 _PATH: dict[str, Schema] = {"path": {"type": "string", "description": "absolute"}}
 _SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
 _SHELL = (
-    Tool(
+    McpTool(
         "exec", "Run a command in the rollout's live shell session.",
         {"command": _TEXT, "timeout_s": _SECONDS, "session": {"type": "string", "default": "main"}},
         ("command",), False, _exec, _has_shell, _command_result,
     ),
-    Tool("read_file", "Read a text file.", _PATH, ("path",), True, _read_file, _has_shell, lambda _: None),
-    Tool(
+    McpTool("read_file", "Read a text file.", _PATH, ("path",), True, _read_file, _has_shell, lambda _: None),
+    McpTool(
         "write_file", "Write a text file.", {**_PATH, "content": _TEXT}, ("path", "content"), False, _write_file,
         _has_shell, lambda _: None,
     ),
@@ -109,7 +109,7 @@ def _sql(tool: str) -> Make:
     return lambda arguments, spec: sql.parse("POST", tool, "", orjson.dumps(arguments), spec)
 
 
-def _sql_result(told: Told) -> Result | None:
+def _sql_result(told: Response) -> Result | None:
     value = _object(told, {"error"})
     return value and _structured(value, told.body.decode(), failed=value["error"] is not None)
 
@@ -122,8 +122,8 @@ _VALUES: Schema = {"type": ["array", "object"], "description": "values for the s
 _FORMAT: Schema = {"enum": ["json", "table", "markdown", "csv", "skyrl"], "default": "json"}
 
 
-def _sql_tool(name: str, description: str, properties: dict[str, Schema], *required: str, reads: bool) -> Tool:
-    return Tool(
+def _sql_tool(name: str, description: str, properties: dict[str, Schema], *required: str, reads: bool) -> McpTool:
+    return McpTool(
         name, description, {**properties, **_DATABASE}, required, reads, _sql(name), _has_databases, _sql_result
     )
 
@@ -157,9 +157,9 @@ def _has_videos(spec: EnvironmentSpec) -> bool:
     return spec.video is not None
 
 
-def _video_tool(name: str) -> Tool:
+def _video_tool(name: str) -> McpTool:
     kind = video.TOOLS[name]
-    return Tool(
+    return McpTool(
         name, kind.description, kind.properties, kind.required, name not in video.CHANGING, video.maker(name),
         _has_videos, video.mcp_content,
     )  # fmt: skip
@@ -170,16 +170,16 @@ _VIDEO = tuple(_video_tool(name) for name in video.TOOLS)
 
 # -- all -------------------------------------------------------------------------------------------------------------
 
-TOOLS: tuple[Tool, ...] = (*_SHELL, *_SQL, *_VIDEO)
+TOOLS: tuple[McpTool, ...] = (*_SHELL, *_SQL, *_VIDEO)
 """Every built-in tool, in the order in which they are listed. Their names differ."""
 
 
-def of(spec: EnvironmentSpec) -> dict[str, Tool]:
+def of(spec: EnvironmentSpec) -> dict[str, McpTool]:
     """Return the built-in tools that a task of this spec has, by name."""
     return {tool.name: tool for tool in TOOLS if tool.offered(spec)}
 
 
-def shown(tool: Tool, told: Told) -> Result:
+def shown(tool: McpTool, told: Response) -> Result:
     """Return the result of a tool call for what its endpoint answered."""
     made = tool.shown(told)
     if made is not None:
@@ -188,7 +188,7 @@ def shown(tool: Tool, told: Told) -> Result:
     return {"content": [{"type": "text", "text": text}], "isError": told.status >= 400}
 
 
-def _object(told: Told, members: set[str]) -> dict[str, Any] | None:
+def _object(told: Response, members: set[str]) -> dict[str, Any] | None:
     if told.status != 200 or dict(told.headers).get("content-type", "") != "application/json":
         return None
     value = orjson.loads(told.body)

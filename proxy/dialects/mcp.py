@@ -13,8 +13,8 @@ import orjson
 
 from proxy.dialects import builtin_tools as mcp_tools
 from proxy.dialects import video
-from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open, Request, Told
-from proxy.refusals import Problem, Refused
+from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open, Request, Response
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
@@ -103,7 +103,7 @@ class Mcp:
         name = request.path.strip("/")
         if name and name not in self._names:
             there = ", ".join(f"/mcp/{known}" for known in self._names) or "only /mcp, with the built-in tools"
-            raise Refused(404, "no-such-server", f"there is no MCP server {name!r} here: {there}.")
+            raise RefusalError(404, "no-such-server", f"there is no MCP server {name!r} here: {there}.")
         return name
 
     def _only(self, server: str) -> str:
@@ -135,7 +135,7 @@ class Mcp:
     def _rollout(self, request: Request) -> str:
         name = request.rollout or request.header(_SESSION)
         if not name:
-            raise Refused(
+            raise RefusalError(
                 400,
                 "no-rollout",
                 "nothing says which rollout asks: on the wire without sessions the URL must, as "
@@ -161,7 +161,7 @@ class Mcp:
         if not server and name in self._tools:
             try:
                 call = self._tools[name].call(arguments, self._spec)
-            except Refused as error:
+            except RefusalError as error:
                 raise _Error(_INVALID, str(error)) from error
             call = video.for_rollout(call, self._rollout(request), self._spec)
             return replace(self._named(request, call), events=True)
@@ -194,7 +194,7 @@ class Mcp:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def answer(self, told: Told, request: Request) -> Told:
+    def answer(self, told: Response, request: Request) -> Response:
         """See `Dialect.answer`: the recorded result under this request's id."""
         asked = _asked(request)
         said = self._said(told, asked, request)
@@ -202,10 +202,10 @@ class Mcp:
         messages = [_event(orjson.dumps(note)) for note in notes if note is not None]
         local = _answered(asked, said)
         if messages or not _takes(request, "application/json"):
-            return Told(200, _STREAM, b"".join([*messages, _event(local.body)]))
-        return Told(local.status, local.headers, local.body)
+            return Response(200, _STREAM, b"".join([*messages, _event(local.body)]))
+        return Response(local.status, local.headers, local.body)
 
-    def _said(self, told: Told, asked: _Asked, request: Request) -> dict[str, Any]:
+    def _said(self, told: Response, asked: _Asked, request: Request) -> dict[str, Any]:
         """Return what a record says: notifications, and a result or an error."""
         if asked.method == "tools/call" and dict(told.headers).get("content-type") != mcp_tools.RECORDED:
             return {"result": mcp_tools.shown(self._tools[asked.params["name"]], told)}
@@ -223,7 +223,7 @@ class Mcp:
         note = _for(orjson.loads(said), _asked(request))
         return b"" if note is None else _event(orjson.dumps(note))
 
-    def last_event(self, told: Told, request: Request) -> bytes:
+    def last_event(self, told: Response, request: Request) -> bytes:
         """See `Eventful.last_event`."""
         asked = _asked(request)
         return _event(_answered(asked, self._said(told, asked, request)).body)
@@ -232,7 +232,7 @@ class Mcp:
         """See `Dialect.problem`: a JSON-RPC error. A session that is gone is 404, on which clients begin another."""
         try:
             asked = _asked(request)
-        except Refused:
+        except RefusalError:
             asked = _Asked("", {}, None, modern=False)
         code = problem.code or (-32603 if problem.status >= 500 or problem.status == 429 else -32600)
         data: dict[str, Any] = {"type": f"urn:forkpoint:{problem.slug}", "status": problem.status}
@@ -249,7 +249,7 @@ _OF_HTTP = frozenset({"session", "no-rollout", "no-such-server", "token", "json"
 """Problems that clients look for in the status, whatever the JSON says."""
 
 
-class _Error(Refused):
+class _Error(RefusalError):
     """A JSON-RPC error of this code."""
 
     def __init__(self, code: int, detail: str) -> None:
@@ -261,14 +261,14 @@ def _asked(request: Request) -> _Asked:
     try:
         value = orjson.loads(request.body)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "json", f"the body is not JSON: {error}.") from None
+        raise RefusalError(400, "json", f"the body is not JSON: {error}.") from None
     if not isinstance(value, dict) or value.get("jsonrpc") != "2.0":
-        raise Refused(400, "json", "the body must be one JSON-RPC 2.0 message.")
+        raise RefusalError(400, "json", "the body must be one JSON-RPC 2.0 message.")
     if _LONG_NUMBER.search(request.body) and _exceeds_64_bits(json.loads(request.body)):
-        raise Refused(400, "json", "a number is beyond 64 bits: send it as a string.")
+        raise RefusalError(400, "json", "a number is beyond 64 bits: send it as a string.")
     params = value.get("params") or {}
     if not isinstance(params, dict) or not isinstance(value.get("id"), str | int | None):
-        raise Refused(400, "json", "params must be an object, and an id a string or an integer.")
+        raise RefusalError(400, "json", "params must be an object, and an id a string or an integer.")
     if "method" not in value:
         # A response to what we never asked: taken, and dropped.
         return _Asked("", {}, None, modern=False)

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 
 _BOUNDARY = re.compile(r'boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re.IGNORECASE)
 _FILENAME = re.compile(rb'filename="((?:[^"\\]|\\.)*)"', re.IGNORECASE)
@@ -26,23 +26,23 @@ def files(body: bytes, content_type: str) -> list[FormFile]:
     """
     found = _BOUNDARY.search(content_type)
     if found is None:
-        raise Refused(400, "multipart", "the form says no boundary.")
+        raise RefusalError(400, "multipart", "the form says no boundary.")
     mark = b"--" + (found[1] or found[2]).encode("latin-1")
     # Each boundary but the first follows the line end that ends the part before it.
     parts = (b"\r\n" + body).split(b"\r\n" + mark)
     if len(parts) < 2 or not parts[-1].startswith(b"--"):
-        raise Refused(400, "multipart", "the form ends before its last boundary.")
+        raise RefusalError(400, "multipart", "the form ends before its last boundary.")
     return [file for part in parts[1:-1] if (file := _file(part)) is not None]
 
 
 def _file(part: bytes) -> FormFile | None:
     head, blank, data = part.partition(b"\r\n\r\n")
     if not blank:
-        raise Refused(400, "multipart", "a part of the form has no end to its headers.")
+        raise RefusalError(400, "multipart", "a part of the form has no end to its headers.")
     name = _FILENAME.search(head)
     if name is None:
         return None
     try:
         return FormFile(_ESCAPED.sub(rb"\1", name[1]).decode(), data)
     except UnicodeDecodeError:
-        raise Refused(400, "multipart", "a file's name is not UTF-8.") from None
+        raise RefusalError(400, "multipart", "a file's name is not UTF-8.") from None

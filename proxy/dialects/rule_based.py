@@ -9,16 +9,17 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import orjson
 
-from proxy.dialects.base import Call, Close, Headers, Local, Meaning, Open, Request, Told
+from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response
 from proxy.dialects.body_forms import body_form, json_value, media_type, query_form
 from proxy.dialects.rule_schema import Reply, Rule, Rules, without
 from proxy.names import named
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.json_paths import OUR_NAME, member, renamed
+from sandboxes.listener import Headers
 from sandboxes.spec import Server, Upstream
-from sandboxes.tool_clients.http1 import HOP_BY_HOP, BadRequest, request_head
+from sandboxes.tool_clients.http1 import HOP_BY_HOP, InvalidRequestError, request_head
 
 NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
@@ -102,7 +103,7 @@ class Declared:
         if rule.do == "open" and self._rules.mint:
             return request.fresh
         where = f"in its {source.replace(':', ' ')}" if source else "in the URL: /t/{task}/r/{rollout}/{endpoint}/…"
-        raise Refused(400, "no-rollout", f"nothing says which rollout asks: this request needs its name {where}.")
+        raise RefusalError(400, "no-rollout", f"nothing says which rollout asks: this request needs its name {where}.")
 
     def _minted(self, rollout: str) -> Headers:
         if not self._rules.mint:
@@ -116,8 +117,8 @@ class Declared:
         self._refuse_escapes(request.path)
         try:
             request_head(request.method, request.target, headers, self._upstream, len(body))
-        except BadRequest as error:
-            raise Refused(400, "request", f"this cannot be sent to a tool server: {error}.") from None
+        except InvalidRequestError as error:
+            raise RefusalError(400, "request", f"this cannot be sent to a tool server: {error}.") from None
         arguments: dict[str, Any] = {
             "method": request.method, "target": request.target, "headers": [list(header) for header in headers],
         }  # fmt: skip
@@ -155,7 +156,9 @@ class Declared:
         """
         segments = re.split(r"[/\\]", unquote(path)) if self._prefix else ()
         if any(segment.partition(";")[0] in (".", "..") for segment in segments):
-            raise Refused(400, "request", "a path with . or .. segments may leave what its upstream names. Resolve it.")
+            raise RefusalError(
+                400, "request", "a path with . or .. segments may leave what its upstream names. Resolve it."
+            )
 
     def _unbound(self, body: bytes, fields: "_Fields", rollout: str) -> tuple[bytes, bool]:
         """Return body with our name for the rollout in the place of its client's."""
@@ -202,7 +205,7 @@ class Declared:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def answer(self, told: Told, request: Request) -> Told:
+    def answer(self, told: Response, request: Request) -> Response:
         """See `Dialect.answer`: our addresses for the server's, the client's name of the rollout for ours."""
         headers = tuple((name, self._placed(name.lower(), value, request)) for name, value in told.headers)
         if self._rules.bind and told.body:
@@ -211,7 +214,7 @@ class Declared:
                 body = orjson.dumps(renamed(said[0], self._rules.bind, OUR_NAME, self._known_as(request)))
                 length = str(len(body))
                 headers = tuple((n, length if n.lower() == "content-length" else v) for n, v in headers)
-                return Told(told.status, headers, body)
+                return Response(told.status, headers, body)
         return replace(told, headers=headers)
 
     def _known_as(self, request: Request) -> str:

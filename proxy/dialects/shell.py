@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
@@ -29,23 +29,27 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
     """
     if spec.driver in SHELLLESS_DRIVERS:
         there = "video" if spec.driver == "video" else "sql"
-        raise Refused(404, "no-shell", f"driver {spec.driver!r} runs no shell: this task has the {there} endpoint.")
+        raise RefusalError(
+            404, "no-shell", f"driver {spec.driver!r} runs no shell: this task has the {there} endpoint."
+        )
     if path == "exec":
         if method != "POST":
-            raise Refused(405, "method", "exec takes POST with a JSON body.")
+            raise RefusalError(405, "method", "exec takes POST with a JSON body.")
         return _exec(body, spec)
     if path.startswith("files/"):
         return _file(method, path.removeprefix("files/"), query, body)
-    raise Refused(404, "no-such-tool", "the shell endpoint has POST exec and PUT|GET|DELETE files/{path}.")
+    raise RefusalError(404, "no-such-tool", "the shell endpoint has POST exec and PUT|GET|DELETE files/{path}.")
 
 
 def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "json", f'the body is not JSON: {error}. Send {{"command": "ls"}} as UTF-8.') from None
+        raise RefusalError(400, "json", f'the body is not JSON: {error}. Send {{"command": "ls"}} as UTF-8.') from None
     if not isinstance(value, dict) or not value.keys() <= {"command", "timeout_s", "session"}:
-        raise Refused(422, "exec", 'exec takes an object with "command", and if you like "timeout_s" and "session".')
+        raise RefusalError(
+            422, "exec", 'exec takes an object with "command", and if you like "timeout_s" and "session".'
+        )
     arguments = {
         "command": _command(value.get("command")),
         "session": _session(value.get("session", "main")),
@@ -56,19 +60,21 @@ def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
 
 def _command(command: Any) -> str:
     if not isinstance(command, str):
-        raise Refused(422, "command", '"command" must be a string.')
+        raise RefusalError(422, "command", '"command" must be a string.')
     if len(command.encode()) > MAX_COMMAND_BYTES:
-        raise Refused(
+        raise RefusalError(
             413, "command", f"the command is longer than {MAX_COMMAND_BYTES} bytes. Upload a script and run it."
         )
     if "\0" in command:
-        raise Refused(422, "command", "the command holds a NUL, which no shell can run. Upload binary data as a file.")
+        raise RefusalError(
+            422, "command", "the command holds a NUL, which no shell can run. Upload binary data as a file."
+        )
     return command
 
 
 def _session(session: Any) -> str:
     if not isinstance(session, str) or _SESSION.match(session) is None or session.endswith("\n"):
-        raise Refused(422, "session", f'"session" must match {SESSION_PATTERN}.')
+        raise RefusalError(422, "session", f'"session" must match {SESSION_PATTERN}.')
     return session
 
 
@@ -76,16 +82,18 @@ def _timeout(timeout: Any, spec: EnvironmentSpec) -> float:
     if timeout is None:
         return spec.limits.timeout_s
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
-        raise Refused(422, "timeout", f'"timeout_s" must be a number of seconds, above 0 and up to {MAX_TIMEOUT_S:g}.')
+        raise RefusalError(
+            422, "timeout", f'"timeout_s" must be a number of seconds, above 0 and up to {MAX_TIMEOUT_S:g}.'
+        )
     return float(timeout)
 
 
 def _file(method: str, path: str, query: str, body: bytes) -> ToolCall:
     tool = _FILE_TOOLS.get(method)
     if tool is None:
-        raise Refused(405, "method", "files take PUT, GET and DELETE.")
+        raise RefusalError(405, "method", "files take PUT, GET and DELETE.")
     if "\0" in path or len(path.encode()) > 4095 or ".." in path.split("/"):
-        raise Refused(422, "file-path", "a file's path has no NUL, no '..' and at most 4095 bytes.")
+        raise RefusalError(422, "file-path", "a file's path has no NUL, no '..' and at most 4095 bytes.")
     parts = [part for part in path.split("/") if part not in ("", ".")]
     arguments: dict[str, Any] = {"path": "/" + "/".join(parts)}
     if tool == "put":
@@ -99,5 +107,5 @@ def _mode(query: str) -> dict[str, int]:
     if not text:
         return {}
     if re.fullmatch(r"[0-7]{3,4}", text) is None:
-        raise Refused(422, "mode", "?mode= takes an octal mode such as 755.")
+        raise RefusalError(422, "mode", "?mode= takes an octal mode such as 755.")
     return {"mode": int(text, 8)}

@@ -7,7 +7,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from proxy.dialects.sql_normalize import canonical_statement
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 
@@ -15,16 +15,16 @@ MAX_STATEMENT_BYTES = 4 << 20
 MAX_ROWS = 100_000
 
 Scalar = str | int | float | bool | None
-Format = Literal["json", "table", "markdown", "csv", "skyrl"]
+ResultFormat = Literal["json", "table", "markdown", "csv", "skyrl"]
 
 
-class _Arguments(BaseModel):
+class _SqlArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     database: str | None = None
 
 
-class _Timed(_Arguments):
+class _Timed(_SqlArguments):
     timeout_s: float = Field(default=5.0, gt=0, le=3600)
 
 
@@ -35,7 +35,7 @@ class _Statement(_Timed):
 class _Query(_Statement):
     params: list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None = None
     max_rows: int = Field(default=100, ge=0, le=MAX_ROWS)
-    format: Format = "json"
+    format: ResultFormat = "json"
 
 
 class _Compare(_Statement):
@@ -45,14 +45,14 @@ class _Compare(_Statement):
 
 class _Explain(_Statement):
     params: list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None = None
-    format: Format = "json"
+    format: ResultFormat = "json"
 
 
 class _Schema(_Timed):
     table: str | None = None
 
 
-_TOOLS: dict[str, tuple[type[_Arguments], tuple[str, ...]]] = {
+_TOOLS: dict[str, tuple[type[_SqlArguments], tuple[str, ...]]] = {
     "query": (_Query, ("POST",)),
     "script": (_Statement, ("POST",)),
     "explain": (_Explain, ("POST",)),
@@ -72,12 +72,14 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         Refused: 400, 404, 405, 413 or 422, with what to send instead.
     """
     if not spec.databases:
-        raise Refused(404, "no-database", "this task has no database. PUT it with `databases`: docs/sql.md shows how.")
+        raise RefusalError(
+            404, "no-database", "this task has no database. PUT it with `databases`: docs/sql.md shows how."
+        )
     if path not in _TOOLS:
-        raise Refused(404, "no-such-tool", f"the sql endpoint has {', '.join(_TOOLS)}.")
+        raise RefusalError(404, "no-such-tool", f"the sql endpoint has {', '.join(_TOOLS)}.")
     kind, methods = _TOOLS[path]
     if method not in methods:
-        raise Refused(405, "method", f"{path} takes {' or '.join(methods)}.")
+        raise RefusalError(405, "method", f"{path} takes {' or '.join(methods)}.")
     given = dict(parse_qsl(query)) if method == "GET" else _members(body)
     arguments = _checked(path, kind, given, strict=method != "GET")
     arguments["database"] = _database(arguments["database"], spec)
@@ -91,35 +93,39 @@ def _members(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "json", f'the body is not JSON: {error}. Send {{"sql": "SELECT 1"}} as UTF-8.') from None
+        raise RefusalError(
+            400, "json", f'the body is not JSON: {error}. Send {{"sql": "SELECT 1"}} as UTF-8.'
+        ) from None
     if not isinstance(value, dict):
-        raise Refused(422, "arguments", 'the body must be a JSON object, as {"sql": "SELECT 1"}.')
+        raise RefusalError(422, "arguments", 'the body must be a JSON object, as {"sql": "SELECT 1"}.')
     return value
 
 
-def _checked(tool: str, kind: type[_Arguments], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+def _checked(tool: str, kind: type[_SqlArguments], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     try:
         # In a query string everything is text; in a body types count.
         return kind.model_validate(given, strict=strict).model_dump()
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
-        raise Refused(422, "arguments", f"{tool} takes {', '.join(kind.model_fields)}. {faults}.") from None
+        raise RefusalError(422, "arguments", f"{tool} takes {', '.join(kind.model_fields)}. {faults}.") from None
 
 
 def _database(name: str | None, spec: EnvironmentSpec) -> str:
     if name is None:
         return next(iter(spec.databases))
     if name not in spec.databases:
-        raise Refused(422, "no-such-database", f"this task's databases are: {', '.join(spec.databases)}.")
+        raise RefusalError(422, "no-such-database", f"this task's databases are: {', '.join(spec.databases)}.")
     return name
 
 
 def _statement(member: str, sql: str, tool: str, spec: EnvironmentSpec) -> str:
     if len(sql.encode()) > MAX_STATEMENT_BYTES:
-        raise Refused(
+        raise RefusalError(
             413, member, f"{member!r} is longer than {MAX_STATEMENT_BYTES} bytes. Split it into several calls."
         )
     if "\0" in sql:
-        raise Refused(422, member, f"{member!r} holds a NUL, which no statement can. Pass binary data in `params`.")
+        raise RefusalError(
+            422, member, f"{member!r} holds a NUL, which no statement can. Pass binary data in `params`."
+        )
     # A script is not taken apart: the text of what it creates is part of the database.
     return sql if tool == "script" else canonical_statement(sql, spec.sql_dialect)

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Told
+from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response
 from proxy.names import named
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 
@@ -38,7 +38,7 @@ def read(request: Request, make: MakeCall) -> Meaning:
         Refused: 400, in the authors' own cases; 405.
     """
     if request.method != "POST":
-        raise Refused(405, "method", "this takes POST with a JSON body.")
+        raise RefusalError(405, "method", "this takes POST with a JSON body.")
     body = _body(request)
     verb = request.path.strip("/")
     rollout = request.rollout or named("rollout", _text(body, "sandbox_id"))
@@ -49,7 +49,7 @@ def read(request: Request, make: MakeCall) -> Meaning:
         return Close(rollout, _local({"success": True, "sandbox_id": rollout}))
     if verb == "fork":
         if not request.fresh:
-            raise Refused(
+            raise RefusalError(
                 400, "fork", "a fork gets a name of its own, so the URL must name none: /t/{task}/video/fork."
             )
         return Open(request.fresh, _local({"success": True, "sandbox_id": request.fresh}), parent=rollout)
@@ -59,7 +59,7 @@ def read(request: Request, make: MakeCall) -> Meaning:
 def _execute(body: Mapping[str, Any], rollout: str, request: Request, make: MakeCall) -> Meaning:
     command = _text(body, "command")
     if command not in _COMMANDS:
-        raise Refused(400, "command", f"there is no command {command!r}; there are: {', '.join(_COMMANDS)}.")
+        raise RefusalError(400, "command", f"there is no command {command!r}; there are: {', '.join(_COMMANDS)}.")
     tool, arguments_of = _COMMANDS[command]
     try:
         arguments = arguments_of(body.get("argument", ""))
@@ -73,16 +73,16 @@ def _body(request: Request) -> dict[str, Any]:
     try:
         value = orjson.loads(request.body)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "json", f"the body is not JSON: {error}.") from None
+        raise RefusalError(400, "json", f"the body is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise Refused(400, "json", "the body must be a JSON object.")
+        raise RefusalError(400, "json", "the body must be a JSON object.")
     return value
 
 
 def _text(body: Mapping[str, Any], member: str) -> str:
     value = body.get(member)
     if not isinstance(value, str) or not value:
-        raise Refused(400, member, f"{member} is required, as a string.")
+        raise RefusalError(400, member, f"{member} is required, as a string.")
     return value
 
 
@@ -111,7 +111,7 @@ def _question(argument: Any) -> dict[str, Any]:
 
 def _as_text(argument: Any) -> str:
     if not isinstance(argument, str) or not argument.strip():
-        raise Refused(400, "argument", "this command takes an argument, as a string.")
+        raise RefusalError(400, "argument", "this command takes an argument, as a string.")
     return argument.strip()
 
 
@@ -158,7 +158,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def answer(told: Told, request: Request) -> Told:
+def answer(told: Response, request: Request) -> Response:
     """Return a recorded answer in the words of the authors' server.
 
     Their client takes `result` and looks at nothing else, so that is where what went wrong is told, too.
@@ -172,7 +172,7 @@ def answer(told: Told, request: Request) -> Told:
         said = {"success": True, "command": command, "result": _TEXTS[command](value)}
     body = orjson.dumps(said)
     kept = tuple((n, v) for n, v in told.headers if n.lower() not in ("content-type", "content-length"))
-    return Told(200, (*_JSON, ("content-length", str(len(body))), *kept), body)
+    return Response(200, (*_JSON, ("content-length", str(len(body))), *kept), body)
 
 
 def problem(found: Problem) -> Local:

@@ -16,8 +16,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from proxy.dialects import tvcache_video as video_wire
-from proxy.dialects.base import Call, Local, Meaning, Request, Told
-from proxy.refusals import Problem, Refused
+from proxy.dialects.base import Call, Local, Meaning, Request, Response
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
@@ -26,24 +26,24 @@ MOST_SAMPLES, MOST_TILES, MOST_TEXT = 64, 36, 4000
 _NUMBER = re.compile(r"([0-9]{1,9})$")
 
 
-class _Arguments(BaseModel):
+class _VideoArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class _Nothing(_Arguments):
+class _Nothing(_VideoArguments):
     pass
 
 
-class _Load(_Arguments):
+class _Load(_VideoArguments):
     name: str = Field(min_length=1, max_length=255)
 
 
-class _Span(_Arguments):
+class _Span(_VideoArguments):
     start: float | None = Field(default=None, description="seconds; the beginning where left out")
     end: float | None = Field(default=None, description="seconds; the end where left out")
 
 
-class _Picture(_Arguments):
+class _Picture(_VideoArguments):
     max_side: int = Field(default=448, ge=16, le=4096, description="of a picture, in pixels")
     format: Literal["jpeg", "png"] = "jpeg"
     exact: bool = Field(
@@ -75,21 +75,21 @@ class _Sheet(_Span):
     format: Literal["jpeg", "png"] = "jpeg"
 
 
-class _Shots(_Arguments):
+class _Shots(_VideoArguments):
     threshold: float | None = Field(default=None, gt=0, lt=1, description="difference of two pictures that is a cut")
 
 
-class _Captions(_Arguments):
+class _Captions(_VideoArguments):
     start: int = Field(description="first segment")
     end: int = Field(description="last segment")
 
 
-class _Localization(_Arguments):
+class _Localization(_VideoArguments):
     description: str = Field(min_length=1, max_length=MOST_TEXT)
     k: int = Field(default=5, ge=1, le=100)
 
 
-class _Question(_Arguments):
+class _Question(_VideoArguments):
     question: str = Field(min_length=1, max_length=MOST_TEXT)
 
 
@@ -98,10 +98,10 @@ class _SegmentQuestion(_Question):
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class VideoTool:
     """A tool as it is listed: what it takes, and what it does."""
 
-    kind: type[_Arguments]
+    kind: type[_VideoArguments]
     description: str
 
     @property
@@ -133,22 +133,26 @@ def _untitled(schema: Any) -> Any:
     return {k: _untitled(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
 
 
-TOOLS: dict[str, Tool] = {
-    "load_video": Tool(_Load, "Load a video by its name. What was loaded before is gone."),
-    "preprocess": Tool(
+TOOLS: dict[str, VideoTool] = {
+    "load_video": VideoTool(_Load, "Load a video by its name. What was loaded before is gone."),
+    "preprocess": VideoTool(
         _Nothing, "Prepare the loaded video: pictures, shots, sound, subtitles, descriptions of segments."
     ),
-    "video_info": Tool(_Nothing, "Say what the loaded video is: length, size, tracks, number of segments and shots."),
-    "sample_frames": Tool(_Samples, "Show several pictures."),
-    "get_frame": Tool(_Frame, "Show the picture at a time."),
-    "contact_sheet": Tool(_Sheet, "Show n pictures of a span on one sheet, with their times."),
-    "detect_shots": Tool(_Shots, "List the shots: spans between two cuts."),
-    "get_subtitles": Tool(_Span, "List the subtitles that are seen in a span."),
-    "audio_profile": Tool(_Span, "Tell loudness, peak and tone of each segment in a span."),
-    "segment_localization": Tool(_Localization, "Find the k segments that fit a description best."),
-    "caption_retrieval": Tool(_Captions, "Tell what is seen in each of the segments start to end."),
-    "visual_question_answering": Tool(_SegmentQuestion, "Answer a question about what is seen around a segment."),
-    "object_memory_querying": Tool(_Question, "Answer a question about the things that were seen in the whole video."),
+    "video_info": VideoTool(
+        _Nothing, "Say what the loaded video is: length, size, tracks, number of segments and shots."
+    ),
+    "sample_frames": VideoTool(_Samples, "Show several pictures."),
+    "get_frame": VideoTool(_Frame, "Show the picture at a time."),
+    "contact_sheet": VideoTool(_Sheet, "Show n pictures of a span on one sheet, with their times."),
+    "detect_shots": VideoTool(_Shots, "List the shots: spans between two cuts."),
+    "get_subtitles": VideoTool(_Span, "List the subtitles that are seen in a span."),
+    "audio_profile": VideoTool(_Span, "Tell loudness, peak and tone of each segment in a span."),
+    "segment_localization": VideoTool(_Localization, "Find the k segments that fit a description best."),
+    "caption_retrieval": VideoTool(_Captions, "Tell what is seen in each of the segments start to end."),
+    "visual_question_answering": VideoTool(_SegmentQuestion, "Answer a question about what is seen around a segment."),
+    "object_memory_querying": VideoTool(
+        _Question, "Answer a question about the things that were seen in the whole video."
+    ),
 }
 CHANGING = frozenset({"load_video", "preprocess"})
 SAMPLED = frozenset({"visual_question_answering", "object_memory_querying"})
@@ -165,17 +169,17 @@ def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
         Refused: 404 or 422, with what to send instead.
     """
     if spec.video is None:
-        raise Refused(404, "no-video", "this task has no videos. PUT it with `video`: docs/video.md shows how.")
+        raise RefusalError(404, "no-video", "this task has no videos. PUT it with `video`: docs/video.md shows how.")
     if tool not in TOOLS:
-        raise Refused(404, "no-such-tool", f"the video endpoint has {', '.join(TOOLS)}; GET tools says more.")
+        raise RefusalError(404, "no-such-tool", f"the video endpoint has {', '.join(TOOLS)}; GET tools says more.")
     kind = TOOLS[tool].kind
     if not isinstance(given, dict):
-        raise Refused(422, "arguments", f"{tool} takes a JSON object.")
+        raise RefusalError(422, "arguments", f"{tool} takes a JSON object.")
     try:
         arguments = kind.model_validate(given, strict=True).model_dump()
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
-        raise Refused(
+        raise RefusalError(
             422, "arguments", f"{tool} takes {', '.join(kind.model_fields) or 'nothing'}. {faults}."
         ) from None
     return ToolCall("video", tool, arguments | ({"variant": 0} if tool in SAMPLED else {}))
@@ -198,7 +202,7 @@ def maker(tool: str) -> Callable[[dict[str, Any], EnvironmentSpec], ToolCall]:
     return partial(call_of, tool)
 
 
-def mcp_content(told: Told) -> dict[str, Any] | None:
+def mcp_content(told: Response) -> dict[str, Any] | None:
     """Return an MCP result for an answer of the video endpoint; None for another's."""
     headers = dict(told.headers)
     kind = headers.get("content-type", "")
@@ -239,7 +243,7 @@ def _is_fault(value: dict[str, Any]) -> bool:
     )
 
 
-class Video:
+class VideoDialect:
     """See `Dialect`."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
@@ -255,20 +259,20 @@ class Video:
         if tool == "tools" and request.method == "GET":
             return Local(200, orjson.dumps({"tools": LISTED}))
         if request.method != "POST":
-            raise Refused(405, "method", "tools take POST with a JSON body; GET tools lists them.")
+            raise RefusalError(405, "method", "tools take POST with a JSON body; GET tools lists them.")
         try:
             given = orjson.loads(request.body or b"{}")
         except orjson.JSONDecodeError as error:
-            raise Refused(400, "json", f'the body is not JSON: {error}. Send {{"t": 1.5}} as UTF-8.') from None
+            raise RefusalError(400, "json", f'the body is not JSON: {error}. Send {{"t": 1.5}} as UTF-8.') from None
         call = self._call(tool, given, request.rollout)
         if not request.rollout:
-            raise Refused(400, "no-rollout", "the URL must say which rollout asks: /t/{task}/r/{rollout}/video/…")
+            raise RefusalError(400, "no-rollout", "the URL must say which rollout asks: /t/{task}/r/{rollout}/video/…")
         return Call(call, call_key(call))
 
     def _call(self, tool: str, given: Any, rollout: str) -> ToolCall:
         return for_rollout(call_of(tool, given, self._spec), rollout, self._spec)
 
-    def answer(self, told: Told, request: Request) -> Told:
+    def answer(self, told: Response, request: Request) -> Response:
         """See `Dialect.answer`."""
         return video_wire.answer(told, request) if video_wire.speaks(request) else told
 

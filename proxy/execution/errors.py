@@ -1,11 +1,11 @@
 """Errors of execution: a state that cannot be rebuilt, a rollout that is gone."""
 
 
-class StateLost(RuntimeError):  # noqa: N818 - it says what happened to the state
+class StateLostError(RuntimeError):
     """A node's state cannot be rebuilt: its replay reaches another one, and no snapshot is left."""
 
 
-class RolloutGone(RuntimeError):  # noqa: N818 - it says what happened
+class RolloutGoneError(RuntimeError):
     """The rollout was finished, or the state it stood at was forgotten, while its call waited."""
 
 

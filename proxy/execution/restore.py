@@ -10,17 +10,17 @@ import structlog
 
 from proxy.dialects.rule_schema import steady
 from proxy.execution.divergence import differs, gap_s, require_its_due
-from proxy.execution.errors import StateLost
+from proxy.execution.errors import StateLostError
 from proxy.execution.root_state import driver_of, tree_key
 from proxy.execution.snapshot_value import Keeper
 from proxy.storage.store import Store
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.driver import Driver, Sandbox, rest
-from sandboxes.errors import NotFreezable, SandboxError, SpecError
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from snapshots.costs import Costs
@@ -41,7 +41,9 @@ class _TooFast(Exception):  # noqa: N818 - what it says is why to try again
 class Attach:
     """Brings sandboxes to nodes."""
 
-    def __init__(self, drivers: Mapping[str, Driver], pool: Pool, keeper: Keeper, store: Store, counts: Counts) -> None:
+    def __init__(
+        self, drivers: Mapping[str, Driver], pool: Pool, keeper: Keeper, store: Store, counts: Counters
+    ) -> None:
         self._drivers, self._pool, self._keeper, self._store, self._counts = drivers, pool, keeper, store, counts
 
     @asynccontextmanager
@@ -79,7 +81,7 @@ class Attach:
         """
         try:
             slot = await self._bring(tree, node, None, Timing())
-        except StateLost:
+        except StateLostError:
             return False
         if node.detached:
             await self._pool.close(slot)
@@ -240,7 +242,7 @@ class Attach:
             # The root's digest must be known before the first record, or a call that leads back would not meet it.
             try:
                 await self._keeper.keep(slot.sandbox, tree, tree.root)
-            except NotFreezable:
+            except NotFreezableError:
                 log.info("set-up left processes; every sandbox of this task starts from nothing", tree=tree.id)
             except BaseException:
                 await self._pool.close(slot)
@@ -299,7 +301,7 @@ class Attach:
         self._store.save_divergence(record, [])
         log.warning("replay diverged", record=record.id, source=record.source.id, difference=difference)
 
-    def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLost:
+    def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLostError:
         """Set aside what cannot be rebuilt, so that no other rollout is led there; not before a rollout asks for it."""
         why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
         barrier = node.origin
@@ -308,7 +310,7 @@ class Attach:
         if _is_rollout(owner) and barrier is not None and not barrier.target.diverged and not node.detached:
             lost = tree.set_aside(barrier, why)
             self._store.save_divergence(barrier, lost)
-        return StateLost(why)
+        return StateLostError(why)
 
     def _costs(self, tree: Tree) -> Costs:
         return self._keeper.costs[tree.spec.driver]

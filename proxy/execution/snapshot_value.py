@@ -9,15 +9,15 @@ from contextlib import contextmanager
 import structlog
 
 from proxy.storage.store import Store
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.tree.restore_plan import RestorePlan, kind_of, plan_restore
 from proxy.tree.rollout import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState, Sandbox
-from sandboxes.errors import NotFreezable, SandboxError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
-from snapshots.costs import Costs, Kind
+from snapshots.costs import Costs, SnapshotKind
 from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, victims, why, worth_keeping
 from snapshots.snapshot import Snapshot, snapshot_kind
 from snapshots.store import SnapshotStore
@@ -46,7 +46,7 @@ class Keeper:
         drivers: Mapping[str, Driver],
         pool: Pool,
         store: Store,
-        counts: Counts,
+        counts: Counters,
         walkers: Walkers,
         *,
         budget_bytes: int,
@@ -95,7 +95,7 @@ class Keeper:
         async with self._pool.freezing(slot) as sandbox:
             try:
                 await self.keep(sandbox, tree, node)
-            except NotFreezable as reason:
+            except NotFreezableError as reason:
                 node.unfreezable = str(reason)
                 refusal = reason
             else:
@@ -155,7 +155,7 @@ class Keeper:
         try:
             frozen = self._snapshots.load(snapshot)
         except (FileNotFoundError, ValueError) as error:
-            raise StateGone(f"the snapshot of n{node.id} is damaged: {error}") from error
+            raise StateGoneError(f"the snapshot of n{node.id} is damaged: {error}") from error
         except OSError as error:
             raise SandboxError(f"the snapshot of n{node.id} cannot be read: {error}") from error
         snapshot.leases += 1
@@ -211,7 +211,7 @@ class Keeper:
         again = self._failures[node.snapshot] > 1
         snapshot = self._snapshots.get(node.snapshot)
         assert snapshot is not None
-        if isinstance(error, StateGone) or (again and self._way_without(node, snapshot.driver) is not None):
+        if isinstance(error, StateGoneError) or (again and self._way_without(node, snapshot.driver) is not None):
             self.drop(node)
 
     def drop(self, node: Node) -> None:
@@ -271,7 +271,7 @@ class Keeper:
             async with self._pool.freezing(slot, after_s=_SETTLE_S) as sandbox:
                 try:
                     await self.keep(sandbox, tree, node)
-                except NotFreezable as reason:
+                except NotFreezableError as reason:
                     # It is in the state, not in the moment: the next sandbox that stands here is not asked again.
                     node.unfreezable = str(reason)
         except (SandboxError, OSError) as error:
@@ -318,7 +318,7 @@ class Keeper:
         return worth_keeping(prospect, cost_s=self.costs[driver].of(kind).freeze.seconds)
 
     def _describe(
-        self, node: Node, tree_id: int, driver: str, kind: Kind, snapshot: Snapshot | None, held: str
+        self, node: Node, tree_id: int, driver: str, kind: SnapshotKind, snapshot: Snapshot | None, held: str
     ) -> Prospect:
         without = self._way_without(node, driver)
         restore_s = self.costs[driver].of(kind).restore.seconds

@@ -8,10 +8,10 @@ from itertools import takewhile
 
 from proxy.execution.root_state import tree_key
 from proxy.execution.snapshot_value import Keeper
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.storage.journal import Journal
 from proxy.storage.store import Draft, Store
-from proxy.tree.environments import Wanted, spec_for
+from proxy.tree.environments import EnvironmentRequest, spec_for
 from proxy.tree.keys import CallKey
 from proxy.tree.rollout import Rollout, Task, Walkers
 from proxy.tree.tree import Node, Tree
@@ -94,7 +94,7 @@ class Tasks:
             Refused: 404, there is none of this name.
         """
         if name not in self._tasks and not self._store.tasks(name):
-            raise Refused(404, "no-such-task", f"there is no task {name!r}. PUT it, or send it a first call.")
+            raise RefusalError(404, "no-such-task", f"there is no task {name!r}. PUT it, or send it a first call.")
         return await self.open(name)
 
     async def rollout(self, task_name: str, name: str) -> Rollout:
@@ -121,7 +121,9 @@ class Tasks:
         task = self._tasks.get(task_name)
         return [] if task is None else list(task.rollouts.values())
 
-    async def opened(self, task_name: str, name: str, parent: str = "", wanted: Wanted | None = None) -> Rollout:
+    async def opened(
+        self, task_name: str, name: str, parent: str = "", wanted: EnvironmentRequest | None = None
+    ) -> Rollout:
         """Return the rollout of this name, or a new one: at the root, or where a running one, parent, stands.
 
         wanted: what its client asks for; another environment than the task's own has a tree of its own.
@@ -137,10 +139,10 @@ class Tasks:
         task = await self.open(task_name)
         source = task.rollouts.get(parent)
         if source is None:
-            raise Refused(404, "no-such-rollout", f"there is no rollout {parent!r} that runs, to fork from.")
+            raise RefusalError(404, "no-such-rollout", f"there is no rollout {parent!r} that runs, to fork from.")
         return self.begin(task, name, source.tree, source.node)
 
-    async def _in_environment(self, task_name: str, name: str, wanted: Wanted) -> Rollout:
+    async def _in_environment(self, task_name: str, name: str, wanted: EnvironmentRequest) -> Rollout:
         running = self.rollouts.get((task_name, name))
         if running is not None:
             return running
@@ -159,7 +161,7 @@ class Tasks:
             Refused: 409, one of this name is running.
         """
         if name in task.rollouts:
-            raise Refused(
+            raise RefusalError(
                 409,
                 "rollout-exists",
                 f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
@@ -213,7 +215,9 @@ class Tasks:
             Refused: 409, node is the root.
         """
         if node is tree.root:
-            raise Refused(409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec.")
+            raise RefusalError(
+                409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec."
+            )
         if node.diverged == FORGOTTEN:
             return 0, [], []
         gone = tree.closure(node)
@@ -279,7 +283,7 @@ class Tasks:
         if self._store.tasks(name):
             task = await self.open(name)
             if not beside and task.tree.key != key:
-                raise Refused(
+                raise RefusalError(
                     409,
                     "task-exists",
                     f"task {name!r} has another root state. DELETE it, or import under another name.",
@@ -290,7 +294,7 @@ class Tasks:
         others = [rollout.name for rollout in self.rollouts.values() if rollout.tree.id == known]
         others += [task.name for task in self._tasks.values() if task.tree.id == known and task.name != name]
         if others or not self._store.is_empty(known):
-            raise Refused(
+            raise RefusalError(
                 409, "tree-exists",
                 f"calls of this root state are recorded here, or somebody uses it: {', '.join(sorted(others)[:5])}. "
                 "DELETE the tasks that have it first.",

@@ -16,13 +16,13 @@ import structlog
 
 from proxy.execution.restore import Attach
 from proxy.execution.snapshot_value import Keeper
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.tree.departures import Target, targets
 from proxy.tree.restore_plan import plan_restore
 from proxy.tree.rollout import Rollout, Walkers
 from proxy.tree.tree import Node, Tree
-from sandboxes.pool.lifecycle import State
-from sandboxes.pool.pool import Overloaded, Pool
+from sandboxes.pool.lifecycle import SandboxState
+from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import Slot
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ _STALE_S = 5.0
 
 
 @dataclass(slots=True)
-class Batch:
+class WarmBatch:
     """Forks that were asked for at the root of a tree: how many are still to be made, and until when."""
 
     count: int
@@ -56,7 +56,7 @@ class Warm:
         attach: Attach,
         pool: Pool,
         keeper: Keeper,
-        counts: Counts,
+        counts: Counters,
         walkers: Walkers,
         *,
         most: int,
@@ -68,7 +68,7 @@ class Warm:
         self._seen: set[Rollout] = set()
         self._left: set[Tree] = set()
         self._wake = asyncio.Event()
-        self._batches: dict[Tree, Batch] = {}
+        self._batches: dict[Tree, WarmBatch] = {}
         self._making: dict[asyncio.Task[None], Node] = {}
         self._cooling: dict[Node, float] = {}
 
@@ -82,7 +82,7 @@ class Warm:
         """Have forks ready at a tree's root for the next batch, as long as an idle sandbox lives; return how many."""
         granted = min(count, self.most)
         missing = max(0, granted - self.ready(tree.root))
-        self._batches[tree] = Batch(missing, time.monotonic() + self._idle_s)
+        self._batches[tree] = WarmBatch(missing, time.monotonic() + self._idle_s)
         self._wake.set()
         return granted
 
@@ -94,7 +94,7 @@ class Warm:
         """Return how many sandboxes at node anyone may have, at once or, where its state is just being kept, soon."""
         shared = node.snapshot is not None or node.origin is None
         there = sum(
-            slot.state is State.FREEZING or (slot.state is State.IDLE and (shared or slot.owner is None))
+            slot.state is SandboxState.FREEZING or (slot.state is SandboxState.IDLE and (shared or slot.owner is None))
             for slot in self._pool.roster.at(node)
         )
         return there + sum(made is node for made in self._making.values())
@@ -199,14 +199,16 @@ class Warm:
                 self._cooling[node] = time.monotonic() + _COOL_S
         except Exception as error:  # noqa: BLE001 - a background task ends here; whoever needs the state asks for it
             self._cooling[node] = time.monotonic() + _COOL_S
-            if not isinstance(error, Overloaded):
+            if not isinstance(error, OverloadedError):
                 self._counts.failure("warm")
                 log.warning("no warm fork", node=node.id, error=repr(error))
 
     async def _give_way(self, nodes: set[Node]) -> bool:
         """Close the oldest warm fork at which nobody is expected; False where there is none."""
         before = time.monotonic() - _STALE_S
-        stale = [s for s in self.standing() if s.state is State.IDLE and s.place not in nodes and s.used_at < before]
+        stale = [
+            s for s in self.standing() if s.state is SandboxState.IDLE and s.place not in nodes and s.used_at < before
+        ]
         if not stale:
             return False
         await self._pool.close(min(stale, key=lambda slot: slot.used_at))

@@ -6,14 +6,14 @@ sites (`origin`).
 
 import hmac
 import re
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-from proxy.refusals import Refused
+from proxy.http.asgi import ReceivedHeaders, Scope
+from proxy.refusals import RefusalError
 
 HEADER = b"x-forkpoint-token"
 GRANT = "forkpoint.grant"
@@ -26,8 +26,6 @@ _SUBPROTOCOL = "token."
 _FREE = frozenset({"/", "/healthz", "/readyz", "/ui"})
 """Asked for without a token; and the files of the page, which tell nothing."""
 
-Headers = Iterable[tuple[bytes, bytes]]
-Scope = MutableMapping[str, Any]
 RolloutOfToken = Callable[[str], tuple[str, str] | None]
 """Returns the task and name of the running rollout that a token stands for."""
 
@@ -57,7 +55,7 @@ class Grant:
             Refused: 403.
         """
         if not self.sees(task):
-            raise Refused(403, "hidden", f"this token sees tasks named {', '.join(self.patterns)}.")
+            raise RefusalError(403, "hidden", f"this token sees tasks named {', '.join(self.patterns)}.")
 
     def require_whole(self) -> None:
         """Refuse what shows of all tasks together to who sees only some.
@@ -66,7 +64,7 @@ class Grant:
             Refused: 403.
         """
         if self.patterns:
-            raise Refused(403, "hidden", "this shows all tasks together; this token sees only some of them.")
+            raise RefusalError(403, "hidden", "this shows all tasks together; this token sees only some of them.")
 
 
 ALL = Grant()
@@ -155,7 +153,7 @@ class Access:
             named = rollout_of(text) if path.startswith(("/t/", "/e/", "/ng-rollout/")) else None
             if named is not None and (not task or task == named[0]) and (not rollout or rollout == named[1]):
                 return Grant((named[0],))
-        raise Refused(
+        raise RefusalError(
             401, "token", "a token is needed: send it as bearer token, as X-API-Key, or as X-Forkpoint-Token."
         )
 
@@ -177,7 +175,7 @@ def _named(scope: Scope) -> tuple[str, str]:
     return "", ""
 
 
-def _presented(headers: Headers) -> Iterable[str]:
+def _presented(headers: ReceivedHeaders) -> Iterable[str]:
     for name, value in headers:
         text = value.decode("latin-1")
         if name in (HEADER, b"x-api-key"):
@@ -189,7 +187,7 @@ def _presented(headers: Headers) -> Iterable[str]:
             yield from (word.removeprefix(_SUBPROTOCOL) for word in offered if word.startswith(_SUBPROTOCOL))
 
 
-def _without(headers: Headers, token: str) -> list[tuple[bytes, bytes]]:
+def _without(headers: ReceivedHeaders, token: str) -> list[tuple[bytes, bytes]]:
     """Return headers without those that hold a token of ours."""
     secret = token.encode("latin-1")
     return [(name, value) for name, value in headers if name != HEADER and secret not in value]

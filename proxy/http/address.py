@@ -1,13 +1,11 @@
 """Who asks, and for what: identity and tool from a request's path and headers (pure)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
+from proxy.http.asgi import ReceivedHeaders
 from proxy.names import ONLY, named
-from proxy.refusals import Refused
-
-Headers = Iterable[tuple[bytes, bytes]]
+from proxy.refusals import RefusalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class Address:
     prefix: bytes = b""
 
 
-def address_of(raw_path: bytes, headers: Headers) -> Address:
+def address_of(raw_path: bytes, headers: ReceivedHeaders) -> Address:
     """Read `/t/{task}/r/{rollout}/{endpoint}/{path…}`, `/t/{task}/{endpoint}/{path…}`, or `/e/{endpoint}/{path…}` with
     headers or a token; or NeMo-Gym's `/ng-rollout/{task}-{rollout}/{path…}`, which leads to the task's only server.
 
@@ -43,7 +41,7 @@ def address_of(raw_path: bytes, headers: Headers) -> Address:
     try:
         words = [segment.decode() for segment in segments]
     except UnicodeDecodeError:
-        raise Refused(400, "path-encoding", "the path is not UTF-8. Percent-encode it as UTF-8.") from None
+        raise RefusalError(400, "path-encoding", "the path is not UTF-8. Percent-encode it as UTF-8.") from None
     if words[0] == "t" and len(words) >= 5 and words[2] == "r":
         task, rollout = named("task", words[1]), named("rollout", words[3])
         return Address(task, rollout, words[4], "/".join(words[5:]), "", *_parted(raw, 5))
@@ -56,7 +54,7 @@ def address_of(raw_path: bytes, headers: Headers) -> Address:
     if words[0] == "e" and len(words) >= 2:
         task, rollout, token = _by_headers(headers)
         return Address(task, rollout, words[1], "/".join(words[2:]), token, *_parted(raw, 2))
-    raise Refused(
+    raise RefusalError(
         404,
         "no-such-path",
         "the data plane is /t/{task}/r/{rollout}/{endpoint}/…, /t/{task}/{endpoint}/… where its protocol names the "
@@ -69,14 +67,14 @@ def _parted(segments: list[bytes], at: int) -> tuple[bytes, bytes]:
     return b"/" + b"/".join(segments[at:]), b"/" + b"/".join(segments[:at])
 
 
-def _by_headers(headers: Headers) -> tuple[str, str, str]:
+def _by_headers(headers: ReceivedHeaders) -> tuple[str, str, str]:
     found = {name: value.decode("latin-1") for name, value in headers if name in _IDENTITY}
     if b"x-forkpoint-task" in found and b"x-forkpoint-rollout" in found:
         return named("task", found[b"x-forkpoint-task"]), named("rollout", found[b"x-forkpoint-rollout"]), ""
     token = found.get(b"x-api-key", "") or found.get(b"authorization", "").removeprefix("Bearer ").strip()
     if token:
         return "", "", token
-    raise Refused(
+    raise RefusalError(
         401,
         "no-identity",
         "nothing says which rollout asks. Send X-Forkpoint-Task and X-Forkpoint-Rollout, or the token of "

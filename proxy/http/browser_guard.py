@@ -6,21 +6,21 @@ it asks under, so only names that nobody can buy are answered to, unless a setti
 """
 
 import ipaddress
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
-from proxy.refusals import Refused
+from proxy.http.asgi import ReceivedHeaders
+from proxy.refusals import RefusalError
 
 _PRIVATE_SUFFIXES = (".localhost", ".internal", ".local", ".test", ".home.arpa", ".lan")
 _SAFE = frozenset({"GET", "HEAD"})
 _OURS = frozenset({b"same-origin", b"none"})
 
-Headers = Iterable[tuple[bytes, bytes]]
 
 BROWSERS = frozenset({b"sec-fetch-site", b"sec-fetch-dest", b"origin"})
 """Headers by which a browser is known, and no agent."""
 
 
-def refuse_foreign(method: str, headers: Headers, *, tool: bool, names: Collection[str] | None = ()) -> None:
+def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: Collection[str] | None = ()) -> None:
     """Refuse what another site's page sends, and what leads here by a name that its owner may have pointed here.
 
     tool: the request is for a tool; then a browser may not even show the answer, which is a tool's to write, and would
@@ -43,18 +43,22 @@ def refuse_foreign(method: str, headers: Headers, *, tool: bool, names: Collecti
         elif name == b"sec-fetch-dest":
             dest = value
     if names is not None and rebindable(host.decode("latin-1")) and _name(host.decode("latin-1")) not in names:
-        raise Refused(
+        raise RefusalError(
             403,
             "host",
             f"this proxy is not known as {host.decode('latin-1')!r}. Ask by its address or as localhost, or add the "
             "name to the setting `names`.",
         )
     if tool and dest not in (b"", b"empty"):
-        raise Refused(403, "browser", "tools answer agents, not browsers: what a tool wrote would run as our page.")
+        raise RefusalError(
+            403, "browser", "tools answer agents, not browsers: what a tool wrote would run as our page."
+        )
     followed = mode == b"navigate" and dest == b"document" and method in _SAFE and not tool
     foreign = site not in _OURS if site else bool(origin) and origin.rpartition(b"//")[2].lower() != host.lower()
     if foreign and not followed:
-        raise Refused(403, "cross-site", "a page of another site asked. Only /ui of this proxy may, or no page at all.")
+        raise RefusalError(
+            403, "cross-site", "a page of another site asked. Only /ui of this proxy may, or no page at all."
+        )
 
 
 def rebindable(host: str) -> bool:

@@ -1,27 +1,22 @@
 """Stands before the control plane: other sites' pages steer nothing, and no answer is taken for a page."""
 
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from typing import Any
+from collections.abc import Collection
 
+from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
 from proxy.http.problems import problem_of
-from proxy.refusals import Refused
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from proxy.refusals import RefusalError
 
 _NOSNIFF = (b"x-content-type-options", b"nosniff")
 
 
-class Guard:
+class BrowserGuard:
     """Refuses foreign requests and connections; adds to each answer that its media type is to be believed."""
 
-    def __init__(self, behind: App, names: Collection[str] | None) -> None:
+    def __init__(self, behind: AsgiApp, names: Collection[str] | None) -> None:
         self._behind, self._names = behind, names
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._behind(scope, receive, send)
             return
@@ -29,14 +24,14 @@ class Guard:
             # A websocket is no page that could be followed, and steers what it is opened for.
             method = scope["method"] if scope["type"] == "http" else "POST"
             refuse_foreign(method, scope["headers"], tool=False, names=self._names)
-        except Refused as refused:
+        except RefusalError as refused:
             await _refuse(scope, receive, send, refused)
             return
         await self._behind(scope, receive, _sniffless(send))
 
 
 def _sniffless(send: Send) -> Send:
-    async def sending(message: Message) -> None:
+    async def sending(message: AsgiMessage) -> None:
         if message["type"] == "http.response.start" and _NOSNIFF not in message["headers"]:
             message = {**message, "headers": [*message["headers"], _NOSNIFF]}
         await send(message)
@@ -44,7 +39,7 @@ def _sniffless(send: Send) -> Send:
     return sending
 
 
-async def _refuse(scope: Message, receive: Receive, send: Send, refused: Refused) -> None:
+async def _refuse(scope: Scope, receive: Receive, send: Send, refused: RefusalError) -> None:
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008})

@@ -5,15 +5,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
-from proxy.dialects.base import Call, Dialect, Eventful, Headers, Local, Request, Told
+from proxy.dialects.base import Call, Dialect, Eventful, Local, Request, Response
 from proxy.http.answer_cache import RawHeaders, Ready
-from proxy.http.sse import COMMENT_S, Events
+from proxy.http.asgi import Receive, Send
+from proxy.http.sse import COMMENT_S, EventStream
 from proxy.http.streaming import Passing
 from proxy.refusals import Problem
 from proxy.step import Answer
-
-Send = Callable[[Any], Awaitable[None]]
-Receive = Callable[[], Awaitable[Any]]
+from sandboxes.listener import Headers
 
 
 class Exchange:
@@ -25,14 +24,14 @@ class Exchange:
         self._dialect: Dialect | None = None
         self._request: Request | None = None
         self._passing: Passing | None = None
-        self.events: Events | None = None
+        self.events: EventStream | None = None
         self.extra: Headers = ()
 
     def understood(self, dialect: Dialect, request: Request) -> None:
         """Note who reads this request."""
         self._dialect, self._request = dialect, request
 
-    def listener(self, call: Call) -> Passing | Events | None:
+    def listener(self, call: Call) -> Passing | EventStream | None:
         """Return what hears the answer to call while it comes, for its client, if anything does."""
         if call.events:
             self.events = self._eventful()
@@ -64,10 +63,10 @@ class Exchange:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    def _eventful(self) -> Events:
+    def _eventful(self) -> EventStream:
         dialect, request = cast("Eventful", self._dialect), self._request
         assert request is not None
-        return Events(
+        return EventStream(
             self.send,
             lambda said: dialect.event(said, request),
             self.extra,
@@ -80,9 +79,9 @@ class Exchange:
         assert dialect is not None
         assert request is not None
 
-        def place(told: Told) -> Told:
+        def place(told: Response) -> Response:
             placed = dialect.answer(told, request)
-            return Told(placed.status, placed.headers + extra, b"")
+            return Response(placed.status, placed.headers + extra, b"")
 
         self._passing = Passing(self.send, place)
         return self._passing
@@ -106,7 +105,7 @@ class Exchange:
                 (name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.told]
             )
             dialect = cast("Eventful", self._dialect)
-            await self.events.finish(dialect.last_event(Told(ready.status, own, ready.body), self._request))
+            await self.events.finish(dialect.last_event(Response(ready.status, own, ready.body), self._request))
             return
         mine = told_by(ready, self._dialect, self._request)
         headers = raw(mine.headers) + ready.headers[ready.told :] + told
@@ -166,10 +165,10 @@ def raw(headers: Headers) -> RawHeaders:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
-def told_by(ready: Ready, dialect: Dialect, request: Request) -> Told:
+def told_by(ready: Ready, dialect: Dialect, request: Request) -> Response:
     """Return a recorded answer in the form for who sent request, its length among its headers."""
     own = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.told])
-    told = dialect.answer(Told(ready.status, own, ready.body), request)
+    told = dialect.answer(Response(ready.status, own, ready.body), request)
     if told.status in (204, 304) or any(name.lower() == "content-length" for name, _ in told.headers):
         return told
-    return Told(told.status, (*told.headers, ("content-length", str(len(told.body)))), told.body)
+    return Response(told.status, (*told.headers, ("content-length", str(len(told.body)))), told.body)

@@ -2,17 +2,25 @@
 
 import sqlite3
 
-from proxy.execution.errors import RolloutGone, StateLost
-from proxy.refusals import Problem, Refused
+from proxy.execution.errors import RolloutGoneError, StateLostError
+from proxy.refusals import Problem, RefusalError
 from proxy.storage.errors import StoreError
-from proxy.tree.keys import UncanonicalArguments
+from proxy.tree.keys import UncanonicalArgumentsError
 from sandboxes.errors import SandboxError, ServerError, SpecError
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.pool import OverloadedError
 
 FORESEEN = (
-    Refused, UncanonicalArguments, SpecError, RolloutGone, StateLost, Overloaded, SandboxError, StoreError,
-    sqlite3.Error, OSError,
-)  # fmt: skip
+    RefusalError,
+    UncanonicalArgumentsError,
+    SpecError,
+    RolloutGoneError,
+    StateLostError,
+    OverloadedError,
+    SandboxError,
+    StoreError,
+    sqlite3.Error,
+    OSError,
+)
 """What `problem_of` has an answer of its own for."""
 
 _TITLES = {
@@ -33,19 +41,19 @@ def problem_of(error: BaseException) -> Problem:
     """Return the answer for an error, a 500 for one that nobody foresaw."""
     text = str(error) or type(error).__name__
     match error:
-        case Refused():
+        case RefusalError():
             retry = 1 if error.status == 429 else None
-            title = _TITLES.get(error.status, "Refused")
+            title = _TITLES.get(error.status, "RefusalError")
             return Problem(error.status, error.slug, title, text, retry_after_s=retry, code=error.code)
-        case UncanonicalArguments():
+        case UncanonicalArgumentsError():
             return Problem(422, "uncanonical-arguments", _TITLES[422], text)
         case SpecError():
             return Problem(422, "spec", "The task's environment cannot be built", text)
-        case RolloutGone():
+        case RolloutGoneError():
             return Problem(410, "rollout-gone", _TITLES[410], text)
-        case StateLost():
+        case StateLostError():
             return Problem(409, "state-lost", "The state of this rollout cannot be rebuilt", text)
-        case Overloaded():
+        case OverloadedError():
             return Problem(503, "overloaded", "All sandboxes are busy", text, retry_after_s=5)
         case SandboxError():
             status, slug, title = _of_sandbox(error)

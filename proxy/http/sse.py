@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from proxy.http.streaming import Patient, Send
+from proxy.http.asgi import Send
+from proxy.http.streaming import Patient
 from sandboxes.listener import Headers
 
 COMMENT_S = 5.0
@@ -16,7 +17,7 @@ _HEAD = [
 ]
 
 
-class Events(Patient):
+class EventStream(Patient):
     """See `Listener`: each piece of data is one thing that is said. Nothing is sent before there is something to say.
 
     form: makes an event of what is said, for this client; empty for what it does not want. speaks: whether the client

@@ -1,17 +1,17 @@
 """A tool server's answer on its way to a client while it comes: streams, and what is too large to be held."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-from proxy.dialects.base import Headers, Told
+from proxy.dialects.base import Response
+from proxy.http.asgi import Send
+from sandboxes.listener import Headers
 
 HELD_BYTES = 1 << 20
 """An answer that is announced as no longer than this is sent when it is recorded, in one piece."""
 PATIENCE_S = 30.0
 """A client that takes nothing for so long is one that went away."""
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Patient:
@@ -41,7 +41,7 @@ class Passing(Patient):
     place: brings an answer's head into its client's form.
     """
 
-    def __init__(self, send: Send, place: Callable[[Told], Told]) -> None:
+    def __init__(self, send: Send, place: Callable[[Response], Response]) -> None:
         super().__init__(send)
         self._place = place
         self._held: bytes | None = None
@@ -53,7 +53,7 @@ class Passing(Patient):
         self.started = True
         # Without a length it is the last chunk that ends the answer, with one the last byte.
         self._held = None if length is None else b""
-        told = self._place(Told(status, headers, b""))
+        told = self._place(Response(status, headers, b""))
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in told.headers]
         raw.append((b"cache-status", b"forkpoint; fwd=miss"))
         await self._pass({"type": "http.response.start", "status": status, "headers": raw})

@@ -2,21 +2,18 @@
 
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from proxy.refusals import Refused
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
+from proxy.http.asgi import AsgiMessage, Receive
+from proxy.refusals import RefusalError
 
 SPOOLED = 64
 """How many times the limit in memory one on disk may be."""
 
 
-class Hangup(Exception):  # noqa: N818 - what the client did
+class ClientDisconnectedError(Exception):
     """The client left before its request was complete."""
 
 
@@ -30,7 +27,7 @@ class Upload:
         self._fd = -1
         self.path: Path | None = None
 
-    async def receive(self, receive: Receive, message: Message) -> bytes:
+    async def receive(self, receive: Receive, message: AsgiMessage) -> bytes:
         """Take the rest of a body, of which message is the first part; return it, or nothing where it lies on disk.
 
         Raises:
@@ -38,7 +35,7 @@ class Upload:
         """
         while True:
             if message["type"] == "http.disconnect":
-                raise Hangup
+                raise ClientDisconnectedError
             self._take(message.get("body", b""))
             if not message.get("more_body"):
                 return b"".join(self._chunks)
@@ -48,7 +45,7 @@ class Upload:
         self._size += len(chunk)
         if self._size > self._most * (SPOOLED if self._spools else 1):
             where = f"{SPOOLED} times max_body_bytes" if self._spools else "max_body_bytes"
-            raise Refused(413, "body", f"the body is larger than {where}, {self._most}. Send less, or raise it.")
+            raise RefusalError(413, "body", f"the body is larger than {where}, {self._most}. Send less, or raise it.")
         if self.path is None and self._size > self._most:
             self._fd, name = tempfile.mkstemp(prefix="upload-", dir=self._folder)
             self.path = Path(name)

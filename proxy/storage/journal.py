@@ -26,7 +26,7 @@ _SLICE = 1000
 """Steps folded at a time while calls are answered: about 2 ms."""
 
 
-class Step(NamedTuple):
+class JournalEntry(NamedTuple):
     """The turn-th call of a rollout (from 0) was answered by a record, with an `Outcome`."""
 
     rollout: int
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     outcome: int
 
 
-Fold = Callable[[list[Step]], None]
+Fold = Callable[[list[JournalEntry]], None]
 """Writes steps to the store in one transaction. The same steps may come again after a crash: it must not mind."""
 
 
@@ -47,8 +47,8 @@ class Journal:
         self._map: mmap.mmap | None = None
         self._used = 0
         self._segment = 0
-        self._pending: list[Step] = []
-        self._queue: deque[tuple[Path, list[Step]]] = deque()
+        self._pending: list[JournalEntry] = []
+        self._queue: deque[tuple[Path, list[JournalEntry]]] = deque()
 
     def open(self) -> int:
         """Fold what earlier processes left and start a new segment; return how many steps were folded."""
@@ -64,7 +64,7 @@ class Journal:
         self._start_segment()
         return folded
 
-    def append(self, step: Step) -> None:
+    def append(self, step: JournalEntry) -> None:
         """Write one step. It survives a kill of this process from here on.
 
         Raises:
@@ -140,11 +140,11 @@ class Journal:
         self._used, self._pending = 0, []
 
 
-def read_steps(data: bytes) -> Iterator[Step]:
+def read_steps(data: bytes) -> Iterator[JournalEntry]:
     """Yield the steps that data holds, up to the first torn or damaged one."""
     for at in range(0, len(data) - STEP_BYTES + 1, STEP_BYTES):
         body = data[at : at + _STEP.size]
         (check,) = _CHECK.unpack_from(data, at + _STEP.size)
         if zlib.crc32(body) != check:
             return
-        yield Step(*_STEP.unpack(body))
+        yield JournalEntry(*_STEP.unpack(body))

@@ -30,7 +30,7 @@ _INDEXES = (
 )
 
 
-class NotOurs(ValueError):  # noqa: N818 - it says what the file is not
+class ForeignDatabaseError(ValueError):
     """The file is a database of something else, or of another version."""
 
 
@@ -44,11 +44,13 @@ def check_ours(database: Database) -> None:
     if not tables:
         return
     if "meta" not in tables:
-        raise NotOurs(f"it is a database of something else, with {', '.join(sorted(tables))}")
+        raise ForeignDatabaseError(f"it is a database of something else, with {', '.join(sorted(tables))}")
     row = database.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
     # Without a row it is ours, killed while it was made.
     if row is not None and row[0] != str(SCHEMA_VERSION):
-        raise NotOurs(f"it has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}: use the version that wrote it")
+        raise ForeignDatabaseError(
+            f"it has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}: use the version that wrote it"
+        )
 
 
 def make_tables(database: Database) -> None:

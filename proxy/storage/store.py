@@ -18,10 +18,10 @@ import orjson
 import sqlite_utils
 
 from proxy.storage.errors import StoreError
-from proxy.storage.journal import Step
-from proxy.storage.schema import NotOurs, check_ours, make_tables
+from proxy.storage.journal import JournalEntry
+from proxy.storage.schema import ForeignDatabaseError, check_ours, make_tables
 from proxy.transfer.format import Part
-from proxy.transfer.schema import Line, NodeLine
+from proxy.transfer.schema import BundleLine, NodeLine
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.calls import ToolCall, ToolResult, content_type
@@ -70,7 +70,7 @@ class Store:
             make_tables(self.database)
             self._next = {name: self._last_id(name) + 1 for name in _NUMBERED}
             self._sweep_drafts()
-        except (NotOurs, sqlite3.DatabaseError) as error:
+        except (ForeignDatabaseError, sqlite3.DatabaseError) as error:
             self._connection.close()
             raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
 
@@ -188,7 +188,7 @@ class Store:
             execute("INSERT INTO meta VALUES (?, '')", (f"{_DRAFT}{draft.tree}",))
         return draft
 
-    def write_draft(self, draft: Draft, items: Iterable[Part | Line]) -> None:
+    def write_draft(self, draft: Draft, items: Iterable[Part | BundleLine]) -> None:
         """Write blobs, nodes and records, in one transaction; what they name was written before, or is among them."""
         with self._transaction() as execute:
             for item in items:
@@ -540,7 +540,7 @@ class Store:
         sql = "SELECT record FROM steps WHERE rollout = ? ORDER BY turn DESC LIMIT ?"
         return [row[0] for row in self._all(sql, (rollout, most))]
 
-    def fold(self, steps: list[Step]) -> None:
+    def fold(self, steps: list[JournalEntry]) -> None:
         """Write steps, and where they brought their rollouts, in one transaction. Steps written before do no harm."""
         last = {step.rollout: step for step in steps}
         with self._transaction():

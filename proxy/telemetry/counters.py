@@ -9,7 +9,7 @@ from proxy.tree.rollout import Outcome
 
 
 @dataclass(slots=True)
-class Counts:
+class Counters:
     """Totals since this process started. Seconds are those of tools, without restoring.
 
     warm_made, warm_used: sandboxes made ahead of their use, and those of them that were then used.

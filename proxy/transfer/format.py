@@ -25,8 +25,8 @@ BLOCK = 512
 MAX_PART_BYTES = 1 << 29
 """Of one part, also when unpacked: an answer is smaller."""
 CHUNK_BYTES = 1 << 20
-Kind = Literal["manifest", "blob", "zblob", "batch", "snapshot", "part", "chunk", "seal"]
-_KINDS = frozenset(get_args(Kind))
+EntryKind = Literal["manifest", "blob", "zblob", "batch", "snapshot", "part", "chunk", "seal"]
+_KINDS = frozenset(get_args(EntryKind))
 _END = bytes(2 * BLOCK)
 
 
@@ -38,7 +38,7 @@ class BundleError(ValueError):
 class Part:
     """One part. data: what it holds, unpacked; digest: of that. stored: as it lies in the file."""
 
-    kind: Kind
+    kind: EntryKind
     name: str
     data: bytes
     digest: bytes
@@ -56,7 +56,7 @@ class Writer:
         self.parts = 0
         self._all = blake2b(digest_size=32)
 
-    def part(self, kind: Kind, data: bytes, digest: bytes | None = None) -> bytes:
+    def part(self, kind: EntryKind, data: bytes, digest: bytes | None = None) -> bytes:
         """Return the bytes of a part. digest: of what data holds, where that is not data itself."""
         name = f"{kind}/{self.parts:08d}-{(digest or digest_of(data)).hex()}"
         told = _header(name, len(data)) + data + bytes(-len(data) % BLOCK)
@@ -64,7 +64,7 @@ class Writer:
         self.parts += 1
         return told
 
-    def json(self, kind: Kind, value: object) -> bytes:
+    def json(self, kind: EntryKind, value: object) -> bytes:
         """Return the bytes of a part that holds JSON."""
         return self.part(kind, orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
 

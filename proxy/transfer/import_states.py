@@ -9,7 +9,7 @@ import structlog
 from proxy.transfer.format import BundleError, read
 from proxy.transfer.state_records import Seen, StateLine, state_of, unit_of
 from sandboxes.driver import FrozenState
-from sandboxes.portability import Unpacking, Unusable
+from sandboxes.portability import NotPortableError, Unpacking
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ def bring(
 def _state(unpacking: Unpacking, line: StateLine, where: str) -> FrozenState:
     try:
         return unpacking.state(line.frozen())
-    except Unusable as error:
+    except NotPortableError as error:
         raise BundleError(f"{where}: the state of node {line.node} is not taken: {error}.") from error
 
 
@@ -79,7 +79,7 @@ class _Bringing:
         try:
             self._writing.seek(0)
             self._unpacking.part(self._name, self._writing, self._seen.units[self._name][0])
-        except Unusable as error:
+        except NotPortableError as error:
             raise BundleError(f"unit {self._name!r} is not taken: {error}.") from error
         except OSError as error:
             self._fail(error)

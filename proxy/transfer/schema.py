@@ -64,7 +64,7 @@ class RecordLine(BaseModel):
     answer: str = Field(pattern=_DIGEST)
 
 
-Line = NodeLine | RecordLine
+BundleLine = NodeLine | RecordLine
 
 
 def manifest_of(part: Part) -> Manifest:
@@ -87,7 +87,7 @@ def manifest_of(part: Part) -> Manifest:
     return manifest
 
 
-def lines_of(part: Part) -> Iterator[Line]:
+def lines_of(part: Part) -> Iterator[BundleLine]:
     """Yield the lines of a batch.
 
     Raises:
@@ -102,7 +102,7 @@ def lines_of(part: Part) -> Iterator[Line]:
             raise BundleError(f"line {number} of {part.name} cannot be read: {_first(error)}.") from error
 
 
-def content(file: BinaryIO) -> Iterator[Part | Line]:
+def content(file: BinaryIO) -> Iterator[Part | BundleLine]:
     """Yield the blobs and lines of a bundle that was checked."""
     for part in read(file):
         if part.kind in ("blob", "zblob"):

@@ -13,13 +13,13 @@ from typing import TypeVar
 from proxy.execution.root_state import tree_key
 from proxy.execution.snapshot_value import Keeper
 from proxy.execution.tasks import Tasks
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.transfer.export import export
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.import_states import bring
-from proxy.transfer.schema import Line, Manifest, content
+from proxy.transfer.schema import BundleLine, Manifest, content
 from proxy.transfer.state_records import Outgoing, Seen, StateLine
 from proxy.transfer.validate import check
 from proxy.tree.tree import Node, Tree
@@ -113,7 +113,7 @@ class Carrying:
                     spec, current = await self._fitting(task, manifest)
                     tree, taken = await self._bring_in(task, manifest, spec, file, seen)
                 except BundleError as error:
-                    raise Refused(422, "bundle", f"this file is not imported: {error}") from error
+                    raise RefusalError(422, "bundle", f"this file is not imported: {error}") from error
             finally:
                 file.unlink(missing_ok=True)
         return Taken(manifest, tree.root, current, taken)
@@ -146,7 +146,9 @@ class Carrying:
             async for chunk in body:
                 size += len(chunk)
                 if size > self._most_bytes:
-                    raise Refused(413, "import", f"the file is larger than import_bytes, {self._most_bytes}. Raise it.")
+                    raise RefusalError(
+                        413, "import", f"the file is larger than import_bytes, {self._most_bytes}. Raise it."
+                    )
                 await asyncio.to_thread(writing.write, chunk)
 
     async def _fitting(self, task: str, manifest: Manifest) -> tuple[EnvironmentSpec, bool]:
@@ -162,7 +164,7 @@ class Carrying:
         if not current:
             spec, key = manifest.spec, await self._key(manifest.spec)
         if key != manifest.root_key:
-            raise Refused(
+            raise RefusalError(
                 409, "root-key",
                 f"its root state is {manifest.root_key}, and here it is {key}: the spec, the base, an archive, a "
                 "database or the driver is another one, so its answers may be wrong here.",
@@ -174,7 +176,7 @@ class Carrying:
         try:
             return await tree_key(self._drivers, spec)
         except SpecError as error:
-            raise Refused(
+            raise RefusalError(
                 409, "spec", f"what its spec names cannot be used here: {error} PUT the task with a spec that can."
             ) from error
 
@@ -207,5 +209,5 @@ def _checked(file: Path, scratch: Path) -> tuple[Manifest, Seen]:
         return check(reading, scratch)
 
 
-def _some(items: Iterator[Part | Line]) -> list[Part | Line]:
+def _some(items: Iterator[Part | BundleLine]) -> list[Part | BundleLine]:
     return list(islice(items, _SLICE))

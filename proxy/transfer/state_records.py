@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from proxy.transfer.format import CHUNK_BYTES, BundleError, Part, Writer
 from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 from sandboxes.portability import Porter
 from snapshots.snapshot import Snapshot
 
@@ -144,7 +144,7 @@ class Outgoing:
                 if len(pending) >= CHUNK_BYTES:
                     yield writer.part("chunk", bytes(pending))
                     pending.clear()
-        except (OSError, NotFreezable, ValueError):
+        except (OSError, NotFreezableError, ValueError):
             return None
         if pending:
             yield writer.part("chunk", bytes(pending))

@@ -12,7 +12,7 @@ from proxy.dialects import DIALECTS
 from proxy.transfer.format import BundleError, Part, read
 from proxy.transfer.schema import Manifest, NodeLine, RecordLine, lines_of, manifest_of
 from proxy.transfer.state_records import Seen
-from proxy.tree.keys import CallKey, UncanonicalArguments, again_key, call_key
+from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_key
 from sandboxes.calls import ToolCall
 
 _FORGOTTEN = 100
@@ -171,7 +171,7 @@ def _call(data: bytes, databases: Collection[str]) -> tuple[bool, bytes | None]:
         if not _can_be_run(endpoint, tool, arguments, databases):
             return False, None
         key = call_key(ToolCall(endpoint, tool, arguments)) if endpoint in DIALECTS else None
-    except (orjson.JSONDecodeError, KeyError, UncanonicalArguments):
+    except (orjson.JSONDecodeError, KeyError, UncanonicalArgumentsError):
         return False, None
     return True, key
 

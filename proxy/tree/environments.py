@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from sandboxes.spec import EnvironmentSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EnvironmentRequest:
     """What a create request asks for. image: a name that its client knows; what is None or empty is not asked for.
 
     base: the environment that image stands for, where the settings say so.
@@ -25,7 +25,7 @@ class Wanted:
 
 
 def spec_for(
-    wanted: Wanted,
+    wanted: EnvironmentRequest,
     given: EnvironmentSpec | None,
     default: EnvironmentSpec,
     drivers: Collection[str],
@@ -48,7 +48,7 @@ def spec_for(
         base = default
     if base is None:
         detail = f"No such image: {wanted.image}. PUT the task with an environment, or turn the driver container on."
-        raise Refused(404, "no-such-image", detail)
+        raise RefusalError(404, "no-such-image", detail)
     limits = {"memory_mb": wanted.memory_mb, "pids": wanted.pids}
     told = base.model_dump()
     told["env"] |= wanted.env
@@ -59,4 +59,4 @@ def spec_for(
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
-        raise Refused(400, "environment", f"{where}: {fault['msg']}") from None
+        raise RefusalError(400, "environment", f"{where}: {fault['msg']}") from None

@@ -13,7 +13,7 @@ KEY_VERSION = 2
 """Part of every root key: when the rules below change, a new tree starts and no old record is served."""
 
 
-class UncanonicalArguments(ValueError):  # noqa: N818 - named for what it is about
+class UncanonicalArgumentsError(ValueError):
     """The arguments of a call have no canonical form, so no key."""
 
     def __init__(self, tool: str, reason: str) -> None:
@@ -83,7 +83,7 @@ def _canonical_arguments(tool: str, arguments: Arguments) -> bytes:
     try:
         return canonical_json(arguments)
     except (TypeError, ValueError) as error:
-        raise UncanonicalArguments(tool, str(error)) from error
+        raise UncanonicalArgumentsError(tool, str(error)) from error
 
 
 def _finite(value: Any) -> bool:

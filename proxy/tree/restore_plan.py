@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from proxy.tree.tree import Node, Record
-from snapshots.costs import Costs, Kind
+from snapshots.costs import Costs, SnapshotKind
 
 DOUBT_S = 60.0
 """What is at stake where a replayed call may reach another state: the least that `snapshots.policy.at_stake_s` has."""
@@ -71,6 +71,6 @@ def _ways(
     return ways
 
 
-def kind_of(node: Node) -> Kind:
+def kind_of(node: Node) -> SnapshotKind:
     """Return what a snapshot of node holds, or would hold: only a state with live processes has a witness."""
     return "processes" if node.witness is not None else "files"

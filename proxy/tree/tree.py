@@ -104,7 +104,7 @@ def doubtful(call: ToolCall, execution: Execution) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where a call leads: to a node that is known, or to a new one of this state."""
 
     known: Node | None
@@ -126,13 +126,13 @@ class Tree:
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
-    def place(self, source: Node, effect: Effect, state: StateDigest | None, *, private: bool = False) -> Place:
+    def place(self, source: Node, effect: Effect, state: StateDigest | None, *, private: bool = False) -> Destination:
         """Say where a call at source with this effect leads; nothing changes. O(1)."""
         if not effect:
-            return Place(source, source.state)
+            return Destination(source, source.state)
         if private or source.diverged or state is None or self.spec.merge == "off":
-            return Place(None, state)
-        return Place(self._by_state.get(state.exact), state)
+            return Destination(None, state)
+        return Destination(self._by_state.get(state.exact), state)
 
     def add_node(self, node: Node, *, private: bool = False) -> None:
         """Add a node; the record that leads to it must follow before the next `await`. A private one never merges."""

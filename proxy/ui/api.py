@@ -24,7 +24,7 @@ from proxy.control.routes.params import (
 from proxy.control.views.common import CallView, EffectName, RolloutView, rollout_view
 from proxy.control.views.ui_views import ShownAnswer, shown
 from proxy.engine import Engine
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Record
 from proxy.ui.columns import TreeColumns, columns_of, tree_columns
 from proxy.ui.lookups import Lookups
@@ -234,4 +234,4 @@ def _record(node: Node, number: int) -> Record:
     for record in candidates:
         if record.id == number:
             return record
-    raise Refused(404, "no-such-call", f"no call with number {number} is recorded at n{node.id}, or led to it.")
+    raise RefusalError(404, "no-such-call", f"no call with number {number} is recorded at n{node.id}, or led to it.")

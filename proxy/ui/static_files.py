@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 
 _FILES = Path(__file__).parent / "static"
 _TYPES = {
@@ -69,7 +69,7 @@ def page() -> APIRouter:
     async def file(path: str, request: Request) -> Response:
         found = files.get(path or "index.html")
         if found is None:
-            raise Refused(404, "no-such-file", f"the page has no file {path!r}. It begins at /ui/.")
+            raise RefusalError(404, "no-such-file", f"the page has no file {path!r}. It begins at /ui/.")
         headers = {**HEADERS, "etag": found.tag}
         if request.headers.get("if-none-match") == found.tag:
             return Response(status_code=304, headers=headers)

@@ -35,7 +35,7 @@ class WorkloadError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkloadRequest:
     """One call as it goes out: POST `path` below the rollout, with `arguments` as its JSON body.
 
     index: its place in the recorded rollout, from 0, skipped calls counted.
@@ -53,7 +53,7 @@ class RecordedRollout:
     """One recorded run. skipped: calls that never reached a tool, because they could not be parsed."""
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[WorkloadRequest, ...]
     skipped: int = 0
 
 
@@ -157,7 +157,7 @@ def parse_rollout(line: bytes | str, *, folder: Path) -> tuple[str, EnvironmentS
     return task, _spec_of(record, folder), RecordedRollout(rollout, kept, skipped=len(requests) - len(kept))
 
 
-def request_of(call: Any, index: int) -> Request | None:
+def request_of(call: Any, index: int) -> WorkloadRequest | None:
     """Return the request that makes call, None if the agent's call never reached a tool.
 
     Raises:
@@ -174,10 +174,10 @@ def request_of(call: Any, index: int) -> Request | None:
     return to_request(call, args, index)
 
 
-def _shell_request(call: Mapping[str, Any], args: Mapping[str, Any], index: int) -> Request | None:
+def _shell_request(call: Mapping[str, Any], args: Mapping[str, Any], index: int) -> WorkloadRequest | None:
     command = _member(args, "command", str)
     if "argv" not in call:
-        return Request(index, "shell/exec", args, command)
+        return WorkloadRequest(index, "shell/exec", args, command)
     if call["argv"] is None:
         return None
     argv = _member(call, "argv", list)
@@ -185,7 +185,7 @@ def _shell_request(call: Mapping[str, Any], args: Mapping[str, Any], index: int)
         raise WorkloadError(f"call {index}: `argv` must be a list of words, or null for a call that was not parsed.")
     moves = command.startswith("cd") and argv[1:2] == ["-c"] and len(argv) > 2
     as_run = _moving(argv) if moves else shlex.join(argv)
-    return Request(index, "shell/exec", {"command": as_run}, command)
+    return WorkloadRequest(index, "shell/exec", {"command": as_run}, command)
 
 
 def _moving(argv: Sequence[str]) -> str:
@@ -203,7 +203,7 @@ def _moving(argv: Sequence[str]) -> str:
     )
 
 
-ENDPOINTS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], Request | None]] = {
+ENDPOINTS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], WorkloadRequest | None]] = {
     "bash": _shell_request,
     "shell": _shell_request,
 }

@@ -35,7 +35,7 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShellAnswer:
     """What a shell call gave, as the agent sees it. Two answers are the same if all three members are."""
 
     stdout: str
@@ -53,7 +53,7 @@ class CallId:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayedCall:
     """One call of a replay. seconds: what its caller waited, refusals included.
 
     Either answer or error is there. refusals: how often the proxy asked to come again later (429 or 503).
@@ -62,7 +62,7 @@ class Outcome:
 
     shown: str
     seconds: float
-    answer: Answer | None = None
+    answer: ShellAnswer | None = None
     error: str | None = None
     source: Source | None = None
     timing: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReplayRun:
     """One pass over a workload.
 
     spent: by how much each of TOTALS grew.
@@ -81,7 +81,7 @@ class Run:
 
     cached: bool
     wall_s: float
-    outcomes: Mapping[CallId, Outcome]
+    outcomes: Mapping[CallId, ReplayedCall]
     spent: Mapping[str, float]
     unsent: int = 0
     troubles: Sequence[str] = ()
@@ -114,8 +114,8 @@ class Difference:
 
     call: CallId
     shown: str
-    one: Answer
-    other: Answer
+    one: ShellAnswer
+    other: ShellAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Comparison:
         return len(self.differences) / self.compared if self.compared else 0.0
 
 
-def figures(run: Run) -> Figures:
+def figures(run: ReplayRun) -> Figures:
     """Count one run. The hit rate is hits and waits over calls: neither ran anything."""
     outcomes = run.outcomes.values()
     count = {source: sum(outcome.source is source for outcome in outcomes) for source in Source}
@@ -156,7 +156,7 @@ def figures(run: Run) -> Figures:
     )
 
 
-def compare(one: Run, other: Run) -> Comparison:
+def compare(one: ReplayRun, other: ReplayRun) -> Comparison:
     """Compare stdout, stderr and exit code of each call that both runs answered, in the order of one."""
     compared = 0
     differences: list[Difference] = []
@@ -170,7 +170,7 @@ def compare(one: Run, other: Run) -> Comparison:
     return Comparison(compared, tuple(differences))
 
 
-def errors_of(run: Run) -> list[str]:
+def errors_of(run: ReplayRun) -> list[str]:
     """Return one line for each error of a run, the troubles outside its calls first."""
     lines = list(run.troubles)
     for call, outcome in run.outcomes.items():
@@ -205,7 +205,7 @@ def spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, floa
     return {name: after.get(name, 0) - before.get(name, 0) for name in TOTALS}
 
 
-def as_json(runs: Mapping[str, Run], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:
+def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:
     """Return everything as JSON members: figures, errors, and each difference with both answers whole."""
     return {
         "skipped_calls": skipped,

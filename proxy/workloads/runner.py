@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import orjson
 
-from proxy.workloads.format import RecordedRollout, RecordedTask, Request, Workload, safe_name
-from proxy.workloads.report import Answer, CallId, Outcome, Run, read_source, read_timing, spent
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
+from proxy.workloads.report import CallId, ReplayedCall, ReplayRun, ShellAnswer, read_source, read_timing, spent
 
 # Over the call's own limit: what the proxy may need to find or rebuild a sandbox, and to wait for a free one.
 OVERHEAD_S = 300.0
@@ -22,7 +22,7 @@ PATIENCE_S = 120.0
 LONGEST_PAUSE_S = 10.0
 OVERLOADED = "urn:forkpoint:overloaded"
 
-OnCall = Callable[[Outcome], None]
+OnCall = Callable[[ReplayedCall], None]
 
 
 class ReplayError(RuntimeError):
@@ -45,7 +45,7 @@ class Names:
 
 async def replay(
     url: str, workload: Workload, *, cached: bool, names: Names, at_once: int, on_call: OnCall, trust_env: bool = True
-) -> Run:
+) -> ReplayRun:
     """Replay workload through the proxy at url, at_once rollouts at a time, in the order of the workload.
 
     Uncached, each call is really run, each rollout has a sandbox of its own, and its tasks are deleted afterwards.
@@ -82,7 +82,7 @@ async def replay(
     ordered = dict(
         sorted(under_way.outcomes.items(), key=lambda item: (order[item[0].task, item[0].rollout], item[0].index))
     )
-    return Run(
+    return ReplayRun(
         cached=cached,
         wall_s=wall_s,
         outcomes=ordered,
@@ -107,7 +107,7 @@ class _Replay:
     connect: Callable[[], httpx.AsyncClient]
     names: Names
     on_call: OnCall
-    outcomes: dict[CallId, Outcome] = field(default_factory=dict)
+    outcomes: dict[CallId, ReplayedCall] = field(default_factory=dict)
     troubles: list[str] = field(default_factory=list)
 
     @asynccontextmanager
@@ -140,7 +140,7 @@ class _Replay:
                 outcome = await call(client, "/t/{}/r/{}/".format(*names), request, patience_s=patience_s)
             except httpx.TransportError as error:
                 lost = f"no answer from the proxy: {type(error).__name__} {error}"
-                self.outcomes[place] = Outcome(request.shown, 0.0, error=lost)
+                self.outcomes[place] = ReplayedCall(request.shown, 0.0, error=lost)
                 break
             self.outcomes[place] = outcome
             self.on_call(outcome)
@@ -159,7 +159,7 @@ class _Replay:
             self.troubles.append(f"DELETE {path}: {problem(response)}")
 
 
-async def call(client: httpx.AsyncClient, base: str, request: Request, *, patience_s: float) -> Outcome:
+async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *, patience_s: float) -> ReplayedCall:
     """Make one call below base. A proxy that is overloaded is asked again when it says, for two minutes.
 
     Raises:
@@ -180,9 +180,9 @@ async def call(client: httpx.AsyncClient, base: str, request: Request, *, patien
         await asyncio.sleep(_pause_s(response))
 
 
-def read_outcome(response: httpx.Response, shown: str) -> Outcome:
+def read_outcome(response: httpx.Response, shown: str) -> ReplayedCall:
     """Read one answer of the data plane; an answer that is not a shell result is an error, never dropped."""
-    outcome = Outcome(
+    outcome = ReplayedCall(
         shown=shown,
         seconds=0.0,
         source=read_source(response.headers.get("Cache-Status", "")),
@@ -193,7 +193,7 @@ def read_outcome(response: httpx.Response, shown: str) -> Outcome:
         return replace(outcome, error=problem(response), source=None)
     try:
         found = orjson.loads(response.content)
-        return replace(outcome, answer=Answer(found["stdout"], found["stderr"], found["exit_code"]))
+        return replace(outcome, answer=ShellAnswer(found["stdout"], found["stderr"], found["exit_code"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", source=None)
 

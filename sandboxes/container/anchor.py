@@ -10,13 +10,13 @@ from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS
 from sandboxes.container.cgroup_processes import Household, inner_of, kill, start_time
-from sandboxes.guest.anchor import CannotStart
+from sandboxes.guest.anchor import ShellStartError
 
 ANSWER_S = 10.0
 SHELTERED = "-900"
 
 
-class Anchor:
+class ContainerAnchor:
     """`pids`: those on this machine of the anchor and, where there is one, its init. `bash`: what shells it starts."""
 
     def __init__(self, box: Path, house: Household) -> None:
@@ -72,7 +72,7 @@ class Anchor:
             kill(pid)
         self._drop_news()
         os.write(self._again_fd, b"\n")
-        with contextlib.suppress(CannotStart):
+        with contextlib.suppress(ShellStartError):
             self.ready(ANSWER_S if self._shell_is_there() else 0.5)
 
     def _shell_is_there(self) -> bool:
@@ -96,7 +96,7 @@ class Anchor:
                 break
         pid = self.house.find(int(inner)) if inner else None
         if pid is None:
-            raise CannotStart("no shell can be started in this sandbox: the process ended at once")
+            raise ShellStartError("no shell can be started in this sandbox: the process ended at once")
         return pid, int(inner)
 
     def status(self, inner: int, *, otherwise: int) -> int:
@@ -107,12 +107,12 @@ class Anchor:
                 _, pid, code = self._hear("ended", ANSWER_S)
                 if pid == str(inner):
                     return int(code)
-        except (CannotStart, ValueError):
+        except (ShellStartError, ValueError):
             return otherwise
 
     def _order(self, line: str) -> None:
         if self._started is None or start_time(self.pid) != self._started:
-            raise CannotStart("no shell can be started in this sandbox: what starts them has been killed")
+            raise ShellStartError("no shell can be started in this sandbox: what starts them has been killed")
         os.write(self._orders_fd, f"{line}\n".encode())
 
     def _hear(self, kind: str, within_s: float) -> list[str]:
@@ -130,7 +130,7 @@ class Anchor:
                 self._news += os.read(self._news_fd, 1 << 16)
             elif self.house.init in readable or (kind != "ready" and start_time(self.pid) != self._started):
                 break
-        raise CannotStart("no shell can be started in this sandbox: what starts them gives no answer")
+        raise ShellStartError("no shell can be started in this sandbox: what starts them gives no answer")
 
     def _drop_news(self) -> None:
         self._news = b""

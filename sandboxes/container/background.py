@@ -52,7 +52,7 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
-class Prepared:
+class PendingRestore:
     """One that is on its way back from a checkpoint: the FIFOs that it knows are there for it to open again."""
 
     def __init__(self, told: dict[str, Any], box: Path) -> None:

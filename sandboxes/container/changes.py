@@ -12,7 +12,7 @@ from sandboxes.container.cgroup_processes import Household
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest import file_delta as delta
 from sandboxes.guest.changes import disk_watch, free_bytes
-from sandboxes.session_types import Session
+from sandboxes.session_types import ShellSession
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -20,7 +20,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 class ContainerChanges:
     """Those of one container. `now`: None where it is too much to know."""
 
-    def __init__(self, house: Household, roots: delta.Roots, fields: dict[str, Any]) -> None:
+    def __init__(self, house: Household, roots: delta.DeltaRoots, fields: dict[str, Any]) -> None:
         self._house, self._roots = house, roots
         self.disk_bytes: int = fields["disk_bytes"]
         self.reserve_bytes: int = fields["reserve_bytes"]
@@ -55,12 +55,12 @@ class ContainerChanges:
         before, self._signatures = self.now, found
         try:
             self.now = delta.merge({}, self._roots, copies.OPAQUE)
-        except delta.TooLarge:
+        except delta.DeltaTooLargeError:
             self.now = None
             return True
         return self.now != before
 
-    def state(self, told: dict[str, Session], *, alive: bool) -> dict[str, Any]:
+    def state(self, told: dict[str, ShellSession], *, alive: bool) -> dict[str, Any]:
         """Return the state's digests, or beside live processes its witness, with the sessions told."""
         if self.now is None:
             return {"state": None, "witness": None}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.container import cgroup_processes as household
-from sandboxes.container.anchor import Anchor
-from sandboxes.container.background import Prepared
+from sandboxes.container.anchor import ContainerAnchor
+from sandboxes.container.background import PendingRestore
 from sandboxes.container.changes import ContainerChanges
 from sandboxes.container.shell_pool import ContainerShells
 from sandboxes.container.tool_servers import ContainerServers
@@ -28,7 +28,7 @@ class Parts:
     """What a container's keeper has of it."""
 
     house: household.Household
-    anchor: Anchor
+    anchor: ContainerAnchor
     shells: ContainerShells
     servers: ContainerServers
     left: AllLeft
@@ -96,7 +96,7 @@ class Freezing:
         parts.house.kill_except({parts.house.pid})
         shells = parts.shells.prepare_again(checkpoint["shells"])
         parts.servers.prepare_again(checkpoint.get("servers", []))
-        left = [Prepared(told, parts.anchor.box) for told in checkpoint.get("left", [])]
+        left = [PendingRestore(told, parts.anchor.box) for told in checkpoint.get("left", [])]
         reply, host_root, *files = fds
         last = max(checkpoint["pids"])
         operator = os.fork()

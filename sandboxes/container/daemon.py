@@ -32,7 +32,7 @@ ANCHOR_PIDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class RunningContainer:
     """A running container. upper, lowers: its directories on the daemon's machine, the lowers topmost first."""
 
     id: str
@@ -103,7 +103,7 @@ class Daemon:
 
     # -- containers --------------------------------------------------------------------------------------------------
 
-    def run(self, image: str, name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> Started:
+    def run(self, image: str, name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> RunningContainer:
         """Create and start a container. 0.3 s on an idle machine.
 
         Raises:
@@ -122,7 +122,7 @@ class Daemon:
         facts: dict[str, Any] = container.attrs or {}
         data = facts.get("GraphDriver", {}).get("Data") or {}
         lowers = tuple(data.get("LowerDir", "").split(":"))
-        return Started(str(container.id), int(facts["State"]["Pid"]), data.get("UpperDir", ""), lowers)
+        return RunningContainer(str(container.id), int(facts["State"]["Pid"]), data.get("UpperDir", ""), lowers)
 
     def remove(self, container: str) -> None:
         """Kill and remove a container and its volumes; return when it is gone."""

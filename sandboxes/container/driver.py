@@ -14,12 +14,12 @@ import orjson
 
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Daemon
 from sandboxes.container.orphans import kill_orphans
-from sandboxes.container.root_images import Root, Roots
+from sandboxes.container.root_images import RootImage, RootImages
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.container.spares import Stock
 from sandboxes.container.state_copies import States
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.linux.dir_lock import Ownership, is_unowned
 from sandboxes.local.bases import Bases
@@ -48,7 +48,7 @@ class ContainerDriver:
         self.daemon = Daemon()
         self.states = States(self.data_dir / "states")
         self.stock = Stock(self.daemon, self.data_dir, spares=spares)
-        self.roots = Roots(self.data_dir / "roots")
+        self.roots = RootImages(self.data_dir / "roots")
         self.checkpoints = Checkpoints(self.data_dir, wanted=checkpoints, elsewhere=images, outer_session=True)
         self._bases = Bases(self.data_dir, privileged=True)
         self._sandboxes: set[ContainerSandbox] = set()
@@ -192,11 +192,11 @@ class ContainerDriver:
         with self.states.holding(copy):
             images = frozen.payload.get("images")
             if not self.states.there(copy) or not (images is None or images in self.checkpoints.all()):
-                raise StateGone(f"state {copy} is gone; replay its path instead")
+                raise StateGoneError(f"state {copy} is gone; replay its path instead")
             try:
                 sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
             except SpecError as error:
-                raise StateGone(f"the image of this state is gone: {error}") from error
+                raise StateGoneError(f"the image of this state is gone: {error}") from error
             sandbox.be_young(frozen.payload.get("young_s", 0.0))
             return sandbox
 
@@ -221,11 +221,11 @@ class ContainerDriver:
     def _in_use(self) -> set[str]:
         return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
-    async def _root(self, spec: EnvironmentSpec) -> Root:
+    async def _root(self, spec: EnvironmentSpec) -> RootImage:
         """Return spec's root state; build it where it is not there (any more)."""
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
         if not (spec.brought or spec.files or spec.setup or spec.workdir not in _PRESENT):
-            return Root(image, time.time_ns())
+            return RootImage(image, time.time_ns())
         beside = {"limits", "merge", "cache", "image", "servers", "mcp_servers"}
         told = orjson.dumps(spec.model_dump(exclude=beside), option=orjson.OPT_SORT_KEYS)
         key = hashlib.blake2b(told + (await self.identity(spec)).encode(), digest_size=16).hexdigest()
@@ -248,7 +248,7 @@ class ContainerDriver:
         except SpecError:
             return False
 
-    async def _build_root(self, spec: EnvironmentSpec, image: str, key: str) -> Root:
+    async def _build_root(self, spec: EnvironmentSpec, image: str, key: str) -> RootImage:
         """Run set-up in a container of the image, and commit that: one layer over the image, once for a spec."""
         at_top = spec.model_copy(update={"workdir": "/"})
         sandbox = await self._launch(at_top, image, time.time_ns(), None, spare=False)
@@ -261,14 +261,14 @@ class ContainerDriver:
             made = await asyncio.to_thread(
                 self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
             )
-        except NotFreezable as error:
+        except NotFreezableError as error:
             raise SpecError(
                 f"set-up leaves something running ({error}): end it, or start it in a call instead"
             ) from error
         finally:
             await sandbox.close()
         content = state.state.content.hex() if state.state is not None else ""
-        return Root(made, time.time_ns(), content)
+        return RootImage(made, time.time_ns(), content)
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.anchor import ANSWER_S, Anchor
+from sandboxes.container.anchor import ANSWER_S, ContainerAnchor
 from sandboxes.container.background import remove
 from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import RIGHTS
-from sandboxes.guest.anchor import CannotStart
+from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
 from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal
 
@@ -30,7 +30,7 @@ _SHUT = "[ -z \"$BASH_VERSION\" ] || eval 'exec 29<&- 30<&- 31<&- 32<&- 33>&-'"
 class Launch:
     """One process on its way: `running` once `begin` has returned. inner: what the container calls it."""
 
-    def __init__(self, anchor: Anchor, house: Household, uid: int) -> None:
+    def __init__(self, anchor: ContainerAnchor, house: Household, uid: int) -> None:
         self._anchor, self._house, self._uid = anchor, house, uid
         self.folder = anchor.new_folder()
         self._held: dict[str, int] = {}
@@ -166,6 +166,6 @@ class Launch:
                 break
             if readable:
                 os.close(death)
-                raise CannotStart("no process can be started in this sandbox: it ended at once")
+                raise ShellStartError("no process can be started in this sandbox: it ended at once")
         for name in SHELL_FIFOS:
             os.close(self._held.pop(name))

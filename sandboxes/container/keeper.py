@@ -15,7 +15,7 @@ from typing import Any
 from sandboxes.container import cgroup_processes as household
 from sandboxes.container import mounts as rooms
 from sandboxes.container import terminal
-from sandboxes.container.anchor import Anchor
+from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.background import ContainerLeft
 from sandboxes.container.changes import FOLDER, ContainerChanges
 from sandboxes.container.checkpointing import Freezing, Parts
@@ -24,12 +24,12 @@ from sandboxes.container.shell import limit
 from sandboxes.container.shell_pool import ContainerShells
 from sandboxes.container.tool_servers import ContainerServers
 from sandboxes.guest import file_delta as delta
-from sandboxes.guest.anchor import CannotStart
+from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import AllLeft
 from sandboxes.guest.changes import Stillness
 from sandboxes.guest.process_io import Running, failed
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.supervisor import Work, not_started
+from sandboxes.guest.supervisor import Supervisor, not_started
 from sandboxes.guest.survivors import Alive
 from sandboxes.guest.terminal import give
 from sandboxes.ipc.frames import Inbox, Message, pack
@@ -39,7 +39,7 @@ from sandboxes.linux import syscalls as kernel
 READY_S = 10.0
 
 
-class Ended(Exception):  # noqa: N818 - says what happened
+class ContainerEndedError(Exception):
     """The container has ended."""
 
 
@@ -60,8 +60,8 @@ def run(channel: int, fields: dict[str, Any]) -> None:
         os.close(namespace)
         _narrow(house.pid)
         lower = rooms.view(fields["lowers"], fields["view"])
-        roots = delta.Roots(os.open(fields["upper"], FOLDER), lower, lower)
-        anchor = Anchor(Path(fields["box"]), house)
+        roots = delta.DeltaRoots(os.open(fields["upper"], FOLDER), lower, lower)
+        anchor = ContainerAnchor(Path(fields["box"]), house)
         Keeper(driver, house, anchor, roots, fields).serve()
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -104,15 +104,15 @@ def _narrow(pid: int) -> None:
         raise OSError(code, f"the container's mounts could not be narrowed: {os.strerror(code)}")
 
 
-class Keeper(Work):
+class Keeper(Supervisor):
     """One container at work. fields: what the driver told of it; `begin` tells of spec and state."""
 
     def __init__(
         self,
         driver: socket.socket,
         house: household.Household,
-        anchor: Anchor,
-        roots: delta.Roots,
+        anchor: ContainerAnchor,
+        roots: delta.DeltaRoots,
         fields: dict[str, Any],
     ) -> None:
         self.driver, self.house, self.anchor = driver, house, anchor
@@ -185,7 +185,7 @@ class Keeper(Work):
             return
         try:
             self.shells.ready(next(iter(self.shells.sessions), "main"))
-        except CannotStart as error:
+        except ShellStartError as error:
             self._reply({"cannot_start": str(error)})
             return
         self._reply({})
@@ -208,7 +208,7 @@ class Keeper(Work):
             try:
                 running = launch.begin(fields, stdin, to)
                 return self._conclude_process(running, launch, spared, fields)
-            except CannotStart as error:
+            except ShellStartError as error:
                 self._mind({self.house.init} if household.exiting(self.house.pid) else set())
                 return failed(to, str(error))
             finally:
@@ -220,7 +220,7 @@ class Keeper(Work):
         until, detach = time.monotonic() + fields["timeout_s"], bool(fields["arguments"].get("detach"))
         ending = running.pump(until, self.driver.fileno(), self._tending(), self._client_left, detach=detach)
         if household.exiting(self.house.pid):
-            raise Ended("the container ended during a call")
+            raise ContainerEndedError("the container ended during a call")
         if ending in {"timeout", "disk", "host"}:
             self.house.kill_except(spared)
         elif ending == "left" and "process" in fields["arguments"]:
@@ -244,7 +244,7 @@ class Keeper(Work):
         spared = self.shells.anchor_pids | {pid for pid, _ in self.alive.processes}
         try:
             shell = self.shells.ready(fields["session"])
-        except CannotStart as error:
+        except ShellStartError as error:
             return not_started(error)
         spared |= {other.pid for other in self.shells if other is not shell}
         shell.run(command)
@@ -262,7 +262,7 @@ class Keeper(Work):
     def _mind(self, events: set[int]) -> None:
         super()._mind(events)
         if self.house.init in events:
-            raise Ended("the container ended")
+            raise ContainerEndedError("the container ended")
 
     def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         return {**order, "environment": {**self.shells.environment, **order["environment"]}}
@@ -273,7 +273,7 @@ class Keeper(Work):
     def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
         if household.exiting(self.house.pid):
             # It is about to, before all others: what a call met since then is no answer.
-            raise Ended("the container ended during a call")
+            raise ContainerEndedError("the container ended during a call")
         self._reply(answer, body)
         if not self.alive and touched is not None:
             self.shells.renew([touched])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sandboxes.container.boot_scripts import BOX
 
-Place = tuple[str, str]
+DevicePath = tuple[str, str]
 """A device and a path on it: what a directory is called in every mount namespace."""
 
 
@@ -50,7 +50,7 @@ def _first_processes() -> Iterator[int]:
                     yield int(name)
 
 
-def _box(mounts: Path) -> Place | None:
+def _box(mounts: Path) -> DevicePath | None:
     for line in mounts.read_text().splitlines():
         _, _, device, root, place, *_ = line.split()
         if place == BOX:
@@ -58,7 +58,7 @@ def _box(mounts: Path) -> Place | None:
     return None
 
 
-def _place(folder: Path) -> Place:
+def _place(folder: Path) -> DevicePath:
     """Return what a directory is called on its device."""
     # As the kernel writes paths there.
     folder = Path(str(folder).replace("\\", "\\134").replace(" ", "\\040"))

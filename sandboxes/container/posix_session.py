@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from sandboxes.container.boot_scripts import BOX
-from sandboxes.guest.bash_session import END, MAX_DUMP_BYTES, MalformedDump
-from sandboxes.session_types import Jobs, Session
+from sandboxes.guest.bash_session import END, MAX_DUMP_BYTES, MalformedDumpError
+from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
 _FIELDS = 11
@@ -41,21 +41,21 @@ def ready(name: str) -> str:
     return f"{{ command printf '0\\0' >{BOX}/{name}/dump; }} 2>/dev/null"
 
 
-def parse_dump(data: bytes) -> tuple[int, Session, Jobs]:
+def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     """Return exit status, session and jobs, as `sandboxes.localbox.session.parse_dump` does.
 
     Raises:
         MalformedDump: a command has interfered with it.
     """
     if len(data) > MAX_DUMP_BYTES:
-        raise MalformedDump(f"it is longer than {MAX_DUMP_BYTES} bytes")
+        raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
     fields = data[: -len(END)].decode("latin-1").split("\0")[:-1]
     if len(fields) < _FIELDS:
-        raise MalformedDump(f"{len(fields)} fields")
+        raise MalformedDumpError(f"{len(fields)} fields")
     status, options, traps, variables, exported, read_only, aliases, umask, cwd, jobs, last, *arguments = fields
     if not (status.isdigit() and re.fullmatch(r"[0-7]{3,4}\n", umask) and cwd.startswith("/")):
-        raise MalformedDump("status, umask or directory")
-    told: Session = {
+        raise MalformedDumpError("status, umask or directory")
+    told: ShellSession = {
         "cwd": cwd.removesuffix("\n"),
         "umask": umask.strip(),
         "arguments": arguments,
@@ -82,7 +82,7 @@ def _statements(text: str) -> list[str]:
 def _volatile(statement: str) -> bool:
     match = _NAME.match(statement)
     if match is None or statement[match.end() : match.end() + 1] != "=":
-        raise MalformedDump(f"{statement[:40]!r} is no assignment")
+        raise MalformedDumpError(f"{statement[:40]!r} is no assignment")
     return match[0] in _VOLATILE or match[0].startswith(_VOLATILE_PREFIXES)
 
 
@@ -93,7 +93,7 @@ def _names(text: str) -> list[str]:
 
 
 def restore_script(
-    session: Session | None, workdir: str, environment: Mapping[str, str], inherited: Collection[str], ready: str
+    session: ShellSession | None, workdir: str, environment: Mapping[str, str], inherited: Collection[str], ready: str
 ) -> bytes:
     """Return what a fresh shell sources to be session. inherited: variables it was born with; ready: its last line."""
     lines = ["command printf 0 >/proc/self/oom_score_adj"]
@@ -115,7 +115,7 @@ def restore_script(
     return "\n".join([*lines, ready, ""]).encode("latin-1")
 
 
-def orders(session: Session | None, command: bytes) -> tuple[bytes, bytes]:
+def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     """Return the line that lets the shell go, and what it sources then: first the traps and options of its session.
 
     On the command's first line, so that its lines are counted from one; a command that is none ends this shell anyway.

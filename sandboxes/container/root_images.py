@@ -12,7 +12,7 @@ KEPT_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class RootImage:
     """A spec's root state. born_ns: modification times before it are not those of calls.
 
     content: the digest of all that set-up changed; empty where nothing was set up, or too much to digest.
@@ -23,7 +23,7 @@ class Root:
     content: str = ""
 
 
-class Roots:
+class RootImages:
     """Methods block, for microseconds."""
 
     def __init__(self, folder: Path) -> None:
@@ -32,17 +32,17 @@ class Roots:
     def open(self) -> None:
         self._folder.mkdir(exist_ok=True)
 
-    def find(self, key: str) -> Root | None:
+    def find(self, key: str) -> RootImage | None:
         """Return what is known of a root state, and note that it is used; its image may be gone."""
         path = self._folder / f"{key}.json"
         try:
-            found = Root(**json.loads(path.read_bytes()))
+            found = RootImage(**json.loads(path.read_bytes()))
             path.touch()
         except (OSError, ValueError, TypeError):
             return None
         return found
 
-    def save(self, key: str, root: Root) -> None:
+    def save(self, key: str, root: RootImage) -> None:
         """Keep a root state."""
         draft = self._folder / f"{key}.part"
         draft.write_text(json.dumps(asdict(root)))
@@ -63,5 +63,5 @@ def _images(notes: Iterable[Path]) -> set[str]:
     for note in notes:
         # One that a loss of power has damaged tells nothing; its root state is built again.
         with contextlib.suppress(ValueError, TypeError):
-            found.add(Root(**json.loads(note.read_bytes())).image)
+            found.add(RootImage(**json.loads(note.read_bytes())).image)
     return found

@@ -9,7 +9,7 @@ from sandboxes.container.spares import Box, Stock
 from sandboxes.container.state_copies import States
 from sandboxes.driver import YOUNG_S, FrozenState
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.inspect import state_look
 from sandboxes.host.pty import Pty
@@ -172,7 +172,7 @@ class ContainerSandbox(Hosting):
             raise
         if "not_freezable" in told:
             why = "" if possible else f"; {self._checkpoints.missing}"
-            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}{why}")
+            raise NotFreezableError(f"sandbox {self.id}: {told['not_freezable']}{why}")
         self._states.keep(name)
         self.parts = (name, *images)
         payload = {
@@ -200,7 +200,7 @@ class ContainerSandbox(Hosting):
         async def held(mapped: Mapped) -> None:
             told.update((await self._talk({**fields, "op": "copy"})).fields)
             if mapped:
-                raise NotFreezable(f"{min(mapped.values())} is mapped from below the container's file system")
+                raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
         return told, (await self._checkpoints.take(start, tree, held),)
 

@@ -15,7 +15,7 @@ from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Output, Shell
-from sandboxes.session_types import Jobs, Session
+from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
 RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -44,10 +44,10 @@ class ContainerShell(Shell):
     folder: its directory in the box, by whose name the anchor knows it. pid: on this machine; inner: in the container.
     """
 
-    def __init__(self, name: str, session: Session | None, folder: Path, *, bash: bool) -> None:
+    def __init__(self, name: str, session: ShellSession | None, folder: Path, *, bash: bool) -> None:
         self.name, self.session, self.folder, self.bash = name, session, folder, bash
         self.pid = self.inner = 0
-        self.baseline: Session | None = None
+        self.baseline: ShellSession | None = None
         self.jobs: Jobs = ()
         self.runs = 0
         self.dump = bytearray()
@@ -117,7 +117,7 @@ class ContainerShell(Shell):
         orders = sessions.orders if self.bash else posix.orders
         return orders(self.session, command)
 
-    def finish_dump(self) -> tuple[int, Session]:
+    def finish_dump(self) -> tuple[int, ShellSession]:
         """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
 
         Raises:
@@ -157,7 +157,7 @@ class ContainerShell(Shell):
 
 
 def restore_script(
-    session: Session | None,
+    session: ShellSession | None,
     workdir: str,
     environment: Mapping[str, str],
     inherited: Collection[str],

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sandboxes.container.anchor import Anchor
+from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import ContainerShell, read_limits, restore_script
-from sandboxes.guest.anchor import CannotStart
+from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import KILLED, Shells
 
@@ -14,7 +14,7 @@ from sandboxes.guest.shell_pool import KILLED, Shells
 class ContainerShells(Shells):
     """Those of one container. Of no session until `begin`. inherited: the names of variables they are born with."""
 
-    def __init__(self, anchor: Anchor, house: Household, inherited: set[str]) -> None:
+    def __init__(self, anchor: ContainerAnchor, house: Household, inherited: set[str]) -> None:
         super().__init__({}, "/", {}, None)
         self._anchor, self._house, self._inherited = anchor, house, inherited
 
@@ -75,7 +75,7 @@ class ContainerShells(Shells):
         shell.prepare(self.workdir, self.environment, self._inherited)
         try:
             pid, inner = self._anchor.start(shell.folder.name)
-        except CannotStart:
+        except ShellStartError:
             shell.close()
             raise
         shell.started(pid, inner, read_limits(self._anchor.pid))

@@ -19,7 +19,7 @@ from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, SANDBOX, Daemon
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
-from sandboxes.ipc.channel import Channel, ChannelLost
+from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import Limits
 
@@ -31,7 +31,7 @@ KINDS = 4
 """Combinations of image and limits for which spares are kept: those asked for last."""
 _INITS = ("docker-init", "tini-static")
 
-Kind = tuple[str, Limits]
+SpareKind = tuple[str, Limits]
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Stock:
         # By definition of an MCP server: the tools that it says change nothing.
         self.read_only: dict[str, frozenset[str]] = {}
         self._wanted = spares
-        self._spares: OrderedDict[Kind, list[Box]] = OrderedDict()
+        self._spares: OrderedDict[SpareKind, list[Box]] = OrderedDict()
         self._starts = asyncio.Semaphore(STARTS)
         self._restocking: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Stock:
         try:
             async with asyncio.timeout(READY_S):
                 ready = await self._doorman.receive()
-        except (ChannelLost, TimeoutError) as error:
+        except (ChannelClosedError, TimeoutError) as error:
             raise SandboxError(f"containers cannot be looked after here: {error}") from error
         if "error" in ready.fields:
             raise SandboxError(
@@ -222,7 +222,7 @@ class Stock:
             async with asyncio.timeout(READY_S):
                 await self._fork(fields, theirs)
                 ready = await box.channel.receive()
-        except (ChannelLost, TimeoutError, OSError) as error:
+        except (ChannelClosedError, TimeoutError, OSError) as error:
             await self.throw_away(box)
             raise SandboxError(f"a container could not be set up: {error or 'no answer in time'}") from error
         finally:

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.anchor import Anchor
+from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import RIGHTS
-from sandboxes.guest.anchor import CannotStart
-from sandboxes.guest.tool_servers import Log, Server, ServerFailed, Servers
+from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
 from sandboxes.shell_quote import quote
 
 
-class ContainerServer(Server):
+class ContainerServer(ServerProcess):
     """One whose pipes are FIFOs in a directory of the box: `go` is its stdin, `dump` its stdout, `out` its log.
 
     inner: what the container calls its process.
@@ -27,14 +27,14 @@ class ContainerServer(Server):
         self.inner, self.folder, self.talks = inner, folder, talks
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """See `ServerProcess.close`."""
         super().close()
         for fd in self._rest:
             os.close(fd)
         self._rest = []
 
     def remember(self) -> dict[str, Any]:
-        """See `Server.remember`; its FIFOs are known by their directory."""
+        """See `ServerProcess.remember`; its FIFOs are known by their directory."""
         script = (self.folder / "restore").read_text("latin-1")
         told = {"name": self.name, "inner": self.inner, "folder": self.folder.name, "talks": self.talks}
         return {**told, "script": script, "note": self.note}
@@ -43,7 +43,7 @@ class ContainerServer(Server):
 class ContainerServers(Servers):
     """Those of one container."""
 
-    def __init__(self, anchor: Anchor, house: Household) -> None:
+    def __init__(self, anchor: ContainerAnchor, house: Household) -> None:
         self._anchor, self._house = anchor, house
         self._servers = {}
         self._strays: list[Log] = []
@@ -81,19 +81,19 @@ class ContainerServers(Servers):
         fds = _furnish(folder, _script(order, folder.name, talks=talks))
         try:
             pid, inner = self._anchor.start(folder.name)
-        except CannotStart as error:
+        except ShellStartError as error:
             # Mostly it ended before it could be looked at, and said why.
             said = Log(fds["out"]).tail()
             for fd in fds.values():
                 os.close(fd)
             what = f"server {order['name']!r} ended when it was started: {said}"
-            raise ServerFailed("crashed", f"{what} ({error})") from error
+            raise ToolServerError("crashed", f"{what} ({error})") from error
         before = self._servers.pop(order["name"], None)
         if before is not None:
             before.close()
         self._servers[order["name"]] = ContainerServer(order["name"], pid, inner, folder, fds, talks=talks)
 
-    def _is_over(self, server: Server) -> bool:
+    def _is_over(self, server: ServerProcess) -> bool:
         """See `Servers._is_over`. A server here stays in the foreground."""
         return server.ended
 

@@ -27,11 +27,11 @@ _LOOP = 'set -m; export -n PWD OLDPWD SHLVL; while read -r -u 3 line; do eval "$
 """`set -m`: each shell gets a process group of its own, so that `kill 0` in one reaches nobody else."""
 
 
-class AnchorLost(Exception):  # noqa: N818 - says what happened
+class AnchorLostError(Exception):
     """The anchor is gone, or gives no answer: the agent killed or stopped it."""
 
 
-class CannotStart(Exception):  # noqa: N818 - an answer about a sandbox whose bash is gone
+class ShellStartError(Exception):
     """This sandbox's shell does not start (any more)."""
 
 
@@ -108,16 +108,16 @@ class Anchor:
             while b"\n" not in self._buffer:
                 left = deadline - time.monotonic()
                 if left <= 0 or not poll.poll(left * 1000):
-                    raise AnchorLost("it gives no answer")
+                    raise AnchorLostError("it gives no answer")
                 data = os.read(self.ends[1], 1 << 12)
                 if not data:
-                    raise AnchorLost("it ended")
+                    raise AnchorLostError("it ended")
                 self._buffer += data
         except OSError as error:
-            raise AnchorLost(str(error)) from error
+            raise AnchorLostError(str(error)) from error
         told, _, self._buffer = self._buffer.partition(b"\n")
         if not told.isdigit():
-            raise AnchorLost("it answers nonsense")
+            raise AnchorLostError("it answers nonsense")
         return told.decode()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from sandboxes.process_output import END, ERR, LINGER_S, MEDIA_TYPE, OUT, frame
 
-Told = tuple[int, str, bytes]
+ProcessAnswer = tuple[int, str, bytes]
 """Status, media type and body of an answer."""
 _CHUNK = 1 << 16
 _SESSION = 0x5429
@@ -275,7 +275,7 @@ class AllLeft:
         for process in self:
             process.look(self.limit)
 
-    def perform(self, fields: Mapping[str, Any], body: bytes) -> Told:
+    def perform(self, fields: Mapping[str, Any], body: bytes) -> ProcessAnswer:
         """Do what a call asks for: `list`, or with a process `attend`, `write`, `close`, `resize` or `signal`."""
         self.look()
         tool, arguments = fields["tool"], fields["arguments"]
@@ -301,7 +301,7 @@ class AllLeft:
                     process.await_death()
         return (409, "text/plain", why.encode()) if why else (200, "application/json", b"{}")
 
-    def _attend(self, process: Left, until: Mapping[str, Any] | None, timeout_s: float) -> Told:
+    def _attend(self, process: Left, until: Mapping[str, Any] | None, timeout_s: float) -> ProcessAnswer:
         """Tell what a process has said; with until, wait for as much and no more, or for its end."""
         due = None
         if until is not None:

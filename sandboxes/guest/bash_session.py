@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 
-from sandboxes.session_types import Jobs, Session
+from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
 RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = 29, 30, 31, 32, 33
@@ -136,30 +136,30 @@ _JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILI
 _DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 
-class MalformedDump(ValueError):  # noqa: N818 - says what happened
+class MalformedDumpError(ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the shell's dump cannot be read: {reason}")
 
 
-def parse_dump(data: bytes) -> tuple[int, Session, Jobs]:
+def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     """Return the exit status, the session and the jobs that a whole dump tells of.
 
     Raises:
         MalformedDump: a command has interfered with it. The session is then what it was before.
     """
     if len(data) > MAX_DUMP_BYTES:
-        raise MalformedDump(f"it is longer than {MAX_DUMP_BYTES} bytes")
+        raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
     fields = data[: -len(END)].decode("latin-1").split("\0")
     # A trailing separator stands before the end mark.
     fields = fields[:-1]
     if len(fields) < _FIELDS:
-        raise MalformedDump(f"{len(fields)} fields")
+        raise MalformedDumpError(f"{len(fields)} fields")
     status, options, shopts, traps = fields[0], fields[1], fields[2], fields[3]
     variables, functions, names, aliases, umask, cwd, dirs, disabled, jobs, last, _, *arguments = fields[4:]
     if not (status.isdigit() and re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
-        raise MalformedDump("status, umask or directory")
+        raise MalformedDumpError("status, umask or directory")
     found = [f"{match[1]} {match[2]}" for match in _JOB.finditer(jobs)]
-    told: Session = {
+    told: ShellSession = {
         "cwd": cwd.removesuffix("\n"),
         "dirs": dirs.splitlines()[1:],
         "umask": umask.strip(),
@@ -186,7 +186,7 @@ def _statements(text: str) -> list[str]:
     for statement in _split_unquoted(text):
         match = _DECLARE.match(statement)
         if match is None:
-            raise MalformedDump(f"{statement[:40]!r} declares nothing")
+            raise MalformedDumpError(f"{statement[:40]!r} declares nothing")
         if match[2] not in _VOLATILE:
             found[match[2]] = statement
     return [found[name] for name in sorted(found)]
@@ -204,7 +204,7 @@ def _split_unquoted(text: str) -> list[str]:
     return statements
 
 
-def restore_script(session: Session | None, workdir: str) -> bytes:
+def restore_script(session: ShellSession | None, workdir: str) -> bytes:
     """Return what a fresh bash sources to be session; None is a session that nothing has happened in."""
     # The shell must not inherit pid 1's shelter from the OOM killer.
     lines = ["\\builtin printf 0 >/proc/self/oom_score_adj"]
@@ -230,7 +230,7 @@ def restore_script(session: Session | None, workdir: str) -> bytes:
     return "\n".join(parts).encode("latin-1")
 
 
-def orders(session: Session | None, command: bytes) -> tuple[bytes, bytes]:
+def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     """Return the line that lets the shell go, with the options and traps of its session, and what it evaluates then.
 
     Not all in one: bash reads a line whole before it runs any of it, so they would be lost with a command that is none,
@@ -257,6 +257,6 @@ def _on_one_line(quoted: str) -> str:
     return quoted.replace("\n", "'$'\\n''")
 
 
-def digest(sessions: dict[str, Session]) -> bytes:
+def digest(sessions: dict[str, ShellSession]) -> bytes:
     """Return 32 bytes that equal sessions share."""
     return hashlib.blake2b(json.dumps(sessions, sort_keys=True).encode(), digest_size=32).digest()

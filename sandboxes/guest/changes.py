@@ -8,7 +8,7 @@ from typing import Any
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest import file_delta as delta
 from sandboxes.linux import processes
-from sandboxes.session_types import Session
+from sandboxes.session_types import ShellSession
 
 WATCH_S = 0.1
 QUIET_S = 2.0
@@ -49,7 +49,7 @@ class Changes:
     `now`: the delta to the root state; None where that is too large to know.
     """
 
-    def __init__(self, roots: delta.Roots, fields: dict[str, Any]) -> None:
+    def __init__(self, roots: delta.DeltaRoots, fields: dict[str, Any]) -> None:
         self.roots = roots
         self.disk_bytes: int = fields["disk_bytes"]
         self.reserve_bytes: int = fields["reserve_bytes"]
@@ -73,7 +73,7 @@ class Changes:
         before = self.now
         try:
             self.now = delta.merge(self._base, self.roots)
-        except delta.TooLarge:
+        except delta.DeltaTooLargeError:
             self.now = None
             return True
         return self.now != before
@@ -93,7 +93,7 @@ class Changes:
         """Paths that share their file with others."""
         return delta.linked(self._signatures)
 
-    def state(self, told: dict[str, Session], *, alive: bool) -> dict[str, Any]:
+    def state(self, told: dict[str, ShellSession], *, alive: bool) -> dict[str, Any]:
         """Return the state's digests, or beside live processes its witness, with the sessions told."""
         if self.now is None:
             return {"state": None, "witness": None}
@@ -116,7 +116,7 @@ class Changes:
         """Go on over other layers: what was written is below now, or gone."""
         os.close(self.roots.upper)
         os.close(self.roots.lower)
-        self.roots = delta.Roots(upper, lower, self.roots.root)
+        self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
         self._base = self.now
         self._signatures = {}
         self._below_bytes += added_bytes

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.guest import user_files as entries
-from sandboxes.guest.background import AllLeft, Kept, Left, Told
+from sandboxes.guest.background import AllLeft, Kept, Left, ProcessAnswer
 from sandboxes.ipc.frames import receive
 from sandboxes.linux import syscalls as kernel
 from sandboxes.process_output import OUT
@@ -36,11 +36,11 @@ def _stay() -> None:
     """A child of pid 1's is where its user is."""
 
 
-class TooMany(Exception):  # noqa: N818 - says what is asked for
+class TooManyWatchesError(Exception):
     """More directories are below than one watch takes."""
 
 
-class Events(Kept):
+class WatchEvents(Kept):
     """What has happened below folder, a descriptor that becomes ours; with recursive, in all directories there too."""
 
     def __init__(self, folder: int, *, recursive: bool) -> None:
@@ -88,7 +88,7 @@ class Events(Kept):
                     self._say(shown or ".", told, limit)
         self._told.discard(shown)
         if self._recursive and name and came and mask & _IS_FOLDER:
-            with contextlib.suppress(OSError, TooMany):
+            with contextlib.suppress(OSError, TooManyWatchesError):
                 self._add(os.open(name, _FOLDER, dir_fd=folder), f"{shown}/", new=True, limit=limit)
 
     def _say(self, name: str, told: str, limit: int) -> None:
@@ -100,7 +100,7 @@ class Events(Kept):
         """Watch folder, which becomes ours. new: it came just now, and what is in it may have come before the watch."""
         if len(self._folders) >= MOST_FOLDERS:
             os.close(folder)
-            raise TooMany(f"more than {MOST_FOLDERS} directories are to be watched")
+            raise TooManyWatchesError(f"more than {MOST_FOLDERS} directories are to be watched")
         self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder
         if self._recursive:
             for name in sorted(os.listdir(folder)):
@@ -121,10 +121,10 @@ class Watch(Left):
 
     def __init__(self, told: Mapping[str, Any], folder: int) -> None:
         super().__init__(told, {}, os.eventfd(0, os.EFD_CLOEXEC), 0, lambda: 0)
-        self.streams[OUT] = Events(folder, recursive=bool(told.get("recursive")))
+        self.streams[OUT] = WatchEvents(folder, recursive=bool(told.get("recursive")))
 
 
-def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Watch | Told:
+def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Watch | ProcessAnswer:
     """Begin to watch a directory; return the watch, or why there is none. enter: takes a child to where its user is."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -142,7 +142,7 @@ def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Watch | To
         )
     try:
         return Watch(arguments, fds[0])
-    except (OSError, TooMany) as error:
+    except (OSError, TooManyWatchesError) as error:
         told = json.dumps({"kind": "internal", "detail": f"no watch can be had: {error}"}).encode()
         return 409, "application/json", told
 
@@ -156,7 +156,7 @@ def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int
         end = socket.socket(fileno=_SOCKET_FD)
         try:
             folder = entries.open_folder(arguments["path"], arguments["user"])
-        except entries.Failed as failure:
+        except entries.UserFileError as failure:
             end.sendall(json.dumps({"kind": failure.kind, "detail": str(failure)}).encode())
         else:
             socket.send_fds(end, [b"opened"], [folder])
@@ -164,7 +164,7 @@ def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int
         os._exit(0)
 
 
-def perform(left: AllLeft, fields: Mapping[str, Any], body: bytes, enter: Callable[[], None] = _stay) -> Told:
+def perform(left: AllLeft, fields: Mapping[str, Any], body: bytes, enter: Callable[[], None] = _stay) -> ProcessAnswer:
     """See `AllLeft.perform`, and what begins and ends a watch: `watch` and `unwatch`."""
     arguments = fields["arguments"]
     if fields["tool"] == "watch":

@@ -22,7 +22,7 @@ MEDIA_TYPE = "application/vnd.forkpoint.archive"
 MOST_BYTES = 512 << 20
 
 
-class NotPossible(Exception):  # noqa: N818 - becomes an answer
+class ArchiveError(Exception):
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
@@ -35,7 +35,7 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
         NotPossible: the operation cannot be carried out. OSError: nor this one, in the kernel's words.
     """
     if tool not in {"stat", "pack", "extract"}:
-        raise NotPossible(404, f"there is no tool {tool!r}: use exec, put, get, delete")
+        raise ArchiveError(404, f"there is no tool {tool!r}: use exec, put, get, delete")
     if tool == "stat":
         return 200, "application/json", json.dumps(look(fields["path"])).encode()
     if tool == "pack":
@@ -57,15 +57,15 @@ def _base(path: str) -> str:
     return os.path.basename(stripped) if stripped else "/"  # noqa: PTH119 - pathlib is not loaded here
 
 
-class _Bounded(io.BytesIO):
+class _BoundedBuffer(io.BytesIO):
     def write(self, data: Any, /) -> int:
         if self.tell() + len(data) > MOST_BYTES:
-            raise NotPossible(413, f"what is there is larger than {MOST_BYTES >> 20} MB: copy it in parts")
+            raise ArchiveError(413, f"what is there is larger than {MOST_BYTES >> 20} MB: copy it in parts")
         return super().write(data)
 
 
 def _pack(path: str) -> bytes:
-    buffer, base = _Bounded(), _base(path)
+    buffer, base = _BoundedBuffer(), _base(path)
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         archive.add(path, arcname="" if base == "/" else base, filter=_plain)
     return buffer.getvalue()
@@ -80,7 +80,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
     if not stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
-        raise NotPossible(400, f"extraction point is not a directory: {path}")
+        raise ArchiveError(400, f"extraction point is not a directory: {path}")
     if not body:
         return
     try:
@@ -90,7 +90,7 @@ def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
             archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
             archive.extractall(path, members=_cleared(archive, path, whole_kinds=whole_kinds), numeric_owner=True)  # noqa: S202
     except (tarfile.TarError, EOFError, ValueError) as error:
-        raise NotPossible(400, f"the body is no whole tar archive: {str(error).partition(chr(10))[0]}") from error
+        raise ArchiveError(400, f"the body is no whole tar archive: {str(error).partition(chr(10))[0]}") from error
 
 
 def require_whole(archive: tarfile.TarFile) -> None:
@@ -116,7 +116,7 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
     for member in archive:
         parts = [part for part in member.name.split("/") if part not in {"", "."}]
         if ".." in parts:
-            raise NotPossible(400, f"{member.name!r} leads out of the archive")
+            raise ArchiveError(400, f"{member.name!r} leads out of the archive")
         member.name = "/".join(parts)
         if not parts:
             continue
@@ -125,7 +125,7 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
             is_folder = stat.S_ISDIR(os.lstat(place).st_mode)
             if whole_kinds and is_folder != member.isdir():
                 kinds = ("directory", "non-directory") if is_folder else ("non-directory", "directory")
-                raise NotPossible(400, f'cannot overwrite {kinds[0]} "{place}" with {kinds[1]} "{target}"')
+                raise ArchiveError(400, f'cannot overwrite {kinds[0]} "{place}" with {kinds[1]} "{target}"')
             if is_folder and not member.isdir():
                 shutil.rmtree(place)
             elif not is_folder:

@@ -12,11 +12,11 @@ import stat
 import time
 from typing import NamedTuple
 
-Entry = tuple[str, int]
-Delta = dict[str, Entry]
+DeltaEntry = tuple[str, int]
+Delta = dict[str, DeltaEntry]
 Signature = tuple[int, ...]
 
-GONE: Entry = ("-", 0)
+GONE: DeltaEntry = ("-", 0)
 MAX_ENTRIES = 5_000
 MAX_HASHED_BYTES = 64 << 20
 _FINE_TIMES = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 13)
@@ -26,11 +26,11 @@ _OPAQUE = "user.overlay.opaque"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class TooLarge(Exception):  # noqa: N818 - an answer about a state, not a fault
+class DeltaTooLargeError(Exception):
     """More changed than is worth digesting."""
 
 
-class Roots(NamedTuple):
+class DeltaRoots(NamedTuple):
     """Directories that an upper layer is compared with: the layers below it, and the root state's."""
 
     upper: int
@@ -107,7 +107,7 @@ def _open_directory(name: str, folder: int | None) -> int | None:
         return None
 
 
-def merge(base: Delta, roots: Roots, opaque: str = _OPAQUE) -> Delta:
+def merge(base: Delta, roots: DeltaRoots, opaque: str = _OPAQUE) -> Delta:
     """Return the delta of (layers below, whose delta is base) + upper.
 
     opaque: the attribute by which the upper's file system marks directories that hide what lies below.
@@ -180,13 +180,13 @@ class _Walk:
                 if fd is not None:
                     os.close(fd)
 
-    def _set(self, path: str, entry: Entry | None) -> None:
+    def _set(self, path: str, entry: DeltaEntry | None) -> None:
         if entry is None:
             self.delta.pop(path, None)
             return
         self.delta[path] = entry
         if len(self.delta) > MAX_ENTRIES:
-            raise TooLarge
+            raise DeltaTooLargeError
 
     def _forget_below(self, path: str) -> None:
         if path in self.above:
@@ -215,7 +215,7 @@ class _Walk:
             return str(status.st_rdev).encode()
         self.hashed += status.st_size
         if self.hashed > MAX_HASHED_BYTES:
-            raise TooLarge
+            raise DeltaTooLargeError
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         with open(fd, "rb", buffering=0) as file:  # noqa: PTH123
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).digest()

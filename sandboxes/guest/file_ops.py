@@ -22,7 +22,7 @@ from sandboxes.guest import user_files as entries
 _CHUNK = 1 << 20
 
 
-class Refused(Exception):  # noqa: N818 - becomes an answer
+class FileRequestError(Exception):
     def __init__(self, status: int, title: str, detail: str) -> None:
         super().__init__(detail)
         self.status, self.title = status, title
@@ -47,9 +47,9 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
                 return _sql(fields)
             case _:
                 return archives.perform(tool, fields, body)
-    except archives.NotPossible as refusal:
+    except archives.ArchiveError as refusal:
         return problem(refusal.status, "Archive operation failed", str(refusal))
-    except Refused as refusal:
+    except FileRequestError as refusal:
         return problem(refusal.status, refusal.title, str(refusal))
     except (FileNotFoundError, NotADirectoryError) as error:
         return problem(404, "No such file", f"{fields.get('path')}: {error.strerror}")
@@ -77,7 +77,9 @@ def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise Refused(409, "Not a regular file", f"{path} is not a regular file: only regular files can be transferred")
+        raise FileRequestError(
+            409, "Not a regular file", f"{path} is not a regular file: only regular files can be transferred"
+        )
     return fd
 
 
@@ -87,7 +89,7 @@ def _check_regular(path: str) -> os.stat_result | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise Refused(
+        raise FileRequestError(
             409, "Not a regular file", f"{path} is a device, pipe or socket: only regular files can be transferred"
         )
     return status
@@ -96,7 +98,7 @@ def _check_regular(path: str) -> os.stat_result | None:
 def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> tuple[int, str, bytes]:
     before = _check_regular(path)
     if before is not None and stat.S_ISDIR(before.st_mode):
-        raise Refused(409, "Is a directory", f"{path} is a directory: give the path of a file in it")
+        raise FileRequestError(409, "Is a directory", f"{path} is a directory: give the path of a file in it")
     os.makedirs(os.path.dirname(path) or "/", exist_ok=True)  # noqa: PTH103, PTH120
     fd = _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with open(fd, "wb", buffering=0) as file:  # noqa: PTH123
@@ -124,7 +126,9 @@ def _get(path: str, limit_bytes: int) -> tuple[int, str, bytes]:
         while len(content) <= limit_bytes and (piece := file.read(min(_CHUNK, limit_bytes + 1 - len(content)))):
             content += piece
     if len(content) > limit_bytes:
-        raise Refused(413, "File too large", f"{path} has more than {limit_bytes} bytes: read it in parts with exec")
+        raise FileRequestError(
+            413, "File too large", f"{path} has more than {limit_bytes} bytes: read it in parts with exec"
+        )
     return 200, "application/octet-stream", bytes(content)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sandboxes.sql.results import Failure, failure, other
 from sandboxes.sql.sqlite_authorizer import Act
-from sandboxes.sql.sqlite_connection import Connection
-from sandboxes.sql.sqlite_tools import READING, Told, Tools
+from sandboxes.sql.sqlite_connection import SqliteConnection
+from sandboxes.sql.sqlite_tools import READING, ToolRun, Tools
 from sandboxes.sql.sqlite_volatile import Chance
 
 ALONE = (
@@ -32,11 +32,13 @@ def perform(fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     return {"volatile": chance.noticed, "timed_out": timed_out}, told.body
 
 
-def _run(fields: dict[str, Any], chance: Chance, *, writing: bool) -> Told | None:
+def _run(fields: dict[str, Any], chance: Chance, *, writing: bool) -> ToolRun | None:
     """Return what a tool did; None where the file cannot be read without writing: it is not there, or needs mending."""
     path, tool, arguments = Path(fields["path"]), fields["tool"], fields["arguments"]
     try:
-        connection = Connection(f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", chance, readonly=not writing)
+        connection = SqliteConnection(
+            f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", chance, readonly=not writing
+        )
         raw = connection.raw
         raw.execute("PRAGMA synchronous=FULL")
         raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -61,9 +63,9 @@ def _run(fields: dict[str, Any], chance: Chance, *, writing: bool) -> Told | Non
         connection.close()
 
 
-def _failed(fields: dict[str, Any], error: Failure) -> Told:
+def _failed(fields: dict[str, Any], error: Failure) -> ToolRun:
     if fields["tool"] == "compare":
         body = other({"match": False, "why": error.message, "error": error.to_json()})
     else:
         body = failure(error, shape=fields["arguments"].get("format", "json"), sql=fields["arguments"].get("sql", ""))
-    return Told(body, failure=error)
+    return ToolRun(body, failure=error)

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.guest import bash_session as sessions
-from sandboxes.guest.anchor import BASH, Anchor, AnchorLost, CannotStart
+from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
 from sandboxes.linux.processes import descriptors, rests
-from sandboxes.session_types import Jobs, Session
+from sandboxes.session_types import Jobs, ShellSession
 
 _LIMITS = tuple(
     (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
@@ -52,11 +52,11 @@ class Output:
 class Shell:
     """One bash. `session` is what it was started from, `baseline` what its first dump says that is."""
 
-    def __init__(self, name: str, session: Session | None, pid: int, ends: Mapping[int, int]) -> None:
+    def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
         self.name = name
         self.session = session
         self.pid = pid
-        self.baseline: Session | None = None
+        self.baseline: ShellSession | None = None
         self.jobs: Jobs = ()
         self.runs = 0
         self.dump = bytearray()
@@ -74,7 +74,7 @@ class Shell:
 
     @classmethod
     def start(
-        cls, anchor: Anchor, name: str, session: Session | None, *, environment: dict[str, str], workdir: str
+        cls, anchor: Anchor, name: str, session: ShellSession | None, *, environment: dict[str, str], workdir: str
     ) -> "Shell":
         """Start a bash that is on its way to be session; None is a session that nothing has happened in.
 
@@ -96,13 +96,13 @@ class Shell:
             # The command's text is written anew for each call: we keep it open.
             ours[sessions.COMMAND_FD] = os.dup(theirs[sessions.COMMAND_FD])
             shell = cls(name, session, pid, ours)
-        except (AnchorLost, ProcessLookupError) as error:
+        except (AnchorLostError, ProcessLookupError) as error:
             said = _said(ours[2])
             for fd in ours.values():
                 os.close(fd)
-            if isinstance(error, AnchorLost):
+            if isinstance(error, AnchorLostError):
                 raise
-            raise CannotStart(f"{BASH} does not start in this sandbox: {said}") from error
+            raise ShellStartError(f"{BASH} does not start in this sandbox: {said}") from error
         finally:
             for fd in theirs.values():
                 os.close(fd)
@@ -167,7 +167,7 @@ class Shell:
             if self.dump.endswith(sessions.END):
                 return True
 
-    def finish_dump(self) -> tuple[int, Session]:
+    def finish_dump(self) -> tuple[int, ShellSession]:
         """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
 
         Raises:

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from sandboxes.guest.anchor import BASH, Anchor, AnchorLost, CannotStart
-from sandboxes.guest.bash_session import MalformedDump
+from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
+from sandboxes.guest.bash_session import MalformedDumpError
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.linux import processes
-from sandboxes.session_types import Session
+from sandboxes.session_types import ShellSession
 
 READY_S = 10.0
 KILLED = 137
-Started = TypeVar("Started")
+StartedT = TypeVar("StartedT")
 
 
 class Shells:
@@ -25,7 +25,11 @@ class Shells:
     """
 
     def __init__(
-        self, environment: dict[str, str], workdir: str, sessions: dict[str, Session], pristine: Session | None
+        self,
+        environment: dict[str, str],
+        workdir: str,
+        sessions: dict[str, ShellSession],
+        pristine: ShellSession | None,
     ) -> None:
         self.environment, self.workdir = environment, workdir
         self.sessions, self.pristine = sessions, pristine
@@ -114,7 +118,7 @@ class Shells:
         if self.anchor is not None:
             try:
                 return self.anchor.wait(pid)
-            except AnchorLost:
+            except AnchorLostError:
                 self._drop_anchor()
         return self._ended.get(pid, KILLED)
 
@@ -151,7 +155,7 @@ class Shells:
     def ready_all(self) -> None:
         """Have all say what they are: on its way to us that would be lost in a checkpoint."""
         for name in list(self._shells):
-            with contextlib.suppress(CannotStart):
+            with contextlib.suppress(ShellStartError):
                 self.ready(name)
 
     def renew(self, names: list[str]) -> None:
@@ -159,7 +163,7 @@ class Shells:
         for name in names:
             if name in self._shells:
                 self.kill(self._shells[name])
-            with contextlib.suppress(CannotStart):
+            with contextlib.suppress(ShellStartError):
                 self._start(name)
 
     def end(self) -> None:
@@ -194,23 +198,23 @@ class Shells:
         self._shells[name] = shell
         return shell
 
-    def _under_the_anchor(self, start: Callable[[Anchor], Started]) -> Started:
+    def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
         try:
             return start(self._ready_anchor())
-        except AnchorLost:
+        except AnchorLostError:
             # The agent's processes may have killed it; the next one is as good.
             self._drop_anchor()
         try:
             return start(self._ready_anchor())
-        except AnchorLost as error:
-            raise CannotStart(f"{BASH} does not start in this sandbox: {error}") from error
+        except AnchorLostError as error:
+            raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
 
     def _ready_anchor(self) -> Anchor:
         if self.anchor is None:
             try:
                 self.anchor = Anchor.start()
             except OSError as error:
-                raise CannotStart(f"no process can be started in this sandbox: {error.strerror}") from error
+                raise ShellStartError(f"no process can be started in this sandbox: {error.strerror}") from error
         return self.anchor
 
     def _drop_anchor(self) -> None:
@@ -223,7 +227,7 @@ class Shells:
         poll.register(shell.dump_fd, select.POLLIN)
         poll.register(shell.death, select.POLLIN)
         deadline = time.monotonic() + READY_S
-        with contextlib.suppress(MalformedDump):
+        with contextlib.suppress(MalformedDumpError):
             while time.monotonic() < deadline:
                 events = {fd for fd, _ in poll.poll(READY_S * 1000)}
                 if shell.dump_fd in events and shell.read_dump():
@@ -239,4 +243,4 @@ class Shells:
         shell.err.drain(4096)
         reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
         self.kill(shell)
-        raise CannotStart(f"{self.program} does not start in this sandbox: {reason}")
+        raise ShellStartError(f"{self.program} does not start in this sandbox: {reason}")

@@ -13,15 +13,15 @@ from typing import Any, Protocol
 from sandboxes.guest import dir_watch as watching
 from sandboxes.guest import file_ops as files
 from sandboxes.guest.background import AllLeft, Kept
-from sandboxes.guest.bash_session import MalformedDump
+from sandboxes.guest.bash_session import MalformedDumpError
 from sandboxes.guest.changes import WATCH_S, Stillness
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.guest.survivors import Alive
-from sandboxes.guest.tool_servers import Log, ServerFailed, Servers, hand_over, served
+from sandboxes.guest.tool_servers import Log, Servers, ToolServerError, hand_over, served
 from sandboxes.ipc.frames import Inbox, Message, pack, receive
 from sandboxes.linux import processes
-from sandboxes.session_types import Session
+from sandboxes.session_types import ShellSession
 
 TIMED_OUT, OVER_DISK = 124, 137
 Answered = tuple[dict[str, Any], bytes]
@@ -36,7 +36,7 @@ class Files(Protocol):
 
     def look(self) -> bool: ...
 
-    def state(self, told: dict[str, Session], *, alive: bool) -> dict[str, Any]: ...
+    def state(self, told: dict[str, ShellSession], *, alive: bool) -> dict[str, Any]: ...
 
     def free_bytes(self) -> int: ...
 
@@ -49,7 +49,7 @@ def state_of(changes: Files, shells: Shells, alive: Alive, stillness: Stillness)
     return {**changes.state(shells.sessions, alive=lives), "restless": lives and stillness.restless}
 
 
-class Work:
+class Supervisor:
     """That of one sandbox. Subclasses say what they have of it, and how what is theirs alone is done."""
 
     driver: socket.socket
@@ -211,7 +211,7 @@ class Work:
         if ending == "dump":
             try:
                 code, changed = self.shells.take_dump(shell)
-            except MalformedDump as error:
+            except MalformedDumpError as error:
                 ending, code = "malformed", 1
                 notes = f"\n[forkpoint: the session stays as it was before this call: {error}]\n".encode()
         elif ending == "died":
@@ -307,7 +307,7 @@ class Work:
             for order in orders:
                 for fd in self.servers.connect(self._order(order), self._watch())[0]:
                     os.close(fd)
-        except ServerFailed as error:
+        except ToolServerError as error:
             self._reply({"failed": error.kind, "detail": str(error)})
             return
         self.alive.settle()
@@ -320,7 +320,7 @@ class Work:
         while True:
             try:
                 fresh = hand_over(self.driver, self.servers, order, watch, first)
-            except ServerFailed as error:
+            except ToolServerError as error:
                 return {"failed": error.kind, "detail": str(error)}
             while (message := self.inbox.take()) is None:
                 if not self._listen(self._outputs, int(WATCH_S * 1000)):

@@ -7,11 +7,11 @@ import termios
 from collections.abc import Callable
 
 from sandboxes.guest import bash_session as sessions
-from sandboxes.guest.anchor import BASH, CannotStart
+from sandboxes.guest.anchor import BASH, ShellStartError
 from sandboxes.ipc.frames import pack
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.tty import set_size
-from sandboxes.session_types import Session
+from sandboxes.session_types import ShellSession
 
 INTERACTIVE = b"""
 shopt -s expand_aliases; set -mH; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '
@@ -22,14 +22,14 @@ def give(driver: socket.socket, start: Callable[[], int]) -> None:
     """Start a shell on a terminal, and give the driver our end; or tell it why there is none."""
     try:
         end = start()
-    except (OSError, CannotStart) as error:
+    except (OSError, ShellStartError) as error:
         driver.sendall(pack({"failed": f"no terminal can be had: {error}"}))
         return
     socket.send_fds(driver, [pack({}, fds=1)], [end])
     os.close(end)
 
 
-def start_shell(session: Session | None, environment: dict[str, str], workdir: str, size: tuple[int, int]) -> int:
+def start_shell(session: ShellSession | None, environment: dict[str, str], workdir: str, size: tuple[int, int]) -> int:
     """In pid 1: start a bash on a new terminal, as session; return our end.
 
     It is started outside the anchor's tree: no checkpoint is taken of a sandbox that somebody types in.
@@ -50,7 +50,7 @@ def start_shell(session: Session | None, environment: dict[str, str], workdir: s
     return master
 
 
-def _become_shell(slave: int, session: Session | None, environment: dict[str, str], workdir: str) -> None:
+def _become_shell(slave: int, session: ShellSession | None, environment: dict[str, str], workdir: str) -> None:
     try:
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)

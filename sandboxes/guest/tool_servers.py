@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sandboxes.guest.anchor import CannotStart
+from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.ipc.frames import Message, pack
 from sandboxes.linux import processes
@@ -20,7 +20,7 @@ CONNECT_S = 5.0
 _CHUNK, _CHUNKS = 1 << 16, 16
 
 
-class ServerFailed(Exception):  # noqa: N818 - says what happened
+class ToolServerError(Exception):
     """A server is not there to be asked. `kind`: "crashed" or "silent"."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -58,7 +58,7 @@ class Log:
         return bytes(self.kept[-2000:]).decode(errors="replace").strip() or "it printed nothing"
 
 
-class Server:
+class ServerProcess:
     """One that was started. pid: of the command itself, which may have left the work to a child and ended.
 
     talk: our ends of its stdin and stdout, where it speaks over these. note: what its clients have to know of it.
@@ -101,9 +101,9 @@ class Servers:
 
     def __init__(self, shells: Shells) -> None:
         self._shells = shells
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, ServerProcess] = {}
 
-    def __iter__(self) -> Iterator[Server]:
+    def __iter__(self) -> Iterator[ServerProcess]:
         return iter(list(self._servers.values()))
 
     @property
@@ -114,7 +114,7 @@ class Servers:
     def take_over(self, fd: int, pid: int) -> None:
         """From now on take the output of a process that its client has left; a checkpoint holds it as a server's."""
         name = f"left {pid} {fd}"
-        self._servers[name] = Server(name, pid, fd)
+        self._servers[name] = ServerProcess(name, pid, fd)
 
     def connect(self, order: dict[str, Any], watch: Callable[[], None]) -> tuple[list[int], bool]:
         """Return descriptors that lead to the server that order names, and whether it was started for that.
@@ -166,7 +166,7 @@ class Servers:
             ours = [next(left) for _ in server["pipes"]]
             talk = ours[:2] if server["talks"] else []
             log = ours[-1] if len(ours) > len(talk) else -1
-            self._servers[server["name"]] = Server(server["name"], server["pid"], log, talk, server["note"])
+            self._servers[server["name"]] = ServerProcess(server["name"], server["pid"], log, talk, server["note"])
 
     def _start(self, order: dict[str, Any]) -> None:
         talks = order["port"] is None
@@ -175,17 +175,17 @@ class Servers:
         places = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
         try:
             pid = self._shells.launch(order["environment"], places, _program(order))
-        except CannotStart as error:
+        except ShellStartError as error:
             for fd in ours:
                 os.close(fd)
-            raise ServerFailed("crashed", str(error)) from error
+            raise ToolServerError("crashed", str(error)) from error
         finally:
             for fd in (*theirs, *null):
                 os.close(fd)
         before = self._servers.pop(order["name"], None)
         if before is not None:
             before.close()
-        self._servers[order["name"]] = Server(order["name"], pid, ours[-1], ours[:-1])
+        self._servers[order["name"]] = ServerProcess(order["name"], pid, ours[-1], ours[:-1])
 
     def _await_ready(self, order: dict[str, Any], watch: Callable[[], None]) -> socket.socket:
         server, deadline = self._servers[order["name"]], time.monotonic() + order["ready_s"]
@@ -203,15 +203,17 @@ class Servers:
                 if ready and (again := _connected(order["port"])) is not None:
                     return again
             elif gone and self._is_over(server):
-                raise ServerFailed("crashed", f"server {server.name!r} ended when it was started: {server.log.tail()}")
+                raise ToolServerError(
+                    "crashed", f"server {server.name!r} ended when it was started: {server.log.tail()}"
+                )
             time.sleep(POLL_S)
-        raise ServerFailed(
+        raise ToolServerError(
             "silent",
             f"server {server.name!r} was not ready on port {order['port']} within {order['ready_s']:g} s: "
             f"{server.log.tail()}",
         )
 
-    def _is_over(self, server: Server) -> bool:
+    def _is_over(self, server: ServerProcess) -> bool:
         """Whether a command that ended has failed, or left nobody behind to do its work."""
         left = {pid for pid, _ in processes.living()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not left

@@ -17,7 +17,7 @@ MOST_ENTRIES = 100_000
 _TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"))
 
 
-class Failed(Exception):  # noqa: N818 - becomes an answer
+class UserFileError(Exception):
     """kind: `not_found`, `exists`, `invalid`, `denied` or `user`."""
 
     def __init__(self, status: int, kind: str, detail: str) -> None:
@@ -36,13 +36,13 @@ def perform(
         _become(fields["user"])
         path = resolved(fields["path"], home())
         if tool == "read" and stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
-            raise Failed(422, "invalid", f"path '{path}' is a directory")  # noqa: TRY301
+            raise UserFileError(422, "invalid", f"path '{path}' is a directory")  # noqa: TRY301
         if tool in {"read", "write"}:
             answer = transfer(path)
             if tool == "read" or answer[0] >= 300:
                 return answer
         told = _entry(path) if tool == "write" else _done(tool, fields, path)
-    except Failed as failure:
+    except UserFileError as failure:
         return _problem(failure.status, failure.kind, str(failure))
     except FileNotFoundError as error:
         return _problem(404, "not_found", f"path '{error.filename}' does not exist")
@@ -67,13 +67,13 @@ def open_folder(path: str, user: str) -> int:
         path = resolved(path, home())
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise Failed(404, "not_found", f"path {path} not found: {error.strerror}") from error
+        raise UserFileError(404, "not_found", f"path {path} not found: {error.strerror}") from error
     except NotADirectoryError as error:
-        raise Failed(422, "invalid", f"path {path} not a directory") from error
+        raise UserFileError(422, "invalid", f"path {path} not a directory") from error
     except PermissionError as error:
-        raise Failed(403, "denied", f"path '{path}': {error.strerror}") from error
+        raise UserFileError(403, "denied", f"path '{path}': {error.strerror}") from error
     except OSError as error:
-        raise Failed(409, "invalid", f"path '{path}': {error.strerror}") from error
+        raise UserFileError(409, "invalid", f"path '{path}': {error.strerror}") from error
 
 
 def home() -> str:
@@ -94,7 +94,7 @@ def _become(user: str) -> None:
         return
     known = next((line for line in _lines("/etc/passwd") if user in (line[0], line[2])), None)
     if known is None:
-        raise Failed(401, "user", f"error looking up user '{user}': user: unknown user {user}")
+        raise UserFileError(401, "user", f"error looking up user '{user}': user: unknown user {user}")
     uid, gid = int(known[2]), int(known[3])
     if uid == os.geteuid():
         return
@@ -104,7 +104,7 @@ def _become(user: str) -> None:
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
     except OSError as error:
-        raise Failed(403, "denied", f"this sandbox cannot become user '{user}': {error.strerror}") from error
+        raise UserFileError(403, "denied", f"this sandbox cannot become user '{user}': {error.strerror}") from error
 
 
 def _done(tool: str, fields: dict[str, Any], path: str) -> Any:
@@ -143,8 +143,8 @@ def _entry(path: str) -> dict[str, Any]:
 def _listing(path: str, depth: int) -> list[dict[str, Any]]:
     if not os.path.isdir(path):  # noqa: PTH112
         if not os.path.lexists(path):
-            raise Failed(404, "not_found", f"path '{path}' does not exist")
-        raise Failed(422, "invalid", f"path '{path}' is not a directory")
+            raise UserFileError(404, "not_found", f"path '{path}' does not exist")
+        raise UserFileError(422, "invalid", f"path '{path}' is not a directory")
     found: list[dict[str, Any]] = []
     folders = [(path, 1)]
     while folders:
@@ -152,7 +152,7 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
         for name in sorted(os.listdir(folder)):  # noqa: PTH208
             below = os.path.join(folder, name)  # noqa: PTH118
             if len(found) == MOST_ENTRIES:
-                raise Failed(413, "invalid", f"path '{path}' has more than {MOST_ENTRIES} entries")
+                raise UserFileError(413, "invalid", f"path '{path}' has more than {MOST_ENTRIES} entries")
             found.append(_entry(below))
             if level < depth and stat.S_ISDIR(os.lstat(below).st_mode):
                 folders.append((below, level + 1))
@@ -161,9 +161,9 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
 
 def _mkdir(path: str) -> dict[str, Any]:
     if os.path.isdir(path):  # noqa: PTH112
-        raise Failed(409, "exists", f"directory already exists: {path}")
+        raise UserFileError(409, "exists", f"directory already exists: {path}")
     if os.path.lexists(path):
-        raise Failed(422, "invalid", f"path already exists but it is not a directory: {path}")
+        raise UserFileError(422, "invalid", f"path already exists but it is not a directory: {path}")
     os.makedirs(path)  # noqa: PTH103
     return _entry(path)
 
@@ -174,7 +174,7 @@ def _move(path: str, target: str) -> dict[str, Any]:
     try:
         os.rename(path, target)  # noqa: PTH104
     except OSError as error:
-        raise Failed(422, "invalid", f"'{path}' cannot become '{target}': {error.strerror}") from error
+        raise UserFileError(422, "invalid", f"'{path}' cannot become '{target}': {error.strerror}") from error
     return _entry(target)
 
 

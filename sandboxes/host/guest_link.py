@@ -7,7 +7,7 @@ from typing import Any
 
 from sandboxes.errors import SandboxError
 from sandboxes.host.pty import Pty
-from sandboxes.ipc.channel import Channel, ChannelLost
+from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
 
 GRACE_S = 60.0
@@ -88,7 +88,7 @@ class Talk:
         except TimeoutError as error:
             self._die("it gave no answer in time")
             raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
-        except ChannelLost as error:
+        except ChannelClosedError as error:
             self._die(str(error))
             raise SandboxError(f"sandbox {self.id} died: {error}") from error
         if "error" in answer.fields:

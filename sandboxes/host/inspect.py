@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandboxes.errors import SandboxError
-from sandboxes.inspection import GONE, Entry, SessionLook, StateLook
+from sandboxes.inspection import GONE, FileEntry, SessionLook, StateLook
 from sandboxes.ipc.frames import Message
-from sandboxes.session_types import Session
+from sandboxes.session_types import ShellSession
 
 _VARIABLE = re.compile(r"(?:declare -\S+ )?([A-Za-z_][A-Za-z0-9_]*)")
 """As bash declares it, or as a POSIX shell assigns it."""
@@ -24,7 +24,7 @@ def state_look(told: Message) -> StateLook:
     return StateLook(files, sessions, None if fresh is None else _session(fresh))
 
 
-def _session(session: Session) -> SessionLook:
+def _session(session: ShellSession) -> SessionLook:
     variables = {match[1]: line for line in session["variables"] if (match := _VARIABLE.match(line)) is not None}
     return SessionLook(
         _text(session["cwd"]),
@@ -45,7 +45,7 @@ def _text(latin: str) -> str:
     return latin.encode("latin-1", "replace").decode(errors="replace")
 
 
-def entries_of(told: Message, paths: Sequence[str]) -> Mapping[str, Entry]:
+def entries_of(told: Message, paths: Sequence[str]) -> Mapping[str, FileEntry]:
     """Return the answer to `entries`.
 
     Raises:
@@ -57,8 +57,8 @@ def entries_of(told: Message, paths: Sequence[str]) -> Mapping[str, Entry]:
     return {path: _entry(found.get(path)) for path in paths}
 
 
-def _entry(told: dict[str, Any] | None) -> Entry:
+def _entry(told: dict[str, Any] | None) -> FileEntry:
     if told is None:
         return GONE
     content = told.pop("content", None)
-    return Entry(**told, content=None if content is None else content.encode("latin-1"))
+    return FileEntry(**told, content=None if content is None else content.encode("latin-1"))

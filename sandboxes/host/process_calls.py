@@ -67,7 +67,7 @@ def refused(call: ToolCall) -> Execution | None:
     return Execution(ToolResult(*problem(400, "Bad process", why)), Effect.NONE, 0.0) if why else None
 
 
-class Conversation:
+class ProcessConversation:
     """One process and who listens to it. hears: what its sandbox's other side says; tell: says something to it."""
 
     def __init__(self, call: ToolCall, listener: Listener | None) -> None:

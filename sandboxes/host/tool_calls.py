@@ -14,20 +14,20 @@ from typing import Any
 import orjson
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.errors import NotFreezable, SandboxError, ServerError
+from sandboxes.errors import NotFreezableError, SandboxError, ServerError
 from sandboxes.host.guest_link import GRACE_S, Talk
 from sandboxes.host.inspect import entries_of
-from sandboxes.host.process_calls import Conversation, is_process, is_tending, refused, tended
+from sandboxes.host.process_calls import ProcessConversation, is_process, is_tending, refused, tended
 from sandboxes.host.process_calls import request as process_request
 from sandboxes.host.translate import execution
-from sandboxes.inspection import Entry
+from sandboxes.inspection import FileEntry
 from sandboxes.ipc.frames import Message
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec, McpServer
 from sandboxes.tool_clients import server_orders as serving
-from sandboxes.tool_clients.http1 import Garbage, exchange
+from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 from sandboxes.tool_clients.mcp_http import Posts
-from sandboxes.tool_clients.mcp_stdio import MOST_PAGES, PAGED, PROGRESS_TOKEN, Heard, Line
+from sandboxes.tool_clients.mcp_stdio import MOST_PAGES, PAGED, PROGRESS_TOKEN, Heard, StdioConversation
 from sandboxes.tool_clients.server_orders import Spool, mcp_order, order
 from sandboxes.tool_clients.websocket import Socket, carrier, is_message
 
@@ -69,7 +69,7 @@ class Hosting(Talk):
         """Begin what a call leaves to do."""
         raise NotImplementedError
 
-    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, Entry]:
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
         """See `LookingSandbox.entries`."""
         arguments = {"paths": list(paths), "content_bytes": content_bytes}
         fields = {"op": "file", "tool": "entries", "arguments": arguments, "timeout_s": LOOK_S}
@@ -107,7 +107,7 @@ class Hosting(Talk):
         timeout_s = float(call.arguments.get("timeout_s") or self._hosted.limits.timeout_s)
         asked = process_request(call, self._hosted, self._born_with, timeout_s)
         connected = await self.ask(asked, call.body, timeout_s)
-        conversation = Conversation(call, listener)
+        conversation = ProcessConversation(call, listener)
         try:
             leave = self._channel.tell({"op": "leave"})
             await conversation.hear(connected.fds[0], leave, within_s=timeout_s)
@@ -156,7 +156,7 @@ class Hosting(Talk):
                 execution(answer, float(answer.fields["seconds"]), spool.result()),
                 shareable=spool.whole and not serving.volatile(call),
             )
-        except (Garbage, OSError, TimeoutError) as error:
+        except (MalformedResponseError, OSError, TimeoutError) as error:
             raise await self._server_failed(call.endpoint, error) from error
         except asyncio.CancelledError:
             self._die("its call was cancelled")
@@ -176,7 +176,7 @@ class Hosting(Talk):
                 await talk.shake_hands(call, silence_s=silence_s)
             said = await talk.ask(call, silence_s=silence_s)
             answer = self._concluded(await self._talk({"op": "served", "read": serving.reads(call), "log": False}))
-        except (Garbage, OSError, TimeoutError) as error:
+        except (MalformedResponseError, OSError, TimeoutError) as error:
             raise await self._server_failed(call.endpoint, error) from error
         except asyncio.CancelledError:
             self._die("its call was cancelled")
@@ -196,7 +196,7 @@ class Hosting(Talk):
             known.close()
         self._sockets[name] = Socket(connected.fds, call, port, most=most, opened=not fresh)
         if fresh and not call.arguments["first"]:
-            raise Garbage("its WebSocket has ended")
+            raise MalformedResponseError("its WebSocket has ended")
         return self._sockets[name]
 
     def require_still(self) -> None:
@@ -206,7 +206,7 @@ class Hosting(Talk):
             NotFreezable: so it is.
         """
         if not all(talk.still for talk in self._sockets.values()):
-            raise NotFreezable("a server has sent messages over its WebSocket that nobody has asked for")
+            raise NotFreezableError("a server has sent messages over its WebSocket that nobody has asked for")
 
     def close_sockets(self) -> None:
         """Let go of the WebSockets, when the sandbox goes."""
@@ -289,7 +289,7 @@ class Hosting(Talk):
             heard = await talk.ask(method, params, silence_s=silence_s, listener=listener)
             told = {"op": "served", "read": read, "log": False, "note": talk.note}
             answer = self._concluded(await self._talk(told))
-        except (Garbage, OSError, TimeoutError) as error:
+        except (MalformedResponseError, OSError, TimeoutError) as error:
             raise await self._server_failed(asked["server"]["name"], error) from error
         except asyncio.CancelledError:
             self._die("its call was cancelled")
@@ -298,10 +298,10 @@ class Hosting(Talk):
             talk.close()
         return heard, answer
 
-    def _talk_to(self, server: McpServer, connected: Message) -> "Line | Posts":
+    def _talk_to(self, server: McpServer, connected: Message) -> "StdioConversation | Posts":
         """Return the conversation with a server, over what leads to it."""
         if server.url is None:
-            return Line(connected.fds, most=MCP_BYTES, fresh=bool(connected.fields["fresh"]))
+            return StdioConversation(connected.fds, most=MCP_BYTES, fresh=bool(connected.fields["fresh"]))
 
         async def again() -> socket.socket:
             try:

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from sandboxes.ipc.frames import Inbox, MalformedFrame, Message, pack, receive
+from sandboxes.ipc.frames import Inbox, MalformedFrameError, Message, pack, receive
 
 
-class ChannelLost(ConnectionError):  # noqa: N818 - says what happened
+class ChannelClosedError(ConnectionError):
     """The other end is gone."""
 
 
@@ -37,7 +37,7 @@ class Channel:
         """
         async with self._sending:
             if self.lost is not None:
-                raise ChannelLost(self.lost)
+                raise ChannelClosedError(self.lost)
             answer = self._expect()
             await self._send(pack(fields, body, len(fds)), fds)
         return await answer
@@ -53,7 +53,7 @@ class Channel:
         if self._early:
             return self._early.popleft()
         if self.lost is not None:
-            raise ChannelLost(self.lost)
+            raise ChannelClosedError(self.lost)
         return await self._expect()
 
     def close(self, reason: str = "closed") -> None:
@@ -66,7 +66,7 @@ class Channel:
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():
-                future.set_exception(ChannelLost(reason))
+                future.set_exception(ChannelClosedError(reason))
 
     def _expect(self) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = self._loop.create_future()
@@ -118,7 +118,7 @@ class Channel:
         try:
             while (message := self._inbox.take()) is not None:
                 self._deliver(message)
-        except MalformedFrame as error:
+        except MalformedFrameError as error:
             self.close(str(error))
 
     def _deliver(self, message: Message) -> None:

@@ -22,7 +22,7 @@ class Message(NamedTuple):
     fds: list[int]
 
 
-class MalformedFrame(ValueError):  # noqa: N818 - says what happened
+class MalformedFrameError(ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"a frame from the other end cannot be read: {reason}")
 
@@ -69,7 +69,7 @@ class Inbox:
         text_bytes, body_bytes, fds = HEADER.unpack_from(self._bytes)
         end = HEADER.size + text_bytes + body_bytes
         if end > MAX_BYTES:
-            raise MalformedFrame(f"{end} bytes")
+            raise MalformedFrameError(f"{end} bytes")
         if len(self._bytes) < end:
             return None
         middle = HEADER.size + text_bytes
@@ -79,7 +79,7 @@ class Inbox:
         try:
             fields = json.loads(text)
         except ValueError as error:
-            raise MalformedFrame(str(error)) from error
+            raise MalformedFrameError(str(error)) from error
         if not isinstance(fields, dict):
-            raise MalformedFrame("not an object")
+            raise MalformedFrameError("not an object")
         return Message(fields, body, carried)

@@ -12,15 +12,15 @@ from typing import Any
 import orjson
 
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
-from sandboxes.ipc.channel import ChannelLost
+from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine
 from sandboxes.local.portable_layers import LayerPorter
-from sandboxes.local.root_states import Root, Roots
+from sandboxes.local.root_states import RootState, RootStates
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec
 
@@ -43,7 +43,7 @@ class LocalDriver:
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
         self.machine = Machine(self.data_dir, self.bases.host_view, checkpoints=checkpoints, images=images)
-        self.roots = Roots(self.data_dir / "roots", self.machine.layers)
+        self.roots = RootStates(self.data_dir / "roots", self.machine.layers)
         self.porter = LayerPorter(self.machine.layers, self.machine.holding)
         self._sandboxes: set[LocalSandbox] = set()
         self._ownership = Ownership(self.data_dir)
@@ -120,16 +120,16 @@ class LocalDriver:
         """See `Driver.restore`."""
         payload = frozen.payload
         layers = tuple(payload["layers"])
-        root = Root(layers[len(layers) - payload["root_layers"] :], payload["born_ns"])
+        root = RootState(layers[len(layers) - payload["root_layers"] :], payload["born_ns"])
         with self.machine.holding(frozen.parts):
             if missing := self.machine.layers.missing(layers):
-                raise StateGone(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
+                raise StateGoneError(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
             base = await asyncio.to_thread(self.bases.base, spec.base)
             if base.identity != payload["base"]:
-                raise StateGone(f"base {spec.base!r} is not what it was when this state was frozen")
+                raise StateGoneError(f"base {spec.base!r} is not what it was when this state was frozen")
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpoints.all():
-                raise StateGone(f"the images of these processes ({images}) are gone; replay their path instead")
+                raise StateGoneError(f"the images of these processes ({images}) are gone; replay their path instead")
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)
@@ -155,7 +155,7 @@ class LocalDriver:
     def _in_stacks(self) -> set[str]:
         return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
-    async def _root(self, spec: EnvironmentSpec, base: Base) -> Root:
+    async def _root(self, spec: EnvironmentSpec, base: Base) -> RootState:
         """Return spec's root state; build it where it is not there (any more)."""
         told = orjson.dumps(
             spec.model_dump(exclude={"limits", "merge", "cache", "servers", "mcp_servers"}), option=orjson.OPT_SORT_KEYS
@@ -175,8 +175,8 @@ class LocalDriver:
             await asyncio.to_thread(self.roots.save, key, root)
             return root
 
-    async def _build_root(self, spec: EnvironmentSpec, base: Base) -> Root:
-        bare = Root((), time.time_ns())
+    async def _build_root(self, spec: EnvironmentSpec, base: Base) -> RootState:
+        bare = RootState((), time.time_ns())
         if not (spec.brought or spec.files or spec.setup or spec.workdir not in _PRESENT):
             return bare
         at_top = spec.model_copy(update={"workdir": "/"})
@@ -184,14 +184,14 @@ class LocalDriver:
         try:
             await furnish(sandbox, spec)
             state = await sandbox.freeze(root=True)
-        except NotFreezable as error:
+        except NotFreezableError as error:
             raise SpecError(
                 f"set-up leaves something running ({error}): end it, or start it in a call instead"
             ) from error
         finally:
             await sandbox.close()
         content = state.state.content.hex() if state.state is not None else ""
-        return Root(tuple(state.payload["layers"]), time.time_ns(), content)
+        return RootState(tuple(state.payload["layers"]), time.time_ns(), content)
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class LocalDriver:
         self,
         spec: EnvironmentSpec,
         base: Base,
-        root: Root,
+        root: RootState,
         layers: tuple[str, ...],
         state: dict[str, Any],
         *,
@@ -218,7 +218,7 @@ class LocalDriver:
         self,
         spec: EnvironmentSpec,
         base: Base,
-        root: Root,
+        root: RootState,
         layers: tuple[str, ...],
         state: dict[str, Any],
         *,
@@ -228,7 +228,7 @@ class LocalDriver:
         try:
             async with asyncio.timeout(START_S):
                 spare = await self.machine.spare()
-        except (ChannelLost, TimeoutError, OSError) as error:
+        except (ChannelClosedError, TimeoutError, OSError) as error:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
         sandbox = LocalSandbox(self.machine, spare, spec, base, root, layers, seals=seals)
         self._sandboxes.add(sandbox)
@@ -237,7 +237,7 @@ class LocalDriver:
                 await sandbox.begin(state, images)
         except BaseException as error:
             await sandbox.close()
-            if isinstance(error, ChannelLost | TimeoutError | OSError):
+            if isinstance(error, ChannelClosedError | TimeoutError | OSError):
                 raise SandboxError(f"a sandbox could not be started: {error}") from error
             raise
         self.machine.restock()

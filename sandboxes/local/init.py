@@ -14,7 +14,7 @@ from typing import Any
 
 from sandboxes.guest import file_delta as delta
 from sandboxes.guest import terminal
-from sandboxes.guest.anchor import Anchor, CannotStart
+from sandboxes.guest.anchor import Anchor, ShellStartError
 from sandboxes.guest.background import AllLeft, Left
 from sandboxes.guest.changes import Changes, Stillness
 from sandboxes.guest.checkpoint_restore import Restoring
@@ -22,7 +22,7 @@ from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
 from sandboxes.guest.process_io import Running, death_of, due_of, failed, new_pipes, open_terminal
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import Shells
-from sandboxes.guest.supervisor import Answered, Work, not_started
+from sandboxes.guest.supervisor import Answered, Supervisor, not_started
 from sandboxes.guest.survivors import Alive
 from sandboxes.guest.tool_servers import Servers
 from sandboxes.ipc.frames import Inbox, Message, pack, receive
@@ -74,7 +74,7 @@ def _begin(driver: socket.socket) -> None:
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     confine.limit_resources(fields["disk_bytes"], fields["memory_bytes"], fields["pids"])
     confine.confine()
-    init = Init(driver, inbox, delta.Roots(upper, lower, root), fields)
+    init = Init(driver, inbox, delta.DeltaRoots(upper, lower, root), fields)
     if restoring is not None:
         init.adopt(*restoring.adopted(), restless=restoring.checkpoint["restless"])
     init.serve(namespace)
@@ -95,10 +95,10 @@ def say_last_words(channel: int, error: BaseException) -> None:
         os.write(channel, pack({"error": f"{type(error).__name__}: {error}"}))
 
 
-class Init(Work):
+class Init(Supervisor):
     """A sandbox at work. fields: what the driver told it of its spec and of the frozen state that it goes on from."""
 
-    def __init__(self, driver: socket.socket, inbox: Inbox, roots: delta.Roots, fields: dict[str, Any]) -> None:
+    def __init__(self, driver: socket.socket, inbox: Inbox, roots: delta.DeltaRoots, fields: dict[str, Any]) -> None:
         self.driver = driver
         self.inbox = inbox
         self.output_bytes: int = fields["output_bytes"]
@@ -120,7 +120,7 @@ class Init(Work):
         told: dict[str, Any] = {}
         try:
             self.shells.ready("main")
-        except CannotStart as error:
+        except ShellStartError as error:
             told = {"cannot_start": str(error)}
         socket.send_fds(self.driver, [pack(told, fds=1)], [namespace])
         os.close(namespace)
@@ -146,7 +146,7 @@ class Init(Work):
         spared = processes.living() if self.alive else set()
         try:
             shell = self.shells.ready(fields["session"])
-        except CannotStart as error:
+        except ShellStartError as error:
             return not_started(error)
         others = {other.pid for other in self.shells if other is not shell}
         if spared or others:
@@ -186,7 +186,7 @@ class Init(Work):
             spared = processes.living()
             try:
                 running, pid = self._launch(fields, stdin, to)
-            except CannotStart as error:
+            except ShellStartError as error:
                 return failed(to, str(error))
             until = time.monotonic() + fields["timeout_s"]
             detach = bool(fields["arguments"].get("detach"))

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 from sandboxes.local.layers import OPAQUE, is_whiteout
-from sandboxes.portability import Unusable
+from sandboxes.portability import NotPortableError
 
 MOST_ENTRIES = 1_000_000
 _HEADER_BYTES = 4 << 20
@@ -55,7 +55,7 @@ def _names(root: Path, top: str) -> Iterator[str]:
     while waiting:
         name, is_folder = waiting.pop()
         if name.count("/") > _DEEPEST:
-            raise NotFreezable(f"{name.removeprefix('diff')} lies too deep to travel")
+            raise NotFreezableError(f"{name.removeprefix('diff')} lies too deep to travel")
         yield name
         if is_folder:
             with os.scandir(root / name) as entries:
@@ -70,7 +70,7 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
     if is_whiteout(status):
         info.type = tarfile.CHRTYPE
     elif (kind := _TYPES.get(stat.S_IFMT(status.st_mode))) is None:
-        raise NotFreezable(f"{name.removeprefix('diff')} is a socket or a device: it cannot travel")
+        raise NotFreezableError(f"{name.removeprefix('diff')} is a socket or a device: it cannot travel")
     else:
         info.type = kind
         if kind != tarfile.DIRTYPE and status.st_nlink > 1:
@@ -125,7 +125,7 @@ def _travels(name: str) -> bool:
     return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
 
 
-class _Bounded:
+class _BoundedReader:
     """What tarfile reads from: a header that claims gigabytes is refused, not read into memory."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -133,7 +133,7 @@ class _Bounded:
 
     def read(self, size: int) -> bytes:
         if size > _HEADER_BYTES:
-            raise Unusable("a header in it is too large")
+            raise NotPortableError("a header in it is too large")
         return self._file.read(size)
 
 
@@ -147,7 +147,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
         OSError: the machine cannot hold it.
     """
     try:
-        bounded = cast("Any", _Bounded(data))
+        bounded = cast("Any", _BoundedReader(data))
         with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
             meta = _meta(archive, archive.next())
             writing = _Writing(target)
@@ -158,31 +158,31 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
             writing.finish()
             return meta
     except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError) as error:
-        if isinstance(error, Unusable):
+        if isinstance(error, NotPortableError):
             raise
-        raise Unusable(f"it is no tar of a layer: {error}") from error
+        raise NotPortableError(f"it is no tar of a layer: {error}") from error
 
 
 def _meta(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> dict[str, Any]:
     if member is None or member.name != "meta.json" or not member.isreg() or member.size > _META_BYTES:
-        raise Unusable("it does not begin with meta.json")
+        raise NotPortableError("it does not begin with meta.json")
     meta = json.loads(b"".join(_content(archive, member)))
     if not isinstance(meta, dict) or set(meta) != {"delta"}:
-        raise Unusable("its meta.json is none")
+        raise NotPortableError("its meta.json is none")
     for entry in (meta["delta"] or {}).values():
         if len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
-            raise Unusable("its meta.json is none")
+            raise NotPortableError("its meta.json is none")
     return meta
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
     file, left = archive.extractfile(member), member.size
     if left < 0:
-        raise Unusable(f"{member.name!r} has no size")
+        raise NotPortableError(f"{member.name!r} has no size")
     while left:
         piece = b"" if file is None else file.read(min(_PIECE, left))
         if not piece:
-            raise Unusable(f"{member.name!r} is cut off")
+            raise NotPortableError(f"{member.name!r} is cut off")
         left -= len(piece)
         yield piece
 
@@ -204,7 +204,7 @@ class _Writing:
             return
         if member.islnk():
             if member.linkname not in self._files:
-                raise Unusable(f"{name!r} is a link to what did not come before it")
+                raise NotPortableError(f"{name!r} is a link to what did not come before it")
             os.link(self._target / member.linkname, path, follow_symlinks=False)
             self._files.add(name)
             return
@@ -216,14 +216,14 @@ class _Writing:
         name = member.name
         folder, _, last = name.rpartition("/")
         if name != "diff" and (folder not in self._folders or last in ("", ".", "..")):
-            raise Unusable(f"{name!r} leads out of the layer, or its folder did not come before it")
+            raise NotPortableError(f"{name!r} leads out of the layer, or its folder did not come before it")
         if name in self._folders or name in self._files:
-            raise Unusable(f"{name!r} is there twice")
+            raise NotPortableError(f"{name!r} is there twice")
         if len(self._folders) + len(self._files) >= MOST_ENTRIES or name.count("/") > _DEEPEST:
-            raise Unusable(f"there are more than {MOST_ENTRIES} files in it, or folders {_DEEPEST} deep")
+            raise NotPortableError(f"there are more than {MOST_ENTRIES} files in it, or folders {_DEEPEST} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
         if not all(key.startswith(_ATTRIBUTE) and _travels(key.removeprefix(_ATTRIBUTE)) for key in attributes):
-            raise Unusable(f"{name!r} has attributes that do not travel")
+            raise NotPortableError(f"{name!r} has attributes that do not travel")
 
     def _make(self, member: tarfile.TarInfo, path: Path, archive: tarfile.TarFile) -> None:
         if member.type == tarfile.REGTYPE:
@@ -237,12 +237,12 @@ class _Writing:
         elif member.ischr() and (member.devmajor, member.devminor) == (0, 0):
             os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
         else:
-            raise Unusable(f"{member.name!r} is a device, or of no kind that a layer holds")
+            raise NotPortableError(f"{member.name!r} is a device, or of no kind that a layer holds")
 
     def finish(self) -> None:
         """Give folders their facts, the inner ones first: what is put into one changes its time."""
         if "diff" not in self._folders:
-            raise Unusable("there is no diff in it")
+            raise NotPortableError("there is no diff in it")
         for name, member in reversed(self._folders.items()):
             _set_facts(self._target / name, member)
 

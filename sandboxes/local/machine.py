@@ -15,7 +15,7 @@ from typing import Any
 
 import sandboxes
 from sandboxes.errors import SandboxError
-from sandboxes.ipc.channel import Channel, ChannelLost
+from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layers import Layers
@@ -81,7 +81,7 @@ class Machine:
         try:
             async with asyncio.timeout(START_S):
                 ready = await self._launcher.receive()
-        except (ChannelLost, TimeoutError) as error:
+        except (ChannelClosedError, TimeoutError) as error:
             raise SandboxError(f"sandboxes cannot be started here: {error}. `forkpoint doctor` says why.") from error
         if "error" in ready.fields:
             raise SandboxError(f"sandboxes cannot be started here: {ready.fields['error']}. Run `forkpoint doctor`.")
@@ -176,7 +176,7 @@ class Machine:
             self._restocking = self.later(self._fill_stock())
 
     async def _fill_stock(self) -> None:
-        with contextlib.suppress(SandboxError, ChannelLost, OSError):
+        with contextlib.suppress(SandboxError, ChannelClosedError, OSError):
             while len(self._spares) < SPARES and self._launcher is not None:
                 self._spares.append(await self._new_spare())
 
@@ -208,7 +208,7 @@ class Machine:
                 answer = await self._launcher.request(fields, fds=fds)
         except TimeoutError as error:
             raise SandboxError(f"the launcher of all sandboxes gave no answer within {START_S:.0f} s") from error
-        except ChannelLost as error:
+        except ChannelClosedError as error:
             raise SandboxError(
                 f"the launcher of all sandboxes ended: {error}. Ask again: it is started anew."
             ) from error

@@ -13,7 +13,7 @@ from sandboxes.guest import file_delta as delta
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import layer_tar
 from sandboxes.local.layers import Layers, Upper
-from sandboxes.portability import Unusable
+from sandboxes.portability import NotPortableError
 
 Holding = Callable[[tuple[str, ...]], AbstractContextManager[None]]
 _FIELDS = {"layers", "root_layers", "born_ns", "base", "sessions", "pristine"}
@@ -66,7 +66,9 @@ class LayerUnpacking:
         for piece in layer_tar.pack(upper.path, meta):
             digest.update(piece)
         if digest.hexdigest() != sha256:
-            raise Unusable("written here, its digest is another: it is no canonical tar, or its attributes were lost")
+            raise NotPortableError(
+                "written here, its digest is another: it is no canonical tar, or its attributes were lost"
+            )
         folder = os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)
         try:
             # Not what the file says: budgets count it.
@@ -78,9 +80,9 @@ class LayerUnpacking:
         """See `Unpacking.state`."""
         payload = frozen.payload
         if set(payload) != _FIELDS or not _plain(payload) or tuple(payload["layers"]) != frozen.parts:
-            raise Unusable("its payload is none of this driver's")
+            raise NotPortableError("its payload is none of this driver's")
         if missing := [layer for layer in frozen.parts if layer not in self._names]:
-            raise Unusable(f"its part {missing[0]} is not there")
+            raise NotPortableError(f"its part {missing[0]} is not there")
         layers = tuple(self._names[layer] for layer in frozen.parts)
         # Most layers are shared: the first state that needs one is said to have added it.
         size = sum(map(self._layers.size_bytes, set(layers) - self._counted))

@@ -12,7 +12,7 @@ KEPT_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class RootState:
     """A spec's root state. born_ns: modification times before it are not those of calls.
 
     content: the digest of all that set-up changed; empty where nothing was set up, or too much to digest.
@@ -23,7 +23,7 @@ class Root:
     content: str = ""
 
 
-class Roots:
+class RootStates:
     """A small file for each root state that was ever built here. Methods block: run them in a thread."""
 
     def __init__(self, directory: Path, layers: Layers) -> None:
@@ -33,7 +33,7 @@ class Roots:
         """Make the directory."""
         self._directory.mkdir(exist_ok=True)
 
-    def find(self, key: str) -> Root | None:
+    def find(self, key: str) -> RootState | None:
         """Return what is known of a root state, and note that it is used; its layers may be gone."""
         path = self._directory / f"{key}.json"
         try:
@@ -43,7 +43,7 @@ class Roots:
             return None
         return found
 
-    def save(self, key: str, root: Root) -> None:
+    def save(self, key: str, root: RootState) -> None:
         """Keep a root state. All of a task hangs on it, so unlike other layers it outlives a loss of power."""
         self._layers.sync(root.layers)
         draft = self._directory / f"{key}.part"
@@ -63,6 +63,6 @@ class Roots:
         return found
 
 
-def _read(path: Path) -> Root:
+def _read(path: Path) -> RootState:
     told = json.loads(path.read_bytes())
-    return Root(tuple(told["layers"]), int(told["born_ns"]), str(told["content"]))
+    return RootState(tuple(told["layers"]), int(told["born_ns"]), str(told["content"]))

@@ -9,7 +9,7 @@ from typing import Any
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import YOUNG_S, FrozenState
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, SpecError
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.inspect import state_look
 from sandboxes.host.pty import Pty
@@ -23,7 +23,7 @@ from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import DEEP, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
-from sandboxes.local.root_states import Root
+from sandboxes.local.root_states import RootState
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import Mapped, changed_since_mapped
 
@@ -37,7 +37,7 @@ class LocalSandbox(Hosting):
         spare: Spare,
         spec: EnvironmentSpec,
         base: Base,
-        root: Root,
+        root: RootState,
         layers: tuple[str, ...],
         *,
         seals: bool,
@@ -248,7 +248,7 @@ class LocalSandbox(Hosting):
             told.update((await self._talk({"op": "look"})).fields)
             told["checkpoint"]["mapped"] = mapped
             if (path := changed_since_mapped(mapped, told["delta"])) is not None:
-                raise NotFreezable(f"{path} may have been changed since it was mapped")
+                raise NotFreezableError(f"{path} may have been changed since it was mapped")
             # Of an attempt before this one, which met a file that it was not told of.
             await asyncio.to_thread(layers.undo, copies)
             copies.clear()
@@ -288,7 +288,7 @@ class LocalSandbox(Hosting):
         entries. With a layer for each changing call it follows from the calls alone, and a sandbox that was restored
         looks like one that was not.
         """
-        with contextlib.suppress(SandboxError, NotFreezable):
+        with contextlib.suppress(SandboxError, NotFreezableError):
             # What pid 1 says of the state holds until the next call.
             self._sealed = await self._on_new_layer(await self._listen())
 
@@ -301,7 +301,7 @@ class LocalSandbox(Hosting):
         told = paused.fields
         if "not_freezable" in told:
             why = f"; {self._machine.checkpoints.missing}" if self._machine.checkpoints.missing else ""
-            raise NotFreezable(f"sandbox {self.id}: {told['not_freezable']}{why}")
+            raise NotFreezableError(f"sandbox {self.id}: {told['not_freezable']}{why}")
         if not told["empty"]:
             await self._switch({"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
         return told

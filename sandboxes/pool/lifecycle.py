@@ -3,7 +3,7 @@
 from enum import Enum
 
 
-class State(Enum):
+class SandboxState(Enum):
     """What is going on with a sandbox. A closed one is nowhere listed."""
 
     STARTING = "starting"
@@ -13,7 +13,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Event(Enum):
+class LifecycleEvent(Enum):
     """What may happen to one."""
 
     STARTED = "started"
@@ -24,22 +24,22 @@ class Event(Enum):
     CLOSE = "close"
 
 
-NEXT: dict[tuple[State, Event], State] = {
+NEXT: dict[tuple[SandboxState, LifecycleEvent], SandboxState] = {
     # Whoever asked for a sandbox has it first.
-    (State.STARTING, Event.STARTED): State.LEASED,
-    (State.LEASED, Event.RELEASE): State.IDLE,
-    (State.IDLE, Event.LEASE): State.LEASED,
+    (SandboxState.STARTING, LifecycleEvent.STARTED): SandboxState.LEASED,
+    (SandboxState.LEASED, LifecycleEvent.RELEASE): SandboxState.IDLE,
+    (SandboxState.IDLE, LifecycleEvent.LEASE): SandboxState.LEASED,
     # A snapshot needs still files, so nobody runs in a sandbox that freezes; who wants it waits some milliseconds.
-    (State.LEASED, Event.FREEZE): State.FREEZING,
-    (State.FREEZING, Event.FROZEN): State.IDLE,
-    (State.STARTING, Event.CLOSE): State.CLOSED,
-    (State.LEASED, Event.CLOSE): State.CLOSED,
-    (State.FREEZING, Event.CLOSE): State.CLOSED,
-    (State.IDLE, Event.CLOSE): State.CLOSED,
+    (SandboxState.LEASED, LifecycleEvent.FREEZE): SandboxState.FREEZING,
+    (SandboxState.FREEZING, LifecycleEvent.FROZEN): SandboxState.IDLE,
+    (SandboxState.STARTING, LifecycleEvent.CLOSE): SandboxState.CLOSED,
+    (SandboxState.LEASED, LifecycleEvent.CLOSE): SandboxState.CLOSED,
+    (SandboxState.FREEZING, LifecycleEvent.CLOSE): SandboxState.CLOSED,
+    (SandboxState.IDLE, LifecycleEvent.CLOSE): SandboxState.CLOSED,
 }
 
 
-def after(state: State, event: Event) -> State:
+def after(state: SandboxState, event: LifecycleEvent) -> SandboxState:
     """Return the state that event leads to.
 
     Raises:

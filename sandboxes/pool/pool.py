@@ -7,18 +7,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 
 from sandboxes.driver import Sandbox
-from sandboxes.pool.lifecycle import Event, State
+from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
 from sandboxes.pool.roster import Roster, Slot
 
 
-class Overloaded(RuntimeError):  # noqa: N818 - a refusal, not a fault
+class OverloadedError(RuntimeError):
     """Every sandbox that the budget allows is at work, and none became free in time. Try again later."""
 
 
 class Pool:
     """Owns every live sandbox from its start to its close.
 
-    budget: how many may live at once. patience_s: how long a caller waits for one of them before `Overloaded`.
+    budget: how many may live at once. patience_s: how long a caller waits for one of them before `OverloadedError`.
     starts: how many may be starting at the same time.
     """
 
@@ -45,7 +45,7 @@ class Pool:
             Overloaded: fewer than two places are free, or all that may start at once are starting.
         """
         if not self.has_spare_room:
-            raise Overloaded("no place is free for a warm fork.")
+            raise OverloadedError("no place is free for a warm fork.")
         slot = Slot(None, warm=True)
         self.roster.enter(slot)
         return await self._start(slot, make, place)
@@ -64,7 +64,7 @@ class Pool:
             raise
         slot.started_at = slot.used_at = time.monotonic()
         self.roster.stand(slot, place)
-        self.roster.happen(slot, Event.STARTED)
+        self.roster.happen(slot, LifecycleEvent.STARTED)
         return slot
 
     async def take(self, slot: Slot, place: Hashable, owner: int | None) -> bool:
@@ -72,28 +72,33 @@ class Pool:
 
         What may be taken, and what is cheapest, can have changed meanwhile: ask the roster again.
         """
-        if slot.state is State.FREEZING:
+        if slot.state is SandboxState.FREEZING:
             slot.hurry.set()
             async with self._changed:
-                await self._changed.wait_for(lambda: slot.state is not State.FREEZING)
+                await self._changed.wait_for(lambda: slot.state is not SandboxState.FREEZING)
             return False
-        if slot.state is not State.IDLE or slot.place is not place or slot.sandbox is None or not slot.sandbox.alive:
+        if (
+            slot.state is not SandboxState.IDLE
+            or slot.place is not place
+            or slot.sandbox is None
+            or not slot.sandbox.alive
+        ):
             return False
-        self.roster.happen(slot, Event.LEASE)
+        self.roster.happen(slot, LifecycleEvent.LEASE)
         slot.owner, slot.warm = owner, False
         return True
 
     async def release(self, slot: Slot) -> None:
         """Give a leased sandbox back; where it stands was noted by `roster.stand`."""
         slot.used_at = time.monotonic()
-        self.roster.happen(slot, Event.RELEASE)
+        self.roster.happen(slot, LifecycleEvent.RELEASE)
         await self._notify()
 
     def hold_still(self, slot: Slot) -> None:
         """Turn a lease into a freeze without a moment between; `freezing` must follow."""
         slot.used_at = time.monotonic()
         slot.hurry.clear()
-        self.roster.happen(slot, Event.FREEZE)
+        self.roster.happen(slot, LifecycleEvent.FREEZE)
 
     @asynccontextmanager
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
@@ -110,14 +115,14 @@ class Pool:
         except BaseException:
             await self.close(slot)
             raise
-        self.roster.happen(slot, Event.FROZEN)
+        self.roster.happen(slot, LifecycleEvent.FROZEN)
         await self._notify()
 
     async def close(self, slot: Slot) -> None:
         """Close a sandbox, whatever it is doing. Runs to its end even when the caller is cancelled."""
-        if slot.state is State.CLOSED:
+        if slot.state is SandboxState.CLOSED:
             return
-        self.roster.happen(slot, Event.CLOSE)
+        self.roster.happen(slot, LifecycleEvent.CLOSE)
         # It lives until it has ended: the budget holds for the machine, not for the roster.
         self._closing += 1
         closing = asyncio.ensure_future(self._close(slot))
@@ -140,9 +145,9 @@ class Pool:
 
     async def close_where(self, unwanted: Callable[[Slot], bool]) -> int:
         """Close the idle sandboxes that are unwanted; return how many."""
-        found = [slot for slot in self.roster.slots if slot.state is State.IDLE and unwanted(slot)]
+        found = [slot for slot in self.roster.slots if slot.state is SandboxState.IDLE and unwanted(slot)]
         for slot in found:
-            if slot.state is State.IDLE:
+            if slot.state is SandboxState.IDLE:
                 await self.close(slot)
         return len(found)
 
@@ -180,7 +185,7 @@ class Pool:
                     async with self._changed:
                         await self._changed.wait()
         except TimeoutError:
-            raise Overloaded(
+            raise OverloadedError(
                 f"all {self._budget} sandboxes were busy for {self._patience_s:g} s. "
                 "Run fewer rollouts at once, or raise max_sandboxes."
             ) from None

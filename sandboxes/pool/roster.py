@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from sandboxes.driver import Sandbox
-from sandboxes.pool.lifecycle import Event, State, after
+from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState, after
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class Slot:
     owner: int | None
     place: Hashable = None
     sandbox: Sandbox | None = None
-    state: State = State.STARTING
+    state: SandboxState = SandboxState.STARTING
     used_at: float = 0.0
     started_at: float = 0.0
     calls: int = 0
@@ -43,10 +43,10 @@ class Roster:
     def enter(self, slot: Slot) -> None:
         self.slots.append(slot)
 
-    def happen(self, slot: Slot, event: Event) -> None:
+    def happen(self, slot: Slot, event: LifecycleEvent) -> None:
         """Move slot on; one that closes leaves the roster."""
         slot.state = after(slot.state, event)
-        if slot.state is State.CLOSED:
+        if slot.state is SandboxState.CLOSED:
             self._leave_place(slot)
             self.slots.remove(slot)
 
@@ -63,18 +63,18 @@ class Roster:
         One that freezes is worth waiting for, whoever owns it: once it is frozen its state can be had again.
         """
         found = [s for s in self._by_place.get(place, ()) if _alive(s)]
-        idle = [s for s in found if s.state is State.IDLE and (shared or s.owner in (owner, None))]
-        takeable = idle or [s for s in found if s.state is State.FREEZING]
+        idle = [s for s in found if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
+        takeable = idle or [s for s in found if s.state is SandboxState.FREEZING]
         return max(takeable, key=lambda s: s.owner == owner, default=None)
 
     def victim(self) -> Slot | None:
         """Return the idle sandbox to give up: of those that nobody owns, then of the others, the one idle longest."""
-        idle = (s for s in self.slots if s.state is State.IDLE)
+        idle = (s for s in self.slots if s.state is SandboxState.IDLE)
         return min(idle, key=lambda s: (s.owner is not None, s.used_at), default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:
         """Return the idle sandboxes, and the dead ones, that nobody has used since moment."""
-        return [s for s in self.slots if s.state is State.IDLE and (s.used_at < moment or not _alive(s))]
+        return [s for s in self.slots if s.state is SandboxState.IDLE and (s.used_at < moment or not _alive(s))]
 
     def at(self, place: Hashable) -> Iterator[Slot]:
         yield from list(self._by_place.get(place, ()))

@@ -19,8 +19,8 @@ SET LOCAL statement_timeout = 0; SET LOCAL role = 'none'"""
 """How digests are taken, whatever the agent has set."""
 
 
-class Connection(Protocol):
-    """What is needed of a connection: psycopg's `Connection` has it."""
+class CatalogConnection(Protocol):
+    """What is needed of a connection: psycopg's `CatalogConnection` has it."""
 
     def execute(self, query: str, params: Any = None) -> Any: ...
 
@@ -96,26 +96,26 @@ def digest_of(rows: Iterable[Any]) -> str:
     return digest.hexdigest()
 
 
-def schema_digest(connection: Connection) -> str:
+def schema_digest(connection: CatalogConnection) -> str:
     """Return the digest of all that users can see of the schema; object ids are not in it. 20 ms for 30 tables."""
     return digest_of(row for query in _SCHEMA for row in connection.execute(query))
 
 
-def sequences(connection: Connection) -> dict[str, str]:
+def sequences(connection: CatalogConnection) -> dict[str, str]:
     """Return each sequence with all that decides its next value. 1 ms."""
     return {f"{row[0]}.{row[1]}": "|".join(map(str, row[2:])) for row in connection.execute(_SEQUENCES)}
 
 
-def tables(connection: Connection) -> list[tuple[str, int]]:
+def tables(connection: CatalogConnection) -> list[tuple[str, int]]:
     """Return the tables that hold rows, quoted and with their schema, and their sizes in bytes."""
     return [(str(name), int(size)) for name, size in connection.execute(_TABLES)]
 
 
-Counts = dict[str, tuple[int, ...]]
+RowCounts = dict[str, tuple[int, ...]]
 """By table: its size in bytes, and how many rows were inserted, updated and deleted."""
 
 
-def counts(connection: Connection) -> Counts:
+def counts(connection: CatalogConnection) -> RowCounts:
     """Return what the connection changed in tables of users in this transaction and, perhaps, in ones before. 1 ms.
 
     The server adds transactions up until it reports them, so only the difference of two readings in one transaction
@@ -124,12 +124,12 @@ def counts(connection: Connection) -> Counts:
     return {str(row[0]): tuple(row[1:]) for row in connection.execute(_COUNTS)}
 
 
-def system_count(connection: Connection) -> int:
+def system_count(connection: CatalogConnection) -> int:
     """Return how many rows of the system's tables the connection changed; as for `counts`, only differences tell."""
     return int(connection.execute(_SYSTEM_COUNT).fetchone()[0])
 
 
-def table_digest(connection: Connection, table: str) -> list[str]:
+def table_digest(connection: CatalogConnection, table: str) -> list[str]:
     """Return two digests of a table's rows: in their physical order, and whatever their order. 10 ms for 1 MB."""
     ordered = hashlib.blake2b(digest_size=32)
     rows = []
@@ -141,7 +141,7 @@ def table_digest(connection: Connection, table: str) -> list[str]:
     return [ordered.hexdigest(), hashlib.blake2b(b"".join(sorted(rows)), digest_size=32).hexdigest()]
 
 
-def rows_since(connection: Connection, table: str, transaction: int) -> str:
+def rows_since(connection: CatalogConnection, table: str, transaction: int) -> str:
     """Return the digest of the rows that a transaction, or one after it, wrote. 100 ms for 50 MB."""
     digest = hashlib.blake2b(digest_size=32)
     since = f"pg_catalog.age(t.xmin) <= pg_catalog.age('{transaction % (1 << 32)}'::pg_catalog.xid)"
@@ -170,7 +170,7 @@ _WRITTEN = (
 )
 
 
-def definitions(connection: Connection, *, writing: bool) -> dict[str, str]:
+def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
     """Return what users made that a statement may lead to without showing it: lower-case name -> text. 5 ms.
 
     writing: with what a table does when it is written to: defaults, triggers, rules.

@@ -11,8 +11,8 @@ import structlog
 
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.postgres.digest import DatabaseDigest
-from sandboxes.postgres.server import Server, Settings
-from sandboxes.workers.pool import Crew, Worker, WorkerLost, WorkerStuck
+from sandboxes.postgres.server import DatabaseSettings, PostgresServer
+from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
 
 log = structlog.get_logger()
 
@@ -41,10 +41,10 @@ class Template:
         that a first write looks at: that takes longer than the write.
     """
 
-    server: Server
+    server: PostgresServer
     name: str
     digest: DatabaseDigest
-    settings: Settings
+    settings: DatabaseSettings
     touched: tuple[str, ...] = ()
     size_bytes: int = 0
     reader: str = ""
@@ -120,7 +120,7 @@ class Clones:
         try:
             while self._open and len(template.spares) < self._most:
                 template.spares.append(await self._make(template, "spare"))
-        except (SandboxError, SpecError, WorkerLost, WorkerStuck) as error:
+        except (SandboxError, SpecError, WorkerLostError, WorkerStuckError) as error:
             log.warning("no clone could be made ahead", database=template.name, error=str(error))
         finally:
             template.filling = False
@@ -137,7 +137,7 @@ class Clones:
         while template.spares:
             self.later(self.give_up(template.server, template.spares.popleft()))
 
-    async def give_up(self, server: Server, own: OwnDatabase) -> None:
+    async def give_up(self, server: PostgresServer, own: OwnDatabase) -> None:
         """End the worker of a clone, and drop the clone."""
         await own.worker.close()
         await server.drop(own.database)

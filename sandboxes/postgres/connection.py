@@ -10,11 +10,11 @@ import psycopg
 from psycopg import pq
 
 from sandboxes.postgres import catalog
-from sandboxes.postgres.statement import NOT_AS_ALONE, READ_ONLY, SEVERAL, Outcome, Statement
+from sandboxes.postgres.statement import NOT_AS_ALONE, READ_ONLY, SEVERAL, PostgresOutcome, Statement
 from sandboxes.postgres.tools import EXPLAIN, MOST_COMPARED, compare, listing
 from sandboxes.postgres.values import parameter
 from sandboxes.postgres.volatile import SESSION, VOLATILE, reach
-from sandboxes.sql.results import Failure, Rows, failure, other, success
+from sandboxes.sql.results import Failure, RowCollector, failure, other, success
 from sandboxes.workers.engine import Fields
 
 READS = {"SELECT", "SHOW", "EXPLAIN", "VALUES", "TABLE"}
@@ -40,7 +40,7 @@ def application_name(worker: int) -> str:
 
 
 @dataclass(slots=True)
-class Call:
+class PostgresCall:
     """One call as the driver sends it."""
 
     tool: str
@@ -56,12 +56,12 @@ class Call:
     def shape(self) -> str:
         return str(self.arguments.get("format", "json"))
 
-    def rows(self) -> Rows:
+    def rows(self) -> RowCollector:
         most = MOST_COMPARED if self.tool in ("compare", "explain") else int(self.arguments.get("max_rows", 100))
-        return Rows(most, self.output_bytes)
+        return RowCollector(most, self.output_bytes)
 
 
-class MustWrite(Exception):  # noqa: N818 - it is no fault
+class WriteAttemptError(Exception):
     """The server does not let this statement run as one that only reads."""
 
 
@@ -79,8 +79,8 @@ class Link:
         return pq.TransactionStatus(self.connection.pgconn.transaction_status)
 
     def send(
-        self, text: str, call: Call, *, parameters: Any = None, single: bool = False, stop: bool = False
-    ) -> Outcome:
+        self, text: str, call: PostgresCall, *, parameters: Any = None, single: bool = False, stop: bool = False
+    ) -> PostgresOutcome:
         """Run one text of the agent's."""
         statement = Statement(self.connection.pgconn, call.rows(), until=call.until, stop_when_full=stop)
         return statement.run(text, parameters, single=single)
@@ -109,7 +109,7 @@ class Link:
             self._types[oid] = "" if failed else str(self.ask(f"SELECT pg_catalog.format_type({oid}, NULL)")[0])
         return [self._types[oid] for oid in oids]
 
-    def read(self, text: str, call: Call, parameters: Any = None) -> Outcome:
+    def read(self, text: str, call: PostgresCall, parameters: Any = None) -> PostgresOutcome:
         """Run one statement that must only read, and leave nothing of it.
 
         Raises:
@@ -123,9 +123,9 @@ class Link:
                 # 42601 is any syntax error, and the refusal of several statements; the latter only may run.
                 several = code == SEVERAL and "multiple commands" in outcome.failure.message
                 if several or code == READ_ONLY or code in NOT_AS_ALONE:
-                    raise MustWrite
+                    raise WriteAttemptError
             elif not outcome.cut and (not only(outcome.tags, READS) or self._left_something()):
-                raise MustWrite
+                raise WriteAttemptError
             return outcome
         finally:
             self._undo()
@@ -155,7 +155,7 @@ class Link:
             self.connection.close()
 
 
-def answer_reading(link: Link, call: Call) -> tuple[Fields, bytes]:
+def answer_reading(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
     """Answer a call that reads.
 
     Raises:
@@ -164,10 +164,10 @@ def answer_reading(link: Link, call: Call) -> tuple[Fields, bytes]:
     if call.tool in ("tables", "schema"):
         return {}, listing(link.connection, call.tool, call.arguments.get("table"), call.rows().output_bytes)
     if call.tool == "script":
-        raise MustWrite
+        raise WriteAttemptError
     meaning = link.meaning(" ".join(str(call.arguments.get(name, "")) for name in ("sql", "gold")), writing=False)
     if SESSION.search(meaning):
-        raise MustWrite
+        raise WriteAttemptError
     told: Fields = {"volatile": VOLATILE.search(meaning) is not None}
     if call.tool == "compare":
         gold, ordered = str(call.arguments["gold"]), bool(call.arguments["ordered"])
@@ -181,7 +181,7 @@ def answer_reading(link: Link, call: Call) -> tuple[Fields, bytes]:
     return told | timed_out(outcome), answer_of(link, outcome, call)
 
 
-def parameters_of(call: Call) -> list[bytes | None] | None:
+def parameters_of(call: PostgresCall) -> list[bytes | None] | None:
     given = call.arguments.get("params")
     if given is None:
         return None
@@ -190,7 +190,7 @@ def parameters_of(call: Call) -> list[bytes | None] | None:
     return [parameter(value) for value in given]
 
 
-def answer_of(link: Link, outcome: Outcome, call: Call) -> bytes:
+def answer_of(link: Link, outcome: PostgresOutcome, call: PostgresCall) -> bytes:
     """Return the agent's answer."""
     if outcome.failure is not None:
         return failure(outcome.failure, shape=call.shape, sql=call.text)
@@ -198,7 +198,7 @@ def answer_of(link: Link, outcome: Outcome, call: Call) -> bytes:
     return success(outcome.columns, outcome.rows, shape=call.shape, types=types, changed=outcome.affected)
 
 
-def refused(call: Call, why: str) -> bytes:
+def refused(call: PostgresCall, why: str) -> bytes:
     """Return the answer to what is never done here."""
     told = Failure(why, "refused")
     if call.tool == "compare":
@@ -206,7 +206,7 @@ def refused(call: Call, why: str) -> bytes:
     return failure(told, shape=call.shape)
 
 
-def timed_out(outcome: Outcome) -> Fields:
+def timed_out(outcome: PostgresOutcome) -> Fields:
     return {"timed_out": outcome.failure is not None and outcome.failure.kind == "timeout"}
 
 

@@ -9,7 +9,7 @@ import orjson
 
 from sandboxes.effects import StateDigest
 from sandboxes.postgres import catalog
-from sandboxes.postgres.catalog import Connection, Counts
+from sandboxes.postgres.catalog import CatalogConnection, RowCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DatabaseDigest:
         return replace(self, chain=_hash([self.chain, *what]).hex())
 
 
-def whole(connection: Connection) -> DatabaseDigest:
+def whole(connection: CatalogConnection) -> DatabaseDigest:
     """Return the digest of a database that nothing is known of yet. It is read as a whole: 40 ms for each MB."""
     small, large = {}, []
     for table, size in catalog.tables(connection):
@@ -61,7 +61,13 @@ def whole(connection: Connection) -> DatabaseDigest:
 
 
 def after_transaction(
-    connection: Connection, before: DatabaseDigest, changed: Counts, *, transaction: int, schema: bool, told: str
+    connection: CatalogConnection,
+    before: DatabaseDigest,
+    changed: RowCounts,
+    *,
+    transaction: int,
+    schema: bool,
+    told: str,
 ) -> DatabaseDigest:
     """Return the digest that a transaction under way leaves, all but done.
 
@@ -82,13 +88,13 @@ def after_transaction(
     return now.folded(folds) if folds else now
 
 
-def after_anything(connection: Connection, before: DatabaseDigest, told: str, *, large: bool) -> DatabaseDigest:
+def after_anything(connection: CatalogConnection, before: DatabaseDigest, told: str, *, large: bool) -> DatabaseDigest:
     """Return the digest after transactions that nobody watched; large: whether they may have changed larger tables."""
     return _after_everything(connection, before, told if large else "", {}, None)
 
 
 def _after_everything(
-    connection: Connection, before: DatabaseDigest, told: str, changed: Counts, transaction: int | None
+    connection: CatalogConnection, before: DatabaseDigest, told: str, changed: RowCounts, transaction: int | None
 ) -> DatabaseDigest:
     """Read the schema and every small table anew; larger ones are known by the statement, and the rows it wrote."""
     tables, chained, folds = {}, set(), []
@@ -105,7 +111,7 @@ def _after_everything(
     return now.folded(told, folds) if told and (chained or before.chained) else now
 
 
-def _rows(connection: Connection, table: str, size: int, transaction: int) -> str:
+def _rows(connection: CatalogConnection, table: str, size: int, transaction: int) -> str:
     return "" if size > catalog.MOST_BYTES else catalog.rows_since(connection, table, transaction)
 
 

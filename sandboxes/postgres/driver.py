@@ -12,12 +12,12 @@ import orjson
 import structlog
 
 from sandboxes.driver import FrozenState
-from sandboxes.errors import SpecError, StateGone
+from sandboxes.errors import SpecError, StateGoneError
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.postgres.clones import Clones, Template
 from sandboxes.postgres.digest import DatabaseDigest
-from sandboxes.postgres.sandbox import Place, PostgresSandbox
-from sandboxes.postgres.server import Server, Settings
+from sandboxes.postgres.sandbox import DatabasePosition, PostgresSandbox
+from sandboxes.postgres.server import DatabaseSettings, PostgresServer
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.workers.pool import Crew
 
@@ -40,7 +40,7 @@ class PostgresDriver:
         self.live: set[PostgresSandbox] = set()
         self._notes = self.data_dir / "instance.json"
         self._note: dict[str, Any] = {}
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, PostgresServer] = {}
         self._templates: dict[str, Template] = {}
         self._sources: dict[tuple[str, str], tuple[str, Template, str]] = {}
         self._rooting = asyncio.Lock()
@@ -79,7 +79,7 @@ class PostgresDriver:
         part.write_bytes(orjson.dumps(self._note))
         part.replace(self._notes)
 
-    async def _sweep(self, server: Server) -> None:
+    async def _sweep(self, server: PostgresServer) -> None:
         """Drop what a killed instance left on a server, and take up the templates that it had finished."""
         known: dict[str, Any] = self._note["servers"][server.dsn]["templates"]
         for name in await server.databases():
@@ -90,11 +90,15 @@ class PostgresDriver:
         for name in [name for name in known if name not in self._templates]:
             del known[name]
 
-    def _take_up(self, server: Server, name: str, told: dict[str, Any]) -> None:
+    def _take_up(self, server: PostgresServer, name: str, told: dict[str, Any]) -> None:
         template = Template(
-            server, name, DatabaseDigest.from_json(told["digest"]), Settings(tuple(map(tuple, told["settings"]))),
-            tuple(told["touched"]), told["size_bytes"],
-        )  # fmt: skip
+            server,
+            name,
+            DatabaseDigest.from_json(told["digest"]),
+            DatabaseSettings(tuple(map(tuple, told["settings"]))),
+            tuple(told["touched"]),
+            told["size_bytes"],
+        )
         self._templates[name] = template
         if told["source"]:
             source, fingerprint, ways = told["source"]
@@ -110,10 +114,10 @@ class PostgresDriver:
         self._servers.clear()
         self._ownership.release()
 
-    def _server(self, dsn: str) -> Server:
+    def _server(self, dsn: str) -> PostgresServer:
         server = self._servers.get(dsn)
         if server is None:
-            server = self._servers[dsn] = Server(dsn, self._note["prefix"], self._note["password"])
+            server = self._servers[dsn] = PostgresServer(dsn, self._note["prefix"], self._note["password"])
             if dsn not in self._note["servers"]:
                 self._note["servers"][dsn] = {"templates": {}}
                 self._write_note()
@@ -144,7 +148,7 @@ class PostgresDriver:
             self._keep_note(template, [source, fingerprint, ways])
             return template, ways
 
-    async def _make_root(self, server: Server, source: str) -> Template:
+    async def _make_root(self, server: PostgresServer, source: str) -> Template:
         settings = await server.settings_of(source)
         name = await server.clone(source, "root", settings)
         try:
@@ -180,7 +184,7 @@ class PostgresDriver:
         for name, database in spec.databases.items():
             template, _ = await self._root(database)
             self.clones.restock(template)
-            places[name] = Place(template)
+            places[name] = DatabasePosition(template)
         return self._enter(spec, places)
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> PostgresSandbox:
@@ -189,16 +193,16 @@ class PostgresDriver:
         for name, part in frozen.payload["places"].items():
             template = self._templates.get(part)
             if template is None:
-                raise StateGone(f"the database {part} of this state is gone; replay its path instead")
-            places[name] = Place(template)
+                raise StateGoneError(f"the database {part} of this state is gone; replay its path instead")
+            places[name] = DatabasePosition(template)
         return self._enter(spec, places)
 
-    def _enter(self, spec: EnvironmentSpec, places: dict[str, Place]) -> PostgresSandbox:
+    def _enter(self, spec: EnvironmentSpec, places: dict[str, DatabasePosition]) -> PostgresSandbox:
         sandbox = PostgresSandbox(f"postgres-{secrets.token_hex(6)}", spec, places, self)
         self.live.add(sandbox)
         return sandbox
 
-    async def keep(self, place: Place) -> Template:
+    async def keep(self, place: DatabasePosition) -> Template:
         """Freeze a copy of a sandbox's own database as a template, and say where it is."""
         origin, own = place.template, place.own
         assert own is not None
@@ -227,5 +231,5 @@ class PostgresDriver:
         return sum(self._templates[name].size_bytes for name in kept if name in self._templates)
 
 
-def _same(template: Template, server: Server, digest: DatabaseDigest, settings: Settings) -> bool:
+def _same(template: Template, server: PostgresServer, digest: DatabaseDigest, settings: DatabaseSettings) -> bool:
     return template.server is server and template.digest == digest and template.settings == settings

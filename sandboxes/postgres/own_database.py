@@ -11,9 +11,9 @@ from sandboxes.postgres import catalog
 from sandboxes.postgres import digest as digests
 from sandboxes.postgres.connection import (
     READS,
-    Call,
     Link,
-    MustWrite,
+    PostgresCall,
+    WriteAttemptError,
     answer_of,
     answer_reading,
     only,
@@ -22,7 +22,7 @@ from sandboxes.postgres.connection import (
     timed_out,
 )
 from sandboxes.postgres.digest import DatabaseDigest
-from sandboxes.postgres.statement import NOT_AS_ALONE, Outcome
+from sandboxes.postgres.statement import NOT_AS_ALONE, PostgresOutcome
 from sandboxes.postgres.volatile import CURSOR, VOLATILE
 from sandboxes.sql.results import Failure
 from sandboxes.workers.engine import Fields
@@ -41,7 +41,7 @@ _USE_AGAIN = """SELECT pg_catalog.setval(%s, old) FROM (SELECT last_value AS old
 _CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
 
 
-class Own:
+class OwnDatabase:
     """A sandbox's own database: what it holds, what its session holds, and the calls that change them."""
 
     def __init__(self, link: Link, digest: DatabaseDigest) -> None:
@@ -50,7 +50,7 @@ class Own:
         self._touched: list[str] = []
         self._in_transaction: list[str] = []
         self._moved: list[str] = []
-        self._began: tuple[catalog.Counts, int] = ({}, 0)
+        self._began: tuple[catalog.RowCounts, int] = ({}, 0)
 
     def prime(self, sequences: list[str]) -> None:
         """Let `currval` and `lastval` know what they knew in the connection before."""
@@ -76,7 +76,7 @@ class Own:
             connection.execute("ROLLBACK")
         self.link.session()
 
-    def run(self, call: Call) -> tuple[Fields, bytes]:
+    def run(self, call: PostgresCall) -> tuple[Fields, bytes]:
         """Run a call; return its effect and what the database and the session are now."""
         before, session = self.digest, self._session
         if self.link.status == pq.TransactionStatus.IDLE:
@@ -103,12 +103,12 @@ class Own:
 
     # -- outside a transaction of the agent's ------------------------------------------------------------------------
 
-    def _outside(self, call: Call) -> tuple[Fields, bytes]:
+    def _outside(self, call: PostgresCall) -> tuple[Fields, bytes]:
         moves = call.tool == "query" and self._session and CURSOR.search(call.text) and self.link.ask(_CURSORS)[0]
         try:
             if not moves:
                 return answer_reading(self.link, call)
-        except MustWrite:
+        except WriteAttemptError:
             pass
         if call.tool in ("compare", "explain"):
             return {}, refused(call, f"{call.tool} takes statements that only read")
@@ -123,7 +123,7 @@ class Own:
             told["uncommitted"] = True
         return told | timed_out(outcome), answer_of(self.link, outcome, call)
 
-    def _write(self, call: Call, parameters: Any) -> Outcome:
+    def _write(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
         """Run a text as one transaction: all of it or nothing."""
         connection = self.link.connection
         connection.execute("BEGIN")
@@ -149,7 +149,7 @@ class Own:
             self._commit(call, outcome, counts, system)
         return outcome
 
-    def _commit(self, call: Call, outcome: Outcome, counts: catalog.Counts, system: int) -> None:
+    def _commit(self, call: PostgresCall, outcome: PostgresOutcome, counts: catalog.RowCounts, system: int) -> None:
         """Digest what a transaction changed, and commit it."""
         connection = self.link.connection
         try:
@@ -173,7 +173,7 @@ class Own:
             self.link.forget_definitions()
         self.digest = digest
 
-    def _bare(self, call: Call, parameters: Any) -> Outcome:
+    def _bare(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
         """Run a statement that cannot, or should not, be in a transaction: VACUUM, SET, LOCK."""
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE and outcome.failure is None:
@@ -182,7 +182,7 @@ class Own:
 
     # -- inside one --------------------------------------------------------------------------------------------------
 
-    def _inside(self, call: Call) -> tuple[Fields, bytes]:
+    def _inside(self, call: PostgresCall) -> tuple[Fields, bytes]:
         """Run a call in the agent's open transaction: nothing is committed until the agent says so."""
         if call.tool in ("tables", "schema", "compare", "explain"):
             return {}, refused(
@@ -251,7 +251,7 @@ def _begins(tags: list[str]) -> bool:
     return any(tag.split(" ")[0] in ("BEGIN", "START") for tag in tags)
 
 
-def _since(before: catalog.Counts, now: catalog.Counts) -> catalog.Counts:
+def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCounts:
     changed = {}
     for table, (size, *rows) in now.items():
         earlier = before.get(table, (0, 0, 0, 0))[1:]

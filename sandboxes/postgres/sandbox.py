@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING, Any
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
-from sandboxes.errors import NotFreezable, SandboxError, SpecError
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.ipc.frames import Message
 from sandboxes.postgres.clones import OPEN_S, OwnDatabase, Template
 from sandboxes.postgres.connection import application_name
 from sandboxes.postgres.digest import DatabaseDigest, combined
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
-from sandboxes.workers.pool import Worker, WorkerLost, WorkerStuck
+from sandboxes.workers.pool import Worker, WorkerLostError, WorkerStuckError
 
 if TYPE_CHECKING:
     from sandboxes.postgres.driver import PostgresDriver
 
 
-class Place:
+class DatabasePosition:
     """Where a sandbox stands in one of its databases. template: what it was last cloned from, or is the state of.
 
     holds: whether its session has what no other could have: an open transaction, temporary tables, settings.
@@ -42,7 +42,9 @@ class Place:
 class PostgresSandbox:
     """See `sandboxes.driver.Sandbox`."""
 
-    def __init__(self, name: str, spec: EnvironmentSpec, places: dict[str, Place], driver: "PostgresDriver") -> None:
+    def __init__(
+        self, name: str, spec: EnvironmentSpec, places: dict[str, DatabasePosition], driver: "PostgresDriver"
+    ) -> None:
         self.id, self.places = name, places
         self._spec, self._driver = spec, driver
         self._why_dead = ""
@@ -63,7 +65,7 @@ class PostgresSandbox:
                     return answered
                 place.own = await self._driver.clones.fork(place.template)
             return await self._run(place, place.own, call)
-        except (WorkerStuck, WorkerLost) as error:
+        except (WorkerStuckError, WorkerLostError) as error:
             return await self._ended(place, call, error)
         except SpecError as error:
             self._why_dead = str(error)
@@ -72,24 +74,24 @@ class PostgresSandbox:
             self._why_dead = str(error) or type(error).__name__
             raise
 
-    async def _read(self, place: Place, call: ToolCall) -> Execution | None:
+    async def _read(self, place: DatabasePosition, call: ToolCall) -> Execution | None:
         """Answer a call on the database that all share who read at this state; None where it must write."""
         database = await self._driver.clones.reader(place.template)
         request = self._request(call) | {"dsn": place.template.server.agent_dsn(database)}
         async with self._driver.crew.reader() as worker:
             try:
                 told = await self._ask(worker, request, call)
-            except WorkerStuck:
+            except WorkerStuckError:
                 await place.template.server.end(application_name(worker.pid))
                 raise
         if told.fields.get("must_write"):
             return None
         return self._execution(told.fields, told.body, Effect.NONE)
 
-    async def _run(self, place: Place, own: OwnDatabase, call: ToolCall) -> Execution:
+    async def _run(self, place: DatabasePosition, own: OwnDatabase, call: ToolCall) -> Execution:
         try:
             told = await self._ask(own.worker, self._request(call), call)
-        except WorkerStuck:
+        except WorkerStuckError:
             await place.template.server.end(str(own.backend))
             raise
         fields = told.fields
@@ -110,8 +112,8 @@ class PostgresSandbox:
             return told
         await worker.close()
         if cause == "timeout":
-            raise WorkerStuck(str(told.fields["told"]))
-        raise WorkerLost("memory" if cause == "memory" else "killed", str(told.fields["told"]))
+            raise WorkerStuckError(str(told.fields["told"]))
+        raise WorkerLostError("memory" if cause == "memory" else "killed", str(told.fields["told"]))
 
     def _execution(self, fields: dict[str, Any], body: bytes, effect: Effect) -> Execution:
         volatile = bool(fields.get("volatile")) and self._spec.volatile == "never"
@@ -120,21 +122,23 @@ class PostgresSandbox:
             self._witness(), shareable=not (volatile or fields.get("timed_out")),
         )  # fmt: skip
 
-    async def _ended(self, place: Place, call: ToolCall, error: WorkerStuck | WorkerLost) -> Execution:
+    async def _ended(
+        self, place: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError
+    ) -> Execution:
         """Tell the agent of a statement that took its worker with it; what it did is rolled back by the server."""
         # Libraries written in C may crash where their memory ends.
-        if isinstance(error, WorkerLost) and error.cause not in ("memory", "crashed"):
+        if isinstance(error, WorkerLostError) and error.cause not in ("memory", "crashed"):
             self._why_dead = str(error)
             raise SandboxError(f"the worker of sandbox {self.id} ended: {error}") from error
         if place.own is not None:
             # Its session is gone. Nothing was committed, so whoever goes on from here starts where this call began.
             self._why_dead = f"a statement ended its worker: {error}"
-        if isinstance(error, WorkerStuck):
+        if isinstance(error, WorkerStuckError):
             told = Failure("the statement took longer than timeout_s, and was stopped", "timeout")
         else:
             told = Failure("the answer needs more memory than limits.memory_mb allows", "limit")
         body = failure(told, shape=str(call.arguments.get("format", "json")), sql=str(call.arguments.get("sql", "")))
-        seconds = float(call.arguments["timeout_s"]) if isinstance(error, WorkerStuck) else 0.0
+        seconds = float(call.arguments["timeout_s"]) if isinstance(error, WorkerStuckError) else 0.0
         result = ToolResult(200, "application/json", body)
         return Execution(result, Effect.NONE, seconds, self._state(), self._witness(), shareable=False)
 
@@ -171,13 +175,13 @@ class PostgresSandbox:
         if self._why_dead:
             raise SandboxError(f"sandbox {self.id} is dead: {self._why_dead}")
         if self._holds:
-            raise NotFreezable("its session holds an open transaction, temporary tables, settings or the like")
+            raise NotFreezableError("its session holds an open transaction, temporary tables, settings or the like")
         size = 0
         try:
             for place in self.places.values():
                 if not place.frozen:
                     size += await self._keep(place)
-        except (WorkerStuck, WorkerLost, SpecError) as error:
+        except (WorkerStuckError, WorkerLostError, SpecError) as error:
             self._why_dead = str(error)
             raise SandboxError(f"sandbox {self.id} could not be frozen: {error}") from error
         names = {name: place.template.name for name, place in self.places.items()}
@@ -185,7 +189,7 @@ class PostgresSandbox:
             "postgres", "files", {"places": names}, size, self._state(), tuple(sorted(set(names.values())))
         )
 
-    async def _keep(self, place: Place) -> int:
+    async def _keep(self, place: DatabasePosition) -> int:
         own = place.own
         assert own is not None
         # PostgreSQL clones nothing that has a session.
@@ -206,7 +210,7 @@ class PostgresSandbox:
         self._driver.live.discard(self)
 
 
-def _with_session(place: Place) -> StateDigest:
+def _with_session(place: DatabasePosition) -> StateDigest:
     """Return a place's digest with the sequences that `currval` and `lastval` know, which other sessions do not."""
     state = place.digest.state()
     if not place.touched:

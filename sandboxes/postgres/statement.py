@@ -14,7 +14,7 @@ import psycopg
 from psycopg import pq
 
 from sandboxes.postgres.values import reader_of
-from sandboxes.sql.results import Failure, Rows
+from sandboxes.sql.results import Failure, RowCollector
 
 CANCEL_S = 0.5
 """How long the server may take to stop a statement; then the worker stops waiting, and is ended from outside."""
@@ -28,25 +28,25 @@ NOT_AS_ALONE = {"25001", "3B001"}
 """SQLSTATEs (PostgreSQL's manual, appendix A)."""
 
 
-Cause = Literal["timeout", "memory", "connection"]
+ServerLossCause = Literal["timeout", "memory", "connection"]
 
 
-class ServerLost(RuntimeError):  # noqa: N818 - says what happened
+class PostgresServerLostError(RuntimeError):
     """The connection is of no further use: the server does not stop a statement, or memory or the server has ended."""
 
-    def __init__(self, cause: Cause, told: str) -> None:
+    def __init__(self, cause: ServerLossCause, told: str) -> None:
         super().__init__(told)
-        self.cause: Cause = cause
+        self.cause: ServerLossCause = cause
 
 
 @dataclass(slots=True)
-class Outcome:
+class PostgresOutcome:
     """What a statement, or several in one text, came to. tags: the server's own word for each, as "INSERT 0 1".
 
     cut: whether rows were left unread because the limit was met, which ended the statement.
     """
 
-    rows: Rows
+    rows: RowCollector
     columns: list[str] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
@@ -58,17 +58,17 @@ class Outcome:
 class Statement:
     """Sends one text and reads all that it gives back."""
 
-    def __init__(self, connection: pq.abc.PGconn, rows: Rows, *, until: float, stop_when_full: bool) -> None:
+    def __init__(self, connection: pq.abc.PGconn, rows: RowCollector, *, until: float, stop_when_full: bool) -> None:
         """Limit what is read to rows, and the whole to the moment until, of `time.monotonic`.
 
         stop_when_full: whether the server is told to stop once rows are full; what only reads can be stopped.
         """
         self._connection, self._until, self._stop = connection, until, stop_when_full
-        self._outcome = Outcome(rows)
+        self._outcome = PostgresOutcome(rows)
         self._full = self._open = self._timed_out = False
         self._left, self._tag = 0, b""
 
-    def run(self, text: str, parameters: Sequence[bytes | None] | None, *, single: bool) -> Outcome:
+    def run(self, text: str, parameters: Sequence[bytes | None] | None, *, single: bool) -> PostgresOutcome:
         """Run text. single: refuse several statements in it; they are the server's own refusal.
 
         Raises:
@@ -95,7 +95,7 @@ class Statement:
             if ready:
                 self._connection.consume_input()
             elif self._timed_out:
-                raise ServerLost("timeout", "the server does not stop the statement")
+                raise PostgresServerLostError("timeout", "the server does not stop the statement")
             else:
                 self._timed_out = True
                 self._cancel()
@@ -141,7 +141,7 @@ class Statement:
 
     def _begin(self, names: list[str], types: list[int]) -> None:
         old = self._outcome.rows
-        self._outcome.rows = Rows(old.max_rows, old.output_bytes)
+        self._outcome.rows = RowCollector(old.max_rows, old.output_bytes)
         self._outcome.columns, self._outcome.types = names, types
         self._full, self._left = False, 0
 
@@ -173,8 +173,10 @@ class Statement:
                 pass
 
 
-def _lost(told: str) -> ServerLost:
-    return ServerLost("memory" if "memory" in told else "connection", told.strip() or "the server ended the connection")
+def _lost(told: str) -> PostgresServerLostError:
+    return PostgresServerLostError(
+        "memory" if "memory" in told else "connection", told.strip() or "the server ended the connection"
+    )
 
 
 def _in_parts(connection: pq.abc.PGconn) -> None:

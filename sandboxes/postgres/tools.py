@@ -3,10 +3,10 @@
 from collections.abc import Callable, Hashable
 from decimal import Decimal
 
-from sandboxes.postgres.catalog import Connection
-from sandboxes.postgres.statement import Outcome
+from sandboxes.postgres.catalog import CatalogConnection
+from sandboxes.postgres.statement import PostgresOutcome
 from sandboxes.sql.compare import Row
-from sandboxes.sql.results import Failure, Rows, comparison, failure, other, success
+from sandboxes.sql.results import Failure, RowCollector, comparison, failure, other, success
 from sandboxes.sql.values import Value
 
 EXPLAIN = "EXPLAIN "
@@ -36,17 +36,17 @@ COLUMNS = {
 }
 
 
-def listing(connection: Connection, tool: str, table: str | None, output_bytes: int) -> bytes:
+def listing(connection: CatalogConnection, tool: str, table: str | None, output_bytes: int) -> bytes:
     """Return the answer of `tables`, or of `schema`, for one table or for all."""
     query, values = (_TABLES, None) if tool == "tables" else (_SCHEMA, (table, table, table))
     found = connection.execute(query, values)
-    rows = Rows(MOST_COMPARED, output_bytes).take_all([list(row) for row in found])
+    rows = RowCollector(MOST_COMPARED, output_bytes).take_all([list(row) for row in found])
     if table is not None and not rows.rows:
         return failure(Failure(f"there is no table {table!r}; `tables` lists what there is"))
     return success(COLUMNS[tool], rows)
 
 
-def compare(read: Callable[[str], Outcome], sql: str, gold: str, *, ordered: bool) -> bytes:
+def compare(read: Callable[[str], PostgresOutcome], sql: str, gold: str, *, ordered: bool) -> bytes:
     """Return the answer of `compare`: whether sql and gold give the same rows where the rollout stands."""
     outcomes = {"sql": read(sql), "gold": read(gold)}
     for name, outcome in outcomes.items():

@@ -8,10 +8,10 @@ sequences. No statement is taken apart to find out.
 import time
 from collections import OrderedDict
 
-from sandboxes.postgres.connection import Call, Link, MustWrite, answer_reading, refused
+from sandboxes.postgres.connection import Link, PostgresCall, WriteAttemptError, answer_reading, refused
 from sandboxes.postgres.digest import DatabaseDigest
-from sandboxes.postgres.own_database import Own
-from sandboxes.postgres.statement import ServerLost
+from sandboxes.postgres.own_database import OwnDatabase
+from sandboxes.postgres.statement import PostgresServerLostError
 from sandboxes.workers.engine import Fields
 
 CONNECTIONS = 4
@@ -28,25 +28,25 @@ class PostgresEngine:
 
     def __init__(self) -> None:
         self._links: OrderedDict[str, Link] = OrderedDict()
-        self._own: Own | None = None
+        self._own: OwnDatabase | None = None
 
     def open(self, request: Fields) -> Fields:
         """Connect to `dsn`, the own database of a sandbox, with its `digest`. `prime`: the sequences it has used."""
         self.close()
-        self._own = Own(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
+        self._own = OwnDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
         self._own.prime(request["prime"])
         self._own.look_around()
         return {"backend": self._own.link.connection.info.backend_pid}
 
     def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:  # noqa: ARG002 - the interface's
-        call = Call(
+        call = PostgresCall(
             request["tool"], request["arguments"], request["output_bytes"],
             time.monotonic() + float(request["arguments"]["timeout_s"]),
         )  # fmt: skip
         started = time.perf_counter()
         try:
             told, answer = _read(self._link(request["dsn"]), call) if self._own is None else self._own.run(call)
-        except ServerLost as error:
+        except PostgresServerLostError as error:
             return {"lost": error.cause, "told": str(error)}, b""
         return told | {"seconds": time.perf_counter() - started}, answer
 
@@ -66,11 +66,11 @@ class PostgresEngine:
         return link
 
 
-def _read(link: Link, call: Call) -> tuple[Fields, bytes]:
+def _read(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
     """Answer a call on a shared database, where nothing may be changed; or say that it must write."""
     try:
         told, answer = answer_reading(link, call)
-    except MustWrite:
+    except WriteAttemptError:
         if call.tool in ("compare", "explain"):
             return {}, refused(call, f"{call.tool} takes statements that only read")
         return {"must_write": True}, b""

@@ -26,7 +26,7 @@ except ImportError:
         return text.encode(errors="surrogatepass")
 
 
-Kind = Literal["sql", "timeout", "limit", "refused"]
+ErrorKind = Literal["sql", "timeout", "limit", "refused"]
 """Why there is an error: the engine says so, the time was up, a limit was met, or it is never allowed here."""
 
 
@@ -35,7 +35,7 @@ class Failure:
     """What the agent is told of a statement that did not do. code: the engine's own (SQLSTATE, `SQLITE_CONSTRAINT`)."""
 
     message: str
-    kind: Kind = "sql"
+    kind: ErrorKind = "sql"
     code: str | None = None
 
     def to_json(self) -> dict[str, str]:
@@ -44,7 +44,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Rows:
+class RowCollector:
     """Takes rows until a limit is met. max_rows, output_bytes: as in the call and in the spec's limits."""
 
     max_rows: int
@@ -65,7 +65,7 @@ class Rows:
         self.rows.append(row)
         return True
 
-    def take_all(self, rows: Iterable[list[Value]]) -> "Rows":
+    def take_all(self, rows: Iterable[list[Value]]) -> "RowCollector":
         for row in rows:
             if not self.take(row):
                 break
@@ -74,7 +74,7 @@ class Rows:
 
 def success(
     columns: Sequence[str],
-    taken: Rows,
+    taken: RowCollector,
     *,
     shape: str = "json",
     types: Sequence[str] | None = None,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sandboxes.sql.results import Failure, Rows
+from sandboxes.sql.results import Failure, RowCollector
 from sandboxes.sql.sqlite_authorizer import COUNTERS, Act, act_of, refusal
 from sandboxes.sql.sqlite_volatile import MAX_BLOB, Chance
 from sandboxes.sql.values import Value, decode, encode, encode_text
@@ -28,7 +28,7 @@ _PIECE = re.compile(
 )
 
 
-class Guard:
+class StatementGuard:
     """The authorizer of one connection. `begin` sets what a statement may do; then it notes what it is about.
 
     owned: whether the connection is a rollout's own. compiling: whether nothing will run (EXPLAIN); a pragma that sets
@@ -73,22 +73,22 @@ class Guard:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SqliteOutcome:
     """What came of a statement. changed: rows that one without result columns changed, None where it has some."""
 
     columns: list[str] = field(default_factory=list)
-    rows: Rows = field(default_factory=lambda: Rows(0, 0))
+    rows: RowCollector = field(default_factory=lambda: RowCollector(0, 0))
     changed: int | None = None
     error: Failure | None = None
 
 
-class Connection:
+class SqliteConnection:
     """A `sqlite3.Connection` with everything around it. readonly: shared by rollouts, and nothing can be written."""
 
     def __init__(self, path: str, chance: Chance, *, readonly: bool) -> None:
         self.readonly = readonly
         self.chance = chance
-        self.guard = Guard(chance)
+        self.guard = StatementGuard(chance)
         # No cached statements: the authorizer is asked when one is compiled.
         self.raw = sqlite3.connect(path, uri=True, isolation_level=None, cached_statements=0)
         self.raw.text_factory = encode_text
@@ -104,7 +104,7 @@ class Connection:
         self.raw.close()
 
     @contextmanager
-    def within(self, deadline: float, *, owned: bool, compiling: bool = False) -> Iterator[Guard]:
+    def within(self, deadline: float, *, owned: bool, compiling: bool = False) -> Iterator[StatementGuard]:
         """Guard what runs in the block, and end it at deadline (`time.monotonic`)."""
         self.raw.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY)
         self.guard.begin(owned=owned, compiling=compiling)
@@ -114,13 +114,13 @@ class Connection:
             self.guard.end()
             self.raw.set_progress_handler(None, 0)
 
-    def run(self, sql: str, params: Any, rows: Rows) -> Outcome:
+    def run(self, sql: str, params: Any, rows: RowCollector) -> SqliteOutcome:
         """Run one statement, within `within`. Its rows go to rows, up to their limits; a failure is an outcome.
 
         Raises:
             MemoryError: the engine found none.
         """
-        outcome = Outcome(rows=rows)
+        outcome = SqliteOutcome(rows=rows)
         try:
             cursor = self.raw.execute(sql, _parameters(params))
             outcome.columns = [column[0] for column in cursor.description or ()]

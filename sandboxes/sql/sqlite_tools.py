@@ -7,9 +7,9 @@ from typing import Any
 
 from sandboxes.sql import results
 from sandboxes.sql.compare import hashable
-from sandboxes.sql.results import Failure, Rows
+from sandboxes.sql.results import Failure, RowCollector
 from sandboxes.sql.sqlite_authorizer import Act
-from sandboxes.sql.sqlite_connection import Connection, Guard, Outcome, statements, value_rows
+from sandboxes.sql.sqlite_connection import SqliteConnection, SqliteOutcome, StatementGuard, statements, value_rows
 
 READING = frozenset({"explain", "compare", "tables", "schema"})
 """Tools that change nothing, whatever they are given."""
@@ -21,7 +21,7 @@ _SCHEMA = (
 
 
 @dataclass(slots=True)
-class Told:
+class ToolRun:
     """What a tool did. acts: what its statements asked the guard for. failure: what the agent was told of one.
 
     wants_own: it was stopped, for it needs a connection of the rollout's own.
@@ -38,11 +38,11 @@ class Told:
 class Tools:
     """Runs tools on a connection. owned: whether it is a rollout's own and may be written to."""
 
-    connection: Connection
+    connection: SqliteConnection
     owned: bool
     output_bytes: int
 
-    def run(self, tool: str, arguments: dict[str, Any]) -> Told:
+    def run(self, tool: str, arguments: dict[str, Any]) -> ToolRun:
         """Run one tool and return its answer.
 
         Raises:
@@ -54,11 +54,11 @@ class Tools:
         with self.connection.within(deadline, owned=self.owned) as guard:
             if tool == "script":
                 return self._script(arguments, guard)
-            rows = Rows(arguments["max_rows"], self.output_bytes)
+            rows = RowCollector(arguments["max_rows"], self.output_bytes)
             outcome = self.connection.run(arguments["sql"], arguments["params"], rows)
             return self._told(outcome, arguments, guard)
 
-    def _reading(self, tool: str, arguments: dict[str, Any], deadline: float) -> Told:
+    def _reading(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
         raw = self.connection.raw
         if not self.owned:
             return self._read(tool, arguments, deadline)
@@ -70,29 +70,31 @@ class Tools:
         finally:
             raw.execute(f"PRAGMA query_only={was_on}")
 
-    def _read(self, tool: str, arguments: dict[str, Any], deadline: float) -> Told:
+    def _read(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
         if tool == "explain":
             with self.connection.within(deadline, owned=False, compiling=True) as guard:
-                rows = Rows(results.MOST_ROWS, self.output_bytes)
+                rows = RowCollector(results.MOST_ROWS, self.output_bytes)
                 outcome = self.connection.run("EXPLAIN QUERY PLAN " + arguments["sql"], arguments["params"], rows)
                 return self._told(outcome, arguments, guard)
         if tool == "compare":
             return self._compare(arguments, deadline)
         return self._catalogue(tool, arguments.get("table"))
 
-    def _told(self, outcome: Outcome, arguments: dict[str, Any], guard: Guard) -> Told:
+    def _told(self, outcome: SqliteOutcome, arguments: dict[str, Any], guard: StatementGuard) -> ToolRun:
         shape = arguments.get("format", "json")
         if outcome.error is not None:
             body = results.failure(outcome.error, shape=shape, sql=arguments["sql"])
         else:
             body = results.success(outcome.columns, outcome.rows, shape=shape, changed=outcome.changed)
-        return Told(body, set(guard.acts), outcome.error, guard.reads_counters, guard.wants_own or _read_only(outcome))
+        return ToolRun(
+            body, set(guard.acts), outcome.error, guard.reads_counters, guard.wants_own or _read_only(outcome)
+        )
 
-    def _script(self, arguments: dict[str, Any], guard: Guard) -> Told:
+    def _script(self, arguments: dict[str, Any], guard: StatementGuard) -> ToolRun:
         """Run a script; the answer is that of its last statement with result columns. It ends at the first failure."""
-        before, last = self.connection.raw.total_changes, Outcome()
+        before, last = self.connection.raw.total_changes, SqliteOutcome()
         for number, statement in enumerate(statements(arguments["sql"]), 1):
-            rows = Rows(results.MOST_ROWS, self.output_bytes)
+            rows = RowCollector(results.MOST_ROWS, self.output_bytes)
             outcome = self.connection.run(statement, None, rows)
             if outcome.error is not None:
                 error = outcome.error
@@ -104,12 +106,12 @@ class Tools:
             last.changed = self.connection.raw.total_changes - before
         return self._told(last, arguments, guard)
 
-    def _compare(self, arguments: dict[str, Any], deadline: float) -> Told:
-        outcomes: dict[str, Outcome] = {}
+    def _compare(self, arguments: dict[str, Any], deadline: float) -> ToolRun:
+        outcomes: dict[str, SqliteOutcome] = {}
         acts, reads_counters = set[Act](), False
         for name in ("sql", "gold"):
             with self.connection.within(deadline, owned=False) as guard:
-                outcome = self.connection.run(arguments[name], None, Rows(results.MOST_ROWS, results.MOST_ROWS))
+                outcome = self.connection.run(arguments[name], None, RowCollector(results.MOST_ROWS, results.MOST_ROWS))
                 if guard.wants_own or _read_only(outcome):
                     outcome.error = Failure("it would change the database; only what reads can be compared", "refused")
             outcomes[name] = outcome
@@ -118,30 +120,30 @@ class Tools:
         rows = {name: [hashable(row) for row in outcome.rows.rows] for name, outcome in outcomes.items()}
         errors = {name: outcome.error for name, outcome in outcomes.items()}
         failure = next((error for error in errors.values() if error is not None), None)
-        return Told(results.comparison(rows, errors, ordered=arguments["ordered"]), acts, failure, reads_counters)
+        return ToolRun(results.comparison(rows, errors, ordered=arguments["ordered"]), acts, failure, reads_counters)
 
-    def _catalogue(self, tool: str, table: str | None) -> Told:
+    def _catalogue(self, tool: str, table: str | None) -> ToolRun:
         """Answer `tables` or `schema` from the database's own catalogue, temporary objects included."""
         raw = self.connection.raw
         try:
             if tool == "tables":
                 sql = f"{_TABLES.format('sqlite_schema')} UNION {_TABLES.format('sqlite_temp_schema')} ORDER BY 1"
-                return Told(results.success(["name", "type"], self._all(raw.execute(sql))))
+                return ToolRun(results.success(["name", "type"], self._all(raw.execute(sql))))
             sql = f"SELECT name, type, sql FROM ({_SCHEMA.format('sqlite_schema')} UNION ALL "
             sql += f"{_SCHEMA.format('sqlite_temp_schema')}) WHERE ?1 IS NULL OR tbl_name = ?1 COLLATE NOCASE"
             rows = self._all(raw.execute(sql, (table,)))
         except sqlite3.Error as error:
             failure = Failure(str(error), "sql", getattr(error, "sqlite_errorname", None))
-            return Told(results.failure(failure), failure=failure)
+            return ToolRun(results.failure(failure), failure=failure)
         if table is not None and not rows.rows and not rows.truncated:
             failure = Failure(f"no such table: {table}", "sql", "SQLITE_ERROR")
-            return Told(results.failure(failure), failure=failure)
-        return Told(results.success(["name", "type", "sql"], rows))
+            return ToolRun(results.failure(failure), failure=failure)
+        return ToolRun(results.success(["name", "type", "sql"], rows))
 
-    def _all(self, cursor: sqlite3.Cursor) -> Rows:
-        return Rows(results.MOST_ROWS, self.output_bytes).take_all(value_rows(cursor))
+    def _all(self, cursor: sqlite3.Cursor) -> RowCollector:
+        return RowCollector(results.MOST_ROWS, self.output_bytes).take_all(value_rows(cursor))
 
 
-def _read_only(outcome: Outcome) -> bool:
+def _read_only(outcome: SqliteOutcome) -> bool:
     """Say whether the engine refused because the connection cannot write."""
     return outcome.error is not None and str(outcome.error.code).startswith("SQLITE_READONLY")

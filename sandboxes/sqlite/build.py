@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sandboxes.sql.results import Rows
-from sandboxes.sql.sqlite_connection import Connection, statements
+from sandboxes.sql.results import RowCollector
+from sandboxes.sql.sqlite_connection import SqliteConnection, statements
 from sandboxes.sql.sqlite_volatile import Chance
 
 SCRIPT_S = 600.0
@@ -39,7 +39,7 @@ def build_script(path: Path, script: str, chance: Chance) -> None:
     try:
         with connection.within(time.monotonic() + SCRIPT_S, owned=True):
             for number, statement in enumerate(statements(script), 1):
-                error = connection.run(statement, None, Rows(0, 0)).error
+                error = connection.run(statement, None, RowCollector(0, 0)).error
                 if error is not None:
                     shown = " ".join(statement.split())[:80]
                     raise BuildError(f"statement {number} ({shown}) fails: {error.message}")
@@ -81,7 +81,7 @@ def settle(path: Path, chance: Chance) -> None:
     Raises:
         BuildError: it is none, or a damaged one.
     """
-    connection = Connection(path.as_uri(), chance, readonly=False)
+    connection = SqliteConnection(path.as_uri(), chance, readonly=False)
     try:
         raw = connection.raw
         raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -111,9 +111,9 @@ def text_of(data: bytes) -> str:
     return data.removeprefix(codecs.BOM_UTF8).decode()
 
 
-def _new(path: Path, chance: Chance) -> Connection:
+def _new(path: Path, chance: Chance) -> SqliteConnection:
     chance.begin(FROZEN_MS, b"root")
-    connection = Connection(path.as_uri(), chance, readonly=False)
+    connection = SqliteConnection(path.as_uri(), chance, readonly=False)
     connection.raw.execute("PRAGMA journal_mode=OFF").fetchall()
     return connection
 

@@ -17,7 +17,7 @@ import orjson
 
 from sandboxes.calls import ToolCall
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.frames import Message
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql import results
@@ -25,8 +25,8 @@ from sandboxes.sql.results import Failure
 from sandboxes.sql.sqlite_tools import READING
 from sandboxes.sqlite.counters import UNTOUCHED, Counters
 from sandboxes.sqlite.file_clone import Method
-from sandboxes.sqlite.store import Fork, Place, SqliteStore
-from sandboxes.workers.pool import Crew, Worker, WorkerLost, WorkerStuck
+from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
+from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
 
 _OPEN_S = 60.0
 _RESERVE_BYTES = 16 << 20
@@ -45,7 +45,7 @@ class Ran:
     shareable: bool = True
 
 
-class Lost(Exception):  # noqa: N818 - says what happened
+class DatabaseLostError(Exception):
     """A worker ended in a call, and the agent is told why."""
 
     def __init__(self, failure: Failure) -> None:
@@ -61,7 +61,7 @@ class OneDatabase:
     alive: False once a session is lost that nobody but its worker held.
     """
 
-    def __init__(self, store: SqliteStore, crew: Crew, spec: EnvironmentSpec, place: Place) -> None:
+    def __init__(self, store: SqliteStore, crew: Crew, spec: EnvironmentSpec, place: DatabaseState) -> None:
         self._store, self._crew, self._spec = store, crew, spec
         self.place = self._last_kept = place
         self.witness = b""
@@ -102,7 +102,7 @@ class OneDatabase:
                 if ran is not None:
                     return ran
             return await self._write(call)
-        except Lost as lost:
+        except DatabaseLostError as lost:
             seconds = time.perf_counter() - began
             return Ran(_failed(call, lost.failure), seconds=seconds, shareable=False)
 
@@ -120,7 +120,7 @@ class OneDatabase:
             async with self._crew.reader() as worker:
                 try:
                     answer = await self._ask(worker, call, place=told)
-                except WorkerLost as error:
+                except WorkerLostError as error:
                     if error.cause != "killed" or last:
                         raise self._lost(error) from error
                     # It was not this query that killed it: once more.
@@ -142,11 +142,11 @@ class OneDatabase:
         try:
             answer = await self._ask(worker, call, open=to_open)
             self._opened = True
-        except (WorkerLost, Lost) as error:
+        except (WorkerLostError, DatabaseLostError) as error:
             if session:
                 self.alive = False
             await self._roll_back()
-            if isinstance(error, Lost):
+            if isinstance(error, DatabaseLostError):
                 raise
             if error.cause == "killed" and session:
                 raise SandboxError(f"{error}, and the session that it held is lost") from error
@@ -170,7 +170,7 @@ class OneDatabase:
             return self._ran(answer)
         return await self._moved(call, answer, after, new=new)
 
-    async def _moved(self, call: ToolCall, answer: Message, after: Place, *, new: bool) -> Ran:
+    async def _moved(self, call: ToolCall, answer: Message, after: DatabaseState, *, new: bool) -> Ran:
         before, session, fields = self.place, self.witness, answer.fields
         effect = Effect.DATABASE if after.digest != before.digest else Effect.NONE
         if (after.counters, after.settings) != (before.counters, before.settings):
@@ -205,7 +205,7 @@ class OneDatabase:
         elif new:
             await self._give_up_fork()
 
-    async def freeze(self) -> tuple[Place, int]:
+    async def freeze(self) -> tuple[DatabaseState, int]:
         """Keep the state; return where, and the bytes that this added.
 
         Raises:
@@ -213,7 +213,9 @@ class OneDatabase:
             SandboxError: its worker failed.
         """
         if self.witness:
-            raise NotFreezable("the rollout's SQL session holds a transaction, temporary tables or attached databases")
+            raise NotFreezableError(
+                "the rollout's SQL session holds a transaction, temporary tables or attached databases"
+            )
         if self.kept:
             return self.place, self._store.size_bytes(self.place.part)
         worker, to_open = await self._own_worker()
@@ -222,7 +224,7 @@ class OneDatabase:
                 self._require_whole((await worker.ask({"op": "open", **to_open}, timeout_s=_OPEN_S)).fields)
                 self._opened = True
             pages = (await worker.ask({"op": "run", "tool": "pages"}, timeout_s=_OPEN_S)).body
-        except (WorkerLost, WorkerStuck) as error:
+        except (WorkerLostError, WorkerStuckError) as error:
             raise SandboxError(f"a database cannot be kept: {error}") from error
         assert self._fork is not None
         frames = self.place.frames
@@ -293,20 +295,24 @@ class OneDatabase:
         }  # fmt: skip
         try:
             return await worker.ask(request, timeout_s=call.arguments["timeout_s"])
-        except WorkerStuck as error:
-            raise Lost(Failure("the statement took longer than timeout_s and was stopped", "timeout")) from error
+        except WorkerStuckError as error:
+            raise DatabaseLostError(
+                Failure("the statement took longer than timeout_s and was stopped", "timeout")
+            ) from error
 
-    def _lost(self, error: WorkerLost) -> Exception:
+    def _lost(self, error: WorkerLostError) -> Exception:
         memory_mb = self._spec.limits.memory_mb
         if error.cause == "memory":
-            return Lost(Failure(f"the statement needs more than {memory_mb} MB of memory", "limit"))
+            return DatabaseLostError(Failure(f"the statement needs more than {memory_mb} MB of memory", "limit"))
         if error.cause == "killed":
-            return Lost(Failure("the statement was stopped: the machine has too little memory for it", "limit"))
+            return DatabaseLostError(
+                Failure("the statement was stopped: the machine has too little memory for it", "limit")
+            )
         return SandboxError(str(error))
 
     def _require_whole(self, fields: Mapping[str, Any]) -> None:
         if "gone" in fields:
-            raise StateGone(f"database state {self.place.part} is damaged: {fields['gone']}")
+            raise StateGoneError(f"database state {self.place.part} is damaged: {fields['gone']}")
 
     async def _check_room(self, fields: Mapping[str, Any]) -> None:
         if fields["kind"] == "limit":
@@ -321,7 +327,7 @@ class OneDatabase:
         return Ran(answer.body, seconds=fields["seconds"], shareable=not once and not volatile)
 
 
-def _same(one: Place, other: Place) -> bool:
+def _same(one: DatabaseState, other: DatabaseState) -> bool:
     """Say whether two places are one state, wherever their files are."""
     return (one.digest, one.counters, one.settings) == (other.digest, other.counters, other.settings)
 

@@ -16,7 +16,7 @@ from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.database import OneDatabase
 from sandboxes.sqlite.sandbox import SqliteSandbox
 from sandboxes.sqlite.sources import Sources
-from sandboxes.sqlite.store import Place, SqliteStore
+from sandboxes.sqlite.store import DatabaseState, SqliteStore
 from sandboxes.workers.pool import Crew
 
 VERSION = 1
@@ -81,7 +81,7 @@ class SqliteDriver:
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> SqliteSandbox:
         """See `Driver.restore`. As cheap as a start; its first change pays for its fork."""
-        places = {name: Place.from_json(told) for name, told in frozen.payload["databases"].items()}
+        places = {name: DatabaseState.from_json(told) for name, told in frozen.payload["databases"].items()}
         with self._holding(frozen.parts):
             for place in places.values():
                 self.store.check(place)
@@ -110,7 +110,7 @@ class SqliteDriver:
         finally:
             self._held.remove(parts)
 
-    def _adopt(self, spec: EnvironmentSpec, places: dict[str, Place]) -> SqliteSandbox:
+    def _adopt(self, spec: EnvironmentSpec, places: dict[str, DatabaseState]) -> SqliteSandbox:
         databases = {name: OneDatabase(self.store, self.crew, spec, place) for name, place in places.items()}
         sandbox = SqliteSandbox(f"sqlite-{next(self._ids)}", databases, self._sandboxes.discard)
         self._sandboxes.add(sandbox)

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
-from sandboxes.errors import NotFreezable, SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.sqlite.database import OneDatabase
 
 
@@ -44,7 +44,9 @@ class SqliteSandbox:
             raise SandboxError(f"sandbox {self.id} is dead")
         state, _ = self._state()
         if state is None:
-            raise NotFreezable("the rollout's SQL session holds a transaction, temporary tables or attached databases")
+            raise NotFreezableError(
+                "the rollout's SQL session holds a transaction, temporary tables or attached databases"
+            )
         kept = {name: await database.freeze() for name, database in self._databases.items()}
         payload = {"databases": {name: place.to_json() for name, (place, _) in kept.items()}}
         parts = sorted({part for place, _ in kept.values() for part in place.parts})

@@ -16,7 +16,7 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.sqlite.build import SCRIPT_S
 from sandboxes.sqlite.file_clone import best_copy
 from sandboxes.sqlite.store import SqliteStore
-from sandboxes.workers.pool import Crew, WorkerLost, WorkerStuck
+from sandboxes.workers.pool import Crew, WorkerLostError, WorkerStuckError
 
 _MAGIC = b"SQLite format 3\0"
 _VERSIONS_AT, _WAL = 18, b"\2\2"
@@ -26,7 +26,7 @@ _TICK_NS = 20_000_000
 """A file that changed less than this ago may change again without its times telling."""
 _BESIDE = ("-wal", "-journal")
 
-Stamp = list[list[str | int]]
+SourceStamp = list[list[str | int]]
 
 
 class Sources:
@@ -35,7 +35,7 @@ class Sources:
     def __init__(self, store: SqliteStore, crew: Crew) -> None:
         self._store, self._crew = store, crew
         self._file = store.folder / "sources.json"
-        self._known: dict[str, tuple[Stamp, str]] = {}
+        self._known: dict[str, tuple[SourceStamp, str]] = {}
         self._busy: dict[str, asyncio.Lock] = {}
 
     def open(self) -> None:
@@ -65,7 +65,7 @@ class Sources:
             await asyncio.to_thread(self._save)
             return part
 
-    async def _bring_in(self, files: list[Path]) -> tuple[Stamp, str]:
+    async def _bring_in(self, files: list[Path]) -> tuple[SourceStamp, str]:
         folder = self._store.forks / f"source-{secrets.token_hex(8)}"
         folder.mkdir()
         try:
@@ -98,7 +98,7 @@ class Sources:
         worker = await self._crew.own()
         try:
             answer = await worker.ask({"op": "run", **request}, data, timeout_s=SCRIPT_S)
-        except (WorkerLost, WorkerStuck) as error:
+        except (WorkerLostError, WorkerStuckError) as error:
             raise SpecError(f"database source {source} cannot be read: {error}") from error
         finally:
             await worker.close()
@@ -141,9 +141,9 @@ def _files(paths: list[str]) -> list[Path]:
     return files
 
 
-def _stamp(files: list[Path]) -> Stamp:
+def _stamp(files: list[Path]) -> SourceStamp:
     """Return what changes when a file does, or a journal beside it comes or goes."""
-    stamp: Stamp = []
+    stamp: SourceStamp = []
     for file in files:
         for path in (file, *(file.with_name(file.name + end) for end in _BESIDE)):
             try:
@@ -156,7 +156,7 @@ def _stamp(files: list[Path]) -> Stamp:
     return stamp
 
 
-async def _settled(files: list[Path]) -> Stamp:
+async def _settled(files: list[Path]) -> SourceStamp:
     """Return the stamp once its times are old enough to tell of the next change."""
     while True:
         stamp = _stamp(files)

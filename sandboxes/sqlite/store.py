@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from sandboxes.errors import StateGone
+from sandboxes.errors import StateGoneError
 from sandboxes.sqlite.counters import UNTOUCHED, Counters
 from sandboxes.sqlite.file_clone import Method, best_copy, choose, hold, place
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
@@ -25,7 +25,7 @@ COMPACT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DatabaseState:
     """A state of one database: where its files are, and what else belongs to it.
 
     part: its directory below `states`. base: that of the state whose `db` it has. root: that of the root state. frames:
@@ -49,7 +49,7 @@ class Place:
         return {name: getattr(self, name) for name in self.__slots__} | {"counters": list(self.counters)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Place":
+    def from_json(cls, value: dict[str, Any]) -> "DatabaseState":
         return cls(**value | {"counters": Counters(*value["counters"])})
 
 
@@ -100,13 +100,13 @@ class SqliteStore:
         database.rename(folder / "db")
         self._finish(folder, part, frames=0, size_bytes=(folder / "db").stat().st_size)
 
-    def root(self, part: str) -> Place:
+    def root(self, part: str) -> DatabaseState:
         """Return the place of a root state."""
         pages = Pages(self.path(part))
         pages.close()
-        return Place(part, part, part, 0, pages.digest().hex())
+        return DatabaseState(part, part, part, 0, pages.digest().hex())
 
-    def check(self, place: Place) -> None:
+    def check(self, place: DatabaseState) -> None:
         """Look whether a state is all there and as it was when it was made.
 
         Raises:
@@ -119,11 +119,11 @@ class SqliteStore:
                 log = wal_of(self.path(part))
                 log_bytes = log.stat().st_size if manifest["frames"] else 0
             except (OSError, ValueError) as error:
-                raise StateGone(f"database state {part} is gone ({error}); replay its path instead") from error
+                raise StateGoneError(f"database state {part} is gone ({error}); replay its path instead") from error
             if [found.st_size, found.st_mtime_ns, log_bytes] != manifest["stamp"]:
-                raise StateGone(f"database state {part} was changed by somebody else; replay its path instead")
+                raise StateGoneError(f"database state {part} was changed by somebody else; replay its path instead")
 
-    def freeze(self, fork: "Fork", place: Place, pages: bytes) -> tuple[Place, int]:
+    def freeze(self, fork: "Fork", place: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
         """Keep what fork holds, described by place, as a state; return where, and the bytes that it adds."""
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         size = page_size_of(fork.header())
@@ -168,7 +168,7 @@ class SqliteStore:
 
     # -- forks -------------------------------------------------------------------------------------------------------
 
-    def fork(self, place: Place) -> "Fork":
+    def fork(self, place: DatabaseState) -> "Fork":
         """Make a fork at place. 0.2 ms by reflink or link.
 
         Raises:
@@ -184,7 +184,7 @@ class SqliteStore:
             best_copy(wal_of(source), wal_of(folder / "db"))
         return Fork(folder / "db", hold(folder / "db"), self._pages(place), place)
 
-    def _pages(self, place: Place) -> Path | None:
+    def _pages(self, place: DatabaseState) -> Path | None:
         saved = self.states / place.part / "pages"
         return saved if saved.exists() else None
 
@@ -203,7 +203,7 @@ class Fork:
     path: Path
     lock: int
     pages: Path | None
-    origin: Place
+    origin: DatabaseState
 
     def header(self) -> bytes:
         with self.path.open("rb") as file:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.sql.sqlite_authorizer import SETTINGS, Act
-from sandboxes.sql.sqlite_connection import Connection
-from sandboxes.sql.sqlite_tools import READING, Told, Tools
+from sandboxes.sql.sqlite_connection import SqliteConnection
+from sandboxes.sql.sqlite_tools import READING, ToolRun, Tools
 from sandboxes.sql.sqlite_volatile import Chance
 from sandboxes.sqlite import build as sqlite_build
 from sandboxes.sqlite.counters import Counters, prime
@@ -38,14 +38,14 @@ class SqliteEngine:
 
     `run` without an `open` before reads at the state that its `place` names: `{"key", "path", "frames", "settings",
     "counted"}`. After an `open`, or with its request as `open`, it runs on that fork. Its answer's fields: `seconds`,
-    `volatile`, `kind` (of the error), `wants_own`; on a fork also what `Own.state` says.
+    `volatile`, `kind` (of the error), `wants_own`; on a fork also what `OwnConnection.state` says.
     """
 
     def __init__(self, chance: Chance) -> None:
         self._chance = chance
-        self._shared: OrderedDict[str, Connection] = OrderedDict()
+        self._shared: OrderedDict[str, SqliteConnection] = OrderedDict()
         self._logged = ""
-        self._own: Own | None = None
+        self._own: OwnConnection | None = None
 
     def open(self, request: Fields) -> Fields:
         """Open a fork: `{"path", "root", "pages", "saved_frames", "frames", "counters", "settings"}`.
@@ -54,7 +54,7 @@ class SqliteEngine:
         """
         # A fork may be one file with a state that is open here: see `_close_logged`.
         self.close()
-        self._own = Own(request, self._chance)
+        self._own = OwnConnection(request, self._chance)
         return self._own.begin()
 
     def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
@@ -74,7 +74,7 @@ class SqliteEngine:
 
     def warm(self) -> None:
         """Do everything once, ahead of the first request: after a fork the first time takes some ms longer."""
-        connection = Connection("file::memory:", self._chance, readonly=False)
+        connection = SqliteConnection("file::memory:", self._chance, readonly=False)
         connection.raw.execute("CREATE TABLE t (a)")
         told = Tools(connection, owned=True, output_bytes=1 << 10).run("query", _WARMING)
         _fields(told, 0.0, self._chance)
@@ -101,7 +101,7 @@ class SqliteEngine:
             fields["wants_own"] = True
         return fields, b"" if fields["wants_own"] else told.body
 
-    def _connection(self, place: Fields) -> Connection | str:
+    def _connection(self, place: Fields) -> SqliteConnection | str:
         """Return the shared connection at a state, or say why there can be none."""
         known = self._shared.get(place["key"])
         if known is not None:
@@ -111,7 +111,7 @@ class SqliteEngine:
         still = "" if place["frames"] else "&immutable=1"
         if place["frames"]:
             self._close_logged()
-        connection = Connection(f"{path.as_uri()}?mode=ro{still}", self._chance, readonly=True)
+        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{still}", self._chance, readonly=True)
         connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if place["frames"] and (frames := _frames(path)) != place["frames"]:
             connection.close()
@@ -145,7 +145,7 @@ class SqliteEngine:
         return {}
 
 
-class Own:
+class OwnConnection:
     """The connection of a sandbox that writes, on its fork."""
 
     def __init__(self, request: Fields, chance: Chance) -> None:
@@ -162,7 +162,7 @@ class Own:
         wanted = wal_bytes(self._request["frames"], self.pages.page_size)
         if wal.exists() and wal.stat().st_size > wanted:
             os.truncate(wal, wanted)
-        self._connection = Connection(self._path.as_uri(), self._chance, readonly=False)
+        self._connection = SqliteConnection(self._path.as_uri(), self._chance, readonly=False)
         self._connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
@@ -185,7 +185,7 @@ class Own:
         fields = _fields(told, began, self._chance)
         return fields | self.state(told) | {"lost": lost}, told.body
 
-    def state(self, told: Told) -> Fields:
+    def state(self, told: ToolRun) -> Fields:
         """Return `digest`, `frames`, `counters`, `settings`, whether there is a `session` besides, and whether the
         call `wrote`, or may have: did other than read."""
         if Act.SETTING in told.acts or Act.OWN in told.acts:
@@ -201,7 +201,7 @@ class Own:
             "wrote": bool(told.acts - {Act.READ}),
         }
 
-    def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[Told, bool]:
+    def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[ToolRun, bool]:
         """Run a script; say, too, whether it failed and left something that only the driver can take back."""
         raw = self._connection.raw
         before = (self._take_commits(), Counters.read(raw), self._connection.has_session())
@@ -236,7 +236,7 @@ class Own:
         return self._frames
 
 
-def read_settings(connection: Connection) -> dict[str, int]:
+def read_settings(connection: SqliteConnection) -> dict[str, int]:
     """Return the connection's settings, by pragma."""
     raw = connection.raw
     read = {name: raw.execute(f"PRAGMA {name}").fetchone()[0] for name in SETTINGS if name != _LIKE}
@@ -244,12 +244,12 @@ def read_settings(connection: Connection) -> dict[str, int]:
     return read | {_LIKE: 1 - raw.execute("SELECT 'a' LIKE 'A'").fetchone()[0]}
 
 
-def apply_settings(connection: Connection, settings: dict[str, int]) -> None:
+def apply_settings(connection: SqliteConnection, settings: dict[str, int]) -> None:
     for name, value in settings.items():
         connection.raw.execute(f"PRAGMA {name}={value}")
 
 
-def _fields(told: Told, began: float, chance: Chance) -> Fields:
+def _fields(told: ToolRun, began: float, chance: Chance) -> Fields:
     return {
         "seconds": time.perf_counter() - began,
         "volatile": chance.noticed,

@@ -26,11 +26,11 @@ HOP_BY_HOP = frozenset({
 """Of one connection only (RFC 9110, 7.6.1); what `Connection` names is too."""
 
 
-class BadRequest(ValueError):  # noqa: N818 - says what it is about
+class InvalidRequestError(ValueError):
     """These parts make no request that could be sent."""
 
 
-class Garbage(Exception):  # noqa: N818 - says what came
+class MalformedResponseError(Exception):
     """The server's answer is not HTTP, or ends before its end."""
 
 
@@ -51,13 +51,13 @@ def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], h
         BadRequest: a part is not allowed where it stands.
     """
     if _METHOD.fullmatch(method) is None:
-        raise BadRequest(f"{method[:40]!r} is no method")
+        raise InvalidRequestError(f"{method[:40]!r} is no method")
     if _TARGET.fullmatch(target) is None:
-        raise BadRequest("the target is not a path: it begins with / and has no spaces or control characters")
+        raise InvalidRequestError("the target is not a path: it begins with / and has no spaces or control characters")
     lines = [f"{method} {target} HTTP/1.1", f"Host: {host}"]
     for name, value in end_to_end(headers, without=_OURS):
         if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
-            raise BadRequest(f"header {name[:40]!r} has characters that no header may have")
+            raise InvalidRequestError(f"header {name[:40]!r} has characters that no header may have")
         lines.append(f"{name}: {value}")
     if length or method in ("POST", "PUT", "PATCH"):
         lines.append(f"Content-Length: {length}")
@@ -126,17 +126,17 @@ class _Answer:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            raise Garbage("it switches protocols, which nobody asked for") from None
+            raise MalformedResponseError("it switches protocols, which nobody asked for") from None
         except httptools.HttpParserError as error:
             if not self.complete:
-                raise Garbage(f"its answer is not HTTP: {error}") from None
+                raise MalformedResponseError(f"its answer is not HTTP: {error}") from None
 
     def ended(self) -> None:
         """Take the end of the connection, which is the end of an answer that says no length."""
         if not self._in_body:
-            raise Garbage("it hung up without an answer")
+            raise MalformedResponseError("it hung up without an answer")
         if self._framed:
-            raise Garbage("it hung up in the middle of its answer")
+            raise MalformedResponseError("it hung up in the middle of its answer")
         self.complete = True
 
     async def tell(self, listener: Listener) -> None:
@@ -154,7 +154,7 @@ class _Answer:
         # Trailers and interim answers count too: a server that an agent has changed must not fill our memory.
         self._header_bytes += len(name) + len(value) + 32
         if self._header_bytes > MAX_HEADER_BYTES:
-            raise Garbage("its headers do not end")
+            raise MalformedResponseError("its headers do not end")
         if not self._in_body:
             self._headers.append((name.decode("latin-1"), value.decode("latin-1")))
 
@@ -165,7 +165,7 @@ class _Answer:
             self._headers.clear()
             return
         if status > 599:
-            raise Garbage(f"its answer has the status {status}")
+            raise MalformedResponseError(f"its answer has the status {status}")
         self._in_body, self._status = True, status
         names = {name.lower() for name, _ in self._headers}
         self._framed = bool({"content-length", "transfer-encoding"} & names)

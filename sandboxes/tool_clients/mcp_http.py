@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from sandboxes.listener import Cancellable, Headers, Listener
-from sandboxes.tool_clients.http1 import Garbage, exchange, request_head
+from sandboxes.tool_clients.http1 import MalformedResponseError, exchange, request_head
 from sandboxes.tool_clients.mcp_stdio import CANCEL_S, HELLO, ID, MODERN, REFUSED, VERSION, Heard, cancelled
 
 Connect = Callable[[], Awaitable[socket.socket]]
@@ -68,7 +68,7 @@ class Posts:
         self._wire, self._session = MODERN, ""
         found = await self.ask("server/discover", {}, silence_s=silence_s)
         if "result" not in found.answer:
-            raise Garbage(f"it refuses to be initialised: {heard.answer.get('error')}")
+            raise MalformedResponseError(f"it refuses to be initialised: {heard.answer.get('error')}")
 
     async def ask(
         self, method: str, params: dict[str, Any], *, silence_s: float, listener: Listener | None = None
@@ -95,7 +95,7 @@ class Posts:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         if not heard.answer:
-            raise Garbage("its stream ended without an answer")
+            raise MalformedResponseError("its stream ended without an answer")
         return heard
 
     async def _listen_aside(self, heard: Heard, silence_s: float) -> "asyncio.Future[None] | None":
@@ -117,7 +117,7 @@ class Posts:
         if self._wire == MODERN:
             # There the closed stream says so, and nobody can say when the server has heard it.
             hearing.cancel()
-            raise Garbage("its client cancelled the call")
+            raise MalformedResponseError("its client cancelled the call")
         await self._tell(cancelled(), silence_s)
         async with asyncio.timeout(CANCEL_S):
             await asyncio.wait([hearing])
@@ -184,13 +184,13 @@ class _Hearing(Listener):
         if _SESSION in named:
             self._posts.began(named[_SESSION])
         if not self._streams and not named.get("content-type", "").startswith("application/json"):
-            raise Garbage(f"it answers with status {status}, and no JSON-RPC")
+            raise MalformedResponseError(f"it answers with status {status}, and no JSON-RPC")
 
     async def data(self, chunk: bytes) -> None:
         self._buffer += chunk
         self._size += len(chunk)
         if self._size > self._posts.most:
-            raise Garbage(f"it says more than {self._posts.most} bytes to one request")
+            raise MalformedResponseError(f"it says more than {self._posts.most} bytes to one request")
         if self._streams:
             *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
@@ -209,13 +209,13 @@ class _Hearing(Listener):
             try:
                 await self._message(orjson.loads(data))
             except orjson.JSONDecodeError:
-                raise Garbage(f"it says what is no JSON-RPC: {data[:80]!r}") from None
+                raise MalformedResponseError(f"it says what is no JSON-RPC: {data[:80]!r}") from None
 
     async def _message(self, message: Any) -> None:
         if self._posts.patience is not None:
             self._posts.patience.reschedule(asyncio.get_running_loop().time() + self._silence_s)
         if not isinstance(message, dict) or not {"method", "result", "error"} & message.keys():
-            raise Garbage(f"it says what is no JSON-RPC: {orjson.dumps(message)[:80]!r}")
+            raise MalformedResponseError(f"it says what is no JSON-RPC: {orjson.dumps(message)[:80]!r}")
         if "method" not in message:
             self._heard.answer = _plain({kind: message[kind] for kind in ("result", "error") if kind in message})
             raise _Answered

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from sandboxes.listener import Cancellable, Listener
-from sandboxes.tool_clients.http1 import Garbage
+from sandboxes.tool_clients.http1 import MalformedResponseError
 
 VERSION, MODERN = "2025-11-25", "2026-07-28"
 ID = 1
@@ -73,7 +73,7 @@ def cancelled() -> dict[str, Any]:
     return {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": ID}}
 
 
-class Line:
+class StdioConversation:
     """One conversation over descriptors to a server's stdin and stdout, closed by `close`. most: bytes in all."""
 
     def __init__(self, fds: Sequence[int], *, most: int, fresh: bool) -> None:
@@ -101,7 +101,7 @@ class Line:
         """
         heard = await self.ask("initialize", HELLO, silence_s=silence_s)
         if "result" not in heard.answer:
-            raise Garbage(f"it refuses to be initialised: {heard.answer.get('error')}")
+            raise MalformedResponseError(f"it refuses to be initialised: {heard.answer.get('error')}")
         await self._send({"jsonrpc": "2.0", "method": "notifications/initialized"}, silence_s)
         return dict(heard.answer["result"])
 
@@ -172,16 +172,16 @@ class Line:
                     return message
                 if half or not line.strip():
                     continue
-                raise Garbage(f"it says what is no JSON-RPC: {bytes(line[:80])!r}")
+                raise MalformedResponseError(f"it says what is no JSON-RPC: {bytes(line[:80])!r}")
             if self._heard > self._most:
-                raise Garbage(f"it says more than {self._most} bytes to one request")
+                raise MalformedResponseError(f"it says more than {self._most} bytes to one request")
             try:
                 data = os.read(self._read_fd, _CHUNK)
             except BlockingIOError:
                 await _ready(self._read_fd, silence_s, writing=False)
                 continue
             if not data:
-                raise Garbage("it hung up without an answer")
+                raise MalformedResponseError("it hung up without an answer")
             self._buffer += data
             self._heard += len(data)
 

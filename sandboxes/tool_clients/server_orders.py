@@ -13,7 +13,7 @@ from sandboxes.calls import ToolCall, ToolResult, content_type
 from sandboxes.errors import SandboxError
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.http1 import BadRequest, end_to_end, request_head
+from sandboxes.tool_clients.http1 import InvalidRequestError, end_to_end, request_head
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _IN_MEMORY = 1 << 20
@@ -59,7 +59,7 @@ def request(call: ToolCall, port: int) -> bytes:
     headers = ((name, value) for name, value in arguments["headers"])
     try:
         return request_head(arguments["method"], arguments["target"], headers, f"127.0.0.1:{port}", len(call.body))
-    except BadRequest as error:
+    except InvalidRequestError as error:
         raise SandboxError(f"the call cannot be sent to its server: {error}") from error
 
 

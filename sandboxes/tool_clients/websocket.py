@@ -24,7 +24,7 @@ from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
 from sandboxes.calls import ToolCall, ToolResult
-from sandboxes.tool_clients.http1 import Garbage, end_to_end
+from sandboxes.tool_clients.http1 import MalformedResponseError, end_to_end
 
 MESSAGES_TYPE = "application/vnd.forkpoint.messages+json"
 QUIET_S = 0.25
@@ -46,7 +46,7 @@ def carrier(call: ToolCall, order: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Said:
+class ServerMessages:
     """Messages, text or binary, and the code and reason with which the server then closed, if it did."""
 
     messages: list[str | bytes] = field(default_factory=list)
@@ -122,12 +122,12 @@ class Socket:
         while self._response is None:
             await self._wait(silence_s)
         if self._protocol.handshake_exc is not None:
-            raise Garbage(f"it refuses the WebSocket: {self._protocol.handshake_exc}")
+            raise MalformedResponseError(f"it refuses the WebSocket: {self._protocol.handshake_exc}")
         chosen = self._protocol.subprotocol
         if self._offered and chosen != self._offered[0]:
-            raise Garbage(f"of the subprotocols it takes {chosen!r}, not the first")
+            raise MalformedResponseError(f"of the subprotocols it takes {chosen!r}, not the first")
 
-    async def ask(self, call: ToolCall, *, silence_s: float) -> Said:
+    async def ask(self, call: ToolCall, *, silence_s: float) -> ServerMessages:
         """Send call's message and hear what answers it.
 
         Raises:
@@ -135,10 +135,12 @@ class Socket:
             TimeoutError: nothing came for silence_s.
         """
         self._kept = 0
-        said = Said([*self._messages])
+        said = ServerMessages([*self._messages])
         self._messages.clear()
         if self._over is not None or self._protocol.state is not OPEN:
-            raise Garbage(f"its WebSocket has ended before this message: {self._over or self._protocol.close_reason}")
+            raise MalformedResponseError(
+                f"its WebSocket has ended before this message: {self._over or self._protocol.close_reason}"
+            )
         send = self._protocol.send_binary if call.arguments["binary"] else self._protocol.send_text
         send(call.body)
         await self._flush(silence_s)
@@ -165,7 +167,7 @@ class Socket:
             Garbage: nothing will any more. TimeoutError: nothing did.
         """
         if self._over is not None:
-            raise Garbage(self._over)
+            raise MalformedResponseError(self._over)
         self._came.clear()
         async with asyncio.timeout(within_s):
             await self._came.wait()

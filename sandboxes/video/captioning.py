@@ -14,13 +14,13 @@ from sandboxes.errors import ServerError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
 from sandboxes.video.model_client import Models, Vector
-from sandboxes.video.progress import Work
+from sandboxes.video.progress import PreprocessJob
 from sandboxes.video.store import VideoStore
 from sandboxes.video_spec import VideoModel
 
 _BATCH = 64
 T = TypeVar("T")
-Said = tuple[str, list[str]]
+Caption = tuple[str, list[str]]
 """A caption, and the objects seen."""
 
 
@@ -42,7 +42,7 @@ class Describer:
     spec: EnvironmentSpec
     fresh: bool
 
-    async def describe(self, work: Work, reading: dict[str, Any], asked: str) -> str:
+    async def describe(self, work: PreprocessJob, reading: dict[str, Any], asked: str) -> str:
         """Return the part of what was said: its name begins with asked and ends with a digest of the content.
 
         reading: says which measured video. What was answered when a later question fails is not asked again.
@@ -78,10 +78,10 @@ class Describer:
             count = told["of"]
         return segments, shown
 
-    async def _captions(self, work: Work, segments: list[dict[str, Any]], shown: list[bytes]) -> list[Said]:
+    async def _captions(self, work: PreprocessJob, segments: list[dict[str, Any]], shown: list[bytes]) -> list[Caption]:
         done = 0
 
-        async def caption(segment: dict[str, Any], picture: bytes) -> Said:
+        async def caption(segment: dict[str, Any], picture: bytes) -> Caption:
             nonlocal done
             text = prompts.DESCRIBE.format(start=segment["start_s"], end=segment["end_s"])
             answer = await self.models.chat(self._model, text, [picture], fresh=self.fresh)
@@ -91,7 +91,7 @@ class Describer:
 
         return await together([caption(s, p) for s, p in zip(segments, shown, strict=True)])
 
-    async def _vectors(self, work: Work, captions: list[str], shown: list[bytes]) -> dict[str, list[Vector]]:
+    async def _vectors(self, work: PreprocessJob, captions: list[str], shown: list[bytes]) -> dict[str, list[Vector]]:
         found: dict[str, list[Vector]] = {}
         model, models, fresh = self._model, self.models, self.fresh
         work.advanced("vectors", 0)
@@ -106,7 +106,7 @@ class Describer:
             raise ServerError("the model's vectors differ in length. Ask again, or look at its server.")
         return found
 
-    async def _written(self, folder: Path, asked: str, said: list[Said], vectors: dict[str, list[Vector]]) -> str:
+    async def _written(self, folder: Path, asked: str, said: list[Caption], vectors: dict[str, list[Vector]]) -> str:
         told = {"captions": [caption for caption, _ in said], "objects": [objects for _, objects in said]}
         shapes = {name: [len(rows), len(rows[0])] for name, rows in vectors.items()}
         body = b"".join(array("f", row).tobytes() for rows in vectors.values() for row in rows)

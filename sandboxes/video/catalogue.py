@@ -12,11 +12,11 @@ from pathlib import Path
 import orjson
 
 from sandboxes.errors import SpecError
-from sandboxes.video.faults import Fault
+from sandboxes.video.faults import VideoError
 from sandboxes.video_spec import VideoTools
 
 _CHUNK = 1 << 20
-Stamp = tuple[int, int, int, int]
+FileStamp = tuple[int, int, int, int]
 """Device, number, size and time of change of a file: one that has them all is the file it was."""
 
 
@@ -33,7 +33,7 @@ class Contents:
 
     def __init__(self, memory: Path) -> None:
         self._memory = memory
-        self._known: dict[str, tuple[Stamp, str]] = {}
+        self._known: dict[str, tuple[FileStamp, str]] = {}
         self._saving = threading.Lock()
         self._unsaved = False
 
@@ -48,7 +48,7 @@ class Contents:
         found = self._known.get(str(path))
         return found[1] if found is not None and found[0] == stamp_of(path) else None
 
-    def learn(self, path: Path, stamp: Stamp, digest: str) -> None:
+    def learn(self, path: Path, stamp: FileStamp, digest: str) -> None:
         self._known[str(path)] = stamp, digest
         self._unsaved = True
 
@@ -80,7 +80,7 @@ class Contents:
         """
         stamp = stamp_of(path)
         if stamp[2] > most_bytes:
-            raise Fault(
+            raise VideoError(
                 "limit",
                 f"this file has {stamp[2] >> 20} MB; this task takes up to {most_bytes >> 20} MB (limits.disk_mb)",
             )
@@ -92,7 +92,7 @@ class Contents:
         return digest
 
 
-def stamp_of(path: Path) -> Stamp:
+def stamp_of(path: Path) -> FileStamp:
     found = path.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 

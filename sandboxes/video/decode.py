@@ -24,7 +24,7 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from sandboxes.video.faults import Fault
+from sandboxes.video.faults import VideoError
 from sandboxes.video.measurements import SAMPLE_RATE, SMALL, seek_pays
 
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,h264,hevc,ivf,nut"
@@ -55,7 +55,7 @@ def opened(path: Path) -> Iterator[InputContainer]:
     except (av.error.FFmpegError, ValueError, OSError) as error:
         _memory_first(error)
         text = "this is no video that can be read, or its beginning or index is missing"
-        raise Fault("not-a-video", f"{text} ({_reason(error)})") from None
+        raise VideoError("not-a-video", f"{text} ({_reason(error)})") from None
     with container:
         yield container
 
@@ -79,11 +79,11 @@ def pictures_of(container: InputContainer) -> av.VideoStream:
     attached = av.stream.Disposition.attached_pic
     found = [stream for stream in container.streams.video if not stream.disposition & attached]
     if not found:
-        raise Fault("not-a-video", "there are no pictures in this file")
+        raise VideoError("not-a-video", "there are no pictures in this file")
     stream = found[0]
     context = stream.codec_context
     if context is None:
-        raise Fault("codec", "nothing here decodes the pictures of this file")
+        raise VideoError("codec", "nothing here decodes the pictures of this file")
     context.options = {"max_pixels": str(_MAX_PIXELS)}
     # Threads by slice or picture give the same pictures; for small ones they only cost.
     context.thread_count = 4 if (context.width or 0) * (context.height or 0) > _LARGE_PIXELS else 1
@@ -102,14 +102,14 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
         _within(claimed, max_duration_s)
         found = _packets(container, stream, max_duration_s)
         if not found.frames:
-            raise Fault("empty", "this video has no pictures: 0 frames")
+            raise VideoError("empty", "this video has no pictures: 0 frames")
         _not_cut_off(claimed, stream.frames, found)
         length = found.end_s - found.start_s
     with opened(path) as container:
         stream = pictures_of(container)
         first = next(_frames(container, stream), None)
         if first is None:
-            raise Fault("damaged", "no picture of this file can be decoded")
+            raise VideoError("damaged", "no picture of this file can be decoded")
         return {
             "duration_s": round(length, 3),
             "frames": found.frames,
@@ -128,7 +128,9 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
 
 def _within(seconds: float, most: float) -> None:
     if seconds > most:
-        raise Fault("limit", f"this video lasts {seconds:.0f} s; this task takes up to {most:g} s (`max_duration_s`)")
+        raise VideoError(
+            "limit", f"this video lasts {seconds:.0f} s; this task takes up to {most:g} s (`max_duration_s`)"
+        )
 
 
 @dataclass(slots=True)
@@ -162,7 +164,9 @@ def _packets(container: InputContainer, stream: av.VideoStream, max_duration_s: 
                 _within(found.end_s - found.start_s, max_duration_s)
     except av.error.FFmpegError as error:
         _memory_first(error)
-        raise Fault("truncated", f"this file breaks off after {found.frames} pictures ({_reason(error)})") from None
+        raise VideoError(
+            "truncated", f"this file breaks off after {found.frames} pictures ({_reason(error)})"
+        ) from None
     return found
 
 
@@ -170,9 +174,9 @@ def _not_cut_off(claimed_s: float, claimed_frames: int, found: _Found) -> None:
     """Raise where a file holds clearly less than its header says; some say nothing, or less than there is."""
     length = found.last_s - min(found.first_s, 0.0)
     if claimed_s - length > max(_EARLY_S, _EARLY_SHARE * claimed_s):
-        raise Fault("truncated", f"this file says that it lasts {claimed_s:.1f} s, and ends after {length:.1f} s")
+        raise VideoError("truncated", f"this file says that it lasts {claimed_s:.1f} s, and ends after {length:.1f} s")
     if found.frames < (1 - _EARLY_SHARE) * claimed_frames - 2:
-        raise Fault("truncated", f"this file says that it has {claimed_frames} pictures, and has {found.frames}")
+        raise VideoError("truncated", f"this file says that it has {claimed_frames} pictures, and has {found.frames}")
 
 
 def _frames(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
@@ -183,7 +187,7 @@ def _frames(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Vi
         except av.error.FFmpegError as error:
             _memory_first(error)
             if isinstance(error, av.error.DecoderNotFoundError):
-                raise Fault("codec", f"nothing here decodes {stream.codec_context.name}") from None
+                raise VideoError("codec", f"nothing here decodes {stream.codec_context.name}") from None
 
 
 def _audio_of(container: InputContainer) -> dict[str, Any] | None:
@@ -203,7 +207,7 @@ def _track(stream: Any) -> dict[str, Any]:
 _TEXT_CODECS = frozenset({"mov_text", "subrip", "srt", "ass", "ssa", "webvtt", "text"})
 
 
-class Video:
+class VideoFile:
     """A video that is decoded in order, or here and there."""
 
     def __init__(self, container: InputContainer) -> None:
@@ -238,7 +242,7 @@ class Video:
             while ahead is not None and (held is None or ahead.t <= t + 1e-6):
                 held, ahead = ahead, next(pictures, None)
             if held is None:
-                raise Fault("damaged", f"no picture can be decoded at {t:g} s")
+                raise VideoError("damaged", f"no picture can be decoded at {t:g} s")
             found.append(shown(held))
         return found
 
@@ -255,7 +259,7 @@ class Video:
             first = next(pictures, None)
             if first is not None and (first.t <= t + 1e-6 or target == 0.0):
                 return pictures, first, None
-        raise Fault("damaged", f"nothing can be decoded at {t:g} s")
+        raise VideoError("damaged", f"nothing can be decoded at {t:g} s")
 
     def small(self, picture: Picture) -> NDArray[np.uint8]:
         """Return a picture at the size at which pictures are compared."""

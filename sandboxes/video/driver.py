@@ -19,7 +19,7 @@ from sandboxes.video.catalogue import Catalogue, Contents, catalogue_of
 from sandboxes.video.model_client import Models
 from sandboxes.video.pipeline import Workshop
 from sandboxes.video.progress import Works
-from sandboxes.video.sandbox import State, VideoSandbox
+from sandboxes.video.sandbox import LoadedVideos, VideoSandbox
 from sandboxes.video.store import VideoStore
 from sandboxes.workers.pool import Crew
 
@@ -83,11 +83,11 @@ class VideoDriver:
 
     async def start(self, spec: EnvironmentSpec) -> VideoSandbox:
         """See `Driver.start`. No process and no file."""
-        return self._adopt(spec, State((await self._catalogue(spec)).identity))
+        return self._adopt(spec, LoadedVideos((await self._catalogue(spec)).identity))
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> VideoSandbox:
         """See `Driver.restore`. As cheap as a start."""
-        state = State(**frozen.payload)
+        state = LoadedVideos(**frozen.payload)
         with self._holding(state.parts):
             for part in state.parts:
                 self.store.check(part)
@@ -131,7 +131,7 @@ class VideoDriver:
     def _workshop(self, store: VideoStore, *, fresh: bool = False) -> Workshop:
         return Workshop(store, self.crew, self._contents, self.models, self.works, fresh=fresh)
 
-    def _adopt(self, spec: EnvironmentSpec, state: State) -> VideoSandbox:
+    def _adopt(self, spec: EnvironmentSpec, state: LoadedVideos) -> VideoSandbox:
         name, workshop = f"video-{next(self._ids)}", self.workshop
         if spec.cache == "never":
             # A baseline pays for everything itself, or it would be none.

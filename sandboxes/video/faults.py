@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-Kind = Literal[
+FaultKind = Literal[
     "no-such-video", "not-a-video", "codec", "truncated", "empty", "damaged", "limit", "timeout",
     "not-loaded", "not-preprocessed", "range", "too-large", "memory", "crashed",
 ]  # fmt: skip
@@ -10,10 +10,10 @@ OF_THE_MOMENT = frozenset({"memory", "crashed", "timeout"})
 """What a second run might not meet: told to who asked, and recorded for nobody else."""
 
 
-class Fault(Exception):  # noqa: N818 - a tool's result, not a failure of ours
+class VideoError(Exception):
     """Told to the agent as the tool's result, under `error`."""
 
-    def __init__(self, kind: Kind, message: str) -> None:
+    def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -21,5 +21,5 @@ class Fault(Exception):  # noqa: N818 - a tool's result, not a failure of ours
         return {"kind": self.kind, "message": str(self)}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "Fault":
+    def from_json(cls, told: dict[str, Any]) -> "VideoError":
         return cls(told["kind"], told["message"])

@@ -9,13 +9,13 @@ from typing import Literal
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
-Format = Literal["jpeg", "png"]
+ImageFormat = Literal["jpeg", "png"]
 MEDIA_TYPES: dict[str, str] = {"jpeg": "image/jpeg", "png": "image/png"}
 _QUALITY = 85
 _MARGIN, _LABEL = 4, 14
 
 
-def encoded(image: Image.Image, form: Format = "jpeg") -> bytes:
+def encoded(image: Image.Image, form: ImageFormat = "jpeg") -> bytes:
     """Return an image as a file: no time, no name, the same bytes for the same pixels."""
     out = io.BytesIO()
     if form == "png":
@@ -35,7 +35,7 @@ def decoded(data: bytes, max_side: int | None = None) -> Image.Image:
     return image.convert("RGB")
 
 
-def converted(data: bytes, form: Format, max_side: int) -> bytes:
+def converted(data: bytes, form: ImageFormat, max_side: int) -> bytes:
     """Return a JPEG of ours in another form or size; as it is where nothing is to be done."""
     image = Image.open(io.BytesIO(data))
     if form == "jpeg" and max(image.size) <= max_side:

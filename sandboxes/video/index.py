@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sandboxes.video.measurements import motion_word, nearest, span_at
 
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 _SCHEMA = """
 CREATE TABLE shots (id INTEGER PRIMARY KEY, start_s REAL NOT NULL, end_s REAL NOT NULL);
@@ -44,7 +44,7 @@ class Measured:
 
     times: Sequence[float]
     differences: NDArray[np.float32]
-    shots: Sequence[Span]
+    shots: Sequence[TimeSpan]
     segments: Sequence[dict[str, Any]]
     frames: Sequence[tuple[float, int, int]]
     subtitles: Sequence[tuple[int, str | None, float, float, str]]
@@ -117,10 +117,10 @@ class Index:
             self._said.close()
 
     @cached_property
-    def shots(self) -> list[Span]:
+    def shots(self) -> list[TimeSpan]:
         return [(start, end) for start, end in self._database.execute("SELECT start_s, end_s FROM shots ORDER BY id")]
 
-    def shot_at(self, t: float) -> Span:
+    def shot_at(self, t: float) -> TimeSpan:
         """Return the shot that a time is in."""
         return self.shots[span_at(self._starts, t)]
 

@@ -28,7 +28,7 @@ _NAMES = tuple(_COLOURS)
 _POINTS = np.array(list(_COLOURS.values()), dtype=np.int32)
 _SHOWN_SHARE = 0.12
 
-Span = tuple[float, float]
+MeasuredSpan = tuple[float, float]
 Small = NDArray[np.uint8]
 """A picture of `SMALL`, as rows of pixels of red, green and blue."""
 
@@ -96,7 +96,7 @@ def segments(duration_s: float, segment_s: float) -> list[tuple[float, float]]:
     return [(n * segment_s, (n + 1) * segment_s if n < count - 1 else duration_s) for n in range(count)]
 
 
-def nearest(kept: Sequence[float], span: Span, t: float) -> int:
+def nearest(kept: Sequence[float], span: MeasuredSpan, t: float) -> int:
     """Return which of the kept pictures, whose times rise, stands for t: the nearest within span, the shot of t.
 
     Where none of the shot was kept, it is the nearest of all.

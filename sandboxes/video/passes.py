@@ -14,7 +14,7 @@ from sandboxes.video import images as pictures
 from sandboxes.video import index
 from sandboxes.video import measurements as measure
 from sandboxes.video import ranking as words
-from sandboxes.video.faults import Fault
+from sandboxes.video.faults import VideoError
 
 VERSION = 1
 """Part of every prepared state's name: raise it when the same video and settings would give other files."""
@@ -24,7 +24,7 @@ _CANDIDATES_APART_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PassProgress:
     """How far a preprocess is: stage, and seconds of the video."""
 
     stage: str
@@ -64,7 +64,7 @@ class Preparation:
         self._frames: list[tuple[float, int, int]] = []
         self._last_candidate_s = -1.0
 
-    def __iter__(self) -> Iterator[Progress]:
+    def __iter__(self) -> Iterator[PassProgress]:
         """Do the work.
 
         Raises:
@@ -77,9 +77,9 @@ class Preparation:
 
     # -- pictures ----------------------------------------------------------------------------------------------------
 
-    def _pictures(self) -> Iterator[Progress]:
+    def _pictures(self) -> Iterator[PassProgress]:
         with media.opened(self._source) as container, (self._folder / "frames.bin").open("wb") as out:
-            video, before = media.Video(container), None
+            video, before = media.VideoFile(container), None
             for picture in video.all():
                 small = video.small(picture)
                 difference = 0.0 if before is None else measure.difference(before, small)
@@ -88,9 +88,9 @@ class Preparation:
                     self._keep(video, picture, out)
                 before = small
                 if len(self._times) % _A_WHILE == 0:
-                    yield Progress("pictures", picture.t)
+                    yield PassProgress("pictures", picture.t)
         if not self._times:
-            raise Fault("damaged", "no picture of this video can be decoded")
+            raise VideoError("damaged", "no picture of this video can be decoded")
 
     def _look(self, picture: media.Picture, small: NDArray[np.uint8], difference: float) -> None:
         self._times.append(picture.t)
@@ -114,7 +114,7 @@ class Preparation:
             return True
         return int((t + 1e-6) / self._frame_s) > int((last + 1e-6) / self._frame_s)
 
-    def _keep(self, video: media.Video, picture: media.Picture, out: Any) -> None:
+    def _keep(self, video: media.VideoFile, picture: media.Picture, out: Any) -> None:
         image = video.image(picture, self._max_side)
         data = pictures.encoded(image)
         at = self._frames[-1][1] + self._frames[-1][2] if self._frames else 0
@@ -125,7 +125,7 @@ class Preparation:
 
     # -- sound -------------------------------------------------------------------------------------------------------
 
-    def _sound(self, heard: list[_Heard]) -> Iterator[Progress]:
+    def _sound(self, heard: list[_Heard]) -> Iterator[PassProgress]:
         if self._info["audio"] is None:
             return
         with media.opened(self._source) as container:
@@ -142,7 +142,7 @@ class Preparation:
                     at, left = at + len(held[-1]), left[max(0, room) :]
                     if len(left):
                         heard.append(_heard(held))
-                        yield Progress("sound", at / measure.SAMPLE_RATE)
+                        yield PassProgress("sound", at / measure.SAMPLE_RATE)
                         held = []
         while len(heard) < len(edges):
             heard.append(_heard(held))

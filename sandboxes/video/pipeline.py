@@ -14,11 +14,11 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
 from sandboxes.video.captioning import Describer, limits_of
 from sandboxes.video.catalogue import Contents
-from sandboxes.video.faults import Fault
+from sandboxes.video.faults import VideoError
 from sandboxes.video.model_client import Models
-from sandboxes.video.progress import Work, Works
+from sandboxes.video.progress import PreprocessJob, Works
 from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name
-from sandboxes.workers.pool import Crew, Worker, WorkerLost, WorkerStuck
+from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
 
 READ_S = 30.0
 """A read takes some milliseconds; what takes so long is stuck in a hostile file."""
@@ -26,7 +26,7 @@ _PIECE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedVideo:
     """The parts of a prepared video. described: what a model said; None where none was asked."""
 
     measured: str
@@ -85,11 +85,11 @@ class Workshop:
             try:
                 async with self._crew.reader() as worker:
                     return await _run(worker, request, limits, body, timeout_s)
-            except WorkerLost as lost:
+            except WorkerLostError as lost:
                 if last or lost.cause == "memory":
                     raise _fault_of(lost) from lost
-            except WorkerStuck:
-                raise Fault("timeout", f"this took more than {timeout_s:g} s, and was ended") from None
+            except WorkerStuckError:
+                raise VideoError("timeout", f"this took more than {timeout_s:g} s, and was ended") from None
         raise AssertionError("the second attempt returns or raises")
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -111,9 +111,11 @@ class Workshop:
         info = self.store.info(part)
         if info["duration_s"] > spec.video.max_duration_s:
             most = spec.video.max_duration_s
-            raise Fault("limit", f"this video lasts {info['duration_s']:.0f} s; this task takes up to {most:g} s")
+            raise VideoError("limit", f"this video lasts {info['duration_s']:.0f} s; this task takes up to {most:g} s")
         if info["size_bytes"] > spec.limits.disk_mb << 20:
-            raise Fault("limit", f"this file has {info['size_bytes'] >> 20} MB; this task takes {spec.limits.disk_mb}")
+            raise VideoError(
+                "limit", f"this file has {info['size_bytes'] >> 20} MB; this task takes {spec.limits.disk_mb}"
+            )
         return part
 
     async def _bring_in(self, source: Path, spec: EnvironmentSpec) -> str:
@@ -135,7 +137,7 @@ class Workshop:
 
     # -- preparing ---------------------------------------------------------------------------------------------------
 
-    async def prepare(self, part: str, spec: EnvironmentSpec) -> Prepared:
+    async def prepare(self, part: str, spec: EnvironmentSpec) -> PreparedVideo:
         """Return the parts that a video's preprocess makes; they are made where they are not there.
 
         Raises:
@@ -150,13 +152,13 @@ class Workshop:
                 await self._once(measured, spec, lambda: self._measure(part, measured, info, spec))
             model = spec.video.model
             if model is None:
-                return Prepared(measured, None)
+                return PreparedVideo(measured, None)
             asked = part_name("d", measured, model.fingerprint(), prompts.VERSION)
             with self._for_someone(asked):
                 described = self._described(asked)
                 if described is None:
                     described = await self._once(asked, spec, lambda: self._describe(part, measured, asked, spec))
-                return Prepared(measured, described)
+                return PreparedVideo(measured, described)
 
     def _described(self, asked: str) -> str | None:
         """Return the part of what a model said, once it was asked so. A model may say other things when asked again, so
@@ -193,19 +195,19 @@ class Workshop:
                     await self._run_through(work, part, folder, info, spec)
                 await asyncio.to_thread(self.store.adopt, folder, measured)
         except TimeoutError:
-            raise Fault("timeout", f"the preprocess took more than {most_s:g} s (`preprocess_s`)") from None
+            raise VideoError("timeout", f"the preprocess took more than {most_s:g} s (`preprocess_s`)") from None
         finally:
             await asyncio.to_thread(self.store.discard, folder)
         return measured
 
     async def _describe(self, part: str, measured: str, asked: str, spec: EnvironmentSpec) -> str:
-        reading = self.reading(part, Prepared(measured, None), spec)
+        reading = self.reading(part, PreparedVideo(measured, None), spec)
         describer = Describer(self.store, self.models, self.read, spec, fresh=self.fresh)
         with self._works.work(self.store.info(part)) as work:
             return await describer.describe(work, reading, asked)
 
     async def _run_through(
-        self, work: Work, part: str, folder: Path, info: dict[str, Any], spec: EnvironmentSpec
+        self, work: PreprocessJob, part: str, folder: Path, info: dict[str, Any], spec: EnvironmentSpec
     ) -> None:
         assert spec.video is not None
         request = {
@@ -217,16 +219,16 @@ class Workshop:
             await _run(worker, request, limits_of(spec), b"", _PIECE_S)
             while not (told := (await _run(worker, {"tool": "advance"}, {}, b"", _PIECE_S))[0])["done"]:
                 work.advanced(told["stage"], told["at_s"])
-        except WorkerLost as lost:
+        except WorkerLostError as lost:
             raise _fault_of(lost) from lost
-        except WorkerStuck:
-            raise Fault("timeout", f"decoding stood still for {_PIECE_S:g} s, and was ended") from None
+        except WorkerStuckError:
+            raise VideoError("timeout", f"decoding stood still for {_PIECE_S:g} s, and was ended") from None
         finally:
             await worker.close()
 
     # -- asking a worker about a state -------------------------------------------------------------------------------
 
-    def reading(self, part: str, prepared: Prepared | None, spec: EnvironmentSpec) -> dict[str, Any]:
+    def reading(self, part: str, prepared: PreparedVideo | None, spec: EnvironmentSpec) -> dict[str, Any]:
         """Return the members of a request that say what is read."""
         assert spec.video is not None
         measured = None if prepared is None else str(self.store.path(prepared.measured))
@@ -244,13 +246,13 @@ async def _run(
 ) -> tuple[dict[str, Any], bytes]:
     message = await worker.ask({"op": "run", "limits": limits, **request}, body, timeout_s=timeout_s)
     if "fault" in message.fields:
-        raise Fault.from_json(message.fields["fault"])
+        raise VideoError.from_json(message.fields["fault"])
     return message.fields, message.body
 
 
-def _fault_of(lost: WorkerLost) -> Exception:
+def _fault_of(lost: WorkerLostError) -> Exception:
     if lost.cause == "memory":
-        return Fault("memory", "this took more memory than limits.memory_mb")
+        return VideoError("memory", "this took more memory than limits.memory_mb")
     if lost.cause == "crashed":
-        return Fault("crashed", f"the decoder broke on this file: {lost}")
+        return VideoError("crashed", f"the decoder broke on this file: {lost}")
     return SandboxError(f"a worker failed: {lost}")

@@ -17,7 +17,7 @@ _FINISHED = 64
 
 
 @dataclass(slots=True)
-class Work:
+class PreprocessJob:
     """One preprocess: whose, how far, and since when (seconds of a monotonic clock)."""
 
     video: str
@@ -51,17 +51,17 @@ class Works:
     """All of one driver, the last ones."""
 
     def __init__(self) -> None:
-        self._works: list[Work] = []
+        self._works: list[PreprocessJob] = []
         # Each decodes on a core of its own, in some 80 MB; the others wait.
         self.turns = asyncio.Semaphore(max(2, os.cpu_count() or 2))
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[PreprocessJob]:
         return iter(self._works)
 
     @contextmanager
-    def work(self, info: dict[str, Any]) -> Iterator[Work]:
+    def work(self, info: dict[str, Any]) -> Iterator[PreprocessJob]:
         """Note a piece of work from its begin to its end, however it ends."""
-        work = Work(info["sha256"], info["duration_s"])
+        work = PreprocessJob(info["sha256"], info["duration_s"])
         self._works.append(work)
         del self._works[:-_FINISHED]
         log.info("preprocess begins", video=work.video[:12], of_s=work.of_s)

@@ -13,7 +13,7 @@ from sandboxes.video import decode as media
 from sandboxes.video import images as pictures
 from sandboxes.video import measurements as measure
 from sandboxes.video import ranking as words
-from sandboxes.video.faults import Fault
+from sandboxes.video.faults import VideoError
 from sandboxes.video.index import Index
 
 JSON = "application/json"
@@ -24,7 +24,7 @@ _MOST_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ToolOutput:
     """What a tool answers. frame_t: the time of the one picture that it is."""
 
     media_type: str
@@ -53,15 +53,15 @@ class Loaded:
             Fault: not-preprocessed.
         """
         if self.index is None:
-            raise Fault("not-preprocessed", f"{tool} needs a video that is preprocessed: call preprocess first")
+            raise VideoError("not-preprocessed", f"{tool} needs a video that is preprocessed: call preprocess first")
         return self.index
 
 
 Arguments = Mapping[str, Any]
 
 
-def _json(members: dict[str, Any], *, label: str = "pure") -> Answer:
-    return Answer(JSON, orjson.dumps(members | {"label": label}))
+def _json(members: dict[str, Any], *, label: str = "pure") -> ToolOutput:
+    return ToolOutput(JSON, orjson.dumps(members | {"label": label}))
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def _json(members: dict[str, Any], *, label: str = "pure") -> Answer:
 
 def _time(loaded: Loaded, name: str, t: float) -> float:
     if not 0 <= t <= loaded.end_s:
-        raise Fault("range", f"{name} is {t:g}, and this video has 0 to {loaded.end_s:g} s")
+        raise VideoError("range", f"{name} is {t:g}, and this video has 0 to {loaded.end_s:g} s")
     return t
 
 
@@ -77,13 +77,13 @@ def _span(loaded: Loaded, arguments: Arguments) -> tuple[float, float]:
     start = _time(loaded, "start", arguments["start"] or 0.0)
     end = loaded.end_s if arguments["end"] is None else _time(loaded, "end", arguments["end"])
     if end <= start:
-        raise Fault("range", f"end is {end:g}, and must lie after start, {start:g}")
+        raise VideoError("range", f"end is {end:g}, and must lie after start, {start:g}")
     return start, end
 
 
 def _segment(index: Index, name: str, number: int) -> int:
     if not 0 <= number < len(index.segments):
-        raise Fault("range", f"{name} is {number}, and this video has the segments 0 to {len(index.segments) - 1}")
+        raise VideoError("range", f"{name} is {number}, and this video has the segments 0 to {len(index.segments) - 1}")
     return number
 
 
@@ -91,7 +91,7 @@ def _segment(index: Index, name: str, number: int) -> int:
 
 
 def _pictures(
-    loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: pictures.Format
+    loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: pictures.ImageFormat
 ) -> list[tuple[float, bytes]]:
     """Return the pictures that stand for times, which rise, as files with their own times."""
     if loaded.index is not None and not exact:
@@ -99,7 +99,7 @@ def _pictures(
         numbers = [loaded.index.standing_for(t) for t in times]
         return [(kept[n], pictures.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
     with media.opened(loaded.path) as container:
-        video = media.Video(container)
+        video = media.VideoFile(container)
 
         def drawn(picture: media.Picture) -> tuple[float, bytes]:
             return picture.t, pictures.encoded(video.image(picture, max_side), form)
@@ -107,14 +107,14 @@ def _pictures(
         return video.at(times, loaded.info, drawn)
 
 
-def get_frame(loaded: Loaded, arguments: Arguments) -> Answer:
+def get_frame(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     t = _time(loaded, "t", arguments["t"])
     form, exact, max_side = arguments["format"], arguments["exact"], arguments["max_side"]
     ((frame_t, data),) = _pictures(loaded, [t], exact=exact, max_side=max_side, form=form)
-    return Answer(pictures.MEDIA_TYPES[form], data, frame_t)
+    return ToolOutput(pictures.MEDIA_TYPES[form], data, frame_t)
 
 
-def sample_frames(loaded: Loaded, arguments: Arguments) -> Answer:
+def sample_frames(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     times = _sampled(loaded, arguments)
     form = arguments["format"]
     found = dict(
@@ -125,7 +125,7 @@ def sample_frames(loaded: Loaded, arguments: Arguments) -> Answer:
         )
     )
     if sum(len(data) for _, data in found.values()) * 4 > 3 * loaded.limit_bytes:
-        raise Fault(
+        raise VideoError(
             "too-large", "these pictures are more than limits.output_bytes. Ask for fewer, or a smaller max_side"
         )
     frames = [
@@ -144,24 +144,26 @@ def _sampled(loaded: Loaded, arguments: Arguments) -> list[float]:
         return [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
     count = int((end - start - 1e-9) / arguments["every_s"]) + 1
     if count > _MOST_SAMPLES:
-        raise Fault("range", f"every {arguments['every_s']:g} s are {count} pictures; {_MOST_SAMPLES} at most at once")
+        raise VideoError(
+            "range", f"every {arguments['every_s']:g} s are {count} pictures; {_MOST_SAMPLES} at most at once"
+        )
     return [round(start + n * arguments["every_s"], 3) for n in range(count)]
 
 
-def contact_sheet(loaded: Loaded, arguments: Arguments) -> Answer:
+def contact_sheet(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     start, end = _span(loaded, arguments)
     times = [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
     side, form = arguments["max_side"], arguments["format"]
     found = _pictures(loaded, times, exact=False, max_side=10_000, form="jpeg")
     images = [pictures.decoded(data, side) for _, data in found]
     sheet = pictures.sheet(images, [f"{t:.1f} s" for t, _ in found])
-    return Answer(pictures.MEDIA_TYPES[form], pictures.encoded(sheet, form))
+    return ToolOutput(pictures.MEDIA_TYPES[form], pictures.encoded(sheet, form))
 
 
 # -- what was measured ------------------------------------------------------------------------------------------------
 
 
-def video_info(loaded: Loaded, _arguments: Arguments) -> Answer:
+def video_info(loaded: Loaded, _arguments: Arguments) -> ToolOutput:
     prepared = loaded.index is not None
     told: dict[str, Any] = {**loaded.info, "preprocessed": prepared, "model": loaded.model}
     if loaded.index is not None:
@@ -169,22 +171,22 @@ def video_info(loaded: Loaded, _arguments: Arguments) -> Answer:
     return _json(told)
 
 
-def detect_shots(loaded: Loaded, arguments: Arguments) -> Answer:
+def detect_shots(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     index = loaded.prepared("detect_shots")
-    shots: Sequence[measure.Span] = index.shots
+    shots: Sequence[measure.MeasuredSpan] = index.shots
     if arguments["threshold"] is not None:
         starts = measure.cuts(index.times.tolist(), index.differences, arguments["threshold"])
         shots = measure.spans(starts, loaded.end_s)
     return _json({"shots": [{"id": n, "start_s": start, "end_s": end} for n, (start, end) in enumerate(shots)]})
 
 
-def get_subtitles(loaded: Loaded, arguments: Arguments) -> Answer:
+def get_subtitles(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     index = loaded.prepared("get_subtitles")
     tracks = loaded.info["subtitles"]
     return _json({"tracks": tracks, "subtitles": index.subtitles(*_span(loaded, arguments))})
 
 
-def audio_profile(loaded: Loaded, arguments: Arguments) -> Answer:
+def audio_profile(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     index = loaded.prepared("audio_profile")
     start, end = _span(loaded, arguments)
     names = ("start_s", "end_s", "level_db", "peak_db", "tone_hz")
@@ -208,16 +210,16 @@ def _told_by(loaded: Loaded) -> str:
     return "pure" if loaded.model == "none" else "sampled"
 
 
-def caption_retrieval(loaded: Loaded, arguments: Arguments) -> Answer:
+def caption_retrieval(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     index = loaded.prepared("caption_retrieval")
     start, end = _segment(index, "start", arguments["start"]), _segment(index, "end", arguments["end"])
     if end < start:
-        raise Fault("range", f"end is {end}, before start, {start}")
+        raise VideoError("range", f"end is {end}, before start, {start}")
     told = {"segments": len(index.segments), "captions": [shown(s) for s in index.segments[start : end + 1]]}
     return _json(told | {"model": loaded.model}, label=_told_by(loaded))
 
 
-def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> Answer:
+def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> ToolOutput:
     """vectors: of the description, by kind; empty where no model makes any, and then words are compared."""
     index = loaded.prepared("segment_localization")
     scores = _by_vectors(index, vectors) if vectors else words.bm25(arguments["description"], _lines(index))
@@ -241,7 +243,7 @@ def _by_vectors(index: Index, vectors: Mapping[str, Sequence[float]]) -> list[fl
         if known is None or not asked.size:
             continue
         if known.shape[1] != asked.size:
-            raise Fault("damaged", f"the model's vectors have {asked.size} members now, and had {known.shape[1]}")
+            raise VideoError("damaged", f"the model's vectors have {asked.size} members now, and had {known.shape[1]}")
         scores += weight * (known @ asked)
     return [float(score) for score in scores]
 
@@ -260,7 +262,7 @@ def question(loaded: Loaded, number: int) -> tuple[dict[str, Any], list[bytes]]:
     return segment, [index.jpeg(n) for n in chosen]
 
 
-def visual_question_answering(loaded: Loaded, arguments: Arguments) -> Answer:
+def visual_question_answering(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     """Decline: nobody here sees."""
     index = loaded.prepared("visual_question_answering")
     segment = index.segments[_segment(index, "segment", arguments["segment"])]
@@ -268,7 +270,7 @@ def visual_question_answering(loaded: Loaded, arguments: Arguments) -> Answer:
     return _json({**shown(segment), "answer": answer, "answered": False, "model": "none"})
 
 
-def object_memory_querying(loaded: Loaded, arguments: Arguments) -> Answer:
+def object_memory_querying(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     """Decline, and show which segments the words of the question are found in."""
     index = loaded.prepared("object_memory_querying")
     scores = words.bm25(arguments["question"], _lines(index))
@@ -286,7 +288,7 @@ def stand_ins(loaded: Loaded, first: int, count: int) -> tuple[list[dict[str, An
     return [shown(segment) for segment in chosen], [index.jpeg(n) for n in numbers]
 
 
-READERS: dict[str, Callable[[Loaded, Arguments], Answer]] = {
+READERS: dict[str, Callable[[Loaded, Arguments], ToolOutput]] = {
     "video_info": video_info, "sample_frames": sample_frames, "get_frame": get_frame, "contact_sheet": contact_sheet,
     "detect_shots": detect_shots, "get_subtitles": get_subtitles, "audio_profile": audio_profile,
     "caption_retrieval": caption_retrieval, "visual_question_answering": visual_question_answering,

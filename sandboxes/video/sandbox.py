@@ -16,8 +16,8 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
 from sandboxes.video.captioning import limits_of, split
 from sandboxes.video.catalogue import Catalogue
-from sandboxes.video.faults import OF_THE_MOMENT, Fault
-from sandboxes.video.pipeline import Prepared, Workshop
+from sandboxes.video.faults import OF_THE_MOMENT, VideoError
+from sandboxes.video.pipeline import PreparedVideo, Workshop
 
 _JSON = "application/json"
 _NAMES_SHOWN = 20
@@ -26,7 +26,7 @@ FRAME_TIME = "x-frame-time"
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LoadedVideos:
     """What is loaded: parts of the store. catalogue: the identity of the videos that `load_video` knows by name."""
 
     catalogue: str
@@ -39,8 +39,8 @@ class State:
         return tuple(part for part in (self.video, self.measured, self.described) if part is not None)
 
     @property
-    def prepared(self) -> Prepared | None:
-        return None if self.measured is None else Prepared(self.measured, self.described)
+    def prepared(self) -> PreparedVideo | None:
+        return None if self.measured is None else PreparedVideo(self.measured, self.described)
 
     def digest(self) -> StateDigest:
         named = blake2b(orjson.dumps([self.video, self.measured, self.described]), digest_size=32).digest()
@@ -57,7 +57,7 @@ class VideoSandbox:
         self,
         name: str,
         spec: EnvironmentSpec,
-        state: State,
+        state: LoadedVideos,
         workshop: Workshop,
         catalogue: Callable[[], Awaitable[Catalogue]],
         gone: Callable[["VideoSandbox"], Awaitable[None]],
@@ -79,7 +79,7 @@ class VideoSandbox:
         before, began, shareable = self._state, time.perf_counter(), True
         try:
             result = await self._run(call)
-        except Fault as fault:
+        except VideoError as fault:
             result = ToolResult(422, _JSON, orjson.dumps({"error": fault.to_json()}))
             shareable = fault.kind not in OF_THE_MOMENT
         except OSError as error:
@@ -106,7 +106,7 @@ class VideoSandbox:
         if call.tool == "load_video":
             return await self._load(str(call.arguments["name"]))
         if self._state.video is None:
-            raise Fault("not-loaded", "no video is loaded: call load_video first")
+            raise VideoError("not-loaded", "no video is loaded: call load_video first")
         if call.tool == "preprocess":
             return await self._preprocess(self._state.video)
         assert self._spec.video is not None
@@ -126,17 +126,17 @@ class VideoSandbox:
         if name not in catalogue.files:
             there = ", ".join(list(catalogue.files)[:_NAMES_SHOWN]) or "none"
             more = f" and {len(catalogue.files) - _NAMES_SHOWN} more" if len(catalogue.files) > _NAMES_SHOWN else ""
-            raise Fault("no-such-video", f"there is no video {name!r} here. There are: {there}{more}")
+            raise VideoError("no-such-video", f"there is no video {name!r} here. There are: {there}{more}")
         part = await self._workshop.load(catalogue.files[name], self._spec)
         if part != self._state.video:
-            self._state = State(self._state.catalogue, part)
+            self._state = LoadedVideos(self._state.catalogue, part)
         info = self._workshop.store.info(part)
         return _told({"loaded": name, "duration_s": info["duration_s"]})
 
     async def _preprocess(self, part: str) -> ToolResult:
         if self._state.measured is None:
             prepared = await self._workshop.prepare(part, self._spec)
-            self._state = State(self._state.catalogue, part, prepared.measured, prepared.described)
+            self._state = LoadedVideos(self._state.catalogue, part, prepared.measured, prepared.described)
         return _told({"preprocessed": True, "model": self._reading()["model"]})
 
     async def _read(self, call: ToolCall, vectors: bytes = b"") -> ToolResult:

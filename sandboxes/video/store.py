@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from sandboxes.errors import StateGone
+from sandboxes.errors import StateGoneError
 
 VIDEO, INFO = "video", "info.json"
 _MANIFEST = "manifest.json"
@@ -70,7 +70,7 @@ class VideoStore:
             StateGone: it is not, or is damaged.
         """
         if not self.has(part):
-            raise StateGone(f"what was made of a video, {part}, is gone; replay its path instead")
+            raise StateGoneError(f"what was made of a video, {part}, is gone; replay its path instead")
 
     def adopt(self, folder: Path, part: str) -> None:
         """Make a directory a part; it moves there. Where somebody made the same meanwhile, theirs stays."""

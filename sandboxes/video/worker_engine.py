@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sandboxes.video.faults import Fault
+from sandboxes.video.faults import VideoError
 from sandboxes.workers.engine import Fields
 
 # One thread for each worker: pictures are small, and a process that has threads cannot be forked.
@@ -72,7 +72,7 @@ class VideoEngine:
     def __init__(self) -> None:
         self._indexes: OrderedDict[tuple[str, str | None], index.Index] = OrderedDict()
         self._infos: dict[str, dict[str, Any]] = {}
-        self._work: Iterator[preparation.Progress] | None = None
+        self._work: Iterator[preparation.PassProgress] | None = None
 
     def open(self, request: Fields) -> Fields:  # noqa: ARG002 - of the interface
         """Nothing to get ready."""
@@ -82,12 +82,12 @@ class VideoEngine:
         """Run one request; a fault of the agent's or the file's is told as `fault`."""
         try:
             done: tuple[Fields, bytes] = getattr(self, f"_do_{request['tool']}")(request, body)
-        except Fault as fault:
+        except VideoError as fault:
             return {"fault": fault.to_json()}, b""
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
-            told = Fault("limit", "a file that is made of this video exceeds limits.disk_mb")
+            told = VideoError("limit", "a file that is made of this video exceeds limits.disk_mb")
             return {"fault": told.to_json()}, b""
         return done
 
@@ -141,7 +141,7 @@ class VideoEngine:
         else:
             answer = reading.READERS[name](loaded, arguments)
         if len(answer.body) > request["limit_bytes"]:
-            raise Fault(
+            raise VideoError(
                 "too-large", f"this answer is {len(answer.body)} bytes, more than limits.output_bytes. Ask for less"
             )
         return {"media_type": answer.media_type, "frame_t": answer.frame_t}, answer.body

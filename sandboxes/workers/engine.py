@@ -8,7 +8,7 @@ Fields = dict[str, Any]
 """JSON members: what crosses the socket between driver and worker."""
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     """One engine, in one worker process, serving one request at a time.
 
     It is made by `make_engine()` of its module (`module_of`), once for each worker, after the fork

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import sandboxes
 from sandboxes.errors import SandboxError
-from sandboxes.ipc.channel import Channel, ChannelLost
+from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
 from sandboxes.workers.worker import OUT_OF_MEMORY
 
@@ -30,22 +30,22 @@ RESTOCK_S = 0.1
 PATIENCE_S = 0.05
 """How long a call waits for one of the shared workers before it gets a new one."""
 
-Cause = Literal["memory", "killed", "crashed", "defect"]
+WorkerLossCause = Literal["memory", "killed", "crashed", "defect"]
 
 
-class WorkerLost(RuntimeError):  # noqa: N818 - says what happened
+class WorkerLostError(RuntimeError):
     """A worker ended in the middle of a request.
 
     cause: "memory" (the query needed more than its limit), "killed" (by somebody, or by the kernel for want of memory),
     "crashed" (a signal of its own making), or "defect" (the engine raised).
     """
 
-    def __init__(self, cause: Cause, told: str) -> None:
+    def __init__(self, cause: WorkerLossCause, told: str) -> None:
         super().__init__(told)
         self.cause = cause
 
 
-class WorkerStuck(RuntimeError):  # noqa: N818 - says what happened
+class WorkerStuckError(RuntimeError):
     """A worker did not answer in time, and was killed."""
 
 
@@ -76,15 +76,15 @@ class Worker:
                 answer = await self._channel.request(fields, body)
         except TimeoutError:
             await self.close()
-            raise WorkerStuck(f"no answer after {timeout_s + GRACE_S:g} s") from None
-        except ChannelLost:
+            raise WorkerStuckError(f"no answer after {timeout_s + GRACE_S:g} s") from None
+        except ChannelClosedError:
             raise await self._lost() from None
         except BaseException:
             await self.close()
             raise
         if "defect" in answer.fields:
             await self.close()
-            raise WorkerLost("defect", str(answer.fields["defect"]))
+            raise WorkerLostError("defect", str(answer.fields["defect"]))
         return answer
 
     async def close(self) -> dict[str, Any]:
@@ -95,15 +95,15 @@ class Worker:
         self._channel.close()
         return await self._crew.end(self)
 
-    async def _lost(self) -> WorkerLost:
+    async def _lost(self) -> WorkerLostError:
         ended = await self.close()
         if ended.get("code") == OUT_OF_MEMORY:
-            return WorkerLost("memory", "the query needed more memory than its limit")
+            return WorkerLostError("memory", "the query needed more memory than its limit")
         number = ended.get("signal")
         if number == signal.SIGKILL:
-            return WorkerLost("killed", f"worker {self.pid} was killed")
+            return WorkerLostError("killed", f"worker {self.pid} was killed")
         how = f"by signal {number}" if number else f"with code {ended.get('code')}"
-        return WorkerLost("crashed", f"worker {self.pid} ended {how}")
+        return WorkerLostError("crashed", f"worker {self.pid} ended {how}")
 
 
 class Crew:
@@ -155,7 +155,7 @@ class Crew:
         try:
             async with asyncio.timeout(START_S):
                 ready = (await self._zygote.receive()).fields
-        except (ChannelLost, TimeoutError) as error:
+        except (ChannelClosedError, TimeoutError) as error:
             raise SandboxError(f"query workers cannot be started: {error}") from error
         if "error" in ready:
             raise SandboxError(f"query workers cannot be started: {ready['error']}")
@@ -253,7 +253,7 @@ class Crew:
     async def _restock(self) -> None:
         """Make the next spares, while nobody waits for them."""
         await asyncio.sleep(RESTOCK_S)
-        with contextlib.suppress(SandboxError, WorkerLost, WorkerStuck):
+        with contextlib.suppress(SandboxError, WorkerLostError, WorkerStuckError):
             while len(self._spares) < SPARES:
                 spare = await self._fork()
                 self._spares.append(spare)
@@ -286,7 +286,7 @@ class Crew:
             return {}
         try:
             return (await self._zygote.request({"op": "end", "pid": pid})).fields
-        except ChannelLost:
+        except ChannelClosedError:
             return {}
 
     async def _ask_zygote(self, fields: dict[str, Any], end: socket.socket) -> Message:
@@ -300,7 +300,7 @@ class Crew:
         try:
             async with asyncio.timeout(START_S):
                 return await zygote.request(fields, fds=[end.fileno()])
-        except (ChannelLost, TimeoutError) as error:
+        except (ChannelClosedError, TimeoutError) as error:
             raise SandboxError(f"a query worker cannot be started: {error}") from error
 
     async def _end_zygote(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sandboxes.ipc.frames import Inbox, Message, pack, receive
 from sandboxes.linux import syscalls as kernel
-from sandboxes.workers.engine import Engine, module_of
+from sandboxes.workers.engine import WorkerEngine, module_of
 
 OUT_OF_MEMORY = 70
 """Exit code of a worker that a query drove out of its memory."""
@@ -36,7 +36,7 @@ def become_worker(end: socket.socket, parent: int, engine: str) -> None:
         os._exit(code)
 
 
-def serve(end: socket.socket, engine: Engine) -> int:
+def serve(end: socket.socket, engine: WorkerEngine) -> int:
     """Answer requests until the other end is closed; return the exit code."""
     inbox, room = Inbox(), Room()
     while True:
@@ -56,7 +56,7 @@ def serve(end: socket.socket, engine: Engine) -> int:
             end.sendall(pack(fields, body))
 
 
-def _answer(engine: Engine, message: Message) -> tuple[dict[str, Any], bytes]:
+def _answer(engine: WorkerEngine, message: Message) -> tuple[dict[str, Any], bytes]:
     match message.fields.pop("op"):
         case "open":
             return engine.open(message.fields), b""

@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from pathlib import Path
 from typing import Any
 
-from sandboxes.errors import NotFreezable, SandboxError
-from sandboxes.ipc.channel import Channel, ChannelLost
+from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.inherited import INHERITED_FD
 from sandboxes.linux.files import remove_tree
-from snapshots.criu.rpc import ARGUMENTS, Conversation, Criu, CriuMissing, CriuRefused
+from snapshots.criu.rpc import ARGUMENTS, Criu, CriuConversation, CriuError, CriuMissingError
 
 BEGIN_S = 10.0
 """How long CRIU may take to start."""
 
-Start = Callable[[list[str], list[int]], Awaitable[Any]]
+CriuStarter = Callable[[list[str], list[int]], Awaitable[Any]]
 """Has CRIU started in a sandbox: given its path and arguments, and the descriptors that `operate` takes."""
 Mapped = dict[str, str]
 """CRIU's names of mapped files that it cannot open by itself -> their paths."""
@@ -31,14 +31,14 @@ stand still, so it may meet one that nobody knew of. Each attempt knows those th
 _UNKNOWN_FILE = "Can't lookup mount="
 
 
-class _MetAnother(NotFreezable):
+class _UnknownMappingError(NotFreezableError):
     """CRIU met a mapped file that it was not told of."""
 
 
 class Checkpoints:
     """Those of one driver, below data_dir, or below elsewhere. wanted: whether to use CRIU where it works.
 
-    outer_session: see `Conversation`.
+    outer_session: see `CriuConversation`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Checkpoints:
             if self._criu is None and not self.missing:
                 try:
                     self._criu = await asyncio.to_thread(Criu.prepare, self._own)
-                except (CriuMissing, OSError) as error:
+                except (CriuMissingError, OSError) as error:
                     self.missing = str(error)
         return self._criu is not None
 
@@ -82,7 +82,7 @@ class Checkpoints:
 
     # -- dump and restore --------------------------------------------------------------------------------------------
 
-    async def take(self, start: Start, tree: int, held: Callable[[Mapped], Awaitable[None]]) -> str:
+    async def take(self, start: CriuStarter, tree: int, held: Callable[[Mapped], Awaitable[None]]) -> str:
         """Dump the processes below tree, a pid in the sandbox; return the checkpoint's name. They run on.
 
         held: awaited while they stand still, so that the files of the same moment can be kept.
@@ -95,11 +95,13 @@ class Checkpoints:
         for _ in range(_ATTEMPTS - 1):
             try:
                 return await self._take(start, tree, held, seen)
-            except _MetAnother:
+            except _UnknownMappingError:
                 continue
         return await self._take(start, tree, held, seen)
 
-    async def _take(self, start: Start, tree: int, held: Callable[[Mapped], Awaitable[None]], seen: Mapped) -> str:
+    async def _take(
+        self, start: CriuStarter, tree: int, held: Callable[[Mapped], Awaitable[None]], seen: Mapped
+    ) -> str:
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
         self._under_way.add(name)
@@ -118,19 +120,21 @@ class Checkpoints:
 
                 await criu.dump(tree, images, stand_still, external=told)
             if not stood_still:
-                raise NotFreezable("CRIU ended before the processes stood still")  # noqa: TRY301
+                raise NotFreezableError("CRIU ended before the processes stood still")  # noqa: TRY301
         except BaseException as error:
             await asyncio.to_thread(remove_tree, images)
-            if isinstance(error, CriuRefused):
-                raise (_MetAnother if _UNKNOWN_FILE in str(error) else NotFreezable)(f"CRIU: {error}") from error
-            if isinstance(error, ChannelLost | TimeoutError | OSError):
+            if isinstance(error, CriuError):
+                raise (_UnknownMappingError if _UNKNOWN_FILE in str(error) else NotFreezableError)(
+                    f"CRIU: {error}"
+                ) from error
+            if isinstance(error, ChannelClosedError | TimeoutError | OSError):
                 raise SandboxError(f"CRIU could not be started: {error}") from error
             raise
         finally:
             self._under_way.discard(name)
         return name
 
-    async def bring_back(self, name: str, start: Start, inherit: Sequence[str]) -> None:
+    async def bring_back(self, name: str, start: CriuStarter, inherit: Sequence[str]) -> None:
         """Restore a checkpoint in a sandbox that has nothing running yet.
 
         inherit: CRIU's names of what start gives it from `INHERITED_FD` on.
@@ -144,11 +148,11 @@ class Checkpoints:
         try:
             async with self._operation(images, start) as (criu, _):
                 await criu.restore(images, {key: INHERITED_FD + at for at, key in enumerate(inherit)})
-        except (CriuRefused, ChannelLost, TimeoutError) as error:
+        except (CriuError, ChannelClosedError, TimeoutError) as error:
             raise SandboxError(f"processes could not be restored: {error}") from error
 
     @contextlib.asynccontextmanager
-    async def _operation(self, images: Path, start: Start) -> AsyncIterator[tuple[Conversation, Mapped]]:
+    async def _operation(self, images: Path, start: CriuStarter) -> AsyncIterator[tuple[CriuConversation, Mapped]]:
         """Have CRIU started; at the end wait until it is gone, and whoever ran it."""
         assert self._criu is not None
         ours, theirs = socket.socketpair()
@@ -164,13 +168,13 @@ class Checkpoints:
             async with asyncio.timeout(BEGIN_S):
                 message = await reply.receive()
             if "error" in message.fields:
-                raise CriuRefused(str(message.fields["error"]))
-            criu = Conversation(socket.socket(fileno=message.fds[0]), outer_session=self._outer_session)
+                raise CriuError(str(message.fields["error"]))
+            criu = CriuConversation(socket.socket(fileno=message.fds[0]), outer_session=self._outer_session)
             try:
                 yield criu, message.fields.get("mapped", {})
             finally:
                 criu.close()
-                with contextlib.suppress(ChannelLost, TimeoutError):
+                with contextlib.suppress(ChannelClosedError, TimeoutError):
                     async with asyncio.timeout(BEGIN_S):
                         await reply.receive()
         finally:

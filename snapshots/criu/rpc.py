@@ -71,11 +71,11 @@ GHOST_BYTES = 256 << 20
 """Largest deleted file, still open, whose content goes into the images."""
 
 
-class CriuMissing(RuntimeError):  # noqa: N818 - says what is missing
+class CriuMissingError(RuntimeError):
     """There is no CRIU here that works; the text says why, and how to get one."""
 
 
-class CriuRefused(RuntimeError):  # noqa: N818 - an answer about some processes, not a fault
+class CriuError(RuntimeError):
     """CRIU could not dump or restore these processes; the text is its own reason."""
 
 
@@ -114,16 +114,16 @@ class Criu:
             CriuMissing: there is none, it does not work on this kernel, or we are not root.
         """
         if os.geteuid() != 0:
-            raise CriuMissing("checkpoints of live processes need root: CRIU restores processes with their pids")
+            raise CriuMissingError("checkpoints of live processes need root: CRIU restores processes with their pids")
         names = [found] if found else [Path(path) for path in (shutil.which("criu"), *_PLACES) if path]
         present = [name for name in dict.fromkeys(names) if name.is_file()]
         if not present:
-            raise CriuMissing("criu is not installed: run docker/install-criu.sh; Debian 13: apt install criu")
+            raise CriuMissingError("criu is not installed: run docker/install-criu.sh; Debian 13: apt install criu")
         for name in present:
             try:
                 program, kernel = _patched(name), _ask_kernel(name)
                 break
-            except CriuMissing:
+            except CriuMissingError:
                 # An old one may stand beside one that works.
                 if name == present[-1]:
                     raise
@@ -138,7 +138,7 @@ class Criu:
 def _patched(criu: Path) -> bytes:
     program = criu.read_bytes()
     if program.count(_CACHE_PATH) != 1:
-        raise CriuMissing(f"{criu} is not a CRIU that is known here: it keeps its cache elsewhere than in /run")
+        raise CriuMissingError(f"{criu} is not a CRIU that is known here: it keeps its cache elsewhere than in /run")
     return program.replace(_CACHE_PATH, _CACHE_AS_FD)
 
 
@@ -149,14 +149,14 @@ def _ask_kernel(criu: Path) -> bytes:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_PATIENCE_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CriuMissing(f"{criu} check failed: {error}") from error
+        raise CriuMissingError(f"{criu} check failed: {error}") from error
     if done.returncode or not done.stdout:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
-        raise CriuMissing(f"{criu} does not work on this kernel: {said[-1]}")
+        raise CriuMissingError(f"{criu} does not work on this kernel: {said[-1]}")
     return done.stdout
 
 
-class Conversation:
+class CriuConversation:
     """One CRIU process, one request. Close it when done; CRIU then ends, and lets go of what it held.
 
     outer_session: the tree's root is in a session of a process above it; restored, it is in CRIU's.
@@ -228,11 +228,11 @@ class Conversation:
                         await held()
                     await self._send({"type": _NOTIFY, "notify_success": True})
         except TimeoutError as error:
-            raise CriuRefused(f"CRIU did not end within {_PATIENCE_S} s") from error
+            raise CriuError(f"CRIU did not end within {_PATIENCE_S} s") from error
         except (OSError, DecodeError) as error:
-            raise CriuRefused(f"CRIU went away: {_reason(images) or error}") from error
+            raise CriuError(f"CRIU went away: {_reason(images) or error}") from error
         if not answer.success:
-            raise CriuRefused(_reason(images) or answer.cr_errmsg or f"error {answer.cr_errno}")
+            raise CriuError(_reason(images) or answer.cr_errmsg or f"error {answer.cr_errno}")
         return answer
 
     async def _send(self, fields: Mapping[str, Any]) -> None:

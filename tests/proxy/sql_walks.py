@@ -13,8 +13,8 @@ from proxy.engine import Engine
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome
 from sandboxes.errors import SandboxError
-from sandboxes.pool.lifecycle import State
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.lifecycle import SandboxState
+from sandboxes.pool.pool import OverloadedError
 
 Statement = tuple[str, str]
 """A tool, and what it is given as `sql`."""
@@ -36,7 +36,7 @@ class Trouble:
                 if node is not None and self.dice.random() < 0.5 and not snapshot.leases:
                     engine.keeper.drop(node)
         if self.dice.random() < self._chance:
-            await engine.pool.close_where(lambda slot: slot.state is State.IDLE and self.dice.random() < 0.5)
+            await engine.pool.close_where(lambda slot: slot.state is SandboxState.IDLE and self.dice.random() < 0.5)
         if self.dice.random() < self._chance and (pids := self._workers()):
             self._kill(self.dice.choice(pids))
 
@@ -49,7 +49,7 @@ async def walk(engine: Engine, name: str, walked: Sequence[Statement], trouble: 
         for _ in range(100):
             try:
                 answer = await ask(engine, name, statement)
-            except (SandboxError, Overloaded):
+            except (SandboxError, OverloadedError):
                 continue
             if (answer["error"] or {}).get("kind") != "limit":
                 answers.append(answer)

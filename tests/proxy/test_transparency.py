@@ -14,7 +14,7 @@ from proxy.engine import Engine
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError
 from sandboxes.memory import MemoryDriver
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.pool import OverloadedError
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 
@@ -67,7 +67,7 @@ async def one_rollout(running: Engine, name: str, trajectory: list[str], trouble
             try:
                 answers.append((await ask(running, rollout, command))[0])
                 break
-            except (SandboxError, Overloaded):
+            except (SandboxError, OverloadedError):
                 continue
         else:
             pytest.fail("a call never got an answer")

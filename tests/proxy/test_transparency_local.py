@@ -26,7 +26,7 @@ from sandboxes.driver import Driver
 from sandboxes.errors import SandboxError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.pool import OverloadedError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 
@@ -160,7 +160,7 @@ async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall]
         await trouble.strike(call)
         rollout = await running.tasks.rollout(task, name)
         for _ in range(50):
-            with contextlib.suppress(SandboxError, Overloaded):
+            with contextlib.suppress(SandboxError, OverloadedError):
                 key = call_key(call)
                 record = running.step.known(rollout, key) or (await running.step.run(rollout, call, key)).record
                 break

@@ -24,7 +24,7 @@ from proxy.engine import Engine
 from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from sandboxes.errors import SandboxError
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.pool import OverloadedError
 from sandboxes.postgres.driver import PostgresDriver
 from sandboxes.postgres.values import reader_of
 from tests.sandboxes.postgres_cluster import Cluster, cluster, require_postgres
@@ -206,7 +206,7 @@ class Bench:
             call = dialect.parse("POST", "query", "", body, self.spec)
             rollout = await self.engine.tasks.rollout(task, name)
             for _ in range(50):
-                with contextlib.suppress(SandboxError, Overloaded):
+                with contextlib.suppress(SandboxError, OverloadedError):
                     key = call_key(call)
                     step = self.engine.step
                     record = step.known(rollout, key) or (await step.run(rollout, call, key)).record

@@ -16,7 +16,7 @@ from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolResult
 from sandboxes.errors import SandboxError
-from sandboxes.pool.pool import Overloaded
+from sandboxes.pool.pool import OverloadedError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video.driver import VideoDriver
 from snapshots.policy import Reuse
@@ -71,7 +71,7 @@ async def walk(engine: Engine, name: str, walked: list[Word], trouble: Trouble) 
                 record = engine.step.known(rollout, call_key(call))
                 if record is None:
                     record = (await engine.step.run(rollout, call, call_key(call))).record
-            except (SandboxError, Overloaded):
+            except (SandboxError, OverloadedError):
                 continue
             result = engine.store.result(record)
             # A decoder that was killed twice looks broken by its file: who asks is told, and asks again.

@@ -10,7 +10,7 @@ import pytest
 
 from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SpecError
+from sandboxes.errors import NotFreezableError, SpecError
 from sandboxes.inspection import LookingSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import file, opened, ran, run
@@ -172,7 +172,7 @@ class DriverContract:
             assert said.effect is Effect.PROCESSES
             assert said.state is None
             if not self.checkpoints:
-                with pytest.raises(NotFreezable):
+                with pytest.raises(NotFreezableError):
                     await sandbox.freeze()
             assert (await run(sandbox, "echo on")).out == "on\n"
 
@@ -327,7 +327,7 @@ class DriverContract:
             told = await ran(sandbox, "/bin/sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
             assert (told.ending.exit_code, told.effect, told.state) == (0, Effect.PROCESSES, None)
             if not self.checkpoints:
-                with pytest.raises(NotFreezable):
+                with pytest.raises(NotFreezableError):
                     await sandbox.freeze()
                 return
             restored = await driver.restore(SPEC, await sandbox.freeze())

@@ -14,7 +14,7 @@ import pytest
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Driver, Sandbox, execute
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 from sandboxes.process_output import OUT, ending, output
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import Ran, opened, ran, run
@@ -152,7 +152,7 @@ class ProcessesSuite:
             text = "trap 'echo resized' WINCH; sleep 1000 & echo up; while :; do read -r line && echo heard $line; done"
             told = await leave(sandbox, text, tty=True, size=[24, 80])
             assert (told.out, told.ending.exit_code, told.shareable) == (b"up\r\n", None, False)
-            with pytest.raises(NotFreezable):
+            with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             assert await tend(sandbox, "resize", size=[30, 100]) == 200
             assert await tend(sandbox, "write", b"for its stdin\n") == 409
@@ -185,7 +185,7 @@ class ProcessesSuite:
             asked = {"path": "/tmp/to", "user": "", "recursive": True, "process": 7}
             begun = await sandbox.execute(ToolCall("process", "watch", asked))
             assert (begun.result.status, begun.effect, begun.shareable) == (200, Effect.PROCESSES, False)
-            with pytest.raises(NotFreezable):
+            with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             await run(sandbox, "cd /tmp/w; echo 1 >sub/f; mv sub/f g; rm g; mkdir new; chmod 700 old")
             await run(sandbox, "echo 2 >/tmp/w/new/h")

@@ -13,7 +13,7 @@ import pytest
 
 from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SpecError
+from sandboxes.errors import NotFreezableError, SpecError
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened
 from tests.sandboxes.sql_calls import Said, ask
@@ -137,7 +137,7 @@ class SqlContract:
             assert began.witness != wrote.witness
             read = await ask(sandbox, COUNT)
             assert (read.value, read.effect, read.witness) == (51, Effect.NONE, wrote.witness)
-            with pytest.raises(NotFreezable):
+            with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             ended = await ask(sandbox, "ROLLBACK")
             assert (ended.error, ended.witness) == (None, None)
@@ -162,7 +162,7 @@ class SqlContract:
             sandbox = await after(driver, spec, "CREATE TEMP TABLE mine (a int)", "INSERT INTO mine VALUES (1)")
             read = await ask(sandbox, "SELECT * FROM mine")
             assert (read.rows, read.effect, read.state) == ([[1]], Effect.NONE, None)
-            with pytest.raises(NotFreezable):
+            with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             assert (await ask(await driver.start(spec), "SELECT * FROM mine")).error is not None
             assert (await ask(sandbox, "DROP TABLE mine")).state is not None

@@ -11,7 +11,7 @@ import pytest
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.upstream import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
@@ -63,7 +63,7 @@ def test_sandboxes_do_not_see_one_another(tmp_path: Path) -> None:
 def test_a_session_is_not_frozen_and_goes_on(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         sandbox = await begun(await driver.start(spec))
-        with pytest.raises(NotFreezable):
+        with pytest.raises(NotFreezableError):
             await sandbox.freeze()
         await ask(sandbox, "/add", {"word": "1"})
         assert await words(sandbox) == ["1"]
@@ -79,7 +79,7 @@ def test_what_is_before_any_session_comes_back_and_harms_nobody(tmp_path: Path) 
         restored = await begun(await driver.restore(spec, frozen))
         assert [await words(sandbox), await words(restored)] == [["1"], []]
         assert await driver.collect(frozen.parts) == 0
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(spec, type(frozen)("http", "files", {}, 0, None))
 
     driven(tmp_path, test)

@@ -16,16 +16,16 @@ from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.execs import ContainerExecs
 from proxy.compat.docker.lifecycle import ContainerLives
 from proxy.compat.docker.registry import Containers
-from proxy.compat.docker.requests import NO_PAGE, Asked
+from proxy.compat.docker.requests import NO_PAGE, DockerRequest
 from proxy.compat.docker.responses import Container
-from proxy.compat.docker.stream import Wire
+from proxy.compat.docker.stream import HijackedConnection
 from proxy.dialects.base import Local
 from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
 from proxy.http.exchange import raw
-from proxy.refusals import Refused
-from proxy.tree.environments import Wanted
+from proxy.refusals import RefusalError
+from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
 from sandboxes.errors import SpecError
 from sandboxes.spec import SERVER_DRIVERS
@@ -61,7 +61,7 @@ class EngineApi:
         try:
             asked = docker.asked(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
             local = self._at_once(asked, address.task, address.rollout)
-        except Refused:
+        except RefusalError:
             return None
         if local is None:
             return None
@@ -83,7 +83,7 @@ class EngineApi:
         await self._load(task)
         return self._at_once(asked, task, owner) or await self._act(asked, task, owner)
 
-    async def hijacked(self, address: Address, query: bytes, body: bytes, wire: Wire) -> None:
+    async def hijacked(self, address: Address, query: bytes, body: bytes, wire: HijackedConnection) -> None:
         """Answer a request whose connection becomes a stream. What goes wrong after its head is told in the stream."""
         asked = docker.asked("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
         await self._load(address.task)
@@ -96,7 +96,7 @@ class EngineApi:
             case _:
                 raise NO_PAGE
 
-    def hijacked_at_once(self, address: Address, body: bytes, wire: Wire) -> bool:
+    def hijacked_at_once(self, address: Address, body: bytes, wire: HijackedConnection) -> bool:
         """Answer the start of an exec that wants no input and that the tree knows; False where it is none."""
         match docker.asked("POST", address.raw.decode("latin-1"), "", body).words:
             case ("exec", name, "start"):
@@ -109,7 +109,7 @@ class EngineApi:
 
     # -- answered at once --------------------------------------------------------------------------------------------
 
-    def _at_once(self, asked: Asked, task: str, owner: str) -> Local | None:
+    def _at_once(self, asked: DockerRequest, task: str, owner: str) -> Local | None:
         match (asked.method, *asked.words):
             case ("GET" | "HEAD", "_ping"):
                 return docker_told.ping(asked.method)
@@ -121,7 +121,7 @@ class EngineApi:
                 return docker_told.told({"Volumes": [], "Warnings": None})
         return self._of_containers(asked, task, owner) if self.containers.known(task) else None
 
-    def _of_containers(self, asked: Asked, task: str, owner: str) -> Local | None:
+    def _of_containers(self, asked: DockerRequest, task: str, owner: str) -> Local | None:
         match (asked.method, *asked.words):
             case ("GET", "info"):
                 return docker_told.info(self.containers.of(task, owner))
@@ -137,13 +137,13 @@ class EngineApi:
                 return docker_told.execution_inspected(self._execs.find(task, owner, name))
         return None
 
-    def _list(self, asked: Asked, task: str, owner: str) -> Local:
+    def _list(self, asked: DockerRequest, task: str, owner: str) -> Local:
         try:
             filters = orjson.loads(asked.query.get("filters") or b"{}")
         except orjson.JSONDecodeError:
-            raise Refused(400, "docker", "invalid filter") from None
+            raise RefusalError(400, "docker", "invalid filter") from None
         if not isinstance(filters, dict):
-            raise Refused(400, "docker", "invalid filter")
+            raise RefusalError(400, "docker", "invalid filter")
         # Older clients send {"label": {"a": true}}, newer ones {"label": ["a"]}.
         wanted = {name: list(values) for name, values in filters.items() if isinstance(values, list | dict)}
         every = asked.flag("all") or "status" in wanted
@@ -152,7 +152,7 @@ class EngineApi:
 
     # -- asked for with an await -------------------------------------------------------------------------------------
 
-    async def _act(self, asked: Asked, task: str, owner: str) -> Local:
+    async def _act(self, asked: DockerRequest, task: str, owner: str) -> Local:
         match (asked.method, *asked.words):
             case ("POST", "images", "create"):
                 return await self._pull(asked, task)
@@ -171,7 +171,7 @@ class EngineApi:
                 return self._of_containers(asked, task, owner) or await self._in_container(asked, container, rollout)
         raise NO_PAGE
 
-    async def _in_container(self, asked: Asked, container: Container, rollout: Rollout) -> Local:
+    async def _in_container(self, asked: DockerRequest, container: Container, rollout: Rollout) -> Local:
         lives = self._lives
         match (asked.method, *asked.words[2:]):
             case ("POST", "start" | "stop" | "restart" | "kill" | "wait" as verb):
@@ -193,7 +193,7 @@ class EngineApi:
             await self.containers.load(task)
         opened = await self._engine.tasks.open(task)
         if opened.spec.driver not in {*SERVER_DRIVERS, "memory"} or opened.spec.upstreams:
-            raise Refused(404, "docker", f"this task's driver, {opened.spec.driver!r}, runs no processes")
+            raise RefusalError(404, "docker", f"this task's driver, {opened.spec.driver!r}, runs no processes")
 
     # -- images ------------------------------------------------------------------------------------------------------
 
@@ -211,28 +211,30 @@ class EngineApi:
             try:
                 return await cast("Images", self._engine.drivers[driver]).config(real)
             except SpecError:
-                raise Refused(404, "docker", f"No such image: {real}") from None
+                raise RefusalError(404, "docker", f"No such image: {real}") from None
         if given is None and not self._engine.settings.any_image:
-            raise Refused(
+            raise RefusalError(
                 404, "docker", f"No such image: {image}. PUT the task with an environment, or serve with the driver "
                 "container (FORKPOINT_DRIVERS), or with any_image."
             )  # fmt: skip
         return {}
 
-    async def _pull(self, asked: Asked, task: str) -> Local:
+    async def _pull(self, asked: DockerRequest, task: str) -> Local:
         name, tag = asked.query.get("fromImage", ""), asked.query.get("tag", "")
         full = f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}" if tag else name
         if not name:
-            raise Refused(400, "docker", "Forkpoint imports no images: fromImage names none")
+            raise RefusalError(400, "docker", "Forkpoint imports no images: fromImage names none")
         try:
             await self._config(task, full)
-        except Refused as error:
-            raise Refused(404, "docker", f"{error} Forkpoint pulls nothing: docker pull it where it serves.") from None
+        except RefusalError as error:
+            raise RefusalError(
+                404, "docker", f"{error} Forkpoint pulls nothing: docker pull it where it serves."
+            ) from None
         return docker_told.pulled(full)
 
     # -- containers --------------------------------------------------------------------------------------------------
 
-    async def _create(self, asked: Asked, task: str, owner: str) -> Local:
+    async def _create(self, asked: DockerRequest, task: str, owner: str) -> Local:
         body, name = asked.json(), docker.name_of(asked.query)
         image = body.get("Image")
         config = await self._config(task, image) if isinstance(image, str) and image else {}
@@ -252,15 +254,17 @@ class EngineApi:
 
     def _require_free(self, task: str, owner: str, name: str) -> None:
         if (task, owner, name) in self._reserved:
-            raise Refused(409, "docker", f'Conflict. The container name "/{name}" is being taken by another request.')
+            raise RefusalError(
+                409, "docker", f'Conflict. The container name "/{name}" is being taken by another request.'
+            )
         for other in self.containers.of(task, owner):
             if other.name == name:
-                raise Refused(
+                raise RefusalError(
                     409, "docker", f'Conflict. The container name "/{name}" is already in use by container '
                     f'"{other.id}". You have to remove (or rename) that container to be able to reuse that name.',
                 )  # fmt: skip
 
-    async def _begin(self, task: str, owner: str, number: str, wanted: Wanted) -> str:
+    async def _begin(self, task: str, owner: str, number: str, wanted: EnvironmentRequest) -> str:
         """Begin the rollout that a container is, and return its name: the URL's, if no other container is that yet."""
         taken = {*self.containers.names(task), *(name for other, name in self._beginning if other == task)}
         names = (owner if n == 1 else f"{owner}~{n}" for n in range(1, 1 << 16))

@@ -3,13 +3,13 @@
 import orjson
 
 from proxy.compat.docker import archives as docker_archives
-from proxy.compat.docker.requests import Asked
+from proxy.compat.docker.requests import DockerRequest
 from proxy.compat.docker.responses import Container
 from proxy.compat.docker.stream import Audience
 from proxy.dialects.base import Local
 from proxy.engine import Engine
 from proxy.http.answer_cache import Answers
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
@@ -36,7 +36,7 @@ class ContainerCalls:
         record = rollout.tree.root.records.get(call_key(call))
         return None if record is None else self._answers.of(record).body
 
-    async def copy(self, asked: Asked, container: Container, rollout: Rollout) -> Local:
+    async def copy(self, asked: DockerRequest, container: Container, rollout: Rollout) -> Local:
         """Copy an archive in or out, or look at a path.
 
         Raises:
@@ -44,7 +44,7 @@ class ContainerCalls:
         """
         path = asked.query.get("path", "")
         if not path or "\0" in path:
-            raise Refused(400, "docker", "invalid path")
+            raise RefusalError(400, "docker", "invalid path")
         path = path if path.startswith("/") else f"/{path}"
         if asked.method == "PUT":
             call = ToolCall(
@@ -65,9 +65,9 @@ class ContainerCalls:
         record = await self._record(rollout, call, key, None)
         ready = self._answers.of(record)
         if ready.status == 404:
-            raise Refused(404, "docker", f"Could not find the file {path} in container {container.id}")
+            raise RefusalError(404, "docker", f"Could not find the file {path} in container {container.id}")
         if ready.status >= 400:
-            raise Refused(ready.status, "docker", str(orjson.loads(ready.body)["detail"]))
+            raise RefusalError(ready.status, "docker", str(orjson.loads(ready.body)["detail"]))
         return ready.status, ready.body
 
     async def _record(self, rollout: Rollout, call: ToolCall, key: CallKey, audience: Audience | None) -> Record:

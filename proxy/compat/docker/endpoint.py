@@ -10,14 +10,14 @@ import structlog
 from proxy.compat.docker.api import EngineApi
 from proxy.compat.docker.lifecycle import Streaming
 from proxy.compat.docker.responses import fault
-from proxy.compat.docker.stream import Wire
-from proxy.dialects.base import Local, Meaning, Request, Told
+from proxy.compat.docker.stream import HijackedConnection
+from proxy.dialects.base import Local, Meaning, Request, Response
 from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
 from proxy.http.exchange import Exchange, raw
 from proxy.http.problems import problem_of
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from sandboxes.process_output import ERR, frame
 
 _STREAMS = re.compile(rb"/docker(?:/v[0-9.]+)?/(?:exec/[^/]+/start|containers/[^/]+/attach)/?")
@@ -35,7 +35,7 @@ class _Form:
         """See `Dialect.read`."""
         raise NotImplementedError
 
-    def answer(self, told: Told, request: Request) -> Told:  # noqa: ARG002 - nothing here depends on it
+    def answer(self, told: Response, request: Request) -> Response:  # noqa: ARG002 - nothing here depends on it
         """See `Dialect.answer`."""
         return told
 
@@ -66,7 +66,7 @@ class DockerFront:
         """Whether a request is for this endpoint."""
         try:
             return self._named(scope).endpoint == _NAME
-        except Refused:
+        except RefusalError:
             return False
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
@@ -113,7 +113,7 @@ class DockerFront:
         """Whether a request's client loses what comes with the head of a stream."""
         return any(name == b"user-agent" and value.startswith(b"docker-sdk-python") for name, value in scope["headers"])
 
-    def answered(self, scope: Mapping[str, Any], body: bytes, wire: Wire) -> bool:
+    def answered(self, scope: Mapping[str, Any], body: bytes, wire: HijackedConnection) -> bool:
         """Answer at once, if no await is needed; otherwise False, and `hijack` it."""
         try:
             return self.api.hijacked_at_once(self._named(scope), body, wire)
@@ -121,7 +121,7 @@ class DockerFront:
             log.debug("not answered at once", error=repr(error))
             return False
 
-    async def hijack(self, scope: Mapping[str, Any], body: bytes, wire: Wire) -> None:
+    async def hijack(self, scope: Mapping[str, Any], body: bytes, wire: HijackedConnection) -> None:
         """Answer a request that has taken its connection over; end the connection after it."""
         self._under_way += 1
         try:
@@ -135,9 +135,9 @@ class DockerFront:
 
     def _require_room(self) -> None:
         if self._under_way > self._most:
-            raise Refused(429, "too-many-requests", "more calls are under way than max_requests allows.")
+            raise RefusalError(429, "too-many-requests", "more calls are under way than max_requests allows.")
 
-    async def _tell(self, scope: Mapping[str, Any], error: Exception, wire: Wire) -> None:
+    async def _tell(self, scope: Mapping[str, Any], error: Exception, wire: HijackedConnection) -> None:
         problem = problem_of(error)
         self._count(problem)
         if problem.status >= 500:

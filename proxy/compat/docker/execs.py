@@ -7,11 +7,11 @@ from proxy.compat.docker import requests as docker
 from proxy.compat.docker import responses as docker_told
 from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.registry import EXECS, Containers
-from proxy.compat.docker.requests import Asked
+from proxy.compat.docker.requests import DockerRequest
 from proxy.compat.docker.responses import Container, Exec
-from proxy.compat.docker.stream import Audience, Sink, Wire, shown
+from proxy.compat.docker.stream import Audience, HijackedConnection, Sink, shown
 from proxy.dialects.base import Local
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.process_output import OUT, ending, output
 
@@ -28,7 +28,7 @@ class ContainerExecs:
         self._containers, self._calls, self._most_input = containers, calls, most_input
         self._execs: dict[str, Exec] = {}
 
-    def new(self, asked: Asked, container: Container) -> Local:
+    def new(self, asked: DockerRequest, container: Container) -> Local:
         """Make an instance; nothing runs yet.
 
         Raises:
@@ -53,7 +53,7 @@ class ContainerExecs:
         """
         one = self._execs.get(name)
         if one is None or (one.container.task, one.container.owner) != (task, owner):
-            raise Refused(404, "docker", f"No such exec instance: {name}")
+            raise RefusalError(404, "docker", f"No such exec instance: {name}")
         return one
 
     def forget(self, container: Container) -> None:
@@ -61,7 +61,7 @@ class ContainerExecs:
         for one in container.execs.values():
             self._execs.pop(one.id, None)
 
-    def start_known(self, one: Exec, wire: Wire) -> bool:
+    def start_known(self, one: Exec, wire: HijackedConnection) -> bool:
         """Answer the start of one that wants no input and that the tree knows; False where it does not."""
         container = one.container
         rollout, life = self._containers.rollout(container), self._containers.life(container)
@@ -75,7 +75,7 @@ class ContainerExecs:
         wire.answer(self._ended(one, body), tty=one.execution.tty, headers=headers)
         return True
 
-    async def start(self, one: Exec, wire: Wire) -> None:
+    async def start(self, one: Exec, wire: HijackedConnection) -> None:
         """Run one for the client behind wire."""
         rollout, execution = await self._begin(one), one.execution
         life = self._containers.life(one.container)
@@ -102,14 +102,16 @@ class ContainerExecs:
         begun()
         await wire.send(b"" if sink.heard else told)
 
-    async def start_detached(self, one: Exec, asked: Asked) -> Local:
+    async def start_detached(self, one: Exec, asked: DockerRequest) -> Local:
         """Start one that nobody listens to.
 
         Raises:
             Refused: 400, it cannot be started, or it is to be listened to.
         """
         if not asked.json().get("Detach"):
-            raise Refused(400, "docker", "an exec that is not detached takes its connection over: use HTTP/1.1, POST")
+            raise RefusalError(
+                400, "docker", "an exec that is not detached takes its connection over: use HTTP/1.1, POST"
+            )
         rollout = await self._begin(one)
         try:
             body = await self._calls.run(rollout, one.execution.call(detach=True))
@@ -118,12 +120,12 @@ class ContainerExecs:
             raise
         self._ended(one, body)
         if one.exit_code is not None:
-            raise Refused(400, "docker", output(body, OUT).decode(errors="replace").strip())
+            raise RefusalError(400, "docker", output(body, OUT).decode(errors="replace").strip())
         return Local(200, headers=())
 
     async def _begin(self, one: Exec) -> Rollout:
         if one.started:
-            raise Refused(409, "docker", f"Error: Exec command {one.id} is already running")
+            raise RefusalError(409, "docker", f"Error: Exec command {one.id} is already running")
         require_running(one.container)
         one.started = True
         rollout = await self._containers.standing(one.container)
@@ -148,4 +150,4 @@ def require_running(container: Container) -> None:
         Refused: 409.
     """
     if container.state != "running":
-        raise Refused(409, "docker", f"Container {container.id} is not running")
+        raise RefusalError(409, "docker", f"Container {container.id} is not running")

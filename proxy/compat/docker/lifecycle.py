@@ -13,13 +13,14 @@ from proxy.compat.docker import responses as docker_told
 from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.execs import BROKEN, ContainerExecs, require_running
 from proxy.compat.docker.registry import KILLED, Containers, Life
-from proxy.compat.docker.requests import Asked
+from proxy.compat.docker.requests import DockerRequest
 from proxy.compat.docker.responses import Container
-from proxy.compat.docker.stream import Audience, Sink, Wire, shown
-from proxy.dialects.base import Headers, Local
-from proxy.refusals import Refused
+from proxy.compat.docker.stream import Audience, HijackedConnection, Sink, shown
+from proxy.dialects.base import Local
+from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
+from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, ending, output
 
 _FRAMES = (("content-type", "application/vnd.docker.multiplexed-stream"),)
@@ -62,7 +63,7 @@ class ContainerLives:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def tell(self, verb: str, asked: Asked, container: Container) -> Local:
+    async def tell(self, verb: str, asked: DockerRequest, container: Container) -> Local:
         """Do what a POST to a container says.
 
         Raises:
@@ -72,7 +73,7 @@ class ContainerLives:
             raise self._wait(asked, container)
         if verb == "kill" and container.state != "running":
             name = asked.words[1]
-            raise Refused(409, "docker", f"Cannot kill container: {name}: Container {container.id} is not running")
+            raise RefusalError(409, "docker", f"Cannot kill container: {name}: Container {container.id} is not running")
         if verb != "start":
             stopped = await self.stop(container)
             if verb != "restart":
@@ -146,14 +147,14 @@ class ContainerLives:
         await self._exited(container, KILLED)
         return _NOTHING
 
-    async def remove(self, asked: Asked, container: Container) -> Local:
+    async def remove(self, asked: DockerRequest, container: Container) -> Local:
         """Remove a container, and end the rollout that it is.
 
         Raises:
             Refused: 409, it runs.
         """
         if container.state == "running" and not asked.flag("force"):
-            raise Refused(
+            raise RefusalError(
                 409, "docker", f'cannot remove container "/{container.name}": container is running: stop the container '
                 "before removing or force remove",
             )  # fmt: skip
@@ -164,7 +165,7 @@ class ContainerLives:
         await self._containers.remove(container)
         self._execs.forget(container)
 
-    def _wait(self, asked: Asked, container: Container) -> Streaming:
+    def _wait(self, asked: DockerRequest, container: Container) -> Streaming:
         life, condition = self._containers.life(container), asked.query.get("condition", "")
 
         async def content(send: Callable[[bytes], Awaitable[None]]) -> None:
@@ -179,12 +180,12 @@ class ContainerLives:
 
         return Streaming(content, _JSON)
 
-    async def logs(self, asked: Asked, container: Container) -> Streaming:
+    async def logs(self, asked: DockerRequest, container: Container) -> Streaming:
         """Return what tells what the main command said."""
         life, tty = self._containers.life(container), container.made.tty
         streams = frozenset(place for place, name in ((1, "stdout"), (2, "stderr")) if asked.flag(name))
         if not streams:
-            raise Refused(400, "docker", "Bad parameters: you must choose at least one stream")
+            raise RefusalError(400, "docker", "Bad parameters: you must choose at least one stream")
         if life.log is None and life.main is None and container.made.main:
             rollout = await self._containers.standing(container)
             life.log = self._calls.recorded(rollout, docker.main_of(container.made).call())
@@ -207,7 +208,7 @@ class ContainerLives:
 
         return Streaming(content, _RAW if tty else _FRAMES)
 
-    async def top(self, asked: Asked, container: Container) -> Local:
+    async def top(self, asked: DockerRequest, container: Container) -> Local:
         """Tell who lives in a container, as its own `ps` does."""
         require_running(container)
         rollout = await self._containers.standing(container)
@@ -215,17 +216,17 @@ class ContainerLives:
         told: dict[str, Any] = {"argv": argv, "env": {}, "cwd": "/", "user": None, "tty": False}
         body = await self._calls.run(rollout, ToolCall("process", "run", told))
         if ending(body).exit_code:
-            raise Refused(500, "docker", f"ps: {output(body, OUT).decode(errors='replace').strip()}")
+            raise RefusalError(500, "docker", f"ps: {output(body, OUT).decode(errors='replace').strip()}")
         return docker_told.topped(output(body, OUT).decode(errors="replace"))
 
-    async def attach(self, asked: Asked, container: Container, wire: Wire) -> None:
+    async def attach(self, asked: DockerRequest, container: Container, wire: HijackedConnection) -> None:
         """Let a client hear, and feed, a main command; until that ends.
 
         Raises:
             Refused: 409, it has ended.
         """
         if container.state == "exited":
-            raise Refused(409, "docker", "You cannot attach to a stopped container, start it first")
+            raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")
         life, tty = self._containers.life(container), container.made.tty
         streams = frozenset(place for place, name in ((1, "stdout"), (2, "stderr")) if asked.flag(name))
         wire.open(tty=tty)

@@ -9,9 +9,9 @@ import orjson
 
 from proxy.compat.docker.requests import Created
 from proxy.compat.docker.responses import Container
-from proxy.compat.docker.stream import Audience, Wire
+from proxy.compat.docker.stream import Audience, HijackedConnection
 from proxy.execution.tasks import Tasks
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.storage.store import Store
 from proxy.tree.rollout import Rollout
 
@@ -33,8 +33,8 @@ class Life:
 
     main: Audience | None = None
     running: set[Audience] = field(default_factory=set)
-    attached: list[tuple[Wire, frozenset[int]]] = field(default_factory=list)
-    stdin: Wire | None = None
+    attached: list[tuple[HijackedConnection, frozenset[int]]] = field(default_factory=list)
+    stdin: HijackedConnection | None = None
     log: bytes | None = None
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     removed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -74,7 +74,7 @@ class Containers:
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is None:
             self._drop(container)
-            raise Refused(404, "docker", f"No such container: {container.id}")
+            raise RefusalError(404, "docker", f"No such container: {container.id}")
         return rollout
 
     def of(self, task: str, owner: str) -> list[Container]:
@@ -91,7 +91,7 @@ class Containers:
         exact = [one for one in mine if name in {one.id, one.name, f"/{one.name}"}]
         found = exact or [one for one in mine if name and one.id.startswith(name)]
         if len(found) != 1:
-            raise Refused(404, "docker", f"No such container: {name}")
+            raise RefusalError(404, "docker", f"No such container: {name}")
         return found[0]
 
     def rollout(self, container: Container) -> Rollout | None:

@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, unquote
 
 import orjson
 
-from proxy.refusals import Refused
-from proxy.tree.environments import Wanted
+from proxy.refusals import RefusalError
+from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
 
 API, OLDEST_API = (1, 44), (1, 24)
@@ -36,7 +36,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DockerRequest:
     """A request below the endpoint: its words without the API's version, and its query."""
 
     method: str
@@ -59,13 +59,13 @@ class Asked:
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError as error:
-            raise Refused(400, "docker", f"invalid JSON: {error}") from None
+            raise RefusalError(400, "docker", f"invalid JSON: {error}") from None
         if not isinstance(value, dict):
-            raise Refused(400, "docker", "invalid JSON: an object is wanted")
+            raise RefusalError(400, "docker", "invalid JSON: an object is wanted")
         return value
 
 
-def asked(method: str, path: str, query: str, body: bytes) -> Asked:
+def asked(method: str, path: str, query: str, body: bytes) -> DockerRequest:
     """Read a request. path: as it was sent; words are told apart before they are decoded.
 
     Raises:
@@ -76,26 +76,26 @@ def asked(method: str, path: str, query: str, body: bytes) -> Asked:
         words = words[1:]
         told = (int(version[1]), int(version[2]))
         if told > API:
-            raise Refused(
+            raise RefusalError(
                 400,
                 "docker",
                 f"client version {told[0]}.{told[1]} is too new. Maximum supported API version is {_dotted(API)}",
             )
         if told < OLDEST_API:
-            raise Refused(
+            raise RefusalError(
                 400,
                 "docker",
                 f"client version {told[0]}.{told[1]} is too old. Minimum supported API version is "
                 f"{_dotted(OLDEST_API)}, please upgrade your client to a newer version",
             )
-    return Asked(method, tuple(words), dict(parse_qsl(query, keep_blank_values=True)), body)
+    return DockerRequest(method, tuple(words), dict(parse_qsl(query, keep_blank_values=True)), body)
 
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-NO_PAGE = Refused(404, "docker", "page not found")
+NO_PAGE = RefusalError(404, "docker", "page not found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def name_of(query: Mapping[str, str]) -> str:
     """
     name = query.get("name", "")
     if name and _NAME.fullmatch(name) is None:
-        raise Refused(
+        raise RefusalError(
             400,
             "docker",
             f"Invalid container name ({name[:100]}), only [a-zA-Z0-9][a-zA-Z0-9_.-] are allowed",
@@ -142,7 +142,7 @@ def created(body: dict[str, Any], config: Mapping[str, Any]) -> Created:
     """
     image = body.get("Image")
     if not isinstance(image, str) or not image:
-        raise Refused(400, "docker", "config cannot be empty in order to create a container: name an Image")
+        raise RefusalError(400, "docker", "config cannot be empty in order to create a container: name an Image")
     host = body.get("HostConfig") or {}
     _refuse(host, body)
     own = _words(body, "Cmd")
@@ -175,7 +175,7 @@ def _words(body: Mapping[str, Any], name: str) -> list[str] | None:
         return None
     words = [value] if isinstance(value, str) else value
     if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
-        raise Refused(400, "docker", f"{name} must be a list of strings")
+        raise RefusalError(400, "docker", f"{name} must be a list of strings")
     return words
 
 
@@ -191,11 +191,13 @@ _UNSUPPORTED = {
 def _refuse(host: Mapping[str, Any], body: Mapping[str, Any]) -> None:
     for name, why in _UNSUPPORTED.items():
         if host.get(name):
-            raise Refused(400, "docker", f"HostConfig.{name}: Forkpoint {why}.")
+            raise RefusalError(400, "docker", f"HostConfig.{name}: Forkpoint {why}.")
     if str(host.get("NetworkMode") or "").startswith("container:"):
-        raise Refused(400, "docker", "HostConfig.NetworkMode: Forkpoint's containers share no network with others.")
+        raise RefusalError(
+            400, "docker", "HostConfig.NetworkMode: Forkpoint's containers share no network with others."
+        )
     if not isinstance(body.get("Env") or [], list):
-        raise Refused(400, "docker", "Env must be a list of strings")
+        raise RefusalError(400, "docker", "Env must be a list of strings")
 
 
 def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
@@ -218,23 +220,23 @@ def variables(entries: object) -> dict[str, str]:
     if entries is None:
         return {}
     if not (isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)):
-        raise Refused(400, "docker", "Env must be a list of strings")
+        raise RefusalError(400, "docker", "Env must be a list of strings")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def wanted(body: Mapping[str, Any], config: Mapping[str, Any]) -> Wanted:
+def wanted(body: Mapping[str, Any], config: Mapping[str, Any]) -> EnvironmentRequest:
     """Return the environment that a create request names."""
     host = body.get("HostConfig") or {}
     memory, pids = host.get("Memory") or 0, host.get("PidsLimit") or 0
     folder = body.get("WorkingDir") or config.get("WorkingDir") or None
-    return Wanted(
+    return EnvironmentRequest(
         str(body["Image"]), variables(body.get("Env")), folder,
         memory_mb=max(16, memory >> 20) if memory > 0 else None, pids=max(8, pids) if pids > 0 else None,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Execution:
+class ExecSpec:
     """What an exec instance is to run."""
 
     argv: tuple[str, ...]
@@ -254,7 +256,7 @@ class Execution:
         return ToolCall("process", "run", told | ({"detach": True} if detach else {}), stdin)
 
 
-def execution(body: Mapping[str, Any], user: str) -> Execution:
+def execution(body: Mapping[str, Any], user: str) -> ExecSpec:
     """Read an exec create request; user: the container's own.
 
     Raises:
@@ -262,22 +264,20 @@ def execution(body: Mapping[str, Any], user: str) -> Execution:
     """
     argv = _words(body, "Cmd")
     if not argv or not argv[0]:
-        raise Refused(400, "docker", "No exec command specified")
+        raise RefusalError(400, "docker", "No exec command specified")
     env = variables(body.get("Env"))
     if any("\0" in word for word in (*argv, *env.values())):
-        raise Refused(400, "docker", "a command and its variables cannot contain NUL")
+        raise RefusalError(400, "docker", "a command and its variables cannot contain NUL")
     streams = frozenset(place for place, name in ((1, "AttachStdout"), (2, "AttachStderr")) if body.get(name, False))
-    return Execution(
+    return ExecSpec(
         tuple(argv), env, str(body.get("WorkingDir") or "") or None, str(body.get("User") or "") or user or None,
         bool(body.get("Tty")), bool(body.get("AttachStdin")), streams,
     )  # fmt: skip
 
 
-def main_of(container: Created) -> Execution:
+def main_of(container: Created) -> ExecSpec:
     """Return what runs a container's main command."""
-    return Execution(
-        container.main, {}, None, container.user or None, container.tty, container.stdin, frozenset({1, 2})
-    )
+    return ExecSpec(container.main, {}, None, container.user or None, container.tty, container.stdin, frozenset({1, 2}))
 
 
 def ends_all(user: str) -> ToolCall:

@@ -8,8 +8,9 @@ from typing import Any
 
 import orjson
 
-from proxy.compat.docker.requests import API, ENGINE, OLDEST_API, Created, Execution, image_id
-from proxy.dialects.base import Headers, Local
+from proxy.compat.docker.requests import API, ENGINE, OLDEST_API, Created, ExecSpec, image_id
+from proxy.dialects.base import Local
+from sandboxes.listener import Headers
 from sandboxes.process_output import END, Frames, ending, frames
 
 NEVER = "0001-01-01T00:00:00Z"
@@ -46,7 +47,7 @@ class Exec:
 
     id: str
     container: Container
-    execution: Execution
+    execution: ExecSpec
     detach_keys: str = ""
     started: bool = False
     running: bool = False

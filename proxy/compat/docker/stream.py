@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from proxy.dialects.base import Headers
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
+from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, Frames, ending, frame, frames
 
 PATIENCE_S = 30.0
@@ -30,7 +30,7 @@ _UPGRADED = "HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
 _RAW, _FRAMES = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 
 
-class Wire:
+class HijackedConnection:
     """One such connection. upgrade: its client asked for one; older ones take the answer's body instead.
 
     write, drain, hold, end: of the transport; drain returns once the client takes more, hold stops and resumes reading.
@@ -141,7 +141,7 @@ class Wire:
             self._input.clear()
             self._hold(False)
             if len(data) > most:
-                raise Refused(413, "body", f"stdin is larger than max_body_bytes, {most}. Send less, or raise it.")
+                raise RefusalError(413, "body", f"stdin is larger than max_body_bytes, {most}. Send less, or raise it.")
             if self._ended:
                 break
             self._more.clear()
@@ -149,7 +149,7 @@ class Wire:
                 async with asyncio.timeout(SILENCE_S):
                     await self._more.wait()
             except TimeoutError:
-                raise Refused(
+                raise RefusalError(
                     400,
                     "stdin",
                     f"stdin did not end, and nothing came for {SILENCE_S:g} s: Forkpoint runs a command when it has "

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 
 STREAM = "application/connect+json"
 UNARY = "application/json"
@@ -71,13 +71,13 @@ def messages(body: bytes) -> list[dict[str, Any]]:
     at = 0
     while at < len(body):
         if len(body) - at < _HEADER.size:
-            raise Refused(400, "envelope", "the request ends within the head of an envelope.")
+            raise RefusalError(400, "envelope", "the request ends within the head of an envelope.")
         flags, length = _HEADER.unpack_from(body, at)
         at += _HEADER.size
         if flags & _COMPRESSED:
-            raise Refused(400, "envelope", "compressed envelopes are not understood: send them as they are.")
+            raise RefusalError(400, "envelope", "compressed envelopes are not understood: send them as they are.")
         if len(body) - at < length:
-            raise Refused(400, "envelope", f"the request ends {length - len(body) + at} bytes within an envelope.")
+            raise RefusalError(400, "envelope", f"the request ends {length - len(body) + at} bytes within an envelope.")
         if not flags & _END:
             found.append(message(body[at : at + length]))
         at += length
@@ -93,9 +93,9 @@ def message(text: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError as error:
-        raise Refused(400, "json", f"a message is not JSON: {error}.") from None
+        raise RefusalError(400, "json", f"a message is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise Refused(400, "json", "a message must be a JSON object.")
+        raise RefusalError(400, "json", "a message must be a JSON object.")
     return value
 
 
@@ -108,7 +108,7 @@ def timeout_s(header: str) -> float | None:
     if not header:
         return None
     if not (header.isascii() and header.isdigit() and len(header) <= 10):
-        raise Refused(400, "timeout", "connect-timeout-ms must be a number of milliseconds, of at most 10 digits.")
+        raise RefusalError(400, "timeout", "connect-timeout-ms must be a number of milliseconds, of at most 10 digits.")
     return min(int(header), MAX_TIMEOUT_MS) / 1000
 
 

@@ -1,7 +1,6 @@
 """The e2b endpoint: E2B's control plane and envd at one base URL, for its SDKs unmodified."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,20 +13,19 @@ from proxy.compat.e2b.dir_watches import Watches
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.file_requests import Plain, Watching
 from proxy.compat.e2b.processes import Processes
-from proxy.compat.e2b.requests import Asked, Chosen, Control, Start
-from proxy.compat.e2b.sandboxes import Note, Sandboxes
+from proxy.compat.e2b.requests import Chosen, Control, E2BRequest, ProcessStart
+from proxy.compat.e2b.sandboxes import Sandboxes, SandboxNote
 from proxy.dialects.base import Local, Request
 from proxy.engine import Engine
-from proxy.http.exchange import Send, raw
+from proxy.http.asgi import Receive, Send
+from proxy.http.exchange import raw
 from proxy.http.problems import problem_of
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall, ToolResult
 
-Receive = Callable[[], Awaitable[Any]]
 
-
-class GoneSandbox(Exception):  # noqa: N818 - what E2B's own proxy says then
+class SandboxGoneError(Exception):
     """A request to a sandbox that does not run, or to a port of it that is not open."""
 
     def __init__(self, sandbox: str, text: str, port: str = "") -> None:
@@ -53,12 +51,12 @@ class E2b:
                 await _respond(send, await self._control(task, asked, request))
                 return None
             rollout, note = await self._sandbox(task, request)
-            if e2b.is_stream(request) and isinstance(asked, Start | Chosen | Watching):
+            if e2b.is_stream(request) and isinstance(asked, ProcessStart | Chosen | Watching):
                 return await self._stream(rollout, note, asked, send, receive)
             await _respond(send, await self._envd(rollout, note, asked))
         except ConnectError as error:
             return await self._refuse(send, request, error, None)
-        except GoneSandbox as gone:
+        except SandboxGoneError as gone:
             await _respond(send, _json(gone.told, 502))
         except Exception as error:  # noqa: BLE001 - a request ends here
             problem = problem_of(error)
@@ -74,7 +72,7 @@ class E2b:
             return await self._sandboxes.answer(task, asked, request)
         found = await self._sandboxes.running(task, asked.sandbox)
         if found is None:
-            raise Refused(404, "no-such-sandbox", f"sandbox {asked.sandbox!r} was not found")
+            raise RefusalError(404, "no-such-sandbox", f"sandbox {asked.sandbox!r} was not found")
         await self._end(found[0], "it was killed")
         return Local(204, headers=())
 
@@ -87,32 +85,35 @@ class E2b:
         self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {why}")
         self._sandboxes.forget(rollout)
 
-    async def _sandbox(self, task: str, request: Request) -> tuple[Rollout, Note]:
+    async def _sandbox(self, task: str, request: Request) -> tuple[Rollout, SandboxNote]:
         """Return the sandbox that a request to envd is for."""
         name = e2b.sandbox_of(request) or request.rollout
         if not name:
-            raise Refused(400, "no-sandbox", "nothing says which sandbox this is for: send E2b-Sandbox-Id.")
+            raise RefusalError(400, "no-sandbox", "nothing says which sandbox this is for: send E2b-Sandbox-Id.")
         found = await self._sandboxes.running(task, name)
         if found is not None:
             found = found[0], self._sandboxes.resume(*found)
         if found is None or found[1]["paused"]:
-            raise GoneSandbox(name, "The sandbox was not found")
+            raise SandboxGoneError(name, "The sandbox was not found")
         port = e2b.port_of(request)
         if port != e2b.ENVD_PORT:
-            raise GoneSandbox(name, "The sandbox is running but port is not open", port if port.isdigit() else "0")
+            raise SandboxGoneError(name, "The sandbox is running but port is not open", port if port.isdigit() else "0")
         return found
 
     # -- envd --------------------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, rollout: Rollout, note: Note, asked: Start | Chosen | Watching, send: Send, receive: Receive
+        self, rollout: Rollout, note: SandboxNote, asked: ProcessStart | Chosen | Watching, send: Send, receive: Receive
     ) -> Problem | None:
         """Answer with a stream; a client that goes away leaves what it began to run on."""
-        terminal = isinstance(asked, Start) and asked.has_terminal
+        terminal = isinstance(asked, ProcessStart) and asked.has_terminal
         stream = EventStream(
-            send, keepalive_s=asked.keepalive_s, deadline_s=asked.deadline_s, strict=not isinstance(asked, Start),
+            send,
+            keepalive_s=asked.keepalive_s,
+            deadline_s=asked.deadline_s,
+            strict=not isinstance(asked, ProcessStart),
             form="terminal" if terminal else "watch" if isinstance(asked, Watching) else "process",
-        )  # fmt: skip
+        )
         working = asyncio.ensure_future(self._begin(rollout, note, asked, stream))
         watching = asyncio.ensure_future(_gone(receive, stream))
         try:
@@ -124,10 +125,10 @@ class E2b:
         return problem if isinstance(problem, Problem) else None
 
     async def _begin(
-        self, rollout: Rollout, note: Note, asked: Start | Chosen | Watching, stream: EventStream
+        self, rollout: Rollout, note: SandboxNote, asked: ProcessStart | Chosen | Watching, stream: EventStream
     ) -> Problem | None:
         try:
-            if isinstance(asked, Start):
+            if isinstance(asked, ProcessStart):
                 env = {**note["envs"], **asked.call.arguments["env"]}
                 call = replace(asked.call, arguments={**asked.call.arguments, "env": env})
                 await self._processes.start(rollout, replace(asked, call=call), stream)
@@ -143,7 +144,7 @@ class E2b:
             return problem
         return None
 
-    async def _envd(self, rollout: Rollout, note: Note, asked: Asked) -> Local:
+    async def _envd(self, rollout: Rollout, note: SandboxNote, asked: E2BRequest) -> Local:
         match asked:
             case Control(verb="envs"):
                 return _json({**rollout.tree.spec.env, **note["envs"]})

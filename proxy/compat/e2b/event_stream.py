@@ -5,8 +5,9 @@ from collections import deque
 
 from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b.connect_rpc import ConnectError
-from proxy.compat.e2b.responses import KEEPALIVE, WATCH_BEGUN, WATCH_KEEPALIVE, Event, started
-from proxy.http.streaming import Patient, Send
+from proxy.compat.e2b.responses import KEEPALIVE, WATCH_BEGUN, WATCH_KEEPALIVE, ProcessEvent, started
+from proxy.http.asgi import Send
+from proxy.http.streaming import Patient
 
 HELD_BYTES = 1 << 20
 """What waits for a client; whoever produces more waits too."""
@@ -53,7 +54,7 @@ class EventStream(Patient):
             self.started = True
             self.put(WATCH_BEGUN if self.form == "watch" else started(pid))
 
-    def put(self, event: Event) -> None:
+    def put(self, event: ProcessEvent) -> None:
         """Send event after those before it."""
         self._put(connect.envelope(event))
 

@@ -11,7 +11,7 @@ from urllib.parse import parse_qsl
 
 from proxy.dialects import multipart
 from proxy.dialects.base import Request
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 
 MAX_ENTRY_DEPTH = 64
@@ -50,7 +50,7 @@ def entries(method: str, message: dict[str, Any], request: Request) -> "Plain | 
         case "ListDir":
             depth = message.get("depth") or 1
             if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= MAX_ENTRY_DEPTH:
-                raise Refused(400, "depth", f"depth must be 1 to {MAX_ENTRY_DEPTH}.")
+                raise RefusalError(400, "depth", f"depth must be 1 to {MAX_ENTRY_DEPTH}.")
             return _plain("list", "entries", {"path": _path(path or "."), "user": user, "depth": depth})
         case "MakeDir":
             return _plain("mkdir", "entry", {"path": _path(path), "user": user})
@@ -65,12 +65,12 @@ def entries(method: str, message: dict[str, Any], request: Request) -> "Plain | 
             return Watching("events", watcher=word_of(message, "watcherId"))
         case "RemoveWatcher":
             return Watching("end", watcher=word_of(message, "watcherId"))
-    raise Refused(404, "no-such-method", f"filesystem.Filesystem/{method} is not served.")
+    raise RefusalError(404, "no-such-method", f"filesystem.Filesystem/{method} is not served.")
 
 
 def _watch(streams: bool, message: dict[str, Any], path: str, user: str) -> Watching:
     if message.get("includeEntry") is True:
-        raise Refused(404, "entry", "events come without the entries that they are about: look at these.")
+        raise RefusalError(404, "entry", "events come without the entries that they are about: look at these.")
     told = {"path": path, "user": user, "recursive": message.get("recursive") is True}
     return Watching("stream" if streams else "begin", ToolCall("process", "watch", told))
 
@@ -86,16 +86,16 @@ def transfers(request: Request) -> Plain:
     if request.method == "GET":
         return _plain("read", "file", {"path": _path(path), "user": user})
     if request.method != "POST":
-        raise Refused(405, "method", "files take GET and POST.")
+        raise RefusalError(405, "method", "files take GET and POST.")
     body = _unpacked(request)
     kind = request.header("content-type")
     if not kind.lower().startswith("multipart/form-data"):
         return Plain((_upload(path, user, body),), "uploads")
     found = multipart.files(body, kind)
     if path and len(found) > 1:
-        raise Refused(400, "multipart", "one path was given for several files.")
+        raise RefusalError(400, "multipart", "one path was given for several files.")
     if not found:
-        raise Refused(400, "multipart", "the form holds no file.")
+        raise RefusalError(400, "multipart", "the form holds no file.")
     return Plain(tuple(_upload(path or file.name, user, file.data) for file in found), "uploads")
 
 
@@ -109,14 +109,14 @@ def _unpacked(request: Request) -> bytes:
     if encoding == "identity":
         return request.body
     if encoding != "gzip":
-        raise Refused(415, "content-encoding", f"uploads come as they are or gzipped, not as {encoding}.")
+        raise RefusalError(415, "content-encoding", f"uploads come as they are or gzipped, not as {encoding}.")
     unzip = zlib.decompressobj(wbits=31)
     try:
         data = unzip.decompress(request.body, MAX_UNZIPPED_BYTES)
     except zlib.error as error:
-        raise Refused(400, "content-encoding", f"the body is no gzip: {error}.") from None
+        raise RefusalError(400, "content-encoding", f"the body is no gzip: {error}.") from None
     if not unzip.eof:
-        raise Refused(400, "content-encoding", "the gzipped body is cut off, or holds too much.")
+        raise RefusalError(400, "content-encoding", "the gzipped body is cut off, or holds too much.")
     return data
 
 
@@ -126,7 +126,7 @@ def _plain(tool: str, form: str, arguments: dict[str, Any]) -> Plain:
 
 def _path(path: str) -> str:
     if not path or "\0" in path or len(path.encode()) > 4095:
-        raise Refused(400, "path", "a path has 1 to 4095 bytes, none of them NUL.")
+        raise RefusalError(400, "path", "a path has 1 to 4095 bytes, none of them NUL.")
     return path
 
 
@@ -138,9 +138,9 @@ def user_of(request: Request) -> str:
     try:
         user = base64.b64decode(coded, validate=True).decode().partition(":")[0]
     except (binascii.Error, UnicodeDecodeError):
-        raise Refused(400, "user", "the Authorization header is no Basic one.") from None
+        raise RefusalError(400, "user", "the Authorization header is no Basic one.") from None
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", user):
-        raise Refused(400, "user", "a user's name is of letters, digits, _, . and -.")
+        raise RefusalError(400, "user", "a user's name is of letters, digits, _, . and -.")
     return user
 
 
@@ -148,5 +148,5 @@ def word_of(message: dict[str, Any], name: str) -> str:
     """Return a string that a message has; empty where it has none."""
     value = message.get(name) or ""
     if not isinstance(value, str) or "\0" in value:
-        raise Refused(400, name, f"{name} must be a string without NUL.")
+        raise RefusalError(400, name, f"{name} must be a string without NUL.")
     return value

@@ -15,11 +15,11 @@ log = structlog.get_logger()
 MOST_S = 86_400.0
 """Timers are not set further ahead: when one is due it looks again."""
 
-Note = dict[str, Any]
+SandboxNote = dict[str, Any]
 Over = Callable[[Rollout], Awaitable[None]]
 
 
-def is_over(note: Note, now: float) -> bool:
+def is_over(note: SandboxNote, now: float) -> bool:
     """Whether the time of a sandbox that runs is over; one that was not made as a sandbox of E2B's has no end (pure).
 
     now: seconds since 1970.
@@ -35,7 +35,7 @@ class Lifetimes:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._endings: set[asyncio.Task[None]] = set()
 
-    def watch(self, rollout: Rollout, note: Note) -> None:
+    def watch(self, rollout: Rollout, note: SandboxNote) -> None:
         """Have an end come when note says so, and not when it said so before."""
         self.forget(rollout)
         if note.get("mortal") and not note["paused"]:

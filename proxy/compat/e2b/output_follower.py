@@ -12,7 +12,7 @@ from proxy.compat.e2b import responses as e2b_told
 from proxy.compat.e2b.connect_rpc import ConnectError, of_problem
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.engine import Engine
-from proxy.execution.errors import NothingHappened, RolloutGone, StateLost
+from proxy.execution.errors import NothingHappened, RolloutGoneError, StateLostError
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Rollout
@@ -155,7 +155,7 @@ class Following:
                     continue
                 try:
                     said = await self._look_once(watched)
-                except (RolloutGone, StateLost) as error:
+                except (RolloutGoneError, StateLostError) as error:
                     _end(watched, of_problem(problem_of(error)))
                     break
                 pause_s = min(pause_s * 2, _most_s(watched, said=said))
@@ -189,7 +189,7 @@ class Following:
                 answer = await self._step.run(watched.rollout, call, call_key(call), leaves=leaves)
             except NothingHappened:
                 continue
-            except (RolloutGone, StateLost):
+            except (RolloutGoneError, StateLostError):
                 raise
             except FORESEEN as error:
                 # Nobody has asked for this; it is tried again.
@@ -228,7 +228,7 @@ def _told(body: bytes, pid: int, streams: list[EventStream], *, skip: int = 0) -
     return bool(last or error)
 
 
-def _events(body: bytes, form: str, skip: int) -> list[e2b_told.Event]:
+def _events(body: bytes, form: str, skip: int) -> list[e2b_told.ProcessEvent]:
     if form == "watch":
         return [{"filesystem": event} for event in e2b_told.happened(body)]
     return list(e2b_told.output(body, skip=skip, terminal=form == "terminal"))

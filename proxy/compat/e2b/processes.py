@@ -14,7 +14,7 @@ from proxy.compat.e2b import responses as e2b_told
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.output_follower import Following, not_found
-from proxy.compat.e2b.requests import Chosen, Start
+from proxy.compat.e2b.requests import Chosen, ProcessStart
 from proxy.engine import Engine
 from proxy.step import Answer
 from proxy.tree.keys import CallKey, call_key, private_key
@@ -40,13 +40,13 @@ def pid_of(node: Node, key: CallKey) -> int:
     return 1000 + int.from_bytes(digest, "little") % (1 << 30)
 
 
-class Run:
+class ProcessRun:
     """One process under way, and the client that hears it meanwhile. See `Departing`.
 
     shown: how much of its output the client has been told, in bytes. heir: where a client listens that asked again.
     """
 
-    def __init__(self, start: Start, key: CallKey, stream: EventStream) -> None:
+    def __init__(self, start: ProcessStart, key: CallKey, stream: EventStream) -> None:
         self.key, self.pid, self.shown = key, 0, 0
         self.task: asyncio.Task[Answer] | None = None
         self.heir: EventStream | None = None
@@ -108,19 +108,19 @@ class Processes:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, ProcessRun] = {}
         self.following = Following(engine)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def start(self, rollout: Rollout, asked: Start, stream: EventStream) -> None:
+    async def start(self, rollout: Rollout, asked: ProcessStart, stream: EventStream) -> None:
         """Answer a start on stream: to its end, or until what it started was left running, and is watched."""
         try:
             await self._start(rollout, asked, stream)
         finally:
             self.following.moved(rollout)
 
-    async def _start(self, rollout: Rollout, asked: Start, stream: EventStream) -> None:
+    async def _start(self, rollout: Rollout, asked: ProcessStart, stream: EventStream) -> None:
         key = call_key(asked.call)
         run = self._runs.get(rollout.id)
         if run is None or not await run.awaits(rollout, key):
@@ -132,7 +132,7 @@ class Processes:
             if record is not None:
                 self.following.tell(rollout, pid_of(record.source, record.key), record, stream)
                 return
-            run = self._runs[rollout.id] = Run(asked, key, stream)
+            run = self._runs[rollout.id] = ProcessRun(asked, key, stream)
             run.task = asyncio.ensure_future(self._step.run(rollout, run.placed, own, run))
         else:
             run.heir = stream
@@ -145,7 +145,7 @@ class Processes:
         if self._runs.get(rollout.id) is run and not stream.gone:
             del self._runs[rollout.id]
 
-    async def _answer(self, run: Run, stream: EventStream) -> Answer:
+    async def _answer(self, run: ProcessRun, stream: EventStream) -> Answer:
         assert run.task is not None
         try:
             async with asyncio.timeout(START_PATIENCE_S):

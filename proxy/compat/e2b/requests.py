@@ -17,7 +17,7 @@ from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.file_requests import Plain, Watching, entries, transfers, user_of, word_of
 from proxy.dialects.base import Request
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
 
@@ -42,7 +42,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProcessStart:
     """A process to start; the variables of its sandbox are not in call yet. keepalive_s: how often its client wants
     to hear something.
     """
@@ -74,7 +74,7 @@ class Chosen:
     deadline_s: float | None = None
 
 
-Asked = Control | Start | Chosen | Plain | Watching
+E2BRequest = Control | ProcessStart | Chosen | Plain | Watching
 
 _ID = "([^/]+)"
 _CONTROL = [
@@ -125,21 +125,21 @@ def port_of(request: Request) -> str:
     return request.header("e2b-sandbox-port") or (found[1] if found else ENVD_PORT)
 
 
-def read(request: Request, spec: EnvironmentSpec) -> Asked:
+def read(request: Request, spec: EnvironmentSpec) -> E2BRequest:
     """Say what request means.
 
     Raises:
         Refused: 400 to 501, with what is wrong. ConnectError: the same, in a request that speaks Connect.
     """
     if spec.driver not in SERVER_DRIVERS or spec.upstreams:
-        raise Refused(404, "no-such-endpoint", "this task has no e2b endpoint: its driver runs no processes.")
+        raise RefusalError(404, "no-such-endpoint", "this task has no e2b endpoint: its driver runs no processes.")
     path = unquote(request.path).rstrip("/")
     if path == "/files":
         return transfers(request)
     if is_connect(request):
         try:
             return _rpc(request, spec)
-        except Refused as error:
+        except RefusalError as error:
             raise ConnectError(
                 "unimplemented" if error.status in (404, 405) else "invalid_argument", str(error)
             ) from error
@@ -151,19 +151,19 @@ def read(request: Request, spec: EnvironmentSpec) -> Asked:
             query = dict(parse_qsl(request.query))
             return Control(verb, found[1] if found.re.groups else "", body, query)
     if any(pattern.fullmatch(f"{method} {path}") for pattern, _ in _CONTROL for method in ("GET", "POST", "DELETE")):
-        raise Refused(405, "method", f"{path} does not take {request.method}.")
+        raise RefusalError(405, "method", f"{path} does not take {request.method}.")
     if _ABSENT.match(path) or path.startswith("/execute"):
-        raise Refused(501, "unimplemented", f"{line}: Forkpoint does not serve this part of E2B's API.")
-    raise Refused(404, "no-such-path", f"there is no {line} in E2B's API.")
+        raise RefusalError(501, "unimplemented", f"{line}: Forkpoint does not serve this part of E2B's API.")
+    raise RefusalError(404, "no-such-path", f"there is no {line} in E2B's API.")
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
 
-def _rpc(request: Request, spec: EnvironmentSpec) -> Asked:
+def _rpc(request: Request, spec: EnvironmentSpec) -> E2BRequest:
     service, _, method = request.path.lstrip("/").partition("/")
     if request.method != "POST":
-        raise Refused(405, "method", "Connect's methods take POST.")
+        raise RefusalError(405, "method", "Connect's methods take POST.")
     message = _message(request, stream=method in _STREAMS)
     if service == "filesystem.Filesystem":
         watched = entries(method, message, request)
@@ -173,7 +173,7 @@ def _rpc(request: Request, spec: EnvironmentSpec) -> Asked:
     return _start(message, request, spec) if method == "Start" else _process(method, message, request)
 
 
-def _process(method: str, message: dict[str, Any], request: Request) -> Asked:
+def _process(method: str, message: dict[str, Any], request: Request) -> E2BRequest:
     match method:
         case "List":
             return Plain((ToolCall("process", "list", {}),), "processes")
@@ -190,35 +190,35 @@ def _process(method: str, message: dict[str, Any], request: Request) -> Asked:
         case "SendSignal":
             number = _SIGNALS.get(message.get("signal", ""))
             if number is None:
-                raise Refused(400, "signal", "signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL.")
+                raise RefusalError(400, "signal", "signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL.")
             return Chosen("signal", *_selected(message), more={"signal": number})
         case "Update":
             return Chosen("resize", *_selected(message), more={"size": _size(message)})
-    raise Refused(404, "no-such-method", f"process.Process/{method} is not served.")
+    raise RefusalError(404, "no-such-method", f"process.Process/{method} is not served.")
 
 
 def _message(request: Request, *, stream: bool) -> dict[str, Any]:
     kind = request.header("content-type").partition(";")[0].strip().lower()
     wanted = connect.STREAM if stream else connect.UNARY
     if kind != wanted:
-        raise Refused(415, "content-type", f"{request.path} takes {wanted}, not {kind or 'nothing'}.")
+        raise RefusalError(415, "content-type", f"{request.path} takes {wanted}, not {kind or 'nothing'}.")
     if not stream:
         return connect.message(request.body)
     found = connect.messages(request.body)
     if not found:
-        raise Refused(400, "envelope", "the request holds no message.")
+        raise RefusalError(400, "envelope", "the request holds no message.")
     return found[0]
 
 
-def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> Start:
+def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> ProcessStart:
     process = message.get("process")
     if not isinstance(process, dict) or not isinstance(process.get("cmd"), str) or not process["cmd"]:
-        raise Refused(400, "process", "process.cmd must be the program to run.")
+        raise RefusalError(400, "process", "process.cmd must be the program to run.")
     args = process.get("args") or []
     if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
-        raise Refused(400, "process", "process.args must be a list of strings.")
+        raise RefusalError(400, "process", "process.args must be a list of strings.")
     if any("\0" in word for word in (process["cmd"], *args)):
-        raise Refused(400, "process", "a command's words cannot hold a NUL.")
+        raise RefusalError(400, "process", "a command's words cannot hold a NUL.")
     deadline_s = _deadline_s(request)
     arguments: dict[str, Any] = {
         "argv": [process["cmd"], *args],
@@ -231,7 +231,9 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
     }
     if message.get("pty") is not None:
         arguments |= {"tty": True, "stdin": False, "size": _size(message)}
-    return Start(ToolCall("process", "run", arguments), word_of(message, "tag"), _keepalive_s(request), deadline_s)
+    return ProcessStart(
+        ToolCall("process", "run", arguments), word_of(message, "tag"), _keepalive_s(request), deadline_s
+    )
 
 
 def variables(value: Any) -> dict[str, str]:
@@ -244,7 +246,7 @@ def variables(value: Any) -> dict[str, str]:
     if not isinstance(given, dict) or not all(
         _VARIABLE.fullmatch(name) and isinstance(text, str) and "\0" not in text for name, text in given.items()
     ):
-        raise Refused(400, "envs", "environment variables are names without = and strings, none with a NUL.")
+        raise RefusalError(400, "envs", "environment variables are names without = and strings, none with a NUL.")
     return dict(given)
 
 
@@ -256,7 +258,7 @@ def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
         return pid, ""
     if isinstance(tag, str) and tag:
         return None, tag
-    raise Refused(400, "process", "process must select one, by pid or by tag.")
+    raise RefusalError(400, "process", "process must select one, by pid or by tag.")
 
 
 def _size(message: dict[str, Any]) -> list[int]:
@@ -267,7 +269,7 @@ def _size(message: dict[str, Any]) -> list[int]:
     if len(size) != 2 or not all(
         isinstance(length, int) and not isinstance(length, bool) and 0 <= length < 1 << 16 for length in size
     ):
-        raise Refused(400, "pty", "pty.size must have rows and cols, each below 65536.")
+        raise RefusalError(400, "pty", "pty.size must have rows and cols, each below 65536.")
     return size
 
 
@@ -277,11 +279,11 @@ def _input(message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
     typed = isinstance(given, dict) and "pty" in given
     data = given.get("pty" if typed else "stdin") if isinstance(given, dict) else None
     if not isinstance(data, str):
-        raise Refused(400, "input", "input.stdin, or input.pty, must be base64.")
+        raise RefusalError(400, "input", "input.stdin, or input.pty, must be base64.")
     try:
         return base64.b64decode(data, validate=True), {"typed": True} if typed else {}
     except binascii.Error as error:
-        raise Refused(400, "input", f"input is no base64: {error}.") from None
+        raise RefusalError(400, "input", f"input is no base64: {error}.") from None
 
 
 def _stream_input(request: Request) -> Chosen:
@@ -294,7 +296,7 @@ def _stream_input(request: Request) -> Chosen:
             piece, more = _input(message["data"])
             data += piece
     if pid is None and not tag:
-        raise Refused(400, "input", "a stream of input begins by selecting a process.")
+        raise RefusalError(400, "input", "a stream of input begins by selecting a process.")
     return Chosen("write", pid, tag, data=data, more=more)
 
 

@@ -24,23 +24,23 @@ _KINDS = {
 _CANNOT_START = (b"OCI runtime exec failed: ", b"unable to find ")
 _SIGNAL_NAMES = {2: "interrupt", 9: "killed", 15: "terminated"}
 
-Event = dict[str, Any]
+ProcessEvent = dict[str, Any]
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
 
 
-def started(pid: int) -> Event:
+def started(pid: int) -> ProcessEvent:
     """Return the first event of a process."""
     return {"event": {"start": {"pid": pid}}}
 
 
-KEEPALIVE: Event = {"event": {"keepalive": {}}}
-WATCH_BEGUN: Event = {"start": {}}
-WATCH_KEEPALIVE: Event = {"keepalive": {}}
+KEEPALIVE: ProcessEvent = {"event": {"keepalive": {}}}
+WATCH_BEGUN: ProcessEvent = {"start": {}}
+WATCH_KEEPALIVE: ProcessEvent = {"keepalive": {}}
 
 
-def pieces(kind: int, data: bytes, *, terminal: bool) -> Iterator[Event]:
+def pieces(kind: int, data: bytes, *, terminal: bool) -> Iterator[ProcessEvent]:
     """Yield the events of what came on one stream, or on the terminal that is all that a process has."""
     name = "pty" if terminal else _STREAMS[kind]
     for at in range(0, len(data), PIECE_BYTES):
@@ -48,7 +48,7 @@ def pieces(kind: int, data: bytes, *, terminal: bool) -> Iterator[Event]:
         yield {"event": {"data": {name: coded}}}
 
 
-def output(body: bytes, *, terminal: bool, skip: int = 0) -> Iterator[Event]:
+def output(body: bytes, *, terminal: bool, skip: int = 0) -> Iterator[ProcessEvent]:
     """Yield the events of all output in a recorded answer, but for its first bytes."""
     for kind, data in frames(body):
         if kind != END:
@@ -64,7 +64,7 @@ def happened(body: bytes) -> Iterator[dict[str, str]]:
         yield {"name": told["name"], "type": f"EVENT_TYPE_{told['type'].upper()}"}
 
 
-def ended(body: bytes) -> Event | None:
+def ended(body: bytes) -> ProcessEvent | None:
     """Return the last event of a process by a recorded answer; None where it goes on.
 
     Raises:

@@ -16,13 +16,13 @@ from proxy.compat.e2b.requests import Control, variables
 from proxy.dialects.base import Local, Request
 from proxy.engine import Engine
 from proxy.names import named
-from proxy.refusals import Refused
-from proxy.tree.environments import Wanted
+from proxy.refusals import RefusalError
+from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout, Task
 from proxy.tree.tree import Node, Tree
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 
-Note = dict[str, Any]
+SandboxNote = dict[str, Any]
 """What is remembered of a sandbox: `template`, `metadata`, `envs`, `started`, `ends`, `paused`, `snapshots`.
 
 Of one that was made as such, that it is `mortal`; then whether it `pauses` at its end, whether it `resumes` when it is
@@ -34,7 +34,7 @@ DEFAULT_TEMPLATE = "base"
 DEFAULT_TIMEOUT_S = 300
 MAX_FORKS = 100
 _PROTOCOL = "e2b"
-_NONE: Note = {}
+_NONE: SandboxNote = {}
 _SNAPSHOT = re.compile(r"n([0-9]{1,18})")
 _REMEMBERED = 4096
 _PAGE = 100
@@ -52,13 +52,13 @@ class Sandboxes:
         self._engine, self._end, self._cut = engine, end, cut
         self._lifetimes = Lifetimes(self._over)
         engine.beside.append(self._lifetimes.aclose)
-        self._notes: dict[int, Note] = {}
+        self._notes: dict[int, SandboxNote] = {}
         self._read: set[str] = set()
         self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
-    async def running(self, task: str, name: str) -> tuple[Rollout, Note] | None:
+    async def running(self, task: str, name: str) -> tuple[Rollout, SandboxNote] | None:
         """Return the sandbox of this name; None where none runs."""
         rollout = self._engine.tasks.rollouts.get((task, name)) or await self._engine.tasks.running(task, name)
         if rollout is None:
@@ -72,13 +72,13 @@ class Sandboxes:
             self._set_aside(rollout, note)
         return rollout, self._notes[rollout.id]
 
-    async def _known(self, task: str, name: str) -> tuple[Rollout, Note]:
+    async def _known(self, task: str, name: str) -> tuple[Rollout, SandboxNote]:
         found = await self.running(task, name)
         if found is None:
-            raise Refused(404, "no-such-sandbox", f"sandbox {name!r} was not found")
+            raise RefusalError(404, "no-such-sandbox", f"sandbox {name!r} was not found")
         return found
 
-    def _note(self, rollout: Rollout) -> Note:
+    def _note(self, rollout: Rollout) -> SandboxNote:
         if rollout.task not in self._read:
             for name, text in self._engine.store.notes(rollout.task, _PROTOCOL).items():
                 of = self._engine.tasks.rollouts.get((rollout.task, name))
@@ -94,7 +94,7 @@ class Sandboxes:
         self._lifetimes.forget(rollout)
         self._notes.pop(rollout.id, None)
 
-    def resume(self, rollout: Rollout, note: Note) -> Note:
+    def resume(self, rollout: Rollout, note: SandboxNote) -> SandboxNote:
         """Let a sandbox that was set aside go on, if it was made to when it is asked; return its note."""
         if note["paused"] and note.get("resumes"):
             note = {**note, "paused": False, "ends": time.time() + note["seconds"]}
@@ -112,11 +112,11 @@ class Sandboxes:
         else:
             await self._end(rollout, "its time is over")
 
-    def _set_aside(self, rollout: Rollout, note: Note) -> None:
+    def _set_aside(self, rollout: Rollout, note: SandboxNote) -> None:
         self._write(rollout, {**note, "paused": True})
         self._cut(rollout, f"the sandbox {rollout.name!r} was paused")
 
-    def _write(self, rollout: Rollout, note: Note) -> None:
+    def _write(self, rollout: Rollout, note: SandboxNote) -> None:
         self._notes[rollout.id] = note
         self._lifetimes.watch(rollout, note)
         self._engine.store.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
@@ -140,7 +140,7 @@ class Sandboxes:
                 return await self._forget(task, asked.sandbox)
         return await self._of_one(*await self._known(task, asked.sandbox), asked, request)
 
-    async def _of_one(self, rollout: Rollout, note: Note, asked: Control, request: Request) -> Local:
+    async def _of_one(self, rollout: Rollout, note: SandboxNote, asked: Control, request: Request) -> Local:
         match asked.verb:
             case "info":
                 return _json(e2b_told.detail(rollout.name, note, rollout.tree.spec))
@@ -171,7 +171,7 @@ class Sandboxes:
             "pauses": body.get("autoPause") is True, "resumes": _resumes(body), "seconds": _seconds(body),
         }  # fmt: skip
         if body.get("volumeMounts"):
-            raise Refused(501, "unimplemented", "there are no volumes here: upload what the sandbox needs.")
+            raise RefusalError(501, "unimplemented", "there are no volumes here: upload what the sandbox needs.")
         note["ends"] = note["started"] + note["seconds"]
         name = await self._new_name(task, request)
         rollout = await self._begin(task, name, note["template"])
@@ -189,7 +189,7 @@ class Sandboxes:
             opened = await tasks.open(task)
             return tasks.begin(opened, name, *self._place(opened, template))
         base = self._engine.settings.e2b_templates.get(template)
-        wanted = None if template == DEFAULT_TEMPLATE and base is None else Wanted(template, base=base)
+        wanted = None if template == DEFAULT_TEMPLATE and base is None else EnvironmentRequest(template, base=base)
         return await tasks.opened(task, name, wanted=wanted)
 
     def _place(self, task: Task, snapshot: str) -> tuple[Tree, Node]:
@@ -198,7 +198,7 @@ class Sandboxes:
         assert found is not None
         place = self._engine.tasks.place(task, int(found[1]))
         if place is None:
-            raise Refused(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task.name!r}")
+            raise RefusalError(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task.name!r}")
         return place
 
     async def _new_name(self, task: str, request: Request) -> str:
@@ -222,18 +222,18 @@ class Sandboxes:
         found.sort(key=lambda told: (told["startedAt"], told["sandboxID"]), reverse=query.get("order") != "asc")
         return _page(found, query)
 
-    def _extend(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> None:
+    def _extend(self, rollout: Rollout, note: SandboxNote, body: dict[str, Any]) -> None:
         seconds = _seconds({"timeout": body.get("timeout", body.get("duration"))})
         self._write(rollout, {**note, "ends": time.time() + seconds})
 
-    def _pause(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+    def _pause(self, rollout: Rollout, note: SandboxNote, body: dict[str, Any]) -> Local:
         _require_memory(body)
         if note["paused"]:
-            raise Refused(409, "paused", f"sandbox {rollout.name!r} is already paused")
+            raise RefusalError(409, "paused", f"sandbox {rollout.name!r} is already paused")
         self._set_aside(rollout, note)
         return Local(204, headers=())
 
-    def _connect(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+    def _connect(self, rollout: Rollout, note: SandboxNote, body: dict[str, Any]) -> Local:
         _require_memory(body)
         status = 201 if note["paused"] else 200
         ends = max(0.0 if note["paused"] else note["ends"], time.time() + _seconds(body))
@@ -241,7 +241,7 @@ class Sandboxes:
         self._write(rollout, note)
         return _json(e2b_told.sandbox(rollout.name, note), status)
 
-    async def _snapshot(self, rollout: Rollout, note: Note, body: dict[str, Any]) -> Local:
+    async def _snapshot(self, rollout: Rollout, note: SandboxNote, body: dict[str, Any]) -> Local:
         """Keep the state at which rollout stands, and pin it, so that it is there whatever becomes of the budget."""
         _require_memory(body)
         async with rollout.turn:
@@ -250,7 +250,7 @@ class Sandboxes:
         node.pinned = True
         self._engine.store.save_node(node)
         # What cannot be frozen is reached by its calls.
-        with contextlib.suppress(NotFreezable):
+        with contextlib.suppress(NotFreezableError):
             await self._engine.attach.keep(rollout.tree, node)
         named_so = _word(body, "name")
         told = {"snapshotID": f"n{node.id}", "names": [named_so] if named_so else []}
@@ -270,7 +270,9 @@ class Sandboxes:
 
     async def _forget(self, task: str, template: str) -> Local:
         if _SNAPSHOT.fullmatch(template) is None:
-            raise Refused(404, "no-such-template", f"template {template!r} was not found: only snapshots are here.")
+            raise RefusalError(
+                404, "no-such-template", f"template {template!r} was not found: only snapshots are here."
+            )
         opened = await self._engine.tasks.open(task)
         _, node = self._place(opened, template)
         node.pinned = False
@@ -282,10 +284,10 @@ class Sandboxes:
                 self._write(rollout, {**note, "snapshots": left})
         return Local(204, headers=())
 
-    async def _fork(self, rollout: Rollout, note: Note, body: dict[str, Any], request: Request) -> Local:
+    async def _fork(self, rollout: Rollout, note: SandboxNote, body: dict[str, Any], request: Request) -> Local:
         count = body.get("count", 1)
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_FORKS:
-            raise Refused(400, "count", f"count must be 1 to {MAX_FORKS}.")
+            raise RefusalError(400, "count", f"count must be 1 to {MAX_FORKS}.")
         async with rollout.turn:
             tree, node = rollout.tree, rollout.node
         told = []
@@ -308,7 +310,7 @@ class Sandboxes:
         return _json(told, 201)
 
 
-def _new_note(template: str) -> Note:
+def _new_note(template: str) -> SandboxNote:
     now = time.time()
     return {
         "template": template, "metadata": {}, "envs": {}, "started": now, "ends": now + DEFAULT_TIMEOUT_S,
@@ -325,7 +327,7 @@ def _page(found: list[dict[str, Any]], query: dict[str, str]) -> Local:
     """Return one page of a list; its client asks for the next with the token that it is given."""
     limit, token = query.get("limit", str(_PAGE)), query.get("nextToken", "0")
     if not (limit.isascii() and limit.isdigit() and token.isascii() and token.isdigit() and 0 < int(limit) <= 1000):
-        raise Refused(400, "page", "limit is 1 to 1000, and nextToken what the last page gave.")
+        raise RefusalError(400, "page", "limit is 1 to 1000, and nextToken what the last page gave.")
     at = int(token)
     more = (("x-next-token", str(at + int(limit))),) if at + int(limit) < len(found) else ()
     return _json(found[at : at + int(limit)], 200, more)
@@ -340,7 +342,7 @@ def _seconds(body: dict[str, Any]) -> float:
     if given is None:
         return DEFAULT_TIMEOUT_S
     if not isinstance(given, int | float) or isinstance(given, bool) or not 0 <= given <= 10**9:
-        raise Refused(400, "timeout", "timeout must be a number of seconds.")
+        raise RefusalError(400, "timeout", "timeout must be a number of seconds.")
     return float(given)
 
 
@@ -357,18 +359,20 @@ def _require_memory(body: dict[str, Any]) -> None:
         Refused: 400.
     """
     if body.get("memory") is False:
-        raise Refused(400, "snapshot_filesystem_only_disabled", "states are kept with what runs in them, not without.")
+        raise RefusalError(
+            400, "snapshot_filesystem_only_disabled", "states are kept with what runs in them, not without."
+        )
 
 
 def _word(body: dict[str, Any], name: str) -> str:
     value = body.get(name) or ""
     if not isinstance(value, str) or len(value) > 1000:
-        raise Refused(400, name, f"{name} must be a string.")
+        raise RefusalError(400, name, f"{name} must be a string.")
     return value
 
 
 def _strings(body: dict[str, Any], name: str) -> dict[str, str]:
     value = body.get(name) or {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise Refused(400, name, f"{name} must map names to strings.")
+        raise RefusalError(400, name, f"{name} must map names to strings.")
     return dict(value)

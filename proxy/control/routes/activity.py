@@ -12,7 +12,7 @@ from proxy.control.activity import HOUR, Pulse, Second, timeline
 from proxy.control.routes.params import granted
 from proxy.engine import Engine
 from proxy.names import NAME_PATTERN
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 
 _QUIET_S = 15.0
 
@@ -51,7 +51,7 @@ def live_routes(router: APIRouter, engine: Engine) -> None:
             grant.require(task)
             await engine.tasks.find(task)
         if engine.pulse.full:
-            raise Refused(429, "listeners", "as many listen to events as may. Close a page, and try again.")
+            raise RefusalError(429, "listeners", "as many listen to events as may. Close a page, and try again.")
         events = _events(engine.pulse, task, limit, whole=grant.whole)
         return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 

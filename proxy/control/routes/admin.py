@@ -54,11 +54,11 @@ from proxy.control.views.resources import (
     snapshot_view,
 )
 from proxy.engine import Engine
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
 from proxy.tree.rollout import Rollout, Task
 from proxy.tree.tree import Node
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.snapshot import Snapshot
 
@@ -182,8 +182,8 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         tree, kept = place_of(engine, found, node)
         try:
             await engine.attach.keep(tree, kept)
-        except NotFreezable as reason:
-            raise Refused(409, "not-freezable", f"the state {node} cannot be frozen: {reason}") from reason
+        except NotFreezableError as reason:
+            raise RefusalError(409, "not-freezable", f"the state {node} cannot be frozen: {reason}") from reason
         if kept.snapshot is None:
             raise StoreError(f"the snapshot of {node} could not be written. Free disk space, and ask again.")
         return reader.detail(found, kept, _snapshot_of(engine, kept))
@@ -253,7 +253,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         tree, start = (source.tree, source.node) if node is None else place_of(engine, found, node)
         if start.detached:
-            raise Refused(409, "forgotten", f"the state that rollout {rollout!r} stands at was forgotten.")
+            raise RefusalError(409, "forgotten", f"the state that rollout {rollout!r} stands at was forgotten.")
         begun = engine.tasks.begin(found, name, tree, start)
         engine.warm.saw(begun)
         return RolloutView(**_shown(engine, begun, request))

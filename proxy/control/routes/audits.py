@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Response
 from pydantic import BaseModel, Field
 
-from proxy.audit.auditor import Kind, Tally
+from proxy.audit.auditor import SampleSource, Tally
 from proxy.audit.confidence import clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
@@ -23,7 +23,7 @@ class Bound(BaseModel):
     them. unreachable: not checked, because no way leads to their state any more; they are not in the rate.
     """
 
-    kind: Kind
+    kind: SampleSource
     checked: int
     differing: int
     unreachable: int
@@ -46,7 +46,7 @@ class Finding(BaseModel):
     found_at: float
 
 
-class Progress(BaseModel):
+class AuditProgress(BaseModel):
     """An audit that runs, or that was just asked for. of: calls to look at."""
 
     of: int
@@ -68,10 +68,10 @@ class AuditView(BaseModel):
     findings: list[Finding]
     masks: Masks
     quarantine: bool
-    running: Progress | None
+    running: AuditProgress | None
 
 
-class Wanted(BaseModel):
+class AuditRequest(BaseModel):
     """What to check. sample: so many calls, drawn evenly; null: all. node: of those that led there or came after; the
     root of another tree means that tree.
     """
@@ -119,10 +119,10 @@ def audit_routes(router: APIRouter, engine: Engine) -> None:
         return _view(engine, found, found.tree)
 
     @router.post("/tasks/{task}/verify", status_code=202)
-    async def verify(task: TaskName, wanted: Annotated[Wanted | None, Body()] = None) -> Progress:
+    async def verify(task: TaskName, wanted: Annotated[AuditRequest | None, Body()] = None) -> AuditProgress:
         """Begin to run recorded calls again in fresh sandboxes, and to compare. GET …/audit shows how far it is."""
         found = await engine.tasks.find(task)
-        asked = wanted or Wanted()
+        asked = wanted or AuditRequest()
         tree, below = (found.tree, found.tree.root) if asked.node is None else place_of(engine, found, asked.node)
         return _progress(engine.audit.begin(task, tree, below, asked.sample, asked.seed))
 
@@ -156,5 +156,5 @@ def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:
     )
 
 
-def _progress(tally: Tally) -> Progress:
-    return Progress(**{name: getattr(tally, name) for name in Progress.model_fields})
+def _progress(tally: Tally) -> AuditProgress:
+    return AuditProgress(**{name: getattr(tally, name) for name in AuditProgress.model_fields})

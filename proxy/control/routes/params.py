@@ -9,7 +9,7 @@ from proxy.control.views.resources import NodeName
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.names import NAME_PATTERN
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout, Task
 from proxy.tree.tree import Node, Tree
 
@@ -56,7 +56,7 @@ def place_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
     found = engine.tasks.place(task, int(name[1:]))
     if found is None:
         detail = f"task {task.name!r} has no node {name}. GET …/tree lists them, GET …/trees its other trees."
-        raise Refused(404, "no-such-node", detail)
+        raise RefusalError(404, "no-such-node", detail)
     return found
 
 
@@ -81,8 +81,10 @@ async def running(engine: Engine, task: str, name: str) -> Rollout:
     return rollout
 
 
-def no_rollout(task: str, name: str) -> Refused:
-    return Refused(404, "no-such-rollout", f"no rollout {name!r} runs in task {task!r}. GET …/rollouts lists them.")
+def no_rollout(task: str, name: str) -> RefusalError:
+    return RefusalError(
+        404, "no-such-rollout", f"no rollout {name!r} runs in task {task!r}. GET …/rollouts lists them."
+    )
 
 
 def standing(task: Task) -> dict[Node, list[str]]:

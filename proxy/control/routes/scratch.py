@@ -17,7 +17,7 @@ from proxy.control.views.resources import NodeName, node_name
 from proxy.dialects.base import Call
 from proxy.engine import Engine
 from proxy.http.problems import problem_of
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from sandboxes.driver import Sandbox, execute
 from sandboxes.inspection import Terminal, TerminalSandbox
 from sandboxes.spec import EnvironmentSpec
@@ -61,7 +61,7 @@ def _json(body: Any) -> bytes:
     try:
         return orjson.dumps(body)
     except TypeError as error:
-        raise Refused(422, "body", f"the body is no JSON that can be sent: {error}.") from None
+        raise RefusalError(422, "body", f"the body is no JSON that can be sent: {error}.") from None
 
 
 class TrialView(BaseModel):
@@ -87,7 +87,7 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
             detail = (
                 f"{a} and {b} lie in different trees of the task, over different root states. Compare two of one tree."
             )
-            raise Refused(409, "other-tree", detail)
+            raise RefusalError(409, "other-tree", detail)
         return await diff(engine.visits, task, tree, one, other)
 
     @router.post("/tasks/{task}/nodes/{node}/exec")
@@ -143,7 +143,7 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
 
 async def _open(sandbox: Sandbox, driver: str, columns: int, rows: int) -> Terminal:
     if not isinstance(sandbox, TerminalSandbox):
-        raise Refused(
+        raise RefusalError(
             409,
             "no-terminal",
             f"sandboxes of driver {driver!r} open no terminals. POST …/exec runs single calls there.",

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from proxy.control.routes.params import RootQuery, TaskName, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.engine import Engine
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 
 MEDIA_TYPE = "application/x-tar"
 _BODY: dict[str, Any] = {
@@ -76,7 +76,7 @@ def carry_routes(router: APIRouter, engine: Engine) -> None:
         try:
             taken = await engine.carrying.take(task, request.stream())
         except ClientDisconnect as error:
-            raise Refused(400, "import", "the upload ended before the file did. Nothing was imported.") from error
+            raise RefusalError(400, "import", "the upload ended before the file did. Nothing was imported.") from error
         manifest = taken.manifest
         return ImportView(
             task=task, exported_from=manifest.task, root=node_name(taken.root), current=taken.current,

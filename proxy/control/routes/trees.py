@@ -11,7 +11,7 @@ from proxy.control.routes.params import NodePath, RootQuery, TaskName, place_of,
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.views.common import Passed
 from proxy.engine import Engine
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 
 _SHOWN_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
 """What a browser may show by itself: no script can be in it."""
@@ -84,7 +84,7 @@ def tree_routes(router: APIRouter, engine: Engine) -> None:
         records = [r for r in (shown.origin, *shown.records.values()) if r is not None]
         wanted = next((r for r in records if r.id == record), None) if record is not None else shown.origin
         if wanted is None:
-            raise Refused(
+            raise RefusalError(
                 404, "no-answer", f"{node} has no such recorded answer. GET …/nodes/{node} lists what it has."
             )
         result = engine.store.result(wanted)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel
 
-from sandboxes.inspection import Entry, SessionLook, StateLook
+from sandboxes.inspection import FileEntry, SessionLook, StateLook
 
 CONTENT_BYTES = 64 << 10
 """A file longer than this is told to differ, and not how."""
@@ -100,7 +100,9 @@ def differing_paths(one: StateLook, other: StateLook) -> list[str] | None:
     return sorted(path for path in one.files.keys() | other.files if one.files.get(path) != other.files.get(path))
 
 
-def file_changes(paths: Iterable[str], before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[FileChange]:
+def file_changes(
+    paths: Iterable[str], before: Mapping[str, FileEntry], after: Mapping[str, FileEntry]
+) -> list[FileChange]:
     """Return the changes of these paths; those that are in neither state are none."""
     found, shown = [], 0
     for path in paths:
@@ -113,7 +115,7 @@ def file_changes(paths: Iterable[str], before: Mapping[str, Entry], after: Mappi
     return found
 
 
-def file_change(path: str, one: Entry, other: Entry, *, texts: bool = True) -> FileChange:
+def file_change(path: str, one: FileEntry, other: FileEntry, *, texts: bool = True) -> FileChange:
     """Return what changed at one path."""
     change: Literal["added", "removed", "changed"] = "changed"
     if one.kind == "gone" or other.kind == "gone":
@@ -151,7 +153,7 @@ def _text(content: bytes) -> str | None:
         return None
 
 
-def _facts(entry: Entry) -> FileFacts | None:
+def _facts(entry: FileEntry) -> FileFacts | None:
     if entry.kind == "gone":
         return None
     target = None if entry.target is None else _shown(entry.target)

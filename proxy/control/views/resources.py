@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from proxy.execution.restore import VISITOR
 from proxy.tree.tree import Node
-from sandboxes.pool.lifecycle import State
+from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.roster import Slot
 from snapshots.costs import Costs
 from snapshots.policy import Prospect, value, why
@@ -178,9 +178,11 @@ def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -
 def _why_it_lives(slot: Slot, rollout: str | None) -> str:
     if slot.owner == VISITOR:
         return "somebody looks at this state"
-    if slot.state is not State.IDLE:
+    if slot.state is not SandboxState.IDLE:
         making = "is made ready" if slot.warm else "runs a call, or is brought to where one will run"
-        return {State.FREEZING: "its state is being kept", State.STARTING: "starts"}.get(slot.state, making)
+        return {SandboxState.FREEZING: "its state is being kept", SandboxState.STARTING: "starts"}.get(
+            slot.state, making
+        )
     if slot.warm:
         return "a warm fork: rollouts are expected to leave the tree here"
     return f"rollout {rollout} may go on in it" if rollout else "whoever comes to its node may have it"

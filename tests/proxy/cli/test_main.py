@@ -15,7 +15,7 @@ from proxy.cli.render_tree import render_tree
 from proxy.cli.replay import parting
 from proxy.cli.text import printable, shortened
 from proxy.workloads.ephemeral_proxy import free_port
-from proxy.workloads.report import Answer, CallId, Difference
+from proxy.workloads.report import CallId, Difference, ShellAnswer
 from tests.proxy.stub import stub_proxy
 
 
@@ -188,7 +188,9 @@ def test_nothing_that_a_terminal_acts_on_is_printed(text: str) -> None:
 
 @given(st.text(max_size=60), st.text(max_size=60))
 def test_two_answers_are_shown_where_they_part(one: str, other: str) -> None:
-    difference = Difference(CallId("t", "r", 0), "ls", Answer(f"same {one}", "", 0), Answer(f"same {other}", "", 0))
+    difference = Difference(
+        CallId("t", "r", 0), "ls", ShellAnswer(f"same {one}", "", 0), ShellAnswer(f"same {other}", "", 0)
+    )
     if one != other:
         left, right = parting(difference, 1000)
         assert left != right
@@ -196,5 +198,5 @@ def test_two_answers_are_shown_where_they_part(one: str, other: str) -> None:
 
 
 def test_an_exit_code_is_shown_before_output() -> None:
-    difference = Difference(CallId("t", "r", 0), "ls", Answer("a", "", 0), Answer("b", "", 1))
+    difference = Difference(CallId("t", "r", 0), "ls", ShellAnswer("a", "", 0), ShellAnswer("b", "", 1))
     assert parting(difference, 40) == ("exit_code 0", "exit_code 1")

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.control.activity import Pulse, Second, timeline
-from proxy.telemetry.counters import Counts
+from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
 
-def beats(counts: Counts) -> Pulse:
+def beats(counts: Counters) -> Pulse:
     return Pulse(counts, lambda: 3, lambda _task: [])
 
 
@@ -28,7 +28,7 @@ def events(proxy: Running, query: str) -> list[dict[str, Any]]:
 
 def test_a_second_tells_what_was_counted_in_it() -> None:
     async def go() -> list[Second]:
-        counts = Counts()
+        counts = Counters()
         pulse = beats(counts)
         for outcome in (Outcome.MISS, Outcome.HIT, Outcome.HIT):
             counts.answered(outcome, 0.5)
@@ -45,7 +45,7 @@ def test_a_second_tells_what_was_counted_in_it() -> None:
 
 def test_a_listener_that_is_too_slow_is_told_how_much_it_missed() -> None:
     async def go() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        counts = Counts()
+        counts = Counters()
         pulse = beats(counts)
         with pulse.listening(None) as listener:
             for _ in range(100):

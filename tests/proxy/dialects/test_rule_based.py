@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from proxy.dialects.base import Call, Close, Local, Open, Request, Told
+from proxy.dialects.base import Call, Close, Local, Open, Request, Response
 from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import RulesError, identity, rules_of
-from proxy.refusals import Problem, Refused
+from proxy.refusals import Problem, RefusalError
 from sandboxes.json_paths import OUR_NAME
 from sandboxes.spec import EnvironmentSpec, Server
 
@@ -79,13 +79,13 @@ def test_a_rollouts_name_is_read_where_the_rule_says(source: str, sent: dict[str
     assert call(
         read(request("POST", asked["target"], asked["body"], rollout="", headers=asked["headers"]))
     ).rollout == ("s1")
-    with pytest.raises(Refused, match="nothing says which rollout"):
+    with pytest.raises(RefusalError, match="nothing says which rollout"):
         read(request("POST", "/run", rollout=""))
 
 
 def test_a_name_that_cannot_be_one_is_refused() -> None:
     read = dialect("http", {"on": "POST /run", "rollout": "body:id"}).read
-    with pytest.raises(Refused, match="cannot name a rollout"):
+    with pytest.raises(RefusalError, match="cannot name a rollout"):
         read(request("POST", "/run", '{"id": "../other"}', rollout=""))
 
 
@@ -117,7 +117,7 @@ def test_recorded_answers_have_each_clients_own_name() -> None:
     wire = dialect("tvcache")
     body = f'{{"sandbox_id":"{OUR_NAME}","sandbox_path":"/tmp/{OUR_NAME}/x","other":"{OUR_NAME}"}}'.encode()
     asked = request("POST", "/start", '{"sandbox_id": "t_7"}', rollout="")
-    told = wire.answer(Told(200, (("Content-Length", str(len(body))),), body), asked)
+    told = wire.answer(Response(200, (("Content-Length", str(len(body))),), body), asked)
     assert told.body == f'{{"sandbox_id":"t_7","sandbox_path":"/tmp/t_7/x","other":"{OUR_NAME}"}}'.encode()
     assert told.headers == (("Content-Length", str(len(told.body))),)
 

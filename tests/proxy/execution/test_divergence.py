@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.engine import Engine
-from proxy.execution.errors import StateLost
+from proxy.execution.errors import StateLostError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.memory import MemoryDriver, MemorySandbox, _State
@@ -88,7 +88,7 @@ def test_a_lost_state_is_told_to_who_stands_there_and_run_anew_for_the_others(tm
             first, number = await drawn(running)
             await lose_all(running)
             for _ in range(2):
-                with pytest.raises(StateLost, match="reaches another state, and no snapshot of it is left"):
+                with pytest.raises(StateLostError, match="reaches another state, and no snapshot of it is left"):
                     await ask(running, first, "cat f; pwd")
             assert await said(running, first, "cat f") == number, "what it was told stays true"
             second, other = await drawn(running, "second")
@@ -110,7 +110,7 @@ def test_what_came_from_a_lost_state_is_lost_with_it(tmp_path: Path) -> None:
             await ask(running, first, "echo more >> f")
             assert await said(running, first, "cat f") == number + "more\n"
             await lose_all(running)
-            with pytest.raises(StateLost):
+            with pytest.raises(StateLostError):
                 await ask(running, first, "cat f; pwd")
             second, other = await drawn(running, "second")
             await ask(running, second, "echo more >> f")
@@ -130,7 +130,7 @@ def test_who_still_has_the_sandbox_goes_on_in_a_state_that_was_set_aside(tmp_pat
             # The one sandbox there is stands after `more`; nothing else holds the state before.
             for node in list(first.tree.nodes.values()):
                 running.keeper.drop(node)
-            with pytest.raises(StateLost):
+            with pytest.raises(StateLostError):
                 await ask(running, first, "cat f; pwd")
             assert second.node.diverged
             assert await said(running, second, "cat f; pwd") == f"{number}more\n/root\n"
@@ -148,14 +148,14 @@ def test_a_lost_state_stays_lost_after_a_restart(tmp_path: Path) -> None:
         running = await open_engine(tmp_path, RandomDriver())
         first, number = await drawn(running)
         await lose_all(running)
-        with pytest.raises(StateLost):
+        with pytest.raises(StateLostError):
             await ask(running, first, "pwd")
         _, other = await drawn(running, "second")
         await abandon(running)
         async with engine(tmp_path, driver := RandomDriver()) as again:
             first = await again.tasks.rollout("task", "first")
             assert await said(again, first, "cat f") == number
-            with pytest.raises(StateLost):
+            with pytest.raises(StateLostError):
                 await ask(again, first, "pwd")
             third, same = await drawn(again, "third")
             assert same == other
@@ -187,7 +187,7 @@ def test_where_a_state_has_no_digest_another_answer_is_a_divergence(tmp_path: Pa
             rollout = await running.tasks.rollout("task", "first")
             await ask(running, rollout, "sleep 9 &; echo random")
             await lose_all(running)
-            with pytest.raises(StateLost):
+            with pytest.raises(StateLostError):
                 await ask(running, rollout, "pwd")
 
     asyncio.run(body())
@@ -201,7 +201,7 @@ def test_beside_a_live_process_what_a_call_wrote_is_compared_too(tmp_path: Path)
             await ask(running, rollout, "echo random > f")
             number = await said(running, rollout, "cat f")
             await lose_all(running)
-            with contextlib.suppress(StateLost):
+            with contextlib.suppress(StateLostError):
                 assert await said(running, rollout, "cat f; pwd") == f"{number}/root\n"
 
     asyncio.run(body())
@@ -216,7 +216,7 @@ def test_a_divergence_found_on_the_way_spares_states_that_have_a_snapshot_behind
             await lose_sandboxes(running)
             running.keeper.drop(middle)
             second, _ = await drawn(running, "second")
-            with pytest.raises(StateLost):
+            with pytest.raises(StateLostError):
                 await ask(running, second, "pwd")
             driver.executed.clear()
             assert await said(running, first, "cat f; pwd") == f"{number}more\n/root\n"
@@ -300,7 +300,7 @@ async def live(running: Engine, name: str, trajectory: list[str], dice: random.R
         rollout = await running.tasks.rollout("task", name)
         try:
             answer, _ = await ask(running, rollout, command)
-        except StateLost:
+        except StateLostError:
             assert rollout.node.diverged
             return
         assert world.see(command, answer["stdout"]), (command, answer, world)

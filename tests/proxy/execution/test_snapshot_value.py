@@ -12,7 +12,7 @@ from proxy.engine import Engine
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
 from sandboxes.driver import FrozenState
-from sandboxes.errors import SandboxError, StateGone
+from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.memory import MemoryDriver, MemorySandbox, _State
 from sandboxes.spec import EnvironmentSpec
 from snapshots.costs import KindCosts, Mean
@@ -157,7 +157,7 @@ def test_the_only_way_to_a_state_is_kept_however_often_it_fails(tmp_path: Path) 
 
 def test_states_that_the_driver_says_are_gone_are_replayed_within_the_same_call(tmp_path: Path) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
-        driver.refuse = [StateGone("layer l1 is gone") for _ in range(len(WRITES) + 1)]
+        driver.refuse = [StateGoneError("layer l1 is gone") for _ in range(len(WRITES) + 1)]
         assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
         assert driver.executed == [*WRITES, "cat f1"]
 

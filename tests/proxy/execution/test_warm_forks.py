@@ -13,9 +13,9 @@ from proxy.execution.warm_forks import available_bytes
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall
-from sandboxes.errors import NotFreezable, SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.memory import Gate, MemoryDriver
-from sandboxes.pool.lifecycle import State
+from sandboxes.pool.lifecycle import SandboxState
 from tests.proxy.rig import ask, engine
 from tests.proxy.serving import serving
 
@@ -154,7 +154,7 @@ def test_where_a_state_is_just_being_kept_none_is_made_by_running_its_calls_agai
         both = [await running.tasks.rollout("task", name) for name in ("first", "second")]
         await asyncio.gather(*(ask(running, rollout, "echo 1 > a") for rollout in both))
         (slot,) = running.pool.roster.at(both[0].node)
-        assert slot.state is State.FREEZING
+        assert slot.state is SandboxState.FREEZING
         assert running.warm.ready(both[0].node) == 1
 
     warmed(tmp_path, test)
@@ -275,7 +275,7 @@ def test_a_snapshot_that_is_asked_for_is_taken_also_where_no_sandbox_stands(tmp_
 def test_one_that_is_taken_of_a_rollout_s_only_sandbox_leaves_it_to_the_rollout(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "sleep 9 &")
-        with pytest.raises(NotFreezable):
+        with pytest.raises(NotFreezableError):
             await running.attach.keep(first.tree, first.node)
         assert [slot.owner for slot in running.pool.roster.at(first.node)] == [first.id]
 

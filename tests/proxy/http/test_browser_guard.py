@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from proxy.http.browser_guard import rebindable, refuse_foreign
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from tests.proxy.serving import Running, serving
 
 HOST = (b"host", b"127.0.0.1:8700")
@@ -41,7 +41,7 @@ def test_agents_and_our_own_page_are_answered(headers: list[tuple[bytes, bytes]]
 @pytest.mark.parametrize("headers", FOREIGN)
 @pytest.mark.parametrize("tool", [True, False])
 def test_what_another_page_sends_is_refused(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
-    with pytest.raises(Refused, match=r"another site|not known as") as refused:
+    with pytest.raises(RefusalError, match=r"another site|not known as") as refused:
         refuse_foreign("POST", headers, tool=tool)
     assert refused.value.status == 403
 
@@ -54,9 +54,9 @@ def test_a_link_from_elsewhere_may_be_followed_but_not_to_what_a_tool_wrote() ->
         (b"sec-fetch-dest", b"document"),
     ]
     refuse_foreign("GET", followed, tool=False)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusalError):
         refuse_foreign("POST", followed, tool=False)
-    with pytest.raises(Refused):
+    with pytest.raises(RefusalError):
         refuse_foreign("GET", followed, tool=True)
     framed = [
         HOST,
@@ -64,14 +64,14 @@ def test_a_link_from_elsewhere_may_be_followed_but_not_to_what_a_tool_wrote() ->
         (b"sec-fetch-mode", b"navigate"),
         (b"sec-fetch-dest", b"iframe"),
     ]
-    with pytest.raises(Refused):
+    with pytest.raises(RefusalError):
         refuse_foreign("GET", framed, tool=False)
 
 
 def test_a_browser_shows_no_tool_s_answer_even_where_the_address_was_typed() -> None:
     typed = [HOST, (b"sec-fetch-site", b"none"), (b"sec-fetch-mode", b"navigate"), (b"sec-fetch-dest", b"document")]
     refuse_foreign("GET", typed, tool=False)
-    with pytest.raises(Refused, match="browsers"):
+    with pytest.raises(RefusalError, match="browsers"):
         refuse_foreign("GET", typed, tool=True)
 
 
@@ -130,5 +130,5 @@ def test_every_answer_of_the_control_plane_forbids_sniffing(proxy: Running) -> N
 
 def test_with_a_token_the_proxy_is_answered_under_any_name_but_not_to_other_sites_pages() -> None:
     refuse_foreign("POST", [(b"host", b"forkpoint.example.com")], tool=True, names=None)
-    with pytest.raises(Refused, match="another site"):
+    with pytest.raises(RefusalError, match="another site"):
         refuse_foreign("POST", [(b"host", b"a.example"), (b"origin", b"https://evil.example")], tool=True, names=None)

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.storage import journal as module
-from proxy.storage.journal import STEP_BYTES, Journal, Step, read_steps
+from proxy.storage.journal import STEP_BYTES, Journal, JournalEntry, read_steps
 
 steps = st.lists(
-    st.builds(Step, st.integers(0, 9), st.integers(0, 2**32 - 1), st.integers(0, 2**60), st.integers(0, 3))
+    st.builds(JournalEntry, st.integers(0, 9), st.integers(0, 2**32 - 1), st.integers(0, 2**60), st.integers(0, 3))
 )
 
 
-def written(directory: Path, taken: list[Step]) -> Journal:
+def written(directory: Path, taken: list[JournalEntry]) -> Journal:
     journal = Journal(directory, lambda _: None)
     journal.open()
     for step in taken:
@@ -25,8 +25,8 @@ def written(directory: Path, taken: list[Step]) -> Journal:
 
 
 @given(steps)
-def test_steps_of_a_killed_process_are_folded_at_the_next_start(taken: list[Step]) -> None:
-    folded: list[Step] = []
+def test_steps_of_a_killed_process_are_folded_at_the_next_start(taken: list[JournalEntry]) -> None:
+    folded: list[JournalEntry] = []
     with tempfile.TemporaryDirectory() as directory:
         # Nobody closes it: that is what a kill looks like.
         written(Path(directory), taken)
@@ -35,7 +35,7 @@ def test_steps_of_a_killed_process_are_folded_at_the_next_start(taken: list[Step
 
 
 @given(steps, st.data())
-def test_a_torn_or_damaged_step_ends_what_is_read(taken: list[Step], data: st.DataObject) -> None:
+def test_a_torn_or_damaged_step_ends_what_is_read(taken: list[JournalEntry], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         written(Path(directory), taken)
         content = bytearray(next(Path(directory).glob("*.steps")).read_bytes())
@@ -46,10 +46,10 @@ def test_a_torn_or_damaged_step_ends_what_is_read(taken: list[Step], data: st.Da
 
 
 def test_each_step_is_folded_once_and_its_segment_is_gone(tmp_path: Path) -> None:
-    folded: list[Step] = []
+    folded: list[JournalEntry] = []
     journal = Journal(tmp_path, folded.extend)
     journal.open()
-    taken = [Step(1, turn, 7, 0) for turn in range(2500)]
+    taken = [JournalEntry(1, turn, 7, 0) for turn in range(2500)]
     for step in taken[:1200]:
         journal.append(step)
     asyncio.run(journal.trickle())
@@ -61,28 +61,28 @@ def test_each_step_is_folded_once_and_its_segment_is_gone(tmp_path: Path) -> Non
 
 
 def test_a_fold_that_fails_leaves_its_steps_for_the_next(tmp_path: Path) -> None:
-    folded: list[Step] = []
+    folded: list[JournalEntry] = []
     broken = [True]
 
-    def fold(some: list[Step]) -> None:
+    def fold(some: list[JournalEntry]) -> None:
         if broken:
             raise OSError(28, "full")
         folded.extend(some)
 
     journal = Journal(tmp_path, fold)
     journal.open()
-    journal.append(Step(1, 0, 7, 0))
+    journal.append(JournalEntry(1, 0, 7, 0))
     with pytest.raises(OSError, match="full"):
         journal.fold()
-    journal.append(Step(1, 1, 8, 0))
+    journal.append(JournalEntry(1, 1, 8, 0))
     broken.clear()
     journal.close()
-    assert folded == [Step(1, 0, 7, 0), Step(1, 1, 8, 0)]
+    assert folded == [JournalEntry(1, 0, 7, 0), JournalEntry(1, 1, 8, 0)]
 
 
 def test_a_full_segment_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SEGMENT_BYTES", 10 * STEP_BYTES)
-    written(tmp_path, [Step(1, turn, 7, 0) for turn in range(25)])
-    folded: list[Step] = []
+    written(tmp_path, [JournalEntry(1, turn, 7, 0) for turn in range(25)])
+    folded: list[JournalEntry] = []
     assert Journal(tmp_path, folded.extend).open() == 25
     assert [step.turn for step in folded] == list(range(25))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.storage.errors import StoreError
-from proxy.storage.journal import Step
+from proxy.storage.journal import JournalEntry
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.tree import Node, Record, Tree
@@ -176,7 +176,7 @@ def test_deleting_a_task_leaves_nothing_of_it(tmp_path: Path) -> None:
             tree = tree_of(store, task)
             record = save(store, tree, task, shared)
             rollout = store.create_rollout(task, "r", tree.id, tree.root.id, "token-" + task)
-            store.fold([Step(rollout, 0, record.id, 1)])
+            store.fold([JournalEntry(rollout, 0, record.id, 1)])
         store.delete_task("gone")
         left = {table: rows(store, table) for table in ("tasks", "trees", "nodes", "records", "rollouts", "steps")}
         assert set(left.values()) == {1}, left
@@ -215,7 +215,7 @@ def test_steps_that_are_folded_twice_count_once(tmp_path: Path) -> None:
         tree = tree_of(store)
         record = save(store, tree, "a", b"")
         rollout = store.create_rollout("task", "r", tree.id, tree.root.id, "token")
-        steps = [Step(rollout, turn, record.id, 0) for turn in range(3)]
+        steps = [JournalEntry(rollout, turn, record.id, 0) for turn in range(3)]
         store.fold(steps)
         store.fold(steps[1:])
         assert [turn for turn, _, _ in store.steps(rollout)] == [0, 1, 2]
@@ -273,7 +273,7 @@ def test_names_of_nodes_and_records_are_not_used_again_after_a_restart(tmp_path:
         tree = tree_of(store)
         record = save(store, tree, "a", b"")
         rollout = store.create_rollout("task", "r", tree.id, tree.root.id, "token")
-        store.fold([Step(rollout, 0, record.id, 0)])
+        store.fold([JournalEntry(rollout, 0, record.id, 0)])
         store.forget([], [record])
     with opened(tmp_path) as again:
         assert again.new_record_id() > record.id, "or the rollout's history would show another call"

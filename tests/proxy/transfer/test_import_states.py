@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from proxy.engine import Engine
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.settings import Settings
 from proxy.transfer.format import Writer, read
 from proxy.tree.rollout import Outcome
@@ -199,7 +199,7 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
     """Import data into an empty instance; return why it was refused; nothing of it may be left."""
 
     async def act(there: Engine) -> str:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusalError) as refused:
             await there.carrying.take("task", chunks(data))
         assert there.store.tasks("task") == []
         assert len(there.snapshots) == 0
@@ -260,7 +260,7 @@ def test_states_of_another_driver_travel_too_and_are_looked_at(tmp_path: Path) -
         for folder, state in (("whole", data), ("forged", _swapped(data))):
             async with engine(tmp_path / folder) as there:
                 if folder == "forged":
-                    with pytest.raises(Refused, match="its digest is another"):
+                    with pytest.raises(RefusalError, match="its digest is another"):
                         await there.carrying.take("task", chunks(state))
                     assert there.store.tasks("task") == []
                     continue

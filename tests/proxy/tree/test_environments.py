@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from proxy.engine import Engine
-from proxy.refusals import Refused
-from proxy.tree.environments import Wanted, spec_for
+from proxy.refusals import RefusalError
+from proxy.tree.environments import EnvironmentRequest, spec_for
 from proxy.tree.rollout import Outcome
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import SPEC, ask, engine
@@ -17,35 +17,35 @@ DRIVERS = {"local", "container"}
 
 def test_a_given_spec_stays_and_the_request_only_adds() -> None:
     given = EnvironmentSpec(env={"A": "given", "B": "given"}, setup=("true",))
-    wanted = Wanted("debian:12", {"B": "wanted", "C": "wanted"}, "/tmp", memory_mb=512)
+    wanted = EnvironmentRequest("debian:12", {"B": "wanted", "C": "wanted"}, "/tmp", memory_mb=512)
     found = spec_for(wanted, given, SPEC, DRIVERS, any_image=False)
     assert (found.driver, found.image, found.setup, found.workdir) == ("local", None, ("true",), "/tmp")
     assert found.env == {"A": "given", "B": "wanted", "C": "wanted"}
     assert (found.limits.memory_mb, found.limits.pids) == (512, given.limits.pids)
-    assert spec_for(Wanted("x"), given, SPEC, DRIVERS, any_image=False) == given
+    assert spec_for(EnvironmentRequest("x"), given, SPEC, DRIVERS, any_image=False) == given
 
 
 def test_without_one_the_image_is_a_containers() -> None:
-    found = spec_for(Wanted("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
+    found = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
     assert (found.driver, found.image, found.workdir, found.env) == ("container", "debian:12", "/", {"A": "1"})
 
 
 def test_without_containers_there_are_no_images_unless_a_setting_says_so() -> None:
-    with pytest.raises(Refused) as refused:
-        spec_for(Wanted("debian:12"), None, SPEC, {"local"}, any_image=False)
+    with pytest.raises(RefusalError) as refused:
+        spec_for(EnvironmentRequest("debian:12"), None, SPEC, {"local"}, any_image=False)
     assert (refused.value.status, str(refused.value)[:24]) == (404, "No such image: debian:12")
-    assert spec_for(Wanted("debian:12"), None, SPEC, {"local"}, any_image=True) == SPEC
+    assert spec_for(EnvironmentRequest("debian:12"), None, SPEC, {"local"}, any_image=True) == SPEC
 
 
 def test_what_no_environment_can_have_is_refused() -> None:
-    with pytest.raises(Refused) as refused:
-        spec_for(Wanted("x", {"A B": "1"}), SPEC, SPEC, DRIVERS, any_image=False)
+    with pytest.raises(RefusalError) as refused:
+        spec_for(EnvironmentRequest("x", {"A B": "1"}), SPEC, SPEC, DRIVERS, any_image=False)
     assert refused.value.status == 400
 
 
 def test_other_environments_are_other_trees_and_rollouts_keep_theirs_over_a_restart(tmp_path: Path) -> None:
     async def begun(running: Engine, name: str, **env: str) -> tuple[int, str]:
-        rollout = await running.tasks.opened("task", name, wanted=Wanted("any", env))
+        rollout = await running.tasks.opened("task", name, wanted=EnvironmentRequest("any", env))
         told, outcome = await ask(running, rollout, "echo $X")
         return rollout.tree.id, f"{told['stdout'].strip()} {Outcome(outcome).name}"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.tree.keys import UncanonicalArguments, call_key, canonical_json, private_key, root_key
+from proxy.tree.keys import UncanonicalArgumentsError, call_key, canonical_json, private_key, root_key
 from sandboxes.calls import ToolCall
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -66,7 +66,7 @@ def test_endpoint_tool_arguments_and_body_cannot_be_mistaken_for_one_another() -
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [1, {"x": float("-inf")}], 2**64, "\ud800", object()])
 def test_what_has_no_canonical_form_is_refused_and_says_why(value: Any) -> None:
-    with pytest.raises(UncanonicalArguments, match=r"no canonical form: .+ Send them as finite JSON"):
+    with pytest.raises(UncanonicalArgumentsError, match=r"no canonical form: .+ Send them as finite JSON"):
         key({"x": value})
 
 

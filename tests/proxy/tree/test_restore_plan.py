@@ -8,7 +8,7 @@ from proxy.tree.keys import CallKey
 from proxy.tree.restore_plan import Way, kind_of, plan_restore
 from proxy.tree.tree import Node, Record
 from sandboxes.effects import Effect
-from snapshots.costs import Costs, Kind, Mean
+from snapshots.costs import Costs, Mean, SnapshotKind
 
 Link = tuple[float, bool, bool, bool, bool, bool]
 links = st.lists(
@@ -116,8 +116,8 @@ def test_one_slow_moment_moves_a_mean_little_and_a_lasting_change_moves_it_all_t
 
 
 @given(st.sampled_from(["files", "processes"]), st.floats(0, 0.002))
-def test_what_was_measured_of_one_kind_is_learnt_of_that_kind_alone(kind: Kind, seconds: float) -> None:
-    other: Kind = "files" if kind == "processes" else "processes"
+def test_what_was_measured_of_one_kind_is_learnt_of_that_kind_alone(kind: SnapshotKind, seconds: float) -> None:
+    other: SnapshotKind = "files" if kind == "processes" else "processes"
     costs = Costs().froze(kind, seconds).restored(kind, seconds)
     assert (costs.of(kind).freeze.seconds, costs.of(kind).restore.seconds) == pytest.approx((seconds, seconds))
     assert costs.of(other) == Costs().of(other)

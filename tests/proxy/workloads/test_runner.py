@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import pytest
 
 from proxy.workloads.ephemeral_proxy import free_port
-from proxy.workloads.format import RecordedRollout, RecordedTask, Request, Workload
+from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest
 from proxy.workloads.report import (
-    Answer,
     CallId,
-    Outcome,
-    Run,
+    ReplayedCall,
+    ReplayRun,
+    ShellAnswer,
     Source,
     as_json,
     compare,
@@ -33,14 +33,16 @@ def workload(*rollouts: Sequence[str], task: str = "t/1") -> Workload:
     made = tuple(
         RecordedRollout(
             f"r{number}",
-            tuple(Request(at, "shell/exec", {"command": command}, command) for at, command in enumerate(commands)),
+            tuple(
+                WorkloadRequest(at, "shell/exec", {"command": command}, command) for at, command in enumerate(commands)
+            ),
         )
         for number, commands in enumerate(rollouts)
     )
     return Workload((RecordedTask(task, EnvironmentSpec(), made),))
 
 
-def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, names: Names = NAMES) -> Run:
+def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, names: Names = NAMES) -> ReplayRun:
     return asyncio.run(
         replay(stub.url, work, cached=cached, names=names, at_once=at_once, on_call=lambda _: None, trust_env=False)
     )
@@ -129,8 +131,8 @@ def test_a_proxy_that_is_not_there_says_what_to_do() -> None:
 
 
 def test_a_rollout_that_loses_the_proxy_ends_there_and_its_other_calls_are_counted() -> None:
-    lost = {CallId("t", "r", 0): Outcome("ls", 0.0, error="no answer from the proxy")}
-    found = Run(cached=True, wall_s=1.0, outcomes=lost, spent=spent({}, {}), unsent=2)
+    lost = {CallId("t", "r", 0): ReplayedCall("ls", 0.0, error="no answer from the proxy")}
+    found = ReplayRun(cached=True, wall_s=1.0, outcomes=lost, spent=spent({}, {}), unsent=2)
     assert errors_of(found)[-1] == "2 calls were not sent, because their rollouts lost the proxy"
     assert (figures(found).errors, figures(found).calls, figures(found).median_ms) == (3, 1, 0.0)
 
@@ -162,8 +164,11 @@ def test_percentiles_are_values_that_were_measured() -> None:
 def test_the_json_report_keeps_both_answers_whole() -> None:
     call = CallId("t", "r", 0)
     runs = {
-        name: Run(
-            name == "cached", 1.0, {call: Outcome("ls", 0.1, Answer(name, "", 0))}, spent({}, {"executed_s": 1.0})
+        name: ReplayRun(
+            name == "cached",
+            1.0,
+            {call: ReplayedCall("ls", 0.1, ShellAnswer(name, "", 0))},
+            spent({}, {"executed_s": 1.0}),
         )
         for name in ("cached", "uncached")
     }

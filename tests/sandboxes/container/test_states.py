@@ -19,7 +19,7 @@ from sandboxes.container.driver import ContainerDriver
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import SandboxError, SpecError, StateGone
+from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
 from tests.machine import wait_until
 from tests.sandboxes.box import file, opened, run
@@ -95,7 +95,7 @@ def test_a_state_costs_what_it_added_and_deleting_it_frees_that(container_dir: P
         assert driver.states.all() == set(second.parts)
         restored = await driver.restore(SPEC, second)
         assert (await run(restored, "wc -c < big; cat small")).out.split() == ["4000000", "11"]
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(SPEC, first)
         await restored.close()
         assert await driver.collect([]) == 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
@@ -187,7 +187,7 @@ def test_what_cannot_be_dumped_is_told_and_harms_nothing(data_dir: Path, held: s
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(EnvironmentSpec(files={"/root/a": "a"}))
         await run(sandbox, held)
-        with pytest.raises(NotFreezable, match=reason):
+        with pytest.raises(NotFreezableError, match=reason):
             await sandbox.freeze()
         assert (await run(sandbox, "pgrep -c sleep")).out == "1\n"
 
@@ -202,7 +202,7 @@ def test_criu_s_own_reason_is_told(data_dir: Path) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, f'python3 -c "{trace}" & sleep .3')
         before = driver.machine.checkpoints.all()
-        with pytest.raises(NotFreezable, match=r"CRIU: ."):
+        with pytest.raises(NotFreezableError, match=r"CRIU: ."):
             await sandbox.freeze()
         assert (await run(sandbox, "pgrep -c python3")).out == "2\n"
         assert driver.machine.checkpoints.all() == before
@@ -244,7 +244,7 @@ def test_a_file_that_was_replaced_while_it_runs_is_not_taken_for_the_new_one(dat
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
         await run(sandbox, "cp /bin/true /usr/bin/sleep.new; mv /usr/bin/sleep.new /usr/bin/sleep")
-        with pytest.raises(NotFreezable):
+        with pytest.raises(NotFreezableError):
             await sandbox.freeze()
 
     driven(data_dir, test)
@@ -260,7 +260,7 @@ def test_images_that_are_gone_or_damaged_are_an_error_never_another_state(data_d
         with pytest.raises(SandboxError, match="processes could not be restored"):
             await driver.restore(SPEC, frozen)
         remove_tree(images)
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(SPEC, frozen)
         assert (await run(sandbox, "pgrep -c sleep")).out == "1\n"
 
@@ -276,7 +276,7 @@ def test_collecting_deletes_the_images_of_what_is_not_kept(data_dir: Path) -> No
         assert await driver.collect(one.parts) > 100_000
         assert driver.machine.checkpoints.all() == {one.payload["images"]}
         assert (await run(await driver.restore(SPEC, one), "cat a; pgrep -c sleep")).out == "a\n1\n"
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(SPEC, two)
 
     driven(data_dir, test)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.layers import Layers
 from sandboxes.local.portable_layers import LayerUnpacking
-from sandboxes.portability import PortableDriver, Porter, Unusable
+from sandboxes.portability import NotPortableError, PortableDriver, Porter
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened, run
 from tests.sandboxes.local.test_states import CHANGES
@@ -79,7 +79,7 @@ def test_what_comes_in_is_held_until_its_end_and_then_goes_if_nothing_keeps_it(d
                 assert not set(copied.parts) & set(frozen.parts)
                 await driver.collect([])
                 assert set(copied.parts) <= driver.machine.layers.all()
-                with driver.porter.unpacking() as empty, pytest.raises(Unusable, match="is not there"):
+                with driver.porter.unpacking() as empty, pytest.raises(NotPortableError, match="is not there"):
                     empty.state(frozen)
             assert await driver.collect(copied.parts) - await driver.collect([]) == copied.size_bytes > 0
             assert not set(copied.parts) & driver.machine.layers.all()
@@ -93,7 +93,7 @@ def test_a_layer_with_a_socket_stays_at_home(data_dir: Path) -> None:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(EnvironmentSpec())
             await run(sandbox, "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"/root/s\")'")
-            with pytest.raises(NotFreezable, match="/root/s is a socket"):
+            with pytest.raises(NotFreezableError, match="/root/s is a socket"):
                 list(driver.porter.pack((await sandbox.freeze()).parts[0]))
 
     asyncio.run(go())

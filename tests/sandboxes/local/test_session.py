@@ -8,7 +8,7 @@ import pytest
 
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable
+from sandboxes.errors import NotFreezableError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.sandboxes.box import in_sandbox, opened, ran, run
@@ -167,7 +167,7 @@ def test_background_processes_live_until_they_end(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         said = await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p; echo done > /tmp/done) & x=1")
         assert said.effect == Effect.PROCESSES | Effect.FILES | Effect.SESSION
-        with pytest.raises(NotFreezable, match="process"):
+        with pytest.raises(NotFreezableError, match="process"):
             await sandbox.freeze()
         assert (await run(sandbox, "jobs | wc -l; kill -0 $! && echo there")).out == "1\nthere\n"
         killed = await run(sandbox, "sleep 60", timeout_s=0.2)
@@ -263,7 +263,7 @@ def test_what_no_file_holds_counts_as_processes(data_dir: Path, held: str) -> No
         said = await run(sandbox, held)
         assert Effect.PROCESSES in said.effect
         assert said.state is None
-        with pytest.raises(NotFreezable):
+        with pytest.raises(NotFreezableError):
             await sandbox.freeze()
         # What is behind it may be another now, though nothing shows.
         assert (await run(sandbox, "true")).effect is Effect.PROCESSES

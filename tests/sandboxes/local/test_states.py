@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from sandboxes.driver import FrozenState, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.host_base import in_sight
@@ -82,7 +82,7 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
                 assert said.state not in seen, change
                 seen.add(said.state)
                 if name == "hard link":
-                    with pytest.raises(NotFreezable, match="hard links"):
+                    with pytest.raises(NotFreezableError, match="hard links"):
                         await sandbox.freeze()
                     continue
                 again = await driver.restore(SPEC, await sandbox.freeze())
@@ -241,7 +241,7 @@ def test_a_state_of_a_base_that_changed_is_gone(data_dir: Path, tmp_path: Path) 
             await (await driver.restore(spec, frozen)).close()
             (base / "new").write_text("changed")
             assert await driver.identity(spec) != before
-            with pytest.raises(StateGone, match="is not what it was"):
+            with pytest.raises(StateGoneError, match="is not what it was"):
                 await driver.restore(spec, frozen)
 
     asyncio.run(go())
@@ -506,7 +506,7 @@ def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, prog
             answers.append(await run(sandbox, command))
             try:
                 frozen: FrozenState = await sandbox.freeze()
-            except NotFreezable:
+            except NotFreezableError:
                 continue
             assert frozen.state == answers[-1].state
             await sandbox.close()

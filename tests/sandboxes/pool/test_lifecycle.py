@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from sandboxes.pool.lifecycle import NEXT, Event, State, after
+from sandboxes.pool.lifecycle import NEXT, LifecycleEvent, SandboxState, after
 
 
-def reachable(state: State) -> set[State]:
+def reachable(state: SandboxState) -> set[SandboxState]:
     found, ahead = {state}, [state]
     while ahead:
         here = ahead.pop()
@@ -19,26 +19,32 @@ def reachable(state: State) -> set[State]:
 
 
 def test_every_state_is_reached_from_starting() -> None:
-    assert reachable(State.STARTING) == set(State)
+    assert reachable(SandboxState.STARTING) == set(SandboxState)
 
 
 def test_every_sandbox_can_be_closed_whatever_it_does() -> None:
-    for state in set(State) - {State.CLOSED}:
-        assert after(state, Event.CLOSE) is State.CLOSED
+    for state in set(SandboxState) - {SandboxState.CLOSED}:
+        assert after(state, LifecycleEvent.CLOSE) is SandboxState.CLOSED
 
 
 def test_closed_is_the_end() -> None:
-    assert reachable(State.CLOSED) == {State.CLOSED}
+    assert reachable(SandboxState.CLOSED) == {SandboxState.CLOSED}
 
 
 def test_a_lease_is_ended_before_the_next_one_begins() -> None:
-    leases = {source for (source, event), target in NEXT.items() if target is State.LEASED and event is Event.LEASE}
-    assert leases == {State.IDLE}
+    leases = {
+        source
+        for (source, event), target in NEXT.items()
+        if target is SandboxState.LEASED and event is LifecycleEvent.LEASE
+    }
+    assert leases == {SandboxState.IDLE}
 
 
 @pytest.mark.parametrize(
-    ("state", "event"), sorted(set(itertools.product(State, Event)) - NEXT.keys(), key=str), ids=lambda part: part.value
+    ("state", "event"),
+    sorted(set(itertools.product(SandboxState, LifecycleEvent)) - NEXT.keys(), key=str),
+    ids=lambda part: part.value,
 )
-def test_what_the_table_lacks_raises(state: State, event: Event) -> None:
+def test_what_the_table_lacks_raises(state: SandboxState, event: LifecycleEvent) -> None:
     with pytest.raises(ValueError, match=f"a sandbox that is {state.value} cannot {event.value}"):
         after(state, event)

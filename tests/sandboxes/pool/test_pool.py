@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sandboxes.driver import Sandbox
 from sandboxes.errors import SandboxError
 from sandboxes.memory import MemoryDriver
-from sandboxes.pool.lifecycle import State
-from sandboxes.pool.pool import Overloaded, Pool
+from sandboxes.pool.lifecycle import SandboxState
+from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import run
@@ -85,8 +85,8 @@ def test_the_idle_sandbox_that_was_used_longest_ago_gives_way() -> None:
         await pool.release(first)
         first.used_at, second.used_at = 1.0, 2.0
         await pool.start(driver.make, "n1", 3)
-        assert first.state is State.CLOSED
-        assert second.state is State.IDLE
+        assert first.state is SandboxState.CLOSED
+        assert second.state is SandboxState.IDLE
 
     pooled(test)
 
@@ -94,7 +94,7 @@ def test_the_idle_sandbox_that_was_used_longest_ago_gives_way() -> None:
 def test_who_waits_longer_than_the_patience_is_told_so() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         await pool.start(driver.make, "n1", 1)
-        with pytest.raises(Overloaded, match="all 1 sandboxes were busy"):
+        with pytest.raises(OverloadedError, match="all 1 sandboxes were busy"):
             await pool.start(driver.make, "n1", 2)
         assert len(pool.roster) == len(driver.live) == 1
 
@@ -195,7 +195,7 @@ def test_a_freeze_that_fails_closes_its_sandbox() -> None:
         with pytest.raises(SandboxError):
             async with pool.freezing(slot):
                 raise SandboxError("the disk failed")
-        assert slot.state is State.CLOSED
+        assert slot.state is SandboxState.CLOSED
         assert not driver.live
 
     pooled(test)
@@ -240,7 +240,11 @@ def test_unused_and_dead_sandboxes_are_closed_and_busy_ones_are_not() -> None:
         await pool.release(fresh)
         unused.used_at = -1e9
         assert await pool.close_unused(3600.0) == 1
-        assert [slot.state for slot in (busy, unused, fresh)] == [State.LEASED, State.CLOSED, State.IDLE]
+        assert [slot.state for slot in (busy, unused, fresh)] == [
+            SandboxState.LEASED,
+            SandboxState.CLOSED,
+            SandboxState.IDLE,
+        ]
         assert fresh.sandbox is not None
         assert (await run(fresh.sandbox, "pwd")).out == "/root\n"
 
@@ -277,7 +281,7 @@ def test_a_sandbox_is_made_ahead_only_where_a_place_stays_free() -> None:
         assert warm.warm
         await pool.release(warm)
         await pool.start_warm(driver.make, "n1")
-        with pytest.raises(Overloaded):
+        with pytest.raises(OverloadedError):
             await pool.start_warm(driver.make, "n1")
         assert driver.most == 2
         assert await pool.take(warm, "n1", 7)
@@ -291,6 +295,6 @@ def test_when_memory_is_short_idle_sandboxes_are_closed_one_by_one_and_busy_ones
         busy, idle = [await pool.start(driver.make, "n1", 1) for _ in range(2)]
         await pool.release(idle)
         assert [await pool.close_victim() for _ in range(2)] == [True, False]
-        assert busy.state is State.LEASED
+        assert busy.state is SandboxState.LEASED
 
     pooled(test, budget=2)

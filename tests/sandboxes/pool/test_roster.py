@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sandboxes.pool.lifecycle import NEXT, Event, State
+from sandboxes.pool.lifecycle import NEXT, LifecycleEvent, SandboxState
 from sandboxes.pool.roster import Roster, Slot
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Yard:
 
     roster: Roster = field(default_factory=Roster)
 
-    def add(self, place: str, owner: int | None, state: State = State.IDLE, used_at: float = 0.0) -> Slot:
+    def add(self, place: str, owner: int | None, state: SandboxState = SandboxState.IDLE, used_at: float = 0.0) -> Slot:
         slot = Slot(owner, sandbox=cast("Sandbox", Body()), state=state, used_at=used_at)
         self.roster.enter(slot)
         self.roster.stand(slot, place)
@@ -56,7 +56,7 @@ def test_where_a_state_lives_in_one_sandbox_only_nobody_else_may_take_it() -> No
 
 def test_one_that_freezes_is_named_only_where_none_is_idle() -> None:
     yard = Yard()
-    frozen = yard.add("n1", 2, State.FREEZING)
+    frozen = yard.add("n1", 2, SandboxState.FREEZING)
     assert yard.roster.standing("n1", 1, shared=False) is frozen
     idle = yard.add("n1", 3)
     assert yard.roster.standing("n1", 1, shared=True) is idle
@@ -72,7 +72,7 @@ def test_a_dead_sandbox_is_never_named_and_counts_as_unused() -> None:
 
 def test_the_victim_is_the_one_idle_longest_of_those_that_nobody_owns_first() -> None:
     yard = Yard()
-    yard.add("n1", 1, State.LEASED, used_at=1.0)
+    yard.add("n1", 1, SandboxState.LEASED, used_at=1.0)
     yard.add("n1", 1, used_at=3.0)
     oldest = yard.add("n2", 1, used_at=2.0)
     assert yard.roster.victim() is oldest
@@ -95,23 +95,23 @@ class AgainstAList(RuleBasedStateMachine):
         self.roster.enter(slot)
 
     @precondition(lambda self: self.slots)
-    @rule(data=st.data(), event=st.sampled_from(Event), place=st.sampled_from(PLACES))
-    def happen(self, data: st.DataObject, event: Event, place: str) -> None:
+    @rule(data=st.data(), event=st.sampled_from(LifecycleEvent), place=st.sampled_from(PLACES))
+    def happen(self, data: st.DataObject, event: LifecycleEvent, place: str) -> None:
         possible = [slot for slot in self.slots if (slot.state, event) in NEXT]
         if not possible:
             return
         slot = data.draw(st.sampled_from(possible))
-        if event is Event.STARTED:
+        if event is LifecycleEvent.STARTED:
             slot.sandbox = cast("Sandbox", Body())
             self.roster.stand(slot, place)
         self.roster.happen(slot, event)
-        if slot.state is State.CLOSED:
+        if slot.state is SandboxState.CLOSED:
             self.slots.remove(slot)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), place=st.sampled_from(PLACES))
     def move(self, data: st.DataObject, place: str) -> None:
-        leased = [slot for slot in self.slots if slot.state is State.LEASED]
+        leased = [slot for slot in self.slots if slot.state is SandboxState.LEASED]
         if leased:
             self.roster.stand(data.draw(st.sampled_from(leased)), place)
 
@@ -137,8 +137,8 @@ class AgainstAList(RuleBasedStateMachine):
         for place in PLACES:
             for shared in (True, False):
                 here = [s for s in self.slots if s.place == place and s.sandbox is not None and s.sandbox.alive]
-                idle = [s for s in here if s.state is State.IDLE and (shared or s.owner == 1)]
-                allowed = idle or [s for s in here if s.state is State.FREEZING]
+                idle = [s for s in here if s.state is SandboxState.IDLE and (shared or s.owner == 1)]
+                allowed = idle or [s for s in here if s.state is SandboxState.FREEZING]
                 named = self.roster.standing(place, 1, shared=shared)
                 assert named in allowed if allowed else named is None
 

@@ -14,7 +14,7 @@ import pytest
 
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.postgres.driver import PostgresDriver
 from sandboxes.spec import Database, EnvironmentSpec
 from tests.sandboxes.box import opened
@@ -172,7 +172,7 @@ def test_what_a_connection_keeps_is_the_session(tmp_path: Path, shop: Cluster) -
             sandbox = await driver.start(shop.spec("shop"))
             answer = await ask(sandbox, statement)
             assert (statement, answer.error, answer.effect & SESSION, answer.state) == (statement, None, SESSION, None)
-            with pytest.raises(NotFreezable):
+            with pytest.raises(NotFreezableError):
                 await sandbox.freeze()
             await sandbox.close()
 
@@ -287,7 +287,7 @@ def test_what_is_not_kept_is_dropped(tmp_path: Path, shop: Cluster) -> None:
         await sandbox.close()
         assert await driver.collect(states[0].parts) > 0
         assert (await ask(await driver.restore(spec, states[0]), "SELECT count(*) FROM item")).value == 51
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(spec, states[1])
 
     driven(tmp_path, test)

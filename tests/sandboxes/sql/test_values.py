@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandboxes.sql.render import RENDERERS
-from sandboxes.sql.results import Failure, Rows, comparison, failure, success
+from sandboxes.sql.results import Failure, RowCollector, comparison, failure, success
 from sandboxes.sql.values import decode, encode, encode_text, plain
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.sandboxes.sql_calls import ask
@@ -147,7 +147,7 @@ def test_formats_in_answers(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(integers, min_size=1, max_size=3)), st.integers(0, 5), st.integers(0, 60))
 def test_rows_are_taken_up_to_the_first_limit(rows: list[list[int]], most: int, size: int) -> None:
-    taken = Rows(most, size).take_all(list(row) for row in rows)
+    taken = RowCollector(most, size).take_all(list(row) for row in rows)
     assert taken.rows == rows[: len(taken.rows)]
     assert len(taken.rows) <= most
     assert sum(len(orjson.dumps(row)) + 1 for row in taken.rows) <= size
@@ -156,7 +156,7 @@ def test_rows_are_taken_up_to_the_first_limit(rows: list[list[int]], most: int, 
 
 def test_a_text_that_alignment_makes_too_long_is_cut() -> None:
     values: list[list[Any]] = [["x" * 1000, 1], *(["y", n] for n in range(100))]
-    rows = Rows(10_000, 5000).take_all(values)
+    rows = RowCollector(10_000, 5000).take_all(values)
     told = orjson.loads(success(["a", "b"], rows, shape="table"))
     assert told["truncated"]
     assert len(told["text"].encode()) <= 5000

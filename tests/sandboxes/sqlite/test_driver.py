@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezable, SandboxError, SpecError, StateGone
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.spec import Database, EnvironmentSpec, Limits
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.sandboxes.box import opened
@@ -348,7 +348,7 @@ def test_a_task_s_databases_are_each_their_own(tmp_path: Path) -> None:
         assert wrote.state not in {None, before.state}
         assert (await ask(sandbox, "SELECT * FROM t")).error is not None
         await ask(sandbox, "BEGIN")
-        with pytest.raises(NotFreezable):
+        with pytest.raises(NotFreezableError):
             await sandbox.freeze()
         await ask(sandbox, "COMMIT")
         restored = await driver.restore(spec, await sandbox.freeze())
@@ -451,7 +451,7 @@ def test_a_state_that_somebody_touched_is_gone(tmp_path: Path) -> None:
         frozen = await sandbox.freeze()
         for part in frozen.parts:
             os.utime(driver.store.path(part), ns=(1, 1))
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(spec, frozen)
         await driver.collect([])
 

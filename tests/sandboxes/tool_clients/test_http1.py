@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from sandboxes.listener import Headers
-from sandboxes.tool_clients.http1 import BadRequest, Garbage, end_to_end, exchange, request_head
+from sandboxes.tool_clients.http1 import InvalidRequestError, MalformedResponseError, end_to_end, exchange, request_head
 
 
 class Heard:
@@ -62,7 +62,7 @@ def test_framing_is_undone_and_what_is_not_of_the_answer_is_dropped() -> None:
     ],
 )
 def test_what_is_no_answer_is_garbage(answer: bytes) -> None:
-    with pytest.raises(Garbage):
+    with pytest.raises(MalformedResponseError):
         talk(answer)
 
 
@@ -87,7 +87,7 @@ def test_silence_is_told_from_garbage() -> None:
     ],
 )
 def test_no_part_of_a_request_can_hold_another(method: str, target: str, headers: Headers) -> None:
-    with pytest.raises(BadRequest):
+    with pytest.raises(InvalidRequestError):
         request_head(method, target, headers, "x", 0)
 
 

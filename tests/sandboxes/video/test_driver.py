@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from sandboxes.effects import Effect
-from sandboxes.errors import SandboxError, SpecError, StateGone
+from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video.driver import VideoDriver
 from tests.sandboxes.videos import (
@@ -160,7 +160,7 @@ def test_collecting_spares_what_is_kept_and_what_is_used(tmp_path: Path, clip: P
         assert parts(driver) == set(states[0].parts)
         assert used == sum(driver.store.size_bytes(part) for part in parts(driver))
         assert (await ask(await driver.restore(spec, states[0]), "detect_shots")).status == 200
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(spec, states[1])
 
     driven(tmp_path, test)
@@ -188,7 +188,7 @@ def test_a_damaged_state_is_gone_and_made_again(tmp_path: Path, clip: Path) -> N
         await sandbox.close()
         (measured,) = parts(driver, "m-")
         os.truncate(driver.store.path(measured) / "frames.bin", 10)
-        with pytest.raises(StateGone):
+        with pytest.raises(StateGoneError):
             await driver.restore(spec, frozen)
         await driver.crew.renew()
         again = await prepared(driver, spec)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sandboxes.workers.pool import MOST_READERS, Crew, WorkerLost, WorkerStuck
+from sandboxes.workers.pool import MOST_READERS, Crew, WorkerLostError, WorkerStuckError
 from tests.machine import wait_until
 from tests.sandboxes.box import needs_root
 
@@ -69,11 +69,11 @@ def test_how_a_worker_ended_is_told(tmp_path: Path) -> None:
             asking = asyncio.ensure_future(worker.ask(query(ENDLESS, empty(tmp_path)), timeout_s=5))
             await asyncio.sleep(0.05)
             os.kill(worker.pid, number)
-            with pytest.raises(WorkerLost) as lost:
+            with pytest.raises(WorkerLostError) as lost:
                 await asking
             assert lost.value.cause == cause
         worker = await crew.own()
-        with pytest.raises(WorkerLost) as lost:
+        with pytest.raises(WorkerLostError) as lost:
             await worker.ask({"op": "run", "tool": "query"}, timeout_s=5)
         assert lost.value.cause == "defect"
 
@@ -85,7 +85,7 @@ def test_a_query_that_needs_more_memory_than_it_may_have_ends_its_worker(tmp_pat
         worker = await crew.own()
         greedy = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n LIMIT 100) "
         greedy += "SELECT group_concat(hex(zeroblob(4000000))) FROM n"
-        with pytest.raises(WorkerLost) as lost:
+        with pytest.raises(WorkerLostError) as lost:
             await worker.ask(query(greedy, empty(tmp_path), memory_mb=16), timeout_s=10)
         assert lost.value.cause == "memory"
 
@@ -97,7 +97,7 @@ def test_a_worker_that_does_not_answer_is_killed(tmp_path: Path) -> None:
         worker = await crew.own()
         began = time.monotonic()
         os.kill(worker.pid, signal.SIGSTOP)
-        with pytest.raises(WorkerStuck):
+        with pytest.raises(WorkerStuckError):
             await worker.ask(query("SELECT 1", empty(tmp_path)), timeout_s=0.1)
         assert time.monotonic() - began < 20
         assert not Path(f"/proc/{worker.pid}").exists()  # noqa: ASYNC240 - one look
@@ -150,7 +150,7 @@ def test_a_worker_reaches_no_file_outside_its_room_and_no_network(tmp_path: Path
         assert (rights["NoNewPrivs"], rights["Seccomp"], int(rights["CapEff"], 16)) == ("1", "2", 2)
         assert len(rights["environ"].strip("\0").split("\0")) <= 4
         assert rights["net"] != rights_of(os.getpid())["net"]
-        with pytest.raises(WorkerLost, match=r"denied|unable to open"):
+        with pytest.raises(WorkerLostError, match=r"denied|unable to open"):
             await worker.ask(query("SELECT 1", "/etc/hostname"), timeout_s=5)
 
     crewed(tmp_path, test)

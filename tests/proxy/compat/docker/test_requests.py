@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from proxy.compat.docker import archives as docker_archives
 from proxy.compat.docker import requests as docker
 from proxy.compat.docker import responses as docker_told
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.process_output import END, Frames, Incoming, by_stream, ending, frame, frames, output
@@ -28,7 +28,7 @@ def test_the_version_in_a_path_is_optional_and_bounded() -> None:
     assert docker.asked("GET", "/containers/json", "all=1", b"").words == ("containers", "json")
     assert docker.asked("GET", "/v1.41/containers/json", "", b"").words == ("containers", "json")
     for path in ("/v1.99/info", "/v1.2/info"):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusalError) as refused:
             docker.asked("GET", path, "", b"")
         assert refused.value.status == 400
 
@@ -90,12 +90,12 @@ def test_an_entrypoint_before_a_command_that_waits_is_started_and_stays() -> Non
     "host", [{"Binds": ["/a:/b"]}, {"Mounts": [{}]}, {"PortBindings": {"80/tcp": []}}, {"NetworkMode": "container:x"}]
 )
 def test_what_forkpoint_has_not_is_refused_rather_than_left_out(host: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusalError) as refused:
         docker.created({"Image": "x", "HostConfig": host}, {})
     assert refused.value.status == 400
 
 
-def execution(**more: Any) -> docker.Execution:
+def execution(**more: Any) -> docker.ExecSpec:
     return docker.execution({"Cmd": ["ls", "-l"], "AttachStdout": True, "AttachStderr": True, **more}, "")
 
 

@@ -14,10 +14,10 @@ from proxy.compat.e2b import requests as e2b
 from proxy.compat.e2b import responses as e2b_told
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.file_requests import Plain, Watching
-from proxy.compat.e2b.requests import Chosen, Control, Start
+from proxy.compat.e2b.requests import Chosen, Control, ProcessStart
 from proxy.dialects import multipart
 from proxy.dialects.base import Request
-from proxy.refusals import Refused
+from proxy.refusals import RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.process_output import END, ERR, OUT, Frames, frame
@@ -39,9 +39,9 @@ def rpc(method: str, message: dict[str, Any] | bytes, *, pretty: bool = False, *
     return Request("POST", f"/{method}", tuple(given.items()), body)
 
 
-def start(message: dict[str, Any], **headers: str) -> Start:
+def start(message: dict[str, Any], **headers: str) -> ProcessStart:
     asked = e2b.read(rpc("process.Process/Start", message, pretty=False, **headers), SPEC)
-    assert isinstance(asked, Start)
+    assert isinstance(asked, ProcessStart)
     return asked
 
 
@@ -58,7 +58,7 @@ def test_what_is_put_into_envelopes_comes_out_of_them(values: list[dict[str, Any
 def test_a_stream_that_is_cut_off_is_refused(value: dict[str, Any], data: st.DataObject) -> None:
     whole = connect.envelope(value)
     cut = data.draw(st.integers(1, len(whole) - 1))
-    with pytest.raises(Refused):
+    with pytest.raises(RefusalError):
         connect.messages(whole[:cut])
 
 
@@ -72,7 +72,7 @@ def test_the_files_of_a_form_come_out_byte_for_byte(files: list[tuple[str, bytes
     clean = [(name, content) for name, content in files if b"\r\n--frontier" not in b"\r\n" + content]
     if clean == files:
         assert [(f.name, f.data) for f in multipart.files(body + b"--frontier--\r\n", form)] == files
-    with pytest.raises(Refused):
+    with pytest.raises(RefusalError):
         multipart.files(body[: data.draw(st.integers(0, len(body) - 1))], form)
 
 
@@ -101,7 +101,7 @@ def test_the_key_of_a_start_is_what_it_does() -> None:
         start(process(envs={}, cwd="/root")),
     ]
     for asked in same:
-        assert isinstance(asked, Start)
+        assert isinstance(asked, ProcessStart)
         assert call_key(asked.call) == call_key(plain)
     basic = "Basic " + base64.b64encode(b"me:").decode()
     others = [
@@ -212,14 +212,14 @@ def test_a_bad_call_is_told_in_connects_words(request_: Request, code: str) -> N
     ],
 )
 def test_a_bad_request_is_told_in_https_words(method: str, target: str, body: bytes, status: int) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusalError) as refused:
         e2b.read(Request(method, target, (), body), SPEC)
     assert refused.value.status == status
 
 
 def test_a_driver_without_processes_has_no_such_endpoint() -> None:
     spec = EnvironmentSpec.model_validate({"driver": "sqlite", "databases": {"d": {"source": "/d.sql"}}})
-    with pytest.raises(Refused, match="no e2b endpoint"):
+    with pytest.raises(RefusalError, match="no e2b endpoint"):
         e2b.read(Request("POST", "/sandboxes", (), b"{}"), spec)
 
 
