@@ -81,7 +81,7 @@ class Engine:
         )  # fmt: skip
         self.carrying = Carrying(
             self.store, self.journal, self.tasks, self.keeper, drivers, settings.data / "imports",
-            most_bytes=settings.import_bytes,
+            max_bytes=settings.import_bytes,
         )  # fmt: skip
         secret = None if settings.token is None else settings.token.get_secret_value()
         self.access = Access(read_tokens(secret, settings.token_file))

@@ -13,7 +13,7 @@ from typing import Any
 MEDIA_TYPE = "application/vnd.forkpoint.process"
 OUT, ERR, END = 1, 2, 3
 """Kinds of frames: stdout (all output of a terminal), stderr, and last what `Ending` says, as JSON."""
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 """Of output that is recorded; what is more passes to who listens."""
 LINGER_S = 2.0
 """How long output is read after a process ended, where what it left behind holds its pipes: Docker's own time."""
@@ -71,7 +71,7 @@ def ending(body: bytes) -> Ending:
 class Frames:
     """What has come of a process's output: neighbours on one stream are one frame, however they came."""
 
-    def __init__(self, most: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_BYTES) -> None:
         self._most = most
         self._body = bytearray()
         self._size = self._at = self._kind = 0

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MaskName = Literal["dates", "pids", "addresses", "temp_names"]
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 KNOWN: dict[MaskName, tuple[str, ...]] = {
     "dates": (
@@ -55,7 +55,7 @@ class Masks(BaseModel):
 
 def masked(body: bytes, expressions: Iterable[re.Pattern[bytes]]) -> bytes:
     """Return an answer's body with what is masked replaced. One above 4 MiB is left as it is."""
-    if len(body) > _MOST_BYTES:
+    if len(body) > _MAX_BYTES:
         return body
     for number, expression in enumerate(expressions):
         body = expression.sub(b"<masked %d>" % number, body)

@@ -20,7 +20,7 @@ from proxy.telemetry.histogram import Histogram
 if TYPE_CHECKING:
     from proxy.http.asgi import Scope
 
-MOST_ASKED_BYTES = 32 << 10
+MAX_ASKED_BYTES = 32 << 10
 """Of a request that takes its connection over; a longer one is none."""
 _Begun = tuple[RequestResponseCycle, Any]
 
@@ -128,7 +128,7 @@ class HitFirst(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        if self._held is not None and len(self._held[0].body) > MOST_ASKED_BYTES:
+        if self._held is not None and len(self._held[0].body) > MAX_ASKED_BYTES:
             held, self._held = self._held, None
             super()._start_asgi_task(*held)
 
@@ -195,4 +195,4 @@ class HitFirst(HttpToolsProtocol):
 def _length(headers: list[tuple[bytes, bytes]]) -> int:
     """Return how long a body is said to be; what is said is a number, for the parser has read it, and not too large."""
     told = next((value for name, value in headers if name == b"content-length"), b"0")
-    return min(int(told), MOST_ASKED_BYTES)
+    return min(int(told), MAX_ASKED_BYTES)

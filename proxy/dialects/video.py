@@ -22,7 +22,7 @@ from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 
-MOST_SAMPLES, MOST_TILES, MOST_TEXT = 64, 36, 4000
+MAX_SAMPLES, MAX_TILES, MAX_TEXT = 64, 36, 4000
 _NUMBER = re.compile(r"([0-9]{1,9})$")
 
 
@@ -56,9 +56,9 @@ class _Frame(_Picture):
 
 
 class _Samples(_Picture, _Span):
-    n: int | None = Field(default=None, ge=1, le=MOST_SAMPLES, description="so many, evenly; 8 where nothing is said")
+    n: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, description="so many, evenly; 8 where nothing is said")
     every_s: float | None = Field(default=None, gt=0, description="or one in so many seconds")
-    at: list[float] | None = Field(default=None, min_length=1, max_length=MOST_SAMPLES, description="or at these times")
+    at: list[float] | None = Field(default=None, min_length=1, max_length=MAX_SAMPLES, description="or at these times")
 
     @model_validator(mode="after")
     def _one_way(self) -> "_Samples":
@@ -70,7 +70,7 @@ class _Samples(_Picture, _Span):
 
 
 class _Sheet(_Span):
-    n: int = Field(default=9, ge=1, le=MOST_TILES)
+    n: int = Field(default=9, ge=1, le=MAX_TILES)
     max_side: int = Field(default=160, ge=16, le=1024, description="of each tile, in pixels")
     format: Literal["jpeg", "png"] = "jpeg"
 
@@ -85,12 +85,12 @@ class _Captions(_VideoArguments):
 
 
 class _Localization(_VideoArguments):
-    description: str = Field(min_length=1, max_length=MOST_TEXT)
+    description: str = Field(min_length=1, max_length=MAX_TEXT)
     k: int = Field(default=5, ge=1, le=100)
 
 
 class _Question(_VideoArguments):
-    question: str = Field(min_length=1, max_length=MOST_TEXT)
+    question: str = Field(min_length=1, max_length=MAX_TEXT)
 
 
 class _SegmentQuestion(_Question):

@@ -52,7 +52,7 @@ class Taken:
 
 
 class Carrying:
-    """Exports and imports. folder: where files lie while they are looked at; most_bytes: of one."""
+    """Exports and imports. folder: where files lie while they are looked at; max_bytes: of one."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Carrying:
         drivers: Mapping[str, Driver],
         folder: Path,
         *,
-        most_bytes: int,
+        max_bytes: int,
     ) -> None:
         self._store, self._journal, self._tasks, self._drivers = store, journal, tasks, drivers
-        self._keeper, self._folder, self._most_bytes = keeper, folder, most_bytes
+        self._keeper, self._folder, self._max_bytes = keeper, folder, max_bytes
         self._one = asyncio.Lock()
 
     def open(self) -> None:
@@ -145,9 +145,9 @@ class Carrying:
         with file.open("xb") as writing:
             async for chunk in body:
                 size += len(chunk)
-                if size > self._most_bytes:
+                if size > self._max_bytes:
                     raise RefusalError(
-                        413, "import", f"the file is larger than import_bytes, {self._most_bytes}. Raise it."
+                        413, "import", f"the file is larger than import_bytes, {self._max_bytes}. Raise it."
                     )
                 await asyncio.to_thread(writing.write, chunk)
 

@@ -130,7 +130,7 @@ _BORN_WITH = [
     "TERM",
 ]
 _SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
-_MOST_EARLY = 1 << 15
+_MAX_EARLY = 1 << 15
 """Characters, so that a pipe holds them."""
 _JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILINE)
 _DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
@@ -246,7 +246,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     early += [trap for trap in traps if not trap.endswith(_DEBUG)]
     late = [trap for trap in traps if trap.endswith(_DEBUG)]
     late += [f"set -o {name}" for name in extra if name in _SHOWING]
-    if sum(map(len, early)) > _MOST_EARLY:
+    if sum(map(len, early)) > _MAX_EARLY:
         early, late = [], early + late
     # What a user's IFS takes from the end of what is read, it takes from a remark.
     line = "; ".join(early) + " # forkpoint\n" if early else "\n"

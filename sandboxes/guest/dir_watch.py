@@ -18,7 +18,7 @@ from sandboxes.ipc.frames import receive
 from sandboxes.linux import syscalls as kernel
 from sandboxes.process_output import OUT
 
-MOST_FOLDERS = 4096
+MAX_FOLDERS = 4096
 _HEAD = struct.Struct("iIII")
 _ATTRIB, _MODIFY, _MOVED_FROM, _MOVED_TO = 0x4, 0x2, 0x40, 0x80
 _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x100, 0x200, 0x400, 0x800
@@ -98,9 +98,9 @@ class WatchEvents(Kept):
 
     def _add(self, folder: int, where: str, *, new: bool, limit: int = 0) -> None:
         """Watch folder, which becomes ours. new: it came just now, and what is in it may have come before the watch."""
-        if len(self._folders) >= MOST_FOLDERS:
+        if len(self._folders) >= MAX_FOLDERS:
             os.close(folder)
-            raise TooManyWatchesError(f"more than {MOST_FOLDERS} directories are to be watched")
+            raise TooManyWatchesError(f"more than {MAX_FOLDERS} directories are to be watched")
         self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder
         if self._recursive:
             for name in sorted(os.listdir(folder)):

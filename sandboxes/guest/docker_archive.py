@@ -19,7 +19,7 @@ COMPRESSIONS = (gzip, bz2, lzma)
 """Loaded before this process changes its root: tarfile would look for them in the sandbox, when it meets one."""
 MEDIA_TYPE = "application/vnd.forkpoint.archive"
 """A line of JSON on the path, then the archive."""
-MOST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 
 
 class ArchiveError(Exception):
@@ -59,8 +59,8 @@ def _base(path: str) -> str:
 
 class _BoundedBuffer(io.BytesIO):
     def write(self, data: Any, /) -> int:
-        if self.tell() + len(data) > MOST_BYTES:
-            raise ArchiveError(413, f"what is there is larger than {MOST_BYTES >> 20} MB: copy it in parts")
+        if self.tell() + len(data) > MAX_BYTES:
+            raise ArchiveError(413, f"what is there is larger than {MAX_BYTES >> 20} MB: copy it in parts")
         return super().write(data)
 
 

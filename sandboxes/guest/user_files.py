@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 TOOLS = frozenset({"read", "write", "info", "list", "mkdir", "move", "remove"})
-MOST_ENTRIES = 100_000
+MAX_ENTRIES = 100_000
 _TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"))
 
 
@@ -151,8 +151,8 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
         folder, level = folders.pop(0)
         for name in sorted(os.listdir(folder)):  # noqa: PTH208
             below = os.path.join(folder, name)  # noqa: PTH118
-            if len(found) == MOST_ENTRIES:
-                raise UserFileError(413, "invalid", f"path '{path}' has more than {MOST_ENTRIES} entries")
+            if len(found) == MAX_ENTRIES:
+                raise UserFileError(413, "invalid", f"path '{path}' has more than {MAX_ENTRIES} entries")
             found.append(_entry(below))
             if level < depth and stat.S_ISDIR(os.lstat(below).st_mode):
                 folders.append((below, level + 1))

@@ -27,7 +27,7 @@ from sandboxes.spec import EnvironmentSpec, McpServer
 from sandboxes.tool_clients import server_orders as serving
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 from sandboxes.tool_clients.mcp_http import Posts
-from sandboxes.tool_clients.mcp_stdio import MOST_PAGES, PAGED, PROGRESS_TOKEN, Heard, StdioConversation
+from sandboxes.tool_clients.mcp_stdio import MAX_PAGES, PAGED, PROGRESS_TOKEN, Heard, StdioConversation
 from sandboxes.tool_clients.server_orders import Spool, mcp_order, order
 from sandboxes.tool_clients.websocket import Socket, carrier, is_message
 
@@ -264,9 +264,9 @@ class Hosting(Talk):
         while cursor := heard.answer.get("result", {}).get("nextCursor"):
             heard, answer = await self._ask_mcp(name, method, {**params, "cursor": cursor}, listener, read=read)
             whole = whole.with_page(heard)
-            if whole.pages > MOST_PAGES:
+            if whole.pages > MAX_PAGES:
                 self._die(f"MCP server {name!r} lists without end")
-                raise ServerError(f"MCP server {name!r} has more than {MOST_PAGES} pages of {method}")
+                raise ServerError(f"MCP server {name!r} has more than {MAX_PAGES} pages of {method}")
         return whole, answer
 
     async def _ask_mcp(

@@ -19,7 +19,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.local.layers import OPAQUE, is_whiteout
 from sandboxes.portability import NotPortableError
 
-MOST_ENTRIES = 1_000_000
+MAX_ENTRIES = 1_000_000
 _HEADER_BYTES = 4 << 20
 _META_BYTES = 64 << 20
 _PIECE = 1 << 20
@@ -219,8 +219,8 @@ class _Writing:
             raise NotPortableError(f"{name!r} leads out of the layer, or its folder did not come before it")
         if name in self._folders or name in self._files:
             raise NotPortableError(f"{name!r} is there twice")
-        if len(self._folders) + len(self._files) >= MOST_ENTRIES or name.count("/") > _DEEPEST:
-            raise NotPortableError(f"there are more than {MOST_ENTRIES} files in it, or folders {_DEEPEST} deep")
+        if len(self._folders) + len(self._files) >= MAX_ENTRIES or name.count("/") > _DEEPEST:
+            raise NotPortableError(f"there are more than {MAX_ENTRIES} files in it, or folders {_DEEPEST} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
         if not all(key.startswith(_ATTRIBUTE) and _travels(key.removeprefix(_ATTRIBUTE)) for key in attributes):
             raise NotPortableError(f"{name!r} has attributes that do not travel")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 SMALL_BYTES = 256 << 10
 """Tables up to this size are read whole after each change: 2 ms."""
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of larger ones only the numbers of changed rows are looked at: finding the rows takes a second for each GB."""
 
 PLAIN = """SET LOCAL search_path = pg_catalog; SET LOCAL DateStyle = 'ISO, MDY'; SET LOCAL TimeZone = 'UTC';

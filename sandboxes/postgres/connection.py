@@ -11,7 +11,7 @@ from psycopg import pq
 
 from sandboxes.postgres import catalog
 from sandboxes.postgres.statement import NOT_AS_ALONE, READ_ONLY, SEVERAL, PostgresOutcome, Statement
-from sandboxes.postgres.tools import EXPLAIN, MOST_COMPARED, compare, listing
+from sandboxes.postgres.tools import EXPLAIN, MAX_COMPARED, compare, listing
 from sandboxes.postgres.values import parameter
 from sandboxes.postgres.volatile import SESSION, VOLATILE, reach
 from sandboxes.sql.results import Failure, RowCollector, failure, other, success
@@ -57,7 +57,7 @@ class PostgresCall:
         return str(self.arguments.get("format", "json"))
 
     def rows(self) -> RowCollector:
-        most = MOST_COMPARED if self.tool in ("compare", "explain") else int(self.arguments.get("max_rows", 100))
+        most = MAX_COMPARED if self.tool in ("compare", "explain") else int(self.arguments.get("max_rows", 100))
         return RowCollector(most, self.output_bytes)
 
 

@@ -112,7 +112,7 @@ def _after_everything(
 
 
 def _rows(connection: CatalogConnection, table: str, size: int, transaction: int) -> str:
-    return "" if size > catalog.MOST_BYTES else catalog.rows_since(connection, table, transaction)
+    return "" if size > catalog.MAX_BYTES else catalog.rows_since(connection, table, transaction)
 
 
 def _hash(value: Any) -> bytes:

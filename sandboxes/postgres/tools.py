@@ -10,7 +10,7 @@ from sandboxes.sql.results import Failure, RowCollector, comparison, failure, ot
 from sandboxes.sql.values import Value
 
 EXPLAIN = "EXPLAIN "
-MOST_COMPARED = 100_000
+MAX_COMPARED = 100_000
 """Rows of each side that `compare` looks at."""
 
 _TABLES = """SELECT n.nspname, c.relname, CASE c.relkind WHEN 'r' THEN 'table' WHEN 'p' THEN 'partitioned table'
@@ -40,7 +40,7 @@ def listing(connection: CatalogConnection, tool: str, table: str | None, output_
     """Return the answer of `tables`, or of `schema`, for one table or for all."""
     query, values = (_TABLES, None) if tool == "tables" else (_SCHEMA, (table, table, table))
     found = connection.execute(query, values)
-    rows = RowCollector(MOST_COMPARED, output_bytes).take_all([list(row) for row in found])
+    rows = RowCollector(MAX_COMPARED, output_bytes).take_all([list(row) for row in found])
     if table is not None and not rows.rows:
         return failure(Failure(f"there is no table {table!r}; `tables` lists what there is"))
     return success(COLUMNS[tool], rows)

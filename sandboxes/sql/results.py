@@ -14,7 +14,7 @@ from sandboxes.sql.compare import Row, judge
 from sandboxes.sql.render import RENDERERS
 from sandboxes.sql.values import Value
 
-MOST_ROWS = 1 << 40
+MAX_ROWS = 1 << 40
 """Where bytes alone are the limit."""
 
 try:

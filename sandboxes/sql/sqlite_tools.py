@@ -73,7 +73,7 @@ class Tools:
     def _read(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
         if tool == "explain":
             with self.connection.within(deadline, owned=False, compiling=True) as guard:
-                rows = RowCollector(results.MOST_ROWS, self.output_bytes)
+                rows = RowCollector(results.MAX_ROWS, self.output_bytes)
                 outcome = self.connection.run("EXPLAIN QUERY PLAN " + arguments["sql"], arguments["params"], rows)
                 return self._told(outcome, arguments, guard)
         if tool == "compare":
@@ -94,7 +94,7 @@ class Tools:
         """Run a script; the answer is that of its last statement with result columns. It ends at the first failure."""
         before, last = self.connection.raw.total_changes, SqliteOutcome()
         for number, statement in enumerate(statements(arguments["sql"]), 1):
-            rows = RowCollector(results.MOST_ROWS, self.output_bytes)
+            rows = RowCollector(results.MAX_ROWS, self.output_bytes)
             outcome = self.connection.run(statement, None, rows)
             if outcome.error is not None:
                 error = outcome.error
@@ -111,7 +111,7 @@ class Tools:
         acts, reads_counters = set[Act](), False
         for name in ("sql", "gold"):
             with self.connection.within(deadline, owned=False) as guard:
-                outcome = self.connection.run(arguments[name], None, RowCollector(results.MOST_ROWS, results.MOST_ROWS))
+                outcome = self.connection.run(arguments[name], None, RowCollector(results.MAX_ROWS, results.MAX_ROWS))
                 if guard.wants_own or _read_only(outcome):
                     outcome.error = Failure("it would change the database; only what reads can be compared", "refused")
             outcomes[name] = outcome
@@ -141,7 +141,7 @@ class Tools:
         return ToolRun(results.success(["name", "type", "sql"], rows))
 
     def _all(self, cursor: sqlite3.Cursor) -> RowCollector:
-        return RowCollector(results.MOST_ROWS, self.output_bytes).take_all(value_rows(cursor))
+        return RowCollector(results.MAX_ROWS, self.output_bytes).take_all(value_rows(cursor))
 
 
 def _read_only(outcome: SqliteOutcome) -> bool:

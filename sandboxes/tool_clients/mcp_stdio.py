@@ -18,7 +18,7 @@ VERSION, MODERN = "2025-11-25", "2026-07-28"
 ID = 1
 """Of every request: only one is under way. A server must not tell by it what came before."""
 PAGED = frozenset({"tools/list", "resources/list", "resources/templates/list", "prompts/list"})
-MOST_PAGES = 1000
+MAX_PAGES = 1000
 """Of one list."""
 PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
 """Progress is asked for always, so that who wants it later finds it in the record."""

@@ -71,7 +71,7 @@ class Contents:
                 self.learn(path, stamp, known)
         return known
 
-    def copy(self, path: Path, target: Path, most_bytes: int) -> str:
+    def copy(self, path: Path, target: Path, max_bytes: int) -> str:
         """Copy a file and return the digest of the copy.
 
         Raises:
@@ -79,10 +79,10 @@ class Contents:
             OSError: it cannot be read, or target cannot be written.
         """
         stamp = stamp_of(path)
-        if stamp[2] > most_bytes:
+        if stamp[2] > max_bytes:
             raise VideoError(
                 "limit",
-                f"this file has {stamp[2] >> 20} MB; this task takes up to {most_bytes >> 20} MB (limits.disk_mb)",
+                f"this file has {stamp[2] >> 20} MB; this task takes up to {max_bytes >> 20} MB (limits.disk_mb)",
             )
         with target.open("wb") as out:
             digest = _read(path, out.write)

@@ -22,7 +22,7 @@ from sandboxes.video_spec import VideoModel
 _ATTEMPTS = 3
 _PAUSE_S = 0.25
 _LIMITS = httpx.Limits(max_connections=256)
-_MOST_ANSWER_BYTES = 64 << 20
+_MAX_ANSWER_BYTES = 64 << 20
 Vector = list[float]
 
 
@@ -160,7 +160,7 @@ class Models:
             body = bytearray()
             async for chunk in response.aiter_bytes():
                 body += chunk
-                if len(body) > _MOST_ANSWER_BYTES:
+                if len(body) > _MAX_ANSWER_BYTES:
                     raise httpx.DecodingError("its answer does not end")
         return httpx.Response(response.status_code, content=bytes(body))
 

@@ -188,14 +188,14 @@ class Workshop:
 
     async def _measure(self, part: str, measured: str, info: dict[str, Any], spec: EnvironmentSpec) -> str:
         assert spec.video is not None
-        most_s, folder = spec.video.preprocess_s, self.store.new()
+        max_s, folder = spec.video.preprocess_s, self.store.new()
         try:
             with self._works.work(info) as work:
-                async with self._works.turns, asyncio.timeout(most_s):
+                async with self._works.turns, asyncio.timeout(max_s):
                     await self._run_through(work, part, folder, info, spec)
                 await asyncio.to_thread(self.store.adopt, folder, measured)
         except TimeoutError:
-            raise VideoError("timeout", f"the preprocess took more than {most_s:g} s (`preprocess_s`)") from None
+            raise VideoError("timeout", f"the preprocess took more than {max_s:g} s (`preprocess_s`)") from None
         finally:
             await asyncio.to_thread(self.store.discard, folder)
         return measured

@@ -6,7 +6,7 @@ from typing import Any
 
 VERSION = 1
 """Part of the name of what a model said: raise it when another question is asked for the same thing."""
-_MOST_OBJECTS, _LONGEST_OBJECT = 40, 60
+_MAX_OBJECTS, _LONGEST_OBJECT = 40, 60
 _SPLIT = re.compile(r"^\s*\**objects?\**\s*:\**", re.IGNORECASE | re.MULTILINE)
 
 DESCRIBE = (
@@ -33,7 +33,7 @@ def described(answer: str) -> tuple[str, list[str]]:
         return caption, []
     names = (" ".join(name.split()).strip(" .*-_`'\"").lower() for name in re.split(r"[,;\n]", rest[0]))
     found = dict.fromkeys(name for name in names if name and name != "none" and len(name) <= _LONGEST_OBJECT)
-    return caption or ", ".join(found), list(found)[:_MOST_OBJECTS]
+    return caption or ", ".join(found), list(found)[:_MAX_OBJECTS]
 
 
 def ask_about(segment: Mapping[str, Any], question: str) -> str:

@@ -20,7 +20,7 @@ JSON = "application/json"
 VISUAL_WEIGHT, TEXTUAL_WEIGHT = 18.0, 11.0
 """Of the two kinds of vectors in a segment's score: those of VideoAgent's code."""
 QUESTION_PICTURES = 6
-_MOST_SAMPLES = 64
+_MAX_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ def _sampled(loaded: Loaded, arguments: Arguments) -> list[float]:
     if arguments["every_s"] is None:
         return [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
     count = int((end - start - 1e-9) / arguments["every_s"]) + 1
-    if count > _MOST_SAMPLES:
+    if count > _MAX_SAMPLES:
         raise VideoError(
-            "range", f"every {arguments['every_s']:g} s are {count} pictures; {_MOST_SAMPLES} at most at once"
+            "range", f"every {arguments['every_s']:g} s are {count} pictures; {_MAX_SAMPLES} at most at once"
         )
     return [round(start + n * arguments["every_s"], 3) for n in range(count)]
 

@@ -23,7 +23,7 @@ STOP_S = 10.0
 GRACE_S = 1.0
 """How long after its time a query may run on before its worker is killed: engines end most queries in time."""
 
-MOST_READERS = 16
+MAX_READERS = 16
 SPARES = 2
 """Workers forked before anybody needs them, 5 MB each: a new one takes 5 ms to be there, and 5 more to be fast."""
 RESTOCK_S = 0.1
@@ -128,7 +128,7 @@ class Crew:
         self.workers: set[Worker] = set()
         self.started = 0
         self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
-        self._free = asyncio.Semaphore(MOST_READERS)
+        self._free = asyncio.Semaphore(MAX_READERS)
         self._mending = asyncio.Lock()
         self._ending: set[asyncio.Task[dict[str, Any]]] = set()
 
@@ -181,7 +181,7 @@ class Crew:
     async def reader(self) -> AsyncIterator[Worker]:
         """Lend a shared worker for one call. One that is lost meanwhile is nobody else's loss.
 
-        There are as many as cores; only where calls run long are there more, for a while, up to `MOST_READERS`.
+        There are as many as cores; only where calls run long are there more, for a while, up to `MAX_READERS`.
         """
         async with self._free:
             worker = await self._reader()

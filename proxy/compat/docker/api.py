@@ -45,11 +45,11 @@ class EngineApi:
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine = engine
         self.containers = Containers(engine.store, engine.tasks)
-        most_input = engine.settings.max_body_bytes
+        max_input = engine.settings.max_body_bytes
         self._calls = ContainerCalls(engine, answers)
-        self._execs = ContainerExecs(self.containers, self._calls, most_input=most_input)
+        self._execs = ContainerExecs(self.containers, self._calls, max_input=max_input)
         self._lives = ContainerLives(
-            self.containers, self._execs, self._calls, most_input=most_input, closing=engine.closing
+            self.containers, self._execs, self._calls, max_input=max_input, closing=engine.closing
         )
         self._reserved: set[tuple[str, str, str]] = set()
         self._beginning: set[tuple[str, str]] = set()

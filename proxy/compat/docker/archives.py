@@ -15,7 +15,7 @@ from proxy.tree.keys import CallKey, call_key
 from sandboxes.calls import ToolCall
 from sandboxes.guest.docker_archive import require_whole
 
-MOST_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 """Unpacked; an archive that holds more is known by its bytes."""
 _KINDS = {
     stat.S_IFDIR: 1 << 31, stat.S_IFLNK: 1 << 27, stat.S_IFIFO: 1 << 25, stat.S_IFSOCK: 1 << 24, stat.S_IFBLK: 1 << 26,
@@ -48,7 +48,7 @@ def _members(archive: tarfile.TarFile) -> list[list[Any]]:
     require_whole(archive)
     for member in archive:
         size += member.size
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise ValueError("it holds too much")
         file = archive.extractfile(member) if member.isreg() else None
         content = sha256(file.read()).hexdigest() if file is not None else ""

@@ -22,10 +22,10 @@ BROKEN = 125
 
 
 class ContainerExecs:
-    """Those of all containers, by id. most_input: bytes of stdin."""
+    """Those of all containers, by id. max_input: bytes of stdin."""
 
-    def __init__(self, containers: Containers, calls: ContainerCalls, *, most_input: int) -> None:
-        self._containers, self._calls, self._most_input = containers, calls, most_input
+    def __init__(self, containers: Containers, calls: ContainerCalls, *, max_input: int) -> None:
+        self._containers, self._calls, self._max_input = containers, calls, max_input
         self._execs: dict[str, Exec] = {}
 
     def new(self, asked: DockerRequest, container: Container) -> Local:
@@ -90,7 +90,7 @@ class ContainerExecs:
         try:
             if execution.stdin:
                 begun()
-            stdin = await wire.input(self._most_input) if execution.stdin else b""
+            stdin = await wire.input(self._max_input) if execution.stdin else b""
             body = await self._calls.run(rollout, execution.call(stdin), audience)
         except BaseException:
             one.running, one.exit_code = False, BROKEN

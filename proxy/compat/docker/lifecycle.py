@@ -42,7 +42,7 @@ class Streaming(Exception):  # noqa: N818 - a way to answer
 
 
 class ContainerLives:
-    """Those of all containers. most_input: bytes of stdin. closing: set when the proxy ends."""
+    """Those of all containers. max_input: bytes of stdin. closing: set when the proxy ends."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ContainerLives:
         execs: ContainerExecs,
         calls: ContainerCalls,
         *,
-        most_input: int,
+        max_input: int,
         closing: asyncio.Event,
     ) -> None:
         self._containers, self._execs, self._calls = containers, execs, calls
-        self._most_input, self._closing = most_input, closing
+        self._max_input, self._closing = max_input, closing
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -111,7 +111,7 @@ class ContainerLives:
         sinks = [Sink(wire.send, streams, tty=execution.tty) for wire, streams in life.attached]
         audience = life.main = Audience(sinks, lambda: None, None)
         try:
-            stdin = await life.stdin.input(self._most_input) if life.stdin is not None else b""
+            stdin = await life.stdin.input(self._max_input) if life.stdin is not None else b""
             call = execution.call(stdin)
             body = await self._calls.run(rollout, call, audience)
             for sink in sinks:

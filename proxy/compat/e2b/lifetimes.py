@@ -12,7 +12,7 @@ from sandboxes.errors import SandboxError
 
 log = structlog.get_logger()
 
-MOST_S = 86_400.0
+MAX_S = 86_400.0
 """Timers are not set further ahead: when one is due it looks again."""
 
 SandboxNote = dict[str, Any]
@@ -39,7 +39,7 @@ class Lifetimes:
         """Have an end come when note says so, and not when it said so before."""
         self.forget(rollout)
         if note.get("mortal") and not note["paused"]:
-            left_s = min(MOST_S, max(0.0, float(note["ends"]) - self._clock()))
+            left_s = min(MAX_S, max(0.0, float(note["ends"]) - self._clock()))
             timer = asyncio.get_running_loop().call_later(left_s, self._due, rollout)
             self._timers[rollout.id] = timer
 

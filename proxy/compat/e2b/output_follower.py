@@ -158,7 +158,7 @@ class Following:
                 except (RolloutGoneError, StateLostError) as error:
                     _end(watched, of_problem(problem_of(error)))
                     break
-                pause_s = min(pause_s * 2, _most_s(watched, said=said))
+                pause_s = min(pause_s * 2, _max_s(watched, said=said))
         watched.task = None
         if self._watched.get(watched.rollout.id) is watched:
             del self._watched[watched.rollout.id]
@@ -201,7 +201,7 @@ class Following:
         return said
 
 
-def _most_s(watched: Watched, *, said: bool) -> float:
+def _max_s(watched: Watched, *, said: bool) -> float:
     """Return how long to wait at most until the next look; said: whether the last one found anything."""
     if not any(watched.streams.values()):
         return ALONE_S

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sandboxes.workers.pool import MOST_READERS, Crew, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import MAX_READERS, Crew, WorkerLostError, WorkerStuckError
 from tests.machine import wait_until
 from tests.sandboxes.box import needs_root
 
@@ -126,7 +126,7 @@ def test_readers_are_shared_and_few_stay(tmp_path: Path) -> None:
                 await worker.ask(query("SELECT 1", empty(tmp_path)), timeout_s=5)
                 return len(crew.workers)
 
-        assert max(await asyncio.gather(*(read() for _ in range(50)))) <= MOST_READERS
+        assert max(await asyncio.gather(*(read() for _ in range(50)))) <= MAX_READERS
         assert len(crew.workers) <= max(2, os.cpu_count() or 2)
         await crew.renew()
         assert not crew.workers

@@ -7,7 +7,7 @@ import { symbol } from "./format.js";
 // a control character; a mark that turns the direction of text.
 // eslint-disable-next-line no-control-regex
 const TOKEN = /\u001b\[([0-9;:]*)m|\u001b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\^_a-z])|[\u0000-\u0008\u000b-\u001f\u007f-\u009f]|[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
-const MOST_PIECES = 4000;
+const MAX_PIECES = 4000;
 
 /** Return text as nodes. Of text with more than 4,000 colour changes the rest is plain. */
 export function terminalText(text) {
@@ -16,7 +16,7 @@ export function terminalText(text) {
   let from = 0;
   const plain = text.replaceAll("\r\n", "\n");
   for (const match of plain.matchAll(TOKEN)) {
-    if (pieces.length > MOST_PIECES) break;
+    if (pieces.length > MAX_PIECES) break;
     if (match.index > from) pieces.push(piece(plain.slice(from, match.index), style));
     from = match.index + match[0].length;
     if (match[1] !== undefined) style = restyle(style, match[1]);

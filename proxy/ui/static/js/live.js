@@ -4,7 +4,7 @@
 import { root, token } from "./api.js";
 
 const RARELY_MS = 10_000;
-const MOST_MS = 20_000;
+const MAX_MS = 20_000;
 const SILENT_MS = 5000;
 const COUNTED = ["hits", "misses", "waits", "bypasses", "replays", "errors", "refusals"];
 const listeners = new Set();
@@ -76,7 +76,7 @@ export function watch(look, signal, every = 1000) {
     } catch (error) {
       if (!signal.aborted) {
         if (!(error.status < 500)) become("lost");
-        wait = Math.min(MOST_MS, wait * 2);
+        wait = Math.min(MAX_MS, wait * 2);
       }
     } finally {
       busy = false;
