@@ -1,0 +1,80 @@
+"""Background tasks: the only module that calls `asyncio.create_task` and `asyncio.ensure_future`.
+
+asyncio keeps only weak references to tasks, and an exception in a task that nobody awaits is lost until the garbage
+collector finds it (Python documentation, `asyncio.create_task`). A `TaskOwner` holds its tasks, logs their failures,
+and waits for them when its own owner closes.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import structlog
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+def start(coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+    """Start a task that its caller awaits or cancels in the same function.
+
+    Args:
+        coroutine: What the task runs.
+        name: Shown by debuggers; None lets asyncio number the task.
+
+    Returns:
+        The running task. The caller must keep it: asyncio does not.
+    """
+    return asyncio.create_task(coroutine, name=name)
+
+
+class TaskOwner:
+    """Owns the background tasks of one object, from `spawn` until they end."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        """Return the number of tasks that still run."""
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        """Iterate over a copy of the tasks that still run."""
+        return iter(tuple(self._tasks))
+
+    def spawn(self, name: str, coroutine: Coroutine[Any, Any, T], *, awaited: bool = False) -> asyncio.Task[T]:
+        """Run a coroutine in the background.
+
+        Args:
+            name: Names the task in log lines and debuggers.
+            coroutine: What the task runs.
+            awaited: Somebody awaits the task and handles its exception, so a failure is not logged here.
+
+        Returns:
+            The task. Callers may ignore it: the owner holds it until it ends.
+        """
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget if awaited else self._report)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel every task; `wait` then returns once they have ended."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def wait(self) -> None:
+        """Return when no task runs any more, tasks that were spawned meanwhile included."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Mark the exception as retrieved: the awaiting caller may have gone away.
+            task.exception()
+
+    def _report(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background task failed", task=task.get_name(), error=str(error), exc_info=error)
