@@ -23,11 +23,11 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, ServerError, StateGoneError
+from sandboxes.http_message import end_to_end
 from sandboxes.json_paths import OUR_NAME, member, renamed
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec, Upstream
 from sandboxes.tool_clients import server_orders as serving
-from sandboxes.tool_clients.http1 import end_to_end
 from sandboxes.tool_clients.server_orders import Spool
 
 VERSION = "http-1"

@@ -16,10 +16,10 @@ from proxy.names import named
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
+from sandboxes.http_message import HOP_BY_HOP, InvalidRequestError, request_head
 from sandboxes.json_paths import OUR_NAME, member, renamed
 from sandboxes.listener import Headers
 from sandboxes.spec import Server, Upstream
-from sandboxes.tool_clients.http1 import HOP_BY_HOP, InvalidRequestError, request_head
 
 NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",

@@ -1,71 +1,19 @@
-"""HTTP/1.1 with a tool server, over a connection that is there already: one request, one answer. The door to httptools.
-
-What is sent is built here from its parts, and no part can smuggle: one framing, one Host, no bytes that end a line.
-"""
+"""HTTP/1.1 with a tool server, over an open connection: one request, one response. The door to httptools."""
 
 import asyncio
-import re
 import socket
-from collections.abc import Iterable
 
 import httptools
 
-from sandboxes.listener import Headers, Listener
+from sandboxes.listener import Listener
 
 _CHUNK = 1 << 16
 MAX_HEADER_BYTES = 256 << 10
 """Of one answer."""
-_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-_TARGET = re.compile(r"/[\x21-\x7e]*")
-_METHOD = re.compile(r"[A-Z][A-Z-]{0,31}")
-HOP_BY_HOP = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "http2-settings",
-})  # fmt: skip
-"""Of one connection only (RFC 9110, 7.6.1); what `Connection` names is too."""
-
-
-class InvalidRequestError(ValueError):
-    """These parts make no request that could be sent."""
 
 
 class MalformedResponseError(Exception):
     """The server's answer is not HTTP, or ends before its end."""
-
-
-def end_to_end(headers: Iterable[tuple[str, str]], *, without: frozenset[str] = frozenset()) -> Headers:
-    """Return headers without those of the connection they came over, and those in without (lower case)."""
-    listed = list(headers)
-    named = {
-        word.strip().lower() for name, value in listed if name.lower() == "connection" for word in value.split(",")
-    }
-    dropped = HOP_BY_HOP | named | without
-    return tuple((name, value) for name, value in listed if name.lower() not in dropped)
-
-
-def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], host: str, length: int) -> bytes:
-    """Return the first bytes of a request to host, whose body has length bytes.
-
-    Raises:
-        BadRequest: a part is not allowed where it stands.
-    """
-    if _METHOD.fullmatch(method) is None:
-        raise InvalidRequestError(f"{method[:40]!r} is no method")
-    if _TARGET.fullmatch(target) is None:
-        raise InvalidRequestError("the target is not a path: it begins with / and has no spaces or control characters")
-    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}"]
-    for name, value in end_to_end(headers, without=_OURS):
-        if _NAME.fullmatch(name) is None or _VALUE.fullmatch(value) is None:
-            raise InvalidRequestError(f"header {name[:40]!r} has characters that no header may have")
-        lines.append(f"{name}: {value}")
-    if length or method in ("POST", "PUT", "PATCH"):
-        lines.append(f"Content-Length: {length}")
-    lines += ["Connection: close", "", ""]
-    return "\r\n".join(lines).encode("latin-1")
-
-
-_OURS = frozenset({"host", "content-length", "expect"})
 
 
 async def exchange(

@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from sandboxes.http_message import request_head
 from sandboxes.listener import Cancellable, Headers, Listener
-from sandboxes.tool_clients.http1 import MalformedResponseError, exchange, request_head
+from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 from sandboxes.tool_clients.mcp_stdio import CANCEL_S, HELLO, ID, MODERN, REFUSED, VERSION, Heard, cancelled
 
 Connect = Callable[[], Awaitable[socket.socket]]

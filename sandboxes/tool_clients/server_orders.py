@@ -11,9 +11,9 @@ import orjson
 
 from sandboxes.calls import ToolCall, ToolResult, content_type
 from sandboxes.errors import SandboxError
+from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.http1 import InvalidRequestError, end_to_end, request_head
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _IN_MEMORY = 1 << 20

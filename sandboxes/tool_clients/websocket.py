@@ -24,7 +24,8 @@ from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
 from sandboxes.calls import ToolCall, ToolResult
-from sandboxes.tool_clients.http1 import MalformedResponseError, end_to_end
+from sandboxes.http_message import end_to_end
+from sandboxes.tool_clients.http1 import MalformedResponseError
 
 MESSAGES_TYPE = "application/vnd.forkpoint.messages+json"
 QUIET_S = 0.25

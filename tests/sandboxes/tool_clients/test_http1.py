@@ -5,8 +5,9 @@ import socket
 
 import pytest
 
+from sandboxes.http_message import request_head
 from sandboxes.listener import Headers
-from sandboxes.tool_clients.http1 import InvalidRequestError, MalformedResponseError, end_to_end, exchange, request_head
+from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 
 
 class Heard:
@@ -69,35 +70,3 @@ def test_what_is_no_answer_is_garbage(answer: bytes) -> None:
 def test_silence_is_told_from_garbage() -> None:
     with pytest.raises(TimeoutError):
         talk(b"HTTP/1.1 200 OK\r\n", hangs_up=False)
-
-
-@pytest.mark.parametrize(
-    ("method", "target", "headers"),
-    [
-        ("GET", "http://other.example/", ()),
-        ("GET", "//x y", ()),
-        ("GET", "/x\r\nHost: other", ()),
-        ("GET", "", ()),
-        ("get", "/", ()),
-        ("GET /x", "/", ()),
-        ("GET", "/", (("x y", "1"),)),
-        ("GET", "/", (("x", "1\r\nhost: other"),)),
-        ("GET", "/", (("x", "1\n 2"),)),
-        ("GET", "/", (("", "1"),)),
-    ],
-)
-def test_no_part_of_a_request_can_hold_another(method: str, target: str, headers: Headers) -> None:
-    with pytest.raises(InvalidRequestError):
-        request_head(method, target, headers, "x", 0)
-
-
-def test_there_is_one_host_and_one_framing_whatever_was_asked_for() -> None:
-    given = (
-        ("Host", "other"), ("Content-Length", "99"), ("Transfer-Encoding", "chunked"), ("Connection", "x-a, close"),
-        ("X-A", "1"), ("Keep-Alive", "5"), ("Upgrade", "h2c"), ("X-B", "2"),
-    )  # fmt: skip
-    head = request_head("POST", "/a?b", given, "127.0.0.1:1", 3).decode()
-    assert head == (
-        "POST /a?b HTTP/1.1\r\nHost: 127.0.0.1:1\r\nX-B: 2\r\nContent-Length: 3\r\nConnection: close\r\n\r\n"
-    )
-    assert end_to_end(given, without=frozenset({"x-b"})) == (("Host", "other"), ("Content-Length", "99"))
