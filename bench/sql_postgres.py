@@ -65,7 +65,7 @@ def measure(running: Cluster, client: httpx.Client) -> None:
 
     databases = {"main": {"dsn": running.dsn, "source": "bank"}}
     client.put("/api/v1/tasks/bank", json={"driver": "postgres", "databases": databases}).raise_for_status()
-    client.put("/api/v1/tasks/shell", json={"driver": "memory"}).raise_for_status()
+    client.put("/api/v1/tasks/shell", json={"driver": "local"}).raise_for_status()
     query(client, "bank", "warm-up", "SELECT 1")
     settle()
     before = clones()
@@ -81,7 +81,7 @@ def measure(running: Cluster, client: httpx.Client) -> None:
         return time.perf_counter() - began
 
     shell = timed(2000, shell_hit)[100:]
-    print(f"shell, hit (memory driver)           {median_ms(shell)}")
+    print(f"shell, hit (local driver)            {median_ms(shell)}")
     ratio = statistics.median(hits) / statistics.median(shell)
     print(f"sql hit / shell hit                  {ratio:.2f}")
     for name, sql in WRITES.items():
@@ -99,7 +99,7 @@ def measure(running: Cluster, client: httpx.Client) -> None:
 
 def main() -> None:
     """Run it once."""
-    os.environ["FORKPOINT_DRIVERS"] = '["postgres", "memory"]'
+    os.environ["FORKPOINT_DRIVERS"] = '["postgres", "local"]'
     with cluster() as running:
         running.create("bank", TEN_MB)
         with running.connect() as connection:

@@ -30,7 +30,6 @@ from proxy.ui.api import page_routes
 from proxy.ui.static_files import page
 from sandboxes.driver import Driver
 from sandboxes.local.driver import LocalDriver
-from sandboxes.memory import MemoryDriver
 from sandboxes.sqlite.driver import SqliteDriver
 from sandboxes.upstream import HttpDriver
 from sandboxes.video.driver import VideoDriver
@@ -100,7 +99,6 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
         "postgres": lambda: _postgres(settings),
         "video": lambda: _videos(settings),
         "http": lambda: HttpDriver(settings.data / "http"),
-        "memory": MemoryDriver,
     }
     return {name: makers[name]() for name in settings.drivers}
 

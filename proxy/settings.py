@@ -33,7 +33,7 @@ class Settings(BaseSettings):
     data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
     log: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "video", "http", "memory"], ...] = (
+    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "video", "http"], ...] = (
         "local", "sqlite", "http",
     )  # fmt: skip
     otel_endpoint: str | None = Field(

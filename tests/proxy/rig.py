@@ -12,9 +12,9 @@ from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.calls import ToolCall
-from sandboxes.memory import Gate, MemoryDriver
 from sandboxes.spec import EnvironmentSpec
 from snapshots.policy import Reuse
+from tests.sandboxes.memory_driver import Gate, MemoryDriver
 
 KEEPS_ALL = Reuse(1e9, 1.0)
 """States are wanted again so often that each is kept: for tests that are about snapshots, not about the policy."""

@@ -14,9 +14,9 @@ from proxy.app import build, server
 from proxy.engine import Engine
 from proxy.settings import Settings
 from sandboxes.driver import Driver
-from sandboxes.memory import Gate, MemoryDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import KEEPS_ALL
+from tests.sandboxes.memory_driver import Gate, MemoryDriver
 
 if TYPE_CHECKING:
     import uvicorn

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from proxy.engine import Engine
 from proxy.settings import Settings
 from proxy.tree.rollout import Outcome
-from sandboxes.memory import MemoryDriver
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 from tests.proxy.test_transparency import COMMANDS
+from tests.sandboxes.memory_driver import MemoryDriver
 
 trajectories = st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=12)
 

@@ -14,8 +14,8 @@ from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError
-from sandboxes.memory import MemoryDriver, MemorySandbox
 from tests.proxy.rig import SPEC, ask, engine, shell
+from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
 
 
 class Gate:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from proxy.engine import Engine
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError
-from sandboxes.memory import MemoryDriver
 from sandboxes.pool.pool import OverloadedError
 from snapshots.policy import Reuse
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
+from tests.sandboxes.memory_driver import MemoryDriver
 
 COMMANDS = (
     "cat a", "cat b", "cat seed", "ls", "pwd", "echo $X", "false", "nonsense",

@@ -14,8 +14,8 @@ from proxy.storage.store import Store
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
 from sandboxes.effects import Effect
-from sandboxes.memory import MemoryDriver
 from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.memory_driver import MemoryDriver
 
 ROLLOUTS = 200
 COMMANDS = (

@@ -12,8 +12,8 @@ from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.effects import Effect
-from sandboxes.memory import MemoryDriver
 from sandboxes.spec import EnvironmentSpec
+from tests.sandboxes.memory_driver import MemoryDriver
 
 
 def plant_answers(data: Path, task: str, answers: Sequence[tuple[str, ToolResult]]) -> list[str]:

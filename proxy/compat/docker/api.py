@@ -28,7 +28,7 @@ from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
 from sandboxes.errors import SpecError
-from sandboxes.spec import SERVER_DRIVERS
+from sandboxes.spec import SHELLLESS_DRIVERS
 
 
 class Images(Protocol):
@@ -192,7 +192,7 @@ class EngineApi:
         if not self.containers.known(task):
             await self.containers.load(task)
         opened = await self._engine.tasks.open(task)
-        if opened.spec.driver not in {*SERVER_DRIVERS, "memory"} or opened.spec.upstreams:
+        if opened.spec.driver in SHELLLESS_DRIVERS or opened.spec.upstreams:
             raise RefusalError(404, "docker", f"this task's driver, {opened.spec.driver!r}, runs no processes")
 
     # -- images ------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from proxy.tree.rollout import Outcome, Rollout, Task
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.listener import Listener
-from sandboxes.memory import MemoryDriver, MemorySandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import ask, engine
 from tests.proxy.serving import serving
+from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
 
 CALLS = 400
 FLAKY = 20

@@ -17,10 +17,10 @@ from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall, ToolResult
-from sandboxes.memory import MemoryDriver, MemorySandbox, _State
 from sandboxes.spec import EnvironmentSpec
 from tests.proxy.rig import ask, engine
 from tests.proxy.test_restart import abandon, open_engine
+from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox, _State
 
 
 class RandomSandbox(MemorySandbox):

@@ -13,13 +13,13 @@ from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
-from sandboxes.memory import MemoryDriver, MemorySandbox, _State
 from sandboxes.spec import EnvironmentSpec
 from snapshots.costs import KindCosts, Mean
 from snapshots.policy import Reuse
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
 from tests.proxy.rig import ask, engine
+from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox, _State
 
 WRITES = [f"echo {'x' * 100 * n} > f{n}" for n in range(1, 7)]
 

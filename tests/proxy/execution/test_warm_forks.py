@@ -14,10 +14,10 @@ from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall
 from sandboxes.errors import NotFreezableError, SandboxError
-from sandboxes.memory import Gate, MemoryDriver
 from sandboxes.pool.lifecycle import SandboxState
 from tests.proxy.rig import ask, engine
 from tests.proxy.serving import serving
+from tests.sandboxes.memory_driver import Gate, MemoryDriver
 
 
 def warmed(

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from proxy.engine import Engine
 from proxy.transfer.format import BundleError, Part, Writer, digest_of, read
 from proxy.tree.rollout import Outcome
-from sandboxes.memory import MemoryDriver
 from sandboxes.sqlite.driver import SqliteDriver
 from snapshots.policy import Reuse
 from tests.proxy.dialects.test_sql_endpoint import Task, make
 from tests.proxy.rig import ask, engine
 from tests.proxy.serving import Running, serving
+from tests.sandboxes.memory_driver import MemoryDriver
 
 KEEPS_NONE = Reuse(0.0, 1e9)
 

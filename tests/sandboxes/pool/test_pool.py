@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from sandboxes.driver import Sandbox
 from sandboxes.errors import SandboxError
-from sandboxes.memory import MemoryDriver
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import run
+from tests.sandboxes.memory_driver import MemoryDriver
 
 SPEC = EnvironmentSpec()
 

@@ -423,7 +423,7 @@ class _Shell:
 
     def _do_cd(self, words: list[str]) -> int:
         path = self._path(words[0])
-        if path not in ("/", "/tmp", "/root") and self._state.files.get(path, b"") is not _DIRECTORY:  # noqa: S108
+        if path not in ("/", "/tmp", "/root") and self._state.files.get(path, b"") is not _DIRECTORY:
             return self._fail(f"cd: {words[0]}: No such file or directory")
         self._session.cwd = path
         return 0

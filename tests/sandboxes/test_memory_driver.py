@@ -1,8 +1,8 @@
 import pytest
 
 from sandboxes.driver import Driver
-from sandboxes.memory import MemoryDriver
 from tests.sandboxes.contract import DriverContract
+from tests.sandboxes.memory_driver import MemoryDriver
 
 
 class TestMemoryDriver(DriverContract):
