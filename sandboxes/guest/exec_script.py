@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sandboxes.shell_quote import quote
+
 TEXT_FD = 29
 
 
@@ -39,11 +41,6 @@ def terminal_text(argv: Sequence[str], terminal: str, *, places: str, ready: str
     words = " ".join(quote(_bytes(word)) for word in argv)
     lines = (f"exec {places}", ready, f"set -- {words}", f"fp_terminal={quote(terminal)}", _ON_TERMINAL, 'exec "$@"')
     return ("\n".join(lines) + "\n").encode("latin-1")
-
-
-def quote(word: str) -> str:
-    """Return word as one word of any POSIX shell."""
-    return "'" + word.replace("'", "'\\''") + "'"
 
 
 def _bytes(word: str) -> str:
