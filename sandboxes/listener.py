@@ -23,9 +23,9 @@ class Cancellable(Listener, Protocol):
 
 
 @runtime_checkable
-class Departing(Listener, Protocol):
-    """One whose client may leave, and wants what it began then to go on without it."""
+class Detachable(Listener, Protocol):
+    """A listener whose call may be detached: the process that the call started then continues in the background."""
 
-    async def left(self) -> None:
-        """Return once the client has left."""
+    async def detached(self) -> None:
+        """Return once the call is to be detached."""
         ...

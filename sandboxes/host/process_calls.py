@@ -14,7 +14,7 @@ from sandboxes.guest.file_ops import problem
 from sandboxes.host.guest_link import GRACE_S
 from sandboxes.host.translate import execution
 from sandboxes.ipc.frames import Message
-from sandboxes.listener import Departing, Listener
+from sandboxes.listener import Detachable, Listener
 from sandboxes.process_output import ERR, MEDIA_TYPE, OUT, Frames, Incoming, ending, environment, frame, output, refusal
 from sandboxes.spec import EnvironmentSpec
 
@@ -106,8 +106,8 @@ class ProcessConversation:
                     await self._listener.data(frame(kind, piece))
 
     async def _departure(self, leave: Coroutine[Any, Any, None]) -> None:
-        if isinstance(self._listener, Departing):
-            await self._listener.left()
+        if isinstance(self._listener, Detachable):
+            await self._listener.detached()
             await leave
 
     def execution(self, answer: Message) -> Execution:

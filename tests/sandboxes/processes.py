@@ -54,7 +54,7 @@ class Audience:
         self.heard.append(chunk)
         self._something.set()
 
-    async def left(self) -> None:
+    async def detached(self) -> None:
         await self._something.wait()
 
 

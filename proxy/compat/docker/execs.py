@@ -84,7 +84,7 @@ class ContainerExecs:
         def begun() -> None:
             wire.open(tty=execution.tty)
 
-        audience = Audience([sink], begun, wire.left)
+        audience = Audience([sink], begun, wire.disconnected)
         patience = asyncio.get_running_loop().call_later(HEAD_S, begun)
         life.running.add(audience)
         try:
@@ -132,7 +132,7 @@ class ContainerExecs:
         main = self._containers.life(one.container).main
         if main is not None:
             # It would keep all others waiting to its end.
-            main.let_go()
+            main.detach()
         one.running = True
         return rollout
 

@@ -143,7 +143,7 @@ class ContainerLives:
         """Stop a container; its files stay."""
         if container.state != "running":
             return Local(304, headers=())
-        self._containers.life(container).let_go()
+        self._containers.life(container).detach()
         await self._exited(container, KILLED)
         return _NOTHING
 
@@ -236,7 +236,7 @@ class ContainerLives:
         if life.main is not None:
             life.main.sinks.append(Sink(wire.send, streams, tty=tty, heard=life.main.begun))
         try:
-            await self._first(life.exited.wait(), wire.left())
+            await self._first(life.exited.wait(), wire.disconnected())
         finally:
             life.attached = [entry for entry in life.attached if entry[0] is not wire]
 

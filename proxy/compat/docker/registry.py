@@ -39,10 +39,10 @@ class Life:
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     removed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def let_go(self) -> None:
-        """Let all that runs go on by itself, so that the rollout's next call need not wait for it."""
+    def detach(self) -> None:
+        """Detach every running process, so that the rollout's next call does not wait for it."""
         for audience in (*self.running, *([self.main] if self.main is not None else [])):
-            audience.let_go()
+            audience.detach()
 
 
 class Containers:
@@ -119,7 +119,7 @@ class Containers:
     async def remove(self, container: Container) -> None:
         """End a container, and the rollout that it is, when the calls under way have ended."""
         life = self.life(container)
-        life.let_go()
+        life.detach()
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is not None:
             async with rollout.turn:

@@ -157,7 +157,7 @@ class HijackedConnection:
                 ) from None
         return bytes(data)
 
-    async def left(self) -> None:
+    async def disconnected(self) -> None:
         """Return once the connection is gone."""
         await self._lost.wait()
 
@@ -199,7 +199,7 @@ class Sink:
 
 
 class Audience:
-    """Those who hear a process; see `Departing`. When its client has gone, or `let_go` says so, it goes on by itself.
+    """The clients attached to one process. When the client disconnects or `detach` is called, it continues by itself.
 
     gone: returns when the client has. begun: called when the process runs.
     """
@@ -227,8 +227,8 @@ class Audience:
         """Whether anything came yet."""
         return self.kept.size > 0
 
-    async def left(self) -> None:
-        """See `Departing.left`."""
+    async def detached(self) -> None:
+        """Return once the client has disconnected or `detach` was called."""
         waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._released.wait())}
         if self._gone is not None:
             waiting.add(asyncio.ensure_future(self._gone()))
@@ -238,8 +238,8 @@ class Audience:
             for task in waiting:
                 task.cancel()
 
-    def let_go(self) -> None:
-        """Let the process go on without anybody who hears it."""
+    def detach(self) -> None:
+        """Let the process continue in the background."""
         self._released.set()
 
 

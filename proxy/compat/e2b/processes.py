@@ -41,7 +41,7 @@ def pid_of(node: Node, key: CallKey) -> int:
 
 
 class ProcessRun:
-    """One process under way, and the client that hears it meanwhile. See `Departing`.
+    """One process under way, and the client that hears it meanwhile. See `Detachable`.
 
     shown: how much of its output the client has been told, in bytes. heir: where a client listens that asked again.
     """
@@ -96,8 +96,8 @@ class ProcessRun:
                 self._stream.put(event)
             await self._stream.room()
 
-    async def left(self) -> None:
-        """See `Departing.left`. What is about to be ended, because its time is up, is not left running before."""
+    async def detached(self) -> None:
+        """See `Detachable.detached`. What is about to be ended, because its time is up, is not left running before."""
         await self._left.wait()
         if self._stream.overdue:
             await asyncio.get_running_loop().create_future()
