@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from proxy.control.dataplane_openapi import data_plane_paths
 from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.admin import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
@@ -23,7 +24,7 @@ from proxy.dataplane.hit_protocol import protocol_for
 from proxy.engine import Engine
 from proxy.http.browser_headers import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
-from proxy.logs import configure
+from proxy.logs import setup
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
 from proxy.ui.api import page_routes
@@ -40,12 +41,17 @@ log = structlog.get_logger()
 def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan."""
     engine = Engine(settings, drivers if drivers is not None else _drivers(settings))
-    return DataPlane(engine, BrowserGuard(_behind(engine), engine.names))
+    return assemble(ControlPlane.over(engine))
+
+
+def assemble(control: ControlPlane) -> DataPlane:
+    """Return the application over parts that are built: the data plane in front, the control plane behind it."""
+    return DataPlane(control.engine, BrowserGuard(_behind(control), control.engine.names))
 
 
 def run(settings: Settings) -> None:
     """Serve until told to stop (SIGTERM, SIGINT); calls under way are answered first."""
-    configure(settings)
+    setup(settings.log_level, json=settings.log == "json")
     listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
     host, port = listener.getsockname()[:2]
     log.info("listening", url=f"http://{host}:{port}")
@@ -126,7 +132,9 @@ def _videos(settings: Settings) -> Driver:
     return VideoDriver(settings.data / "video")
 
 
-def _behind(engine: Engine) -> FastAPI:
+def _behind(control: ControlPlane) -> FastAPI:
+    engine = control.engine
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await engine.open()
@@ -142,17 +150,18 @@ def _behind(engine: Engine) -> FastAPI:
         lifespan=lifespan,
         redoc_url=None,
     )
-    app.include_router(control_plane(engine))
+    app.state.control = control
+    app.include_router(control_plane(control))
     app.include_router(page_routes(engine))
     app.include_router(page())
-    _health(app, engine)
+    _health(app, control)
     _problems(app, engine)
     _describe(app)
     return app
 
 
-def _health(app: FastAPI, engine: Engine) -> None:
-    metrics = Metrics(engine)
+def _health(app: FastAPI, control: ControlPlane) -> None:
+    engine, metrics = control.engine, Metrics(control)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

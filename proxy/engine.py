@@ -2,18 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 
 import structlog
 
 from proxy.audit.auditor import Audit
-from proxy.control.activity import Pulse
-from proxy.control.browsing import passed
-from proxy.control.scratch_forks import Visits
-from proxy.control.subtree_totals import Sums
-from proxy.control.task_totals import Overview
-from proxy.control.views.common import Passed
-from proxy.control.views.resources import Collected
 from proxy.execution.restore import Attach
 from proxy.execution.snapshot_value import Keeper
 from proxy.execution.tasks import Tasks
@@ -28,19 +21,31 @@ from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
 from proxy.transfer.service import Carrying
 from proxy.tree.rollout import Walkers
-from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
+from sandboxes.task_owner import TaskOwner
 from snapshots.store import SnapshotStore
 
 log = structlog.get_logger()
 
 _FOLD_EVERY_S = 2.0
 _SWEEP_EVERY_S = 10.0
-_BEAT_EVERY_S = 1.0
 _AUDIT_EVERY_S = 1.0
-_VISITS_SHARE = 4
-"""Of the sandboxes that may live, one in so many may be a person's."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundWork:
+    """Work that the engine repeats while it is open.
+
+    Attributes:
+        name: Names the work in log lines.
+        every_s: Seconds between the end of one run and the start of the next.
+        work: One run. A failure is logged and counted, and the next run comes as usual.
+    """
+
+    name: str
+    every_s: float
+    work: Callable[[], Awaitable[None]]
 
 
 class Engine:
@@ -54,7 +59,7 @@ class Engine:
         self.journal = Journal(settings.data / "journal", self._fold, sync=power)
         self.snapshots = SnapshotStore(settings.data / "snapshots")
         self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
-        walkers = Walkers()
+        walkers = self.walkers = Walkers()
         self.keeper = Keeper(
             self.snapshots, drivers, self.pool, self.store, self.counts, walkers,
             budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
@@ -72,9 +77,6 @@ class Engine:
             self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
             any_image=settings.any_image,
         )  # fmt: skip
-        self.visits = Visits(self.attach, most=max(2, settings.max_sandboxes // _VISITS_SHARE))
-        self.sums, self.overview = Sums(walkers), Overview(self.store)
-        self.pulse = Pulse(self.counts, lambda: len(self.pool.roster), self.tasks.running_in)
         self.audit = Audit(
             self.attach, self.store, self.counts, lambda: self.step.under_way, self.tasks.in_memory,
             share=settings.audit_share, quarantine=settings.audit_quarantine,
@@ -92,7 +94,16 @@ class Engine:
         self.closing = asyncio.Event()
         self.beside: list[Callable[[], Awaitable[None]]] = []
         """Awaited first when it closes: what protocols have under way."""
-        self._chores: list[asyncio.Task[None]] = []
+        self.at_hang_up: list[Callable[[], None]] = []
+        """Called by `hang_up`: each ends streams that would never end by themselves."""
+        self.background = [
+            BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),
+            BackgroundWork("sweep", _SWEEP_EVERY_S, self._sweep),
+            BackgroundWork("warm", 0.0, self.warm.work),
+            BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
+        ]
+        """Repeated from `open` to `aclose`. Other rooms append their own work before `open`."""
+        self._running = TaskOwner()
 
     async def open(self) -> None:
         """Read back what was there, sweep what a killed process left, and begin the background work.
@@ -105,43 +116,16 @@ class Engine:
         self.carrying.open()
         steps, kept = self.journal.open(), self.snapshots.open()
         await self.keeper.fit(self.tasks.node)
-        loop = asyncio.get_running_loop()
-        self._chores = [
-            loop.create_task(self._every(_FOLD_EVERY_S, "fold", self.journal.trickle)),
-            loop.create_task(self._every(_SWEEP_EVERY_S, "sweep", self._sweep)),
-            loop.create_task(self._every(0.0, "warm", self.warm.work)),
-            loop.create_task(self._every(_BEAT_EVERY_S, "pulse", self.pulse.beat)),
-            loop.create_task(self._every(_AUDIT_EVERY_S, "audit", self.audit.work)),
-        ]
+        for work in self.background:
+            self._running.spawn(work.name, self._repeat(work))
         self.ready = True
         log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
 
     def hang_up(self) -> None:
         """End what would go on for ever: streams of events, terminals."""
         self.closing.set()
-        self.pulse.close()
-
-    async def passed(self, tree: Tree, node: Node, limit: int) -> list[Passed]:
-        """Return the latest rollouts that a call led to node."""
-        self.journal.fold()
-        ask = partial(passed, tree=tree.id, node=node.id, most=limit)
-        rows = await asyncio.to_thread(self.store.apart, ask)
-        return [Passed(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
-
-    async def collect(self) -> Collected:
-        """Free what nothing needs, now rather than when it is in the way."""
-        before = self.keeper.used_bytes + self.store.size_bytes()
-        swept = await self.tasks.sweep_forgotten()
-        await self.pool.close_unused(self.settings.sandbox_idle_s)
-        evicted = await self.keeper.fit(self.tasks.node)
-        self.journal.fold()
-        self.store.delete_unused()
-        await asyncio.to_thread(self.store.checkpoint)
-        after = self.keeper.used_bytes + self.store.size_bytes()
-        return Collected(
-            evicted=evicted, forgotten_nodes=swept, freed_bytes=max(0, before - after),
-            snapshot_bytes=self.keeper.used_bytes, store_bytes=self.store.size_bytes(),
-        )  # fmt: skip
+        for end in self.at_hang_up:
+            end()
 
     async def aclose(self) -> None:
         """Let the calls under way end, keep what is known, and leave no sandbox behind."""
@@ -149,9 +133,8 @@ class Engine:
         self.hang_up()
         for close in self.beside:
             await close()
-        for chore in self._chores:
-            chore.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        self._running.cancel()
+        await self._running.wait()
         await self.audit.aclose()
         await self.warm.aclose()
         await self.step.drain()
@@ -183,11 +166,11 @@ class Engine:
         while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
             log.warning("little memory is left: an idle sandbox was closed")
 
-    async def _every(self, seconds: float, name: str, chore: Callable[[], Awaitable[None]]) -> None:
+    async def _repeat(self, background: BackgroundWork) -> None:
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(background.every_s)
             try:
-                await chore()
+                await background.work()
             except Exception as error:  # noqa: BLE001 - a background task ends here; the next round may do better
                 self.counts.failure("background")
-                log.warning("background work failed", chore=name, error=repr(error))
+                log.warning("background work failed", work=background.name, error=repr(error))

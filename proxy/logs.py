@@ -5,23 +5,22 @@ import sys
 
 import structlog
 
-from proxy.settings import Settings
 
+def setup(level_name: str, *, json: bool) -> None:
+    """Configure logging for this process, the web server's own messages included.
 
-def configure(settings: Settings) -> None:
-    """Set logging up for this process; the web server's own messages go the same way."""
-    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    Args:
+        level_name: The least severe level that is logged: debug, info, warning or error.
+        json: Log one JSON object per line instead of coloured text.
+    """
+    level = logging.getLevelNamesMapping()[level_name.upper()]
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
-    last = (
-        structlog.processors.JSONRenderer()
-        if settings.log == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+    last = structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(level),

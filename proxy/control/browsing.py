@@ -1,14 +1,17 @@
 """Trees of any size, a part at a time: children by page with what lies below them, search, who passed."""
 
+import asyncio
 import sqlite3
+from functools import partial
 from typing import Literal
 
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles, title
 from proxy.control.subtree_totals import Sum, Summed
-from proxy.control.views.common import Flag, flags
+from proxy.control.views.common import Flag, Passed, flags
 from proxy.control.views.resources import node_name
+from proxy.engine import Engine
 from proxy.storage.store import Store
 from proxy.tree.tree import Node, Record, Tree, children
 
@@ -186,6 +189,14 @@ def matching(connection: sqlite3.Connection, tree: int, query: str, most: int) -
         "WHERE r.tree = ? AND r.private = 0 AND (b.packed = 1 OR CAST(b.data AS TEXT) LIKE ?) ORDER BY r.id LIMIT ?"
     )
     return connection.execute(sql, (tree, f"%{letters}%", most)).fetchall()
+
+
+async def rollouts_through(engine: Engine, tree: Tree, node: Node, limit: int) -> list[Passed]:
+    """Return the latest rollouts that a call led to node."""
+    engine.journal.fold()
+    read = partial(passed, tree=tree.id, node=node.id, most=limit)
+    rows = await asyncio.to_thread(engine.store.apart, read)
+    return [Passed(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
 
 
 def passed(connection: sqlite3.Connection, tree: int, node: int, most: int) -> list[tuple[str, str, int, int]]:

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from proxy.audit.confidence import clopper_pearson
-from proxy.engine import Engine
+from proxy.control.parts import ControlPlane
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
 
@@ -18,8 +18,8 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class _Totals(Collector):
     """Reads the engine's counts when it is asked; counting itself costs an addition."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, control: ControlPlane) -> None:
+        self._control, self._engine = control, control.engine
 
     def collect(self) -> Iterator[Metric]:
         counts = self._engine.counts
@@ -83,8 +83,8 @@ class _Totals(Collector):
             ("rollouts", len(engine.tasks.rollouts)),
             ("calls_under_way", engine.step.under_way),
             ("sandbox_waiters", engine.pool.waiting),
-            ("visits", engine.visits.open),
-            ("listeners", len(engine.pulse.listeners)),
+            ("visits", self._control.scratch_forks.open),
+            ("listeners", len(self._control.activity.listeners)),
         ):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
@@ -121,11 +121,11 @@ def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, floa
 
 
 class Metrics:
-    """The `/metrics` page of an engine."""
+    """The `/metrics` page."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, control: ControlPlane) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Totals(engine))
+        self._registry.register(_Totals(control))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

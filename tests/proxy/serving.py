@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from proxy.app import build, server
+from proxy.app import assemble, server
+from proxy.control.parts import ControlPlane
 from proxy.engine import Engine
 from proxy.settings import Settings
 from sandboxes.driver import Driver
@@ -21,17 +22,19 @@ from tests.sandboxes.memory_driver import Gate, MemoryDriver
 if TYPE_CHECKING:
     import uvicorn
 
-    from proxy.dataplane.app import DataPlane
-
 
 @dataclass(frozen=True)
 class Running:
     """A proxy that serves. `client` has its address as base URL."""
 
     client: httpx.Client
-    engine: Engine
+    control: ControlPlane
     driver: MemoryDriver
     address: tuple[str, int]
+
+    @property
+    def engine(self) -> Engine:
+        return self.control.engine
 
     def exec(self, rollout: str, command: str, task: str = "task", **more: Any) -> httpx.Response:
         return self.client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command, **more})
@@ -46,13 +49,13 @@ def serving(
     chosen = Settings(data=data, **{"default_spec": EnvironmentSpec(driver="memory"), "warm_sandboxes": 0, **settings})
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()[:2]
-    made: list[tuple[DataPlane, uvicorn.Server]] = []
+    made: list[tuple[ControlPlane, uvicorn.Server]] = []
 
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
-        application = build(chosen, {"memory": driver, **(drivers or {})})
-        application.engine.keeper.reuse = KEEPS_ALL
-        made.append((application, server(application)))
+        control = ControlPlane.over(Engine(chosen, {"memory": driver, **(drivers or {})}))
+        control.engine.keeper.reuse = KEEPS_ALL
+        made.append((control, server(assemble(control))))
         made[0][1].run(sockets=[listener])
 
     thread = threading.Thread(target=serve)
@@ -61,7 +64,7 @@ def serving(
         with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=30) as client:
             # The socket listens, so this waits until it is served.
             client.get("/readyz").raise_for_status()
-            yield Running(client, made[0][0].engine, driver, address)
+            yield Running(client, made[0][0], driver, address)
     finally:
         if made:
             made[0][1].should_exit = True

@@ -25,8 +25,7 @@ async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
 
 async def abandon(running: Engine) -> None:
     """Leave an engine as a kill does: nothing is folded, flushed or closed in order."""
-    for chore in running._chores:
-        chore.cancel()
+    running._running.cancel()
     await running.keeper.drain()
     running.store.close()
 

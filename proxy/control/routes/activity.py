@@ -9,8 +9,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from proxy.control.activity import HOUR, Pulse, Second, timeline
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import granted
-from proxy.engine import Engine
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
 
@@ -24,7 +24,7 @@ class TimelineView(BaseModel):
     seconds: list[Second]
 
 
-def live_routes(router: APIRouter, engine: Engine) -> None:
+def live_routes(router: APIRouter, control: ControlPlane) -> None:
     """Add the routes."""
 
     @router.get("/timeline")
@@ -35,7 +35,9 @@ def live_routes(router: APIRouter, engine: Engine) -> None:
     ) -> TimelineView:
         """Show hits, misses, waits and replays of the last hour, in steps."""
         granted(request).require_whole()
-        return TimelineView(step_s=step_s, seconds=timeline(list(engine.pulse.seconds), span_s=span_s, step_s=step_s))
+        return TimelineView(
+            step_s=step_s, seconds=timeline(list(control.activity.seconds), span_s=span_s, step_s=step_s)
+        )
 
     @router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
     async def stream_events(
@@ -49,10 +51,10 @@ def live_routes(router: APIRouter, engine: Engine) -> None:
             grant.require_whole()
         else:
             grant.require(task)
-            await engine.tasks.find(task)
-        if engine.pulse.full:
+            await control.engine.tasks.find(task)
+        if control.activity.full:
             raise RefusalError(429, "listeners", "as many listen to events as may. Close a page, and try again.")
-        events = _events(engine.pulse, task, limit, whole=grant.whole)
+        events = _events(control.activity, task, limit, whole=grant.whole)
         return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 

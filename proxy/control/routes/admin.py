@@ -7,6 +7,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request, Response
 
+from proxy.control.browsing import rollouts_through
+from proxy.control.garbage import collect_garbage
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.activity import live_routes
 from proxy.control.routes.audits import audit_routes
 from proxy.control.routes.params import (
@@ -66,23 +69,26 @@ _PASSED_SHOWN = 50
 _PROBLEMS: dict[int | str, dict[str, Any]] = {"4XX": PROBLEM, "5XX": PROBLEM}
 
 
-def control_plane(engine: Engine) -> APIRouter:
+def control_plane(control: ControlPlane) -> APIRouter:
     """Return the routes under `/api/v1` of a running engine."""
     router = APIRouter(prefix="/api/v1", responses=_PROBLEMS)
-    _task_routes(router, engine)
+    engine = control.engine
+    _task_routes(router, control)
     _tree_routes(router, engine)
     _rollout_routes(router, engine)
     _state_routes(router, engine)
-    tree_routes(router, engine)
-    visit_routes(router, engine)
-    live_routes(router, engine)
+    tree_routes(router, control)
+    visit_routes(router, control)
+    live_routes(router, control)
     video_routes(router, engine)
     carry_routes(router, engine)
     audit_routes(router, engine)
     return router
 
 
-def _task_routes(router: APIRouter, engine: Engine) -> None:
+def _task_routes(router: APIRouter, control: ControlPlane) -> None:
+    engine = control.engine
+
     @router.get("/tasks")
     async def list_tasks(
         request: Request,
@@ -90,7 +96,7 @@ def _task_routes(router: APIRouter, engine: Engine) -> None:
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     ) -> list[TaskSummary]:
         """List the tasks by name, with what each one's rollouts were answered."""
-        totals = await engine.overview.totals()
+        totals = await control.task_totals.totals()
         grant = granted(request)
         if grant.whole:
             rows = engine.store.tasks(offset=offset, limit=limit)
@@ -151,7 +157,7 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         """Show a node: its call, answer, effect, seconds, hits, who passed, and why its state is kept or not."""
         found = await engine.tasks.find(task)
         tree, shown = place_of(engine, found, node)
-        passed = await engine.passed(tree, shown, _PASSED_SHOWN)
+        passed = await rollouts_through(engine, tree, shown, _PASSED_SHOWN)
         kept = engine.keeper.outlook(shown, tree)
         return reader.detail(found, shown, _snapshot_of(engine, shown), kept, passed)
 
@@ -284,7 +290,7 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
     async def collect(request: Request) -> Collected:
         """Free what nothing needs: states over their budgets, forgotten ones, answers that no call has."""
         granted(request).require_whole()
-        return await engine.collect()
+        return await collect_garbage(engine)
 
     @router.get("/stats")
     async def stats(request: Request) -> StatsView:

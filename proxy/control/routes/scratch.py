@@ -8,6 +8,7 @@ import orjson
 from fastapi import APIRouter, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, model_validator
 
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import NodePath, TaskName, place_of
 from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
@@ -75,8 +76,9 @@ class TrialView(BaseModel):
     leads_to: NodeName | None
 
 
-def visit_routes(router: APIRouter, engine: Engine) -> None:
+def visit_routes(router: APIRouter, control: ControlPlane) -> None:
     """Add the routes."""
+    engine = control.engine
 
     @router.get("/tasks/{task}/nodes/{a}/diff/{b}")
     async def get_diff(task: TaskName, a: NodePath, b: NodePath) -> DiffView:
@@ -88,7 +90,7 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
                 f"{a} and {b} lie in different trees of the task, over different root states. Compare two of one tree."
             )
             raise RefusalError(409, "other-tree", detail)
-        return await diff(engine.visits, task, tree, one, other)
+        return await diff(control.scratch_forks, task, tree, one, other)
 
     @router.post("/tasks/{task}/nodes/{node}/exec")
     async def try_call(task: TaskName, node: NodePath, trial: Trial) -> TrialView:
@@ -96,7 +98,7 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         tree, here = place_of(engine, found, node)
         call = trial.call(tree.spec)
-        async with engine.visits.at(tree, here) as sandbox:
+        async with control.scratch_forks.at(tree, here) as sandbox:
             execution = await execute(sandbox, call.call, None)
         known = here.records.get(call.key)
         return TrialView(
@@ -123,7 +125,7 @@ def visit_routes(router: APIRouter, engine: Engine) -> None:
             try:
                 found = await engine.tasks.find(task)
                 tree, here = place_of(engine, found, node)
-                async with engine.visits.at(tree, here) as sandbox:
+                async with control.scratch_forks.at(tree, here) as sandbox:
                     opened = await _open(sandbox, tree.spec.driver, columns, rows)
                     try:
                         await _pass(websocket, opened, engine)

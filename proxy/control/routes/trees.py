@@ -6,11 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from proxy.control.browsing import Browser, ChildrenView, FoundView, Order, matching
+from proxy.control.browsing import Browser, ChildrenView, FoundView, Order, matching, rollouts_through
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import NodePath, RootQuery, TaskName, place_of, standing, tree_of
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.views.common import Passed
-from proxy.engine import Engine
 from proxy.refusals import RefusalError
 
 _SHOWN_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
@@ -18,9 +18,9 @@ _SHOWN_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
 _LOOKED_AT = 50_000
 
 
-def tree_routes(router: APIRouter, engine: Engine) -> None:
+def tree_routes(router: APIRouter, control: ControlPlane) -> None:
     """Add the routes."""
-    browser = Browser(engine.store)
+    engine, browser = control.engine, Browser(control.engine.store)
 
     @router.get("/tasks/{task}/trees")
     async def list_trees(
@@ -48,7 +48,7 @@ def tree_routes(router: APIRouter, engine: Engine) -> None:
         """List a node's children, a page of them, each with the run of single children after it and sums below."""
         found = await engine.tasks.find(task)
         tree, shown = place_of(engine, found, node)
-        summed = await engine.sums.of(tree)
+        summed = await control.subtree_totals.of(tree)
         return browser.children(
             task, shown, summed, standing(found), order=order, offset=offset, limit=limit, fold=fold
         )
@@ -71,7 +71,7 @@ def tree_routes(router: APIRouter, engine: Engine) -> None:
         task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100
     ) -> list[Passed]:
         """List the rollouts that a call led to this node, the latest first."""
-        return await engine.passed(*place_of(engine, await engine.tasks.find(task), node), limit)
+        return await rollouts_through(engine, *place_of(engine, await engine.tasks.find(task), node), limit)
 
     @router.get("/tasks/{task}/nodes/{node}/answer", response_class=Response, responses={200: {"content": {"*/*": {}}}})
     async def get_answer(

@@ -87,7 +87,7 @@ def test_a_stream_ends_with_the_proxy_and_does_not_hold_it_up(tmp_path: Path) ->
             listener = after.enter_context(httpx.Client(base_url=proxy.client.base_url, timeout=20))
             lines = after.enter_context(listener.stream("GET", "/api/v1/events")).iter_lines()
             assert next(lines) == "retry: 2000"
-            proxy.engine.pulse._most = 1
+            proxy.control.activity._most = 1
             assert proxy.client.get("/api/v1/events").status_code == 429
         # The server has ended, so this comes to its end too.
         assert 'data: {"event":"end"}' in list(lines)

@@ -93,7 +93,7 @@ def test_tasks_are_listed_with_what_their_rollouts_were_answered(proxy: Running)
     for name in ("a", "b", "c"):
         walk(proxy, "totals", name, "echo 1 > f", "cat f")
     proxy.client.delete("/api/v1/tasks/totals/rollouts/c")
-    proxy.engine.overview._until = 0
+    proxy.control.task_totals._until = 0
     get(proxy, "tasks/totals/rollouts")  # brings the steps into the store
     (told,) = [task for task in get(proxy, "tasks") if task["task"] == "totals"]
     assert (told["calls"], told["hits"], told["misses"], told["running"], told["rollouts"]) == (6, 4, 2, 2, 3)

@@ -16,8 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.execution.tracing import Traces
-from proxy.logs import configure
-from proxy.settings import Settings
+from proxy.logs import setup
 from proxy.telemetry.histogram import Histogram
 from proxy.tree.rollout import Outcome
 from tests.proxy.rig import ask, engine
@@ -139,7 +138,7 @@ def test_a_line_of_the_log_names_task_rollout_and_node(tmp_path: Path, monkeypat
 
     async def go() -> str:
         async with engine(tmp_path) as running:
-            configure(Settings(log="json", log_level="debug"))
+            setup("debug", json=True)
             task = await running.tasks.open("demo")
             rollout = running.tasks.begin(task, "r7", task.tree, task.tree.root)
             await ask(running, rollout, "echo 1 > f")

@@ -225,7 +225,7 @@ def test_a_terminal_that_is_left_is_closed(real: tuple[Running, dict[str, str]])
     with terminal(proxy, "left", node) as socket:
         socket.send(b"echo ready-$((1+1))\n")
         until(socket, "ready-2")
-        assert proxy.engine.visits.open == 1
+        assert proxy.control.scratch_forks.open == 1
     wait_until(
         lambda: not any(box["why"].startswith("somebody") for box in get(proxy, "sandboxes")),
         "the fork of a closed terminal still lives",

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.control.garbage import collect_garbage
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.settings import Settings
@@ -95,7 +96,7 @@ def test_a_rollout_that_leaves_an_imported_tree_restores_and_replays_nothing(
         # Nothing else holds what came.
         there.keeper.drop_tree((await there.tasks.find("task")).tree.id)
         await there.pool.close_where(lambda _: True)
-        await there.collect()
+        await collect_garbage(there)
         left = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
         assert left <= await asyncio.to_thread(_driver(there).roots.in_use)
 
@@ -204,7 +205,7 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
         assert there.store.tasks("task") == []
         assert len(there.snapshots) == 0
         assert list((folder / "imports").iterdir()) == []
-        await there.collect()
+        await collect_garbage(there)
         for name in ("layers", "uppers"):
             left = {path.name for path in (folder / "local" / name).iterdir()}
             assert left <= await asyncio.to_thread(_driver(there).roots.in_use)

@@ -1,0 +1,22 @@
+"""Frees on request what the background sweep would free later: snapshots over budget, forgotten nodes, unused blobs."""
+
+import asyncio
+
+from proxy.control.views.resources import Collected
+from proxy.engine import Engine
+
+
+async def collect_garbage(engine: Engine) -> Collected:
+    """Free what nothing needs and return what was freed."""
+    before = engine.keeper.used_bytes + engine.store.size_bytes()
+    swept = await engine.tasks.sweep_forgotten()
+    await engine.pool.close_unused(engine.settings.sandbox_idle_s)
+    evicted = await engine.keeper.fit(engine.tasks.node)
+    engine.journal.fold()
+    engine.store.delete_unused()
+    await asyncio.to_thread(engine.store.checkpoint)
+    after = engine.keeper.used_bytes + engine.store.size_bytes()
+    return Collected(
+        evicted=evicted, forgotten_nodes=swept, freed_bytes=max(0, before - after),
+        snapshot_bytes=engine.keeper.used_bytes, store_bytes=engine.store.size_bytes(),
+    )  # fmt: skip

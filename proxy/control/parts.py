@@ -1,0 +1,47 @@
+"""What the control plane keeps beside the engine: activity, scratch forks and totals. The engine knows none of them."""
+
+from dataclasses import dataclass
+
+from proxy.control.activity import Pulse
+from proxy.control.scratch_forks import Visits
+from proxy.control.subtree_totals import Sums
+from proxy.control.task_totals import Overview
+from proxy.engine import BackgroundWork, Engine
+
+_ACTIVITY_EVERY_S = 1.0
+"""Interval of the activity timeline: a `Second` counts what happened in one second."""
+_SCRATCH_SHARE = 4
+"""At most one in four sandboxes of the budget may be a scratch fork; the rest is for rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlPlane:
+    """The engine, and what the routes show of it.
+
+    Attributes:
+        engine: The running proxy that the routes operate on.
+        activity: The last hour, second by second, and its event streams.
+        scratch_forks: The sandboxes that people open to inspect a state.
+        subtree_totals: Totals below each node of a tree.
+        task_totals: Totals of each task.
+    """
+
+    engine: Engine
+    activity: Pulse
+    scratch_forks: Visits
+    subtree_totals: Sums
+    task_totals: Overview
+
+    @classmethod
+    def over(cls, engine: Engine) -> "ControlPlane":
+        """Build the parts over an engine that is not open yet; the engine runs and ends their background work."""
+        activity = Pulse(engine.counts, lambda: len(engine.pool.roster), engine.tasks.running_in)
+        engine.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.beat))
+        engine.at_hang_up.append(activity.close)
+        return cls(
+            engine,
+            activity,
+            Visits(engine.attach, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
+            Sums(engine.walkers),
+            Overview(engine.store),
+        )
