@@ -13,6 +13,11 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--all`: without it, the tests that take minutes or need other software are left out."""
+    parser.addoption("--all", action="store_true", help="run every test, also the slow ones")
+
+
 _LONGEST = ("tests/test_kill_storm.py", "tests/test_kill.py", "tests/agents/", "tests/proxy/test_transparency")
 
 

@@ -88,6 +88,7 @@ class Proxy:
     data: Path
     options: dict[str, str] = field(default_factory=dict)
     wrapper: tuple[str, ...] = ()
+    python: str = sys.executable
     port: int = field(default_factory=free_port)
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -97,11 +98,11 @@ class Proxy:
 
     def start(self) -> None:
         """Start it; return when it is ready."""
-        command = [*self.wrapper, sys.executable, "-m", "proxy.cli.main", "serve", "--port", str(self.port)]
+        command = [*self.wrapper, self.python, "-m", "forkpoint", "serve", "--port", str(self.port)]
         environment = os.environ | {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
         with (self.data / "serve.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--data", str(self.data / "data")], cwd=Path(__file__).parents[2], env=environment,
+                [*command, "--data", str(self.data / "data")], cwd=self.data, env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         wait_until(self._ready, "the proxy is not ready")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import orjson
 
+from sandboxes import IMPORT_ROOT
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
@@ -83,9 +84,8 @@ def _namespaces() -> Requirement:
 def _try_in_child(name: str, flags: int, detail: str, remedy: str) -> Requirement:
     """Unshare in a child of its own: a refusal may not touch this process."""
     program = f"from sandboxes.linux import syscalls; syscalls.unshare({flags})"
-    package = Path(__file__).parents[2]
     pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-S", "-c", program], {"PYTHONPATH": str(package)},
+        sys.executable, [sys.executable, "-S", "-c", program], {"PYTHONPATH": IMPORT_ROOT},
         file_actions=[(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)],
     )  # fmt: skip
     ok = os.waitpid(pid, 0)[1] == 0

@@ -56,7 +56,7 @@ def private_proxy() -> Iterator[PrivateProxy]:
 def _served(folder: Path) -> Iterator[PrivateProxy]:
     log = folder / "serve.log"
     port = free_port()
-    command = [sys.executable, "-m", "proxy.cli.main", "serve", "--port", str(port), "--data", str(folder / "data")]
+    command = [sys.executable, "-m", "forkpoint", "serve", "--port", str(port), "--data", str(folder / "data")]
     with log.open("wb") as output:
         # A session of its own: Ctrl-C at the terminal reaches the replay alone, which then stops the proxy in order.
         process = subprocess.Popen(  # noqa: S603 - our own module

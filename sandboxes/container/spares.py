@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sandboxes
+from sandboxes import IMPORT_ROOT
 from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, SANDBOX, Daemon
 from sandboxes.errors import SandboxError, SpecError
@@ -77,10 +77,8 @@ class Stock:
         self.labels[INSTANCE] = instance
         await asyncio.to_thread(self._tidy)
         ours, theirs = socket.socketpair()
-        package = str(Path(sandboxes.__file__).parent.parent)
-        program = (
-            f"import sys; sys.path.insert(0, {package!r}); from sandboxes.container.keeper_launcher import main; main()"
-        )
+        start = "from sandboxes.container.keeper_launcher import main; main()"
+        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); {start}"
         try:
             # -I -S: nothing from the user's site and environment; -B: nothing is written next to the sources.
             self._process = await asyncio.create_subprocess_exec(

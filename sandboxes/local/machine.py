@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sandboxes
+from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
@@ -66,8 +66,7 @@ class Machine:
 
     async def _start_launcher(self) -> None:
         ours, theirs = socket.socketpair()
-        package = str(Path(sandboxes.__file__).parent.parent)
-        program = f"import sys; sys.path.insert(0, {package!r}); from sandboxes.local.launcher import main; main()"
+        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from sandboxes.local.launcher import main; main()"
         try:
             # -I -S: nothing from the user's site and environment; -B: nothing is written next to the sources.
             self._process = await asyncio.create_subprocess_exec(

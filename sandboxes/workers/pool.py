@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import sandboxes
+from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
@@ -139,8 +139,7 @@ class Crew:
             SandboxError: it does not start.
         """
         ours, theirs = socket.socketpair()
-        package = str(Path(sandboxes.__file__).parent.parent)
-        program = f"import sys; sys.path.insert(0, {package!r}); from sandboxes.workers.zygote import main; main()"
+        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from sandboxes.workers.zygote import main; main()"
         arguments = [str(theirs.fileno()), self._engine, str(self._room), "network" if self._network else "alone"]
         try:
             self._process = await asyncio.create_subprocess_exec(

@@ -1,0 +1,124 @@
+"""Build hook: in the wheel, the rooms of the repository lie below the `forkpoint` package.
+
+The repository keeps `proxy/`, `sandboxes/` and `snapshots/` at its top level. Installed under these names they would
+collide with other packages (PyPI's `proxy.py` installs a top-level `proxy`, for example). So this hook copies them to
+`forkpoint/proxy/` and so on, and rewrites every import of them. An editable installation needs no copy: there the
+repository itself is on the path.
+"""
+
+import ast
+import io
+import re
+import shutil
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+ROOMS = ("proxy", "sandboxes", "snapshots")
+PACKAGE = "forkpoint"
+Edit = tuple[int, int, str]
+"""Begin and end of the bytes to replace, and the new text."""
+
+_ROOM = "|".join(ROOMS)
+_MODULE_NAME = re.compile(rf"^([rbfuRBFU]*['\"])((?:{_ROOM})(?:\.[\w{{}}]+)+(?::\w+)?['\"])$")
+"""A string literal that is nothing but the name of a module, or of a name in one: `"sandboxes.video.worker_engine"`."""
+_PROGRAM = re.compile(rf"\b(from|import) ({_ROOM})\b(?=[. ])")
+"""An import inside a string: the program text of a child process."""
+
+
+class RoomsHook(BuildHookInterface):  # type: ignore[misc]
+    """Copies the rooms into the wheel. Hatchling finds it by this module's name."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the rewritten rooms to the wheel.
+
+        Args:
+            version: "standard" for a wheel, "editable" for a development installation.
+            build_data: Hatchling's; `force_include` maps files to their places in the wheel.
+        """
+        if version != "standard":
+            return
+        self._copy = Path(mkdtemp(prefix="forkpoint-wheel-"))
+        for room in ROOMS:
+            copy_room(Path(self.root) / room, self._copy / room)
+            build_data["force_include"][str(self._copy / room)] = f"{PACKAGE}/{room}"
+        copy_room(Path(self.root) / PACKAGE, self._copy / PACKAGE)
+        for path in sorted((self._copy / PACKAGE).rglob("*")):
+            if path.is_file():
+                build_data["force_include"][str(path)] = str(path.relative_to(self._copy))
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """Delete the copy."""
+        if version == "standard":
+            shutil.rmtree(self._copy)
+
+
+def copy_room(source: Path, target: Path) -> None:
+    """Copy a room with all its files; Python modules are rewritten."""
+    for path in sorted(source.rglob("*")):
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in (".py", ".pyi"):
+            copy.write_text(rewritten(path.read_text(), str(path)))
+        else:
+            shutil.copyfile(path, copy)
+
+
+def rewritten(text: str, name: str) -> str:
+    """Return the text of a module with every import of a room moved below the package.
+
+    Args:
+        text: The module's source.
+        name: Its path, for the error message.
+
+    Raises:
+        ValueError: The module says `import room.module`, which binds the room's name and cannot be moved.
+    """
+    # The parser and the tokenizer count columns differently (bytes, characters): all edits are made in bytes.
+    data = text.encode()
+    starts = [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    edits = [*_import_edits(text, data, starts, name), *_string_edits(text, starts)]
+    for begin, end, new in sorted(edits, reverse=True):
+        data = data[:begin] + new.encode() + data[end:]
+    return data.decode()
+
+
+def _import_edits(text: str, data: bytes, starts: list[int], name: str) -> Iterator[Edit]:
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Import | ast.ImportFrom) or node.end_lineno is None or node.end_col_offset is None:
+            continue
+        begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        if isinstance(node, ast.ImportFrom):
+            if node.level == 0 and _is_room(node.module or ""):
+                yield begin, end, data[begin:end].decode().replace("from ", f"from {PACKAGE}.", 1)
+        elif any(_is_room(alias.name) for alias in node.names):
+            alias, *others = node.names
+            if "." in alias.name or others:
+                raise ValueError(f"{name}:{node.lineno}: write `from package import module`, so that it can be moved")
+            renamed = f" as {alias.asname}" if alias.asname else ""
+            yield begin, end, f"from {PACKAGE} import {alias.name}{renamed}"
+
+
+def _string_edits(text: str, starts: list[int]) -> Iterator[Edit]:
+    lines = text.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            moved = _PROGRAM.sub(rf"\1 {PACKAGE}.\2", _MODULE_NAME.sub(rf"\1{PACKAGE}.\2", token.string))
+            if moved != token.string:
+                row, column = token.start
+                begin = starts[row - 1] + len(lines[row - 1][:column].encode())
+                yield begin, begin + len(token.string.encode()), moved
+
+
+def _is_room(module: str) -> bool:
+    return module.partition(".")[0] in ROOMS
