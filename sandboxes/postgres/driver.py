@@ -198,11 +198,14 @@ class PostgresDriver:
         return self._enter(spec, places)
 
     def _enter(self, spec: EnvironmentSpec, places: dict[str, DatabasePosition]) -> PostgresSandbox:
-        sandbox = PostgresSandbox(f"postgres-{secrets.token_hex(6)}", spec, places, self)
+        sandbox = PostgresSandbox(
+            f"postgres-{secrets.token_hex(6)}", spec, places,
+            clones=self.clones, crew=self.crew, keep=self._keep, closed=self.live.discard,
+        )  # fmt: skip
         self.live.add(sandbox)
         return sandbox
 
-    async def keep(self, place: DatabasePosition) -> Template:
+    async def _keep(self, place: DatabasePosition) -> Template:
         """Freeze a copy of a sandbox's own database as a template, and say where it is."""
         origin, own = place.template, place.own
         assert own is not None

@@ -1,22 +1,20 @@
 """One sandbox of the `postgres` driver: where it stands in each of its databases, and its own clones of them."""
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.ipc.frames import Message
-from sandboxes.postgres.clones import OPEN_S, OwnDatabase, Template
+from sandboxes.postgres.clones import OPEN_S, Clones, OwnDatabase, Template
 from sandboxes.postgres.connection import application_name
 from sandboxes.postgres.digest import DatabaseDigest, combined
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
-from sandboxes.workers.pool import Worker, WorkerLostError, WorkerStuckError
-
-if TYPE_CHECKING:
-    from sandboxes.postgres.driver import PostgresDriver
+from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
 
 
 class DatabasePosition:
@@ -43,10 +41,19 @@ class PostgresSandbox:
     """See `sandboxes.driver.Sandbox`."""
 
     def __init__(
-        self, name: str, spec: EnvironmentSpec, places: dict[str, DatabasePosition], driver: "PostgresDriver"
+        self,
+        name: str,
+        spec: EnvironmentSpec,
+        places: dict[str, DatabasePosition],
+        *,
+        clones: Clones,
+        crew: Crew,
+        keep: Callable[[DatabasePosition], Awaitable[Template]],
+        closed: Callable[["PostgresSandbox"], None],
     ) -> None:
         self.id, self.places = name, places
-        self._spec, self._driver = spec, driver
+        self._spec, self._clones, self._crew = spec, clones, crew
+        self._keep_state, self._closed = keep, closed
         self._why_dead = ""
 
     @property
@@ -63,7 +70,7 @@ class PostgresSandbox:
                 answered = await self._read(place, call)
                 if answered is not None:
                     return answered
-                place.own = await self._driver.clones.fork(place.template)
+                place.own = await self._clones.fork(place.template)
             return await self._run(place, place.own, call)
         except (WorkerStuckError, WorkerLostError) as error:
             return await self._ended(place, call, error)
@@ -76,9 +83,9 @@ class PostgresSandbox:
 
     async def _read(self, place: DatabasePosition, call: ToolCall) -> Execution | None:
         """Answer a call on the database that all share who read at this state; None where it must write."""
-        database = await self._driver.clones.reader(place.template)
+        database = await self._clones.reader(place.template)
         request = self._request(call) | {"dsn": place.template.server.agent_dsn(database)}
-        async with self._driver.crew.reader() as worker:
+        async with self._crew.reader() as worker:
             try:
                 told = await self._ask(worker, request, call)
             except WorkerStuckError:
@@ -194,9 +201,9 @@ class PostgresSandbox:
         assert own is not None
         # PostgreSQL clones nothing that has a session.
         await own.worker.ask({"op": "close"}, timeout_s=OPEN_S)
-        template = await self._driver.keep(place)
+        template = await self._keep_state(place)
         await own.worker.close()
-        place.own = await self._driver.clones.connect(template, own.database, place.digest, place.touched)
+        place.own = await self._clones.connect(template, own.database, place.digest, place.touched)
         place.template = template
         return template.size_bytes
 
@@ -206,8 +213,8 @@ class PostgresSandbox:
         for place in self.places.values():
             own, place.own = place.own, None
             if own is not None:
-                self._driver.clones.later(self._driver.clones.give_up(place.template.server, own))
-        self._driver.live.discard(self)
+                self._clones.later(self._clones.give_up(place.template.server, own))
+        self._closed(self)
 
 
 def _with_session(place: DatabasePosition) -> StateDigest:

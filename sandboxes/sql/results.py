@@ -5,26 +5,17 @@ in place of `rows` where a format was asked for; `compare` has members of its ow
 equal answers are equal bytes.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sandboxes.sql.compare import Row, judge
+from sandboxes.sql.encoder import json_bytes
 from sandboxes.sql.render import RENDERERS
 from sandboxes.sql.values import Value
 
 MAX_ROWS = 1 << 40
 """Where bytes alone are the limit."""
-
-try:
-    from orjson import dumps
-except ImportError:
-    # pid 1 of a sandbox loads no packages.
-    def dumps(value: Any) -> bytes:  # type: ignore[misc]
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        return text.encode(errors="surrogatepass")
-
 
 ErrorKind = Literal["sql", "timeout", "limit", "refused"]
 """Why there is an error: the engine says so, the time was up, a limit was met, or it is never allowed here."""
@@ -58,7 +49,7 @@ class RowCollector:
         if len(self.rows) >= self.max_rows:
             self.truncated = True
             return False
-        self._bytes += len(dumps(row)) + 1
+        self._bytes += len(json_bytes(row)) + 1
         if self._bytes > self.output_bytes:
             self.truncated = True
             return False
@@ -93,7 +84,7 @@ def success(
         told["text"], cut = _cut(text, taken.output_bytes)
         truncated = truncated or cut
     told["row_count"] = len(taken.rows) if columns or changed is None else changed
-    return _dump(told | {"truncated": truncated, "error": None})
+    return json_bytes(told | {"truncated": truncated, "error": None})
 
 
 def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
@@ -105,7 +96,7 @@ def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
         told["text"] = f"SQL Timeout:\n{sql}"
     else:
         told["text"] = f"Error executing SQL: {error.message}"
-    return _dump(told | {"row_count": 0, "truncated": False, "error": error.to_json()})
+    return json_bytes(told | {"row_count": 0, "truncated": False, "error": error.to_json()})
 
 
 def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure | None], *, ordered: bool) -> bytes:
@@ -119,7 +110,7 @@ def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure |
 
 def other(members: dict[str, Any]) -> bytes:
     """Return an answer that is no table (`compare`), with the member `error` that all have."""
-    return _dump({"error": None} | members)
+    return json_bytes({"error": None} | members)
 
 
 def _cut(text: str, most: int) -> tuple[str, bool]:
@@ -127,7 +118,3 @@ def _cut(text: str, most: int) -> tuple[str, bool]:
     if len(data) <= most:
         return text, False
     return data[:most].decode(errors="ignore"), True
-
-
-def _dump(told: dict[str, Any]) -> bytes:
-    return dumps(told)

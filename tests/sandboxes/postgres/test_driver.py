@@ -311,7 +311,7 @@ def test_nothing_is_left_on_the_server_but_what_is_frozen(tmp_path: Path, shop: 
 KILLED = """
 import asyncio, sys, orjson
 from pathlib import Path
-from sandboxes.postgres import PostgresDriver
+from sandboxes.postgres.driver import PostgresDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.sql_calls import ask
 

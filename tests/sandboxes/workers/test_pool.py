@@ -175,7 +175,7 @@ def test_nothing_runs_on_when_the_driver_s_process_is_killed(tmp_path: Path) -> 
     program = f"""
 import asyncio
 from pathlib import Path
-from sandboxes.sqlbox.crew import Crew
+from sandboxes.workers.pool import Crew
 async def main():
     crew = Crew("sqlite", Path({str(tmp_path)!r}))
     await crew.open()

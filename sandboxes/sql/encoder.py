@@ -1,0 +1,62 @@
+"""JSON bytes of SQL results, equal in every process (pure).
+
+Workers and the guest both answer SQL calls, and equal answers must be equal bytes. The guest loads only the standard
+library, so one encoder of our own serves both. Answers that earlier versions recorded were written by orjson, and a
+replay compares answers, so this encoder writes floats in the form of orjson 3.13. That form differs from Python's:
+
+- An exponent has no leading zero: `1e-7`, where Python writes `1e-07`.
+- A magnitude from 1e-5 up to 1e-4 has no exponent: `0.00001`.
+- NaN and infinities are `null`. Database values never get that far: `sandboxes.sql.values.encode` tags them.
+"""
+
+import math
+from json.encoder import encode_basestring
+from typing import Any
+
+
+def json_bytes(value: Any) -> bytes:
+    """Encode a result as compact UTF-8 JSON. One row of five cells takes about a microsecond.
+
+    Args:
+        value: Dictionaries with text keys, lists, text, numbers, booleans and None.
+
+    Returns:
+        The encoded value. Lone surrogates, which UTF-8 cannot carry, become JSON escapes such as `\\ud800`.
+
+    Raises:
+        TypeError: The value contains an object of another type.
+    """
+    # Python's escape of a surrogate (a backslash, "u" and four hexadecimal digits) is also the one of JSON.
+    return _text(value).encode(errors="backslashreplace")
+
+
+def _text(value: Any) -> str:
+    kind = type(value)
+    if kind is str:
+        return encode_basestring(value)
+    if value is None:
+        return "null"
+    if kind is int:
+        return str(value)
+    if kind is float:
+        return _float_text(value)
+    if kind is bool:
+        return "true" if value else "false"
+    if kind is list:
+        return "[" + ",".join([_text(item) for item in value]) + "]"
+    if kind is dict:
+        return "{" + ",".join([f"{encode_basestring(key)}:{_text(item)}" for key, item in value.items()]) + "}"
+    raise TypeError(f"a result cannot contain a {kind.__name__}: encode it as a database value first")
+
+
+def _float_text(value: float) -> str:
+    """Return a float as orjson writes it: the shortest digits that read back as the same float."""
+    if not math.isfinite(value):
+        return "null"
+    mantissa, e, exponent = repr(value).partition("e")
+    if not e:
+        return mantissa
+    if exponent == "-05":
+        sign = "-" if value < 0 else ""
+        return f"{sign}0.0000{mantissa.lstrip('-').replace('.', '')}"
+    return f"{mantissa}e{int(exponent):+}"
