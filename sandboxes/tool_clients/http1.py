@@ -1,50 +1,72 @@
-"""HTTP/1.1 with a tool server, over an open connection: one request, one response. The door to httptools."""
+"""HTTP/1.1 with a tool server, over an open connection: one request, one response. The door to h11.
+
+Theory of operation. The head of the request was built by `sandboxes.http_message` and is sent as bytes, often by the
+guest before the connection reaches the proxy. h11 never writes here. It parses the response, and it needs the method
+for that: a response to HEAD has no body (RFC 9112, 6.3). So `_Response` gives its h11 connection a stand-in request
+with the same method and discards the bytes.
+
+Three things end a response: its framing, the close of the connection where nothing frames it, or an error. Bytes after
+the end are not read, because each request has a connection of its own. Interim responses (1xx) and trailers are
+dropped.
+
+h11 takes 0.1 ms for a small response and 0.9 ms for 1 MB (measured with uvloop, over a socket pair). The C parser of
+httptools takes 0.03 ms and 0.6 ms, but leaves the framing and the end of the body to its caller. A forwarded miss takes
+about 2 ms.
+"""
 
 import asyncio
 import socket
 
-import httptools
+import h11
 
 from sandboxes.listener import Listener
+from sandboxes.task_owner import start
 
-_CHUNK = 1 << 16
 MAX_HEADER_BYTES = 256 << 10
-"""Of one answer."""
+"""Largest response head. Servers send a few hundred bytes; an agent that changed its server must not fill our memory.
+"""
+_MAX_INTERIM_RESPONSES = 256
+"""Most interim responses before a final one; a server that sends more never answers."""
+_CHUNK_BYTES = 1 << 16
+"""Largest piece that is read at once, and largest body that is sent before the response is read."""
 
 
 class MalformedResponseError(Exception):
-    """The server's answer is not HTTP, or ends before its end."""
+    """The response of a tool server breaks its protocol, or ends too early."""
 
 
 async def exchange(
     connection: socket.socket, head: bytes, body: bytes, listener: Listener, *, silence_s: float, sent: bool = False
 ) -> None:
-    """Send a request, unless it was sent, and hear its answer to the end. The connection is closed, whatever happens.
+    """Send a request and pass its response to the listener. The connection is closed in every case.
+
+    Args:
+        connection: A connected stream socket.
+        head: The head of the request, from `request_head`.
+        body: The body of the request.
+        listener: Receives status, headers and body as they arrive.
+        silence_s: Longest time without a byte from the server.
+        sent: Head and body were sent already.
 
     Raises:
-        Garbage: what came is no answer, or half of one.
-        OSError: the connection broke before an answer began.
-        TimeoutError: nothing came for silence_s.
+        MalformedResponseError: The response is not HTTP, or it is incomplete.
+        OSError: The connection broke.
+        TimeoutError: No byte arrived for `silence_s`.
     """
     loop = asyncio.get_running_loop()
     connection.setblocking(False)
-    answer = _Answer(bodiless=head.startswith(b"HEAD "))
+    response = _Response(head.partition(b" ")[0], listener)
     sending: asyncio.Task[None] | None = None
     try:
-        if not sent and len(body) <= _CHUNK:
+        if not sent and len(body) <= _CHUNK_BYTES:
             await loop.sock_sendall(connection, head + body)
         elif not sent:
-            # A server may answer, and hang up, before it has read a large body: its answer tells why.
-            sending = loop.create_task(_send(loop, connection, head, body))
-        while not answer.complete:
+            # A server may refuse a large body and hang up before it has read it: the response says why.
+            sending = start(_send(connection, head, body))
+        while not response.complete:
             async with asyncio.timeout(silence_s):
-                data = await loop.sock_recv(connection, _CHUNK)
-            if not data:
-                answer.ended()
-                break
-            answer.feed(data)
-            await answer.tell(listener)
-        await answer.tell(listener)
+                data = await loop.sock_recv(connection, _CHUNK_BYTES)
+            await response.feed(data)
     finally:
         if sending is not None:
             sending.cancel()
@@ -52,78 +74,62 @@ async def exchange(
         connection.close()
 
 
-async def _send(loop: asyncio.AbstractEventLoop, connection: socket.socket, head: bytes, body: bytes) -> None:
+async def _send(connection: socket.socket, head: bytes, body: bytes) -> None:
+    loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, head)
     await loop.sock_sendall(connection, body)
 
 
-class _Answer:
-    """What has come of an answer so far; interim answers (1xx) and trailers are dropped."""
+class _Response:
+    """A response while it arrives.
 
-    def __init__(self, *, bodiless: bool) -> None:
+    Attributes:
+        complete: The response has ended.
+    """
+
+    def __init__(self, method: bytes, listener: Listener) -> None:
         self.complete = False
-        self._bodiless = bodiless
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers: list[tuple[str, str]] = []
-        self._status = self._header_bytes = 0
-        self._in_body = self._told = False
-        self._chunks: list[bytes] = []
-        self._framed = False
+        self._listener = listener
+        self._interim_responses = 0
+        self._parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEADER_BYTES)
+        # The stand-in request: h11 learns the method from it, and that the connection is not used again.
+        self._parser.send(h11.Request(method=method, target="/", headers=[("Host", "-"), ("Connection", "close")]))
+        self._parser.send(h11.EndOfMessage())
 
-    def feed(self, data: bytes) -> None:
+    async def feed(self, data: bytes) -> None:
+        """Parse the next bytes and pass on what they complete. Empty data is the end of the connection.
+
+        Raises:
+            MalformedResponseError: The bytes are not HTTP, or the connection ended within the response.
+        """
+        within_body = self._parser.their_state is h11.SEND_BODY
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            raise MalformedResponseError("it switches protocols, which nobody asked for") from None
-        except httptools.HttpParserError as error:
-            if not self.complete:
-                raise MalformedResponseError(f"its answer is not HTTP: {error}") from None
+            self._parser.receive_data(data)
+            while not self.complete and (event := self._parser.next_event()) is not h11.NEED_DATA:
+                await self._handle(event)
+        except h11.RemoteProtocolError as error:
+            if data:
+                raise MalformedResponseError(f"its response is not HTTP: {error}") from None
+            where = "in the middle of its response" if within_body else "without a response"
+            raise MalformedResponseError(f"it closed the connection {where}") from None
 
-    def ended(self) -> None:
-        """Take the end of the connection, which is the end of an answer that says no length."""
-        if not self._in_body:
-            raise MalformedResponseError("it hung up without an answer")
-        if self._framed:
-            raise MalformedResponseError("it hung up in the middle of its answer")
-        self.complete = True
-
-    async def tell(self, listener: Listener) -> None:
-        """Pass on what has come since."""
-        if self._in_body and not self._told:
-            self._told = True
-            await listener.head(self._status, tuple(self._headers))
-        for chunk in self._chunks:
-            await listener.data(chunk)
-        self._chunks.clear()
-
-    # What the parser calls
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers and interim answers count too: a server that an agent has changed must not fill our memory.
-        self._header_bytes += len(name) + len(value) + 32
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise MalformedResponseError("its headers do not end")
-        if not self._in_body:
-            self._headers.append((name.decode("latin-1"), value.decode("latin-1")))
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:
-            self._header_bytes += 1024
-            self._headers.clear()
-            return
-        if status > 599:
-            raise MalformedResponseError(f"its answer has the status {status}")
-        self._in_body, self._status = True, status
-        names = {name.lower() for name, _ in self._headers}
-        self._framed = bool({"content-length", "transfer-encoding"} & names)
-        if self._bodiless or status in (204, 304):
-            self.complete = True
-
-    def on_body(self, body: bytes) -> None:
-        if not self.complete:
-            self._chunks.append(body)
-
-    def on_message_complete(self) -> None:
-        if self._in_body:
-            self.complete = True
+    async def _handle(self, event: object) -> None:
+        match event:
+            case h11.InformationalResponse():
+                self._interim_responses += 1
+                if self._interim_responses > _MAX_INTERIM_RESPONSES:
+                    raise MalformedResponseError("it sends interim responses without end")
+            case h11.Response(status_code=status, headers=headers):
+                if status > 599:
+                    raise MalformedResponseError(f"its response has the status {status}")
+                names = [name for name, _ in headers]
+                if b"content-length" in names and b"transfer-encoding" in names:
+                    # h11 would ignore the length; the client that gets this header would not (RFC 9112, 6.3).
+                    raise MalformedResponseError("its response has both Content-Length and Transfer-Encoding")
+                # `raw_items` keeps the spelling of the names, which clients may show.
+                texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers.raw_items())
+                await self._listener.head(status, tuple(texts))
+            case h11.Data(data=data):
+                await self._listener.data(bytes(data))
+            case h11.EndOfMessage():
+                self.complete = True

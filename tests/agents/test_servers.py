@@ -172,8 +172,8 @@ def test_what_is_too_long_to_record_passes_and_is_run_again(proxy: Proxy) -> Non
 
 
 FAILS = {
-    "/die": (502, "hung up without an answer"),
-    "/half": (502, "middle of its answer"),
+    "/die": (502, "closed the connection without a response"),
+    "/half": (502, "in the middle of its response"),
     "/garbage": (502, "not HTTP"),
     "/silent": (504, "says nothing"),
 }
