@@ -14,6 +14,7 @@ from bench.sandboxes import Timings, execute, timed
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 SPEC = EnvironmentSpec(limits=Limits(memory_mb=1024))
 SERVER = "echo hi > page; python3 -m http.server -b 127.0.0.1 8000 >log 2>&1 &"
@@ -48,7 +49,7 @@ async def measure(driver: LocalDriver, begin: str, answers: str, count: int, clo
 
 
 async def run(folder: Path, images: Path | None, count: int, megabytes: int) -> None:
-    driver = LocalDriver(folder, images=images)
+    driver = LocalDriver(folder, CriuCheckpointer(folder, images_dir=images))
     await driver.open()
     try:
         subjects = {

@@ -20,6 +20,7 @@ from bench.sandboxes import Timings, execute, timed
 from sandboxes.container.driver import ContainerDriver
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import EnvironmentSpec
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 STATES = {
     "3 files": "for i in 1 2 3; do echo $i > /tmp/$i; done",
@@ -35,7 +36,7 @@ async def ours(folder: Path, image: str, state: str, count: int) -> Timings:
     """Return count times of each step, in ms; a spare container waits each time."""
     timings: Timings = {}
     spec = EnvironmentSpec(driver="container", image=image)
-    driver = ContainerDriver(folder, spares=1)
+    driver = ContainerDriver(folder, CriuCheckpointer(folder, outer_session=True), spares=1)
     await driver.open()
     try:
         source = await driver.start(spec)

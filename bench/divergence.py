@@ -26,6 +26,7 @@ from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 DEPTH = 6
 TARGETS_MS = {"warm": 5.0, "restored": 20.0}
@@ -39,7 +40,7 @@ def shell(command: str) -> ToolCall:
 async def running(folder: Path, warm: int) -> AsyncIterator[Engine]:
     """Run an engine over the local driver."""
     settings = Settings(data=folder, default_spec=EnvironmentSpec(), warm_sandboxes=warm)
-    engine = Engine(settings, {"local": LocalDriver(folder / "local")})
+    engine = Engine(settings, {"local": LocalDriver(folder / "local", CriuCheckpointer(folder / "local"))})
     await engine.open()
     try:
         yield engine

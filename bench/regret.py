@@ -34,6 +34,7 @@ from bench.traces import WORKLOADS, Move, Traces, read_traces, resampled
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from snapshots.costs import Costs, KindCosts, Mean
+from snapshots.criu.checkpoints import CriuCheckpointer
 from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, worth_keeping
 from snapshots.store import SnapshotStore
 
@@ -242,7 +243,9 @@ async def measured(count: int = 30) -> KindCosts:
     """Return what keeping files costs here: the seconds that it adds after a call's layer is made, and a restore."""
     freezes, restores = [], []
     with tempfile.TemporaryDirectory(prefix="forkpoint-bench-") as folder:
-        driver, store = LocalDriver(Path(folder) / "local"), SnapshotStore(Path(folder) / "snapshots")
+        data_dir = Path(folder) / "local"
+        driver = LocalDriver(data_dir, CriuCheckpointer(data_dir))
+        store = SnapshotStore(Path(folder) / "snapshots")
         await driver.open()
         store.open()
         try:

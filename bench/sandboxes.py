@@ -20,6 +20,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 Timings = dict[str, list[float]]
 START, RESTORE, FREEZE, RUN = "start from nothing", "restore", "freeze", "a command"
@@ -49,7 +50,7 @@ def timed(timings: Timings, what: str) -> Iterator[None]:
 async def local(folder: Path, count: int) -> Timings:
     """Return count times of each step, in ms: alone, and with the first command after it."""
     timings: Timings = {}
-    driver, spec = LocalDriver(folder), EnvironmentSpec()
+    driver, spec = LocalDriver(folder, CriuCheckpointer(folder)), EnvironmentSpec()
     await driver.open()
     try:
         for number in range(count):

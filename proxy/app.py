@@ -29,11 +29,13 @@ from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
 from proxy.ui.api import page_routes
 from proxy.ui.static_files import page
+from sandboxes.checkpointing import Checkpointer
 from sandboxes.driver import Driver
 from sandboxes.local.driver import LocalDriver
 from sandboxes.sqlite.driver import SqliteDriver
 from sandboxes.upstream import HttpDriver
 from sandboxes.video.driver import VideoDriver
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 log = structlog.get_logger()
 
@@ -99,7 +101,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _drivers(settings: Settings) -> dict[str, Driver]:
     makers: dict[str, Any] = {
-        "local": lambda: LocalDriver(settings.data / "local", images=settings.checkpoint_dir),
+        "local": lambda: LocalDriver(settings.data / "local", _checkpointer(settings, "local")),
         "container": lambda: _containers(settings),
         "sqlite": lambda: SqliteDriver(settings.data / "sqlite"),
         "postgres": lambda: _postgres(settings),
@@ -112,9 +114,12 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
 def _containers(settings: Settings) -> Driver:
     from sandboxes.container.driver import ContainerDriver  # noqa: PLC0415 - the Docker SDK takes a fifth of a second to load
 
-    return ContainerDriver(
-        settings.data / "container", spares=settings.container_spares, images=settings.checkpoint_dir
-    )
+    checkpointer = _checkpointer(settings, "container", outer_session=True)
+    return ContainerDriver(settings.data / "container", checkpointer, spares=settings.container_spares)
+
+
+def _checkpointer(settings: Settings, driver: str, *, outer_session: bool = False) -> Checkpointer:
+    return CriuCheckpointer(settings.data / driver, images_dir=settings.checkpoint_dir, outer_session=outer_session)
 
 
 def _postgres(settings: Settings) -> Driver:

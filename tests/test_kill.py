@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import (
     Process,
@@ -23,7 +22,7 @@ from tests.machine import (
     served,
     wait_until,
 )
-from tests.sandboxes.box import opened, run
+from tests.sandboxes.box import local_driver, opened, run
 
 ROLLOUTS = 4
 KILLS = 3
@@ -105,7 +104,7 @@ def exec_(client: httpx.Client, rollout: str, command: str) -> httpx.Response:
 
 
 async def alone(data: Path, number: int) -> list[Any]:
-    async with opened(LocalDriver(data)) as driver:
+    async with opened(local_driver(data)) as driver:
         sandbox = await driver.start(EnvironmentSpec())
         answers = [await run(sandbox, command) for command in trajectory(number)]
     return [(answer.out, answer.err, answer.code) for answer in answers]

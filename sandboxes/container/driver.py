@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Daemon
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.root_images import RootImage, RootImages
@@ -21,10 +22,9 @@ from sandboxes.container.state_copies import States
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
+from sandboxes.host.source_digest import SourceDigests
 from sandboxes.linux.dir_lock import Ownership, is_unowned
-from sandboxes.local.bases import Bases
 from sandboxes.spec import EnvironmentSpec
-from snapshots.criu.checkpoints import Checkpoints
 
 VERSION = 2
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
@@ -35,22 +35,22 @@ REAP_S = 30.0
 class ContainerDriver:
     """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
 
-    spares: started containers that wait for each image, so that a restore takes milliseconds.
-    checkpoints: whether states with live processes are frozen, where CRIU works. images: as in `LocalDriver`.
+    Args:
+        data_dir: The driver's own directory.
+        checkpointer: Saves states with live processes; None reaches such states by replay.
+        spares: How many started containers wait for each image, so that a restore takes milliseconds.
     """
 
     name = "container"
 
-    def __init__(
-        self, data_dir: Path, *, spares: int = 2, checkpoints: bool = True, images: Path | None = None
-    ) -> None:
+    def __init__(self, data_dir: Path, checkpointer: Checkpointer | None = None, *, spares: int = 2) -> None:
         self.data_dir = data_dir.resolve()
         self.daemon = Daemon()
         self.states = States(self.data_dir / "states")
         self.stock = Stock(self.daemon, self.data_dir, spares=spares)
         self.roots = RootImages(self.data_dir / "roots")
-        self.checkpoints = Checkpoints(self.data_dir, wanted=checkpoints, elsewhere=images, outer_session=True)
-        self._bases = Bases(self.data_dir, privileged=True)
+        self.checkpointer = checkpointer or NoCheckpointer()
+        self._sources = SourceDigests()
         self._sandboxes: set[ContainerSandbox] = set()
         self._ownership = Ownership(self.data_dir)
         self._instance = ""
@@ -158,7 +158,7 @@ class ContainerDriver:
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
         digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
         for source in spec.brought:
-            digest.update((await asyncio.to_thread(self._bases.archive_identity, Path(source))).encode())
+            digest.update((await asyncio.to_thread(self._sources.of, Path(source))).encode())
         return digest.hexdigest()
 
     async def config(self, image: str) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class ContainerDriver:
         copy, image = frozen.payload["copy"], frozen.payload["image"]
         with self.states.holding(copy):
             images = frozen.payload.get("images")
-            if not self.states.there(copy) or not (images is None or images in self.checkpoints.all()):
+            if not self.states.there(copy) or not (images is None or images in self.checkpointer.names()):
                 raise StateGoneError(f"state {copy} is gone; replay its path instead")
             try:
                 sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
@@ -203,14 +203,14 @@ class ContainerDriver:
     async def collect(self, keep: Iterable[str]) -> int:
         """See `Driver.collect`. Parts are copies; images of root states that nobody has used for long go too."""
         # What there was, and what lived, before the first await: see LocalDriver.collect.
-        there, before = self.states.all() | self.checkpoints.all(), self._in_use()
+        there, before = self.states.all() | self.checkpointer.names(), self._in_use()
         wanted = set(keep)
         kept = {name for name in wanted if self.states.there(name)}
         size = await asyncio.to_thread(self.states.size_bytes, kept)
-        size += await asyncio.to_thread(self.checkpoints.size_bytes, wanted)
+        size += await asyncio.to_thread(self.checkpointer.size_bytes, wanted)
         unneeded = there - wanted - before - self._in_use() - set(self.states.held)
-        await asyncio.to_thread(self.states.drop, unneeded - self.checkpoints.all())
-        await asyncio.to_thread(self.checkpoints.drop, unneeded)
+        await asyncio.to_thread(self.states.drop, unneeded - self.checkpointer.names())
+        await asyncio.to_thread(self.checkpointer.drop, unneeded)
         needed = {sandbox.image for sandbox in self.sandboxes.values()}
         for image in await asyncio.to_thread(self.roots.unused):
             if image not in needed:
@@ -277,7 +277,7 @@ class ContainerDriver:
     ) -> ContainerSandbox:
         born_with = variables(await self.config(image))
         box = await (self.stock.take if spare else self.stock.make)(image, spec.limits)
-        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states, self.checkpoints, born_with)
+        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states, self.checkpointer, born_with)
         self._sandboxes.add(sandbox)
         try:
             await sandbox.begin(frozen)

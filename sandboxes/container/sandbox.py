@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.checkpointing import Checkpointer, MappedFiles
 from sandboxes.container.spares import Box, Stock
 from sandboxes.container.state_copies import States
 from sandboxes.driver import YOUNG_S, FrozenState
@@ -19,7 +20,6 @@ from sandboxes.inspection import StateLook
 from sandboxes.ipc.frames import Message
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
-from snapshots.criu.checkpoints import Checkpoints, Mapped
 
 
 class ContainerSandbox(Hosting):
@@ -33,7 +33,7 @@ class ContainerSandbox(Hosting):
         born_ns: int,
         stock: Stock,
         states: States,
-        checkpoints: Checkpoints,
+        checkpointer: Checkpointer,
         born_with: Mapping[str, str],
     ) -> None:
         super().__init__(box.id, box.channel)
@@ -43,7 +43,7 @@ class ContainerSandbox(Hosting):
         self.closed = False
         self.parts: tuple[str, ...] = ()
         self._box, self._spec, self._born_ns = box, spec, born_ns
-        self._stock, self._states, self._checkpoints = stock, states, checkpoints
+        self._stock, self._states, self._checkpointer = stock, states, checkpointer
         self._frozen: FrozenState | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -85,7 +85,7 @@ class ContainerSandbox(Hosting):
         async def start(program: list[str], files: list[int]) -> None:
             await self._talk({**fields, "program": program}, b"", files)
 
-        await self._checkpoints.bring_back(frozen.payload["images"], start, [])
+        await self._checkpointer.restore(frozen.payload["images"], start, [])
         await self._talk({"op": "restored"})
 
     # -- calls -------------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class ContainerSandbox(Hosting):
             return known
         name, folder = self._states.allocate()
         fields = {"op": "freeze", "folder": str(folder), "becomes": str(self._states.folder / name)}
-        possible = await self._checkpoints.possible()
+        possible = await self._checkpointer.is_available()
         images: tuple[str, ...] = ()
         try:
             told = (await self._talk({**fields, "checkpoint": possible})).fields
@@ -171,7 +171,7 @@ class ContainerSandbox(Hosting):
             self._die("its freezing was cancelled")
             raise
         if "not_freezable" in told:
-            why = "" if possible else f"; {self._checkpoints.missing}"
+            why = "" if possible else f"; {self._checkpointer.unavailable_reason}"
             raise NotFreezableError(f"sandbox {self.id}: {told['not_freezable']}{why}")
         self._states.keep(name)
         self.parts = (name, *images)
@@ -185,7 +185,7 @@ class ContainerSandbox(Hosting):
         added = int(told["added_bytes"])
         if images:
             payload |= {"images": images[0], "checkpoint": told["checkpoint"], "young_s": self.young_s}
-            added += await asyncio.to_thread(self._checkpoints.size_bytes, images)
+            added += await asyncio.to_thread(self._checkpointer.size_bytes, images)
             return FrozenState("container", "processes", payload, added, None, self.parts)
         self._frozen = FrozenState("container", "files", payload, added, digest(told["state"]), self.parts)
         return self._frozen
@@ -197,12 +197,12 @@ class ContainerSandbox(Hosting):
         async def start(program: list[str], files: list[int]) -> None:
             await self._talk({"op": "dump", "program": program}, b"", files)
 
-        async def held(mapped: Mapped) -> None:
+        async def held(mapped: MappedFiles) -> None:
             told.update((await self._talk({**fields, "op": "copy"})).fields)
             if mapped:
                 raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
-        return told, (await self._checkpoints.take(start, tree, held),)
+        return told, (await self._checkpointer.dump(start, tree, held),)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 

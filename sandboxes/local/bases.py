@@ -1,9 +1,6 @@
 """Bases: what lies below everything a sandbox writes, and the digest that says which system it is."""
 
-import errno
 import hashlib
-import os
-import stat
 import tarfile
 import threading
 from collections.abc import Callable
@@ -11,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import SpecError
+from sandboxes.host.source_digest import SourceDigests, directory_digest, raise_machine_error
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import host_base as hostbase
 
 _CHUNK = 1 << 20
 _LINKS_FOLLOWED = 40
-_MACHINE_S = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO}
-"""Errors that say nothing about what a spec names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +35,7 @@ class Bases:
         """Where the launcher, and nobody else, sees the host's root: below it, at `root`."""
         self._privileged = privileged
         self._making = threading.Lock()
-        self._hashes: dict[tuple[str, int, int], str] = {}
+        self.sources = SourceDigests()
         self._known: dict[str, Base] = {}
 
     def open(self) -> None:
@@ -64,23 +60,9 @@ class Bases:
             self._known[name] = self._host() if name == "host" else self._named(Path(name))
             return self._known[name]
         except (OSError, tarfile.TarError) as error:
-            _raise_if_machine(error)
+            raise_machine_error(error)
             raise SpecError(
                 f"base {name!r} cannot be used: {error}. Name a directory or tarball that this proxy can read."
-            ) from error
-
-    def archive_identity(self, source: Path) -> str:
-        """Return a digest of a directory's or tarball's content.
-
-        Raises:
-            SpecError: it is not there or cannot be read.
-        """
-        try:
-            return _walk_digest(source) if source.is_dir() else self._file_digest(source)
-        except OSError as error:
-            _raise_if_machine(error)
-            raise SpecError(
-                f"{str(source)!r} cannot be read: {error.strerror}. Name a tarball, directory or database."
             ) from error
 
     def _host(self) -> Base:
@@ -100,9 +82,9 @@ class Bases:
 
     def _named(self, path: Path) -> Base:
         if path.is_dir():
-            folder, identity = path, f"directory:{_walk_digest(path)}"
+            folder, identity = path, f"directory:{directory_digest(path)}"
         else:
-            digest = self._file_digest(path)
+            digest = self.sources.of_file(path)
             folder, identity = self._make(f"tar-{digest}", lambda target: _unpack(path, target)), f"tar:{digest}"
         _check_bash(folder, path)
         return Base(identity, (str(folder.resolve()), self._skeleton))
@@ -119,40 +101,12 @@ class Bases:
                 part.rename(target)
         return target
 
-    def _file_digest(self, path: Path) -> str:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "neither a directory nor a regular file")
-        key = (str(path), status.st_size, status.st_mtime_ns)
-        if key not in self._hashes:
-            with path.open("rb") as file:
-                self._hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        return self._hashes[key]
-
-
-def _walk_digest(root: Path) -> str:
-    """Digest path, size, mtime and mode of all below root: 5 us an entry."""
-    digest = hashlib.blake2b(digest_size=16)
-    for folder, names, files in os.walk(root):
-        names.sort()
-        for name in sorted([*names, *files]):
-            path = os.path.join(folder, name)  # noqa: PTH118 - a hundred thousand times
-            status = os.lstat(path)
-            facts = (os.path.relpath(path, root), status.st_size, status.st_mtime_ns, status.st_mode, status.st_uid)
-            digest.update(repr(facts).encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
 
 def _check_bash(folder: Path, named: Path) -> None:
     if not _exists_inside(folder, "bin/bash"):
         raise SpecError(
             f"base {str(named)!r} has no /bin/bash. Use a root file system with bash, such as debootstrap's minbase."
         )
-
-
-def _raise_if_machine(error: Exception) -> None:
-    if isinstance(error, OSError) and error.errno in _MACHINE_S:
-        raise error
 
 
 def _exists_inside(root: Path, name: str) -> bool:

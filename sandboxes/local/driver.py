@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
@@ -33,16 +34,17 @@ _PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 class LocalDriver:
     """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
 
-    checkpoints: whether states with live processes are frozen, where CRIU works. images: where their images go instead
-        of the data directory: a tmpfs.
+    Args:
+        data_dir: The driver's own directory.
+        checkpointer: Saves states with live processes; None reaches such states by replay.
     """
 
     name = "local"
 
-    def __init__(self, data_dir: Path, *, checkpoints: bool = True, images: Path | None = None) -> None:
+    def __init__(self, data_dir: Path, checkpointer: Checkpointer | None = None) -> None:
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
-        self.machine = Machine(self.data_dir, self.bases.host_view, checkpoints=checkpoints, images=images)
+        self.machine = Machine(self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer())
         self.roots = RootStates(self.data_dir / "roots", self.machine.layers)
         self.porter = LayerPorter(self.machine.layers, self.machine.holding)
         self._sandboxes: set[LocalSandbox] = set()
@@ -100,7 +102,7 @@ class LocalDriver:
         base = await asyncio.to_thread(self.bases.look_again, spec.base)
         digest = hashlib.blake2b(f"local\0{VERSION}\0{base.identity}".encode(), digest_size=32)
         for source in spec.brought:
-            digest.update((await asyncio.to_thread(self.bases.archive_identity, Path(source))).encode())
+            digest.update((await asyncio.to_thread(self.bases.sources.of, Path(source))).encode())
         return digest.hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
@@ -128,7 +130,7 @@ class LocalDriver:
             if base.identity != payload["base"]:
                 raise StateGoneError(f"base {spec.base!r} is not what it was when this state was frozen")
             images = payload.get("images")
-            if images is not None and images not in self.machine.checkpoints.all():
+            if images is not None and images not in self.machine.checkpointer.names():
                 raise StateGoneError(f"the images of these processes ({images}) are gone; replay their path instead")
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
@@ -140,16 +142,16 @@ class LocalDriver:
         """See `Driver.collect`. Parts are layers, deleted in a thread. Those of root states in use stay anyway."""
         # What there was, and what lived, before the first await: a sandbox that freezes and ends meanwhile has made a
         # state that keep does not know of.
-        checkpoints = self.machine.checkpoints
-        there, before = self.machine.layers.all() | checkpoints.all(), self._in_stacks()
+        checkpointer = self.machine.checkpointer
+        there, before = self.machine.layers.all() | checkpointer.names(), self._in_stacks()
         kept = set(keep) | await asyncio.to_thread(self.roots.in_use)
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
-        size += await asyncio.to_thread(checkpoints.size_bytes, kept)
+        size += await asyncio.to_thread(checkpointer.size_bytes, kept)
         unneeded = there - kept - before - self._in_stacks() - self.machine.held
         # At once: a restore that begins while the thread deletes must find them missing, not half there.
         self.machine.layers.disown(unneeded)
         await asyncio.to_thread(self.machine.layers.drop, unneeded)
-        await asyncio.to_thread(checkpoints.drop, unneeded)
+        await asyncio.to_thread(checkpointer.drop, unneeded)
         return size
 
     def _in_stacks(self) -> set[str]:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes import IMPORT_ROOT
+from sandboxes.checkpointing import Checkpointer
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layers import Layers
-from snapshots.criu.checkpoints import Checkpoints
 
 START_S = 30.0
 STOP_S = 10.0
@@ -39,12 +39,12 @@ class Spare:
 class Machine:
     """Open for as long as its driver is. host_view: where the launcher, and nobody else, sees the host's root."""
 
-    def __init__(self, data_dir: Path, host_view: Path, *, checkpoints: bool, images: Path | None) -> None:
+    def __init__(self, data_dir: Path, host_view: Path, checkpointer: Checkpointer) -> None:
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
-        self.checkpoints = Checkpoints(data_dir, wanted=checkpoints, elsewhere=images)
+        self.checkpointer = checkpointer
         # By definition of an MCP server: the tools that it says change nothing.
         self.read_only: dict[str, frozenset[str]] = {}
         self._launcher: Channel | None = None

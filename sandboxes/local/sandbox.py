@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.checkpointing import MappedFiles, changed_since_mapped
 from sandboxes.driver import YOUNG_S, FrozenState
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
@@ -25,7 +26,6 @@ from sandboxes.local.layers import DEEP, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.root_states import RootState
 from sandboxes.spec import EnvironmentSpec
-from snapshots.criu.checkpoints import Mapped, changed_since_mapped
 
 
 class LocalSandbox(Hosting):
@@ -100,7 +100,7 @@ class LocalSandbox(Hosting):
                 async def start(program: list[str], files: list[int]) -> None:
                     await self._talk({**fields, "program": program}, b"", [*mounted.fds, *files])
 
-                await self._machine.checkpoints.bring_back(images, start, inherited(state["checkpoint"]))
+                await self._machine.checkpointer.restore(images, start, inherited(state["checkpoint"]))
                 ready = await self._talk({"op": "restored"})
         finally:
             for fd in mounted.fds:
@@ -207,7 +207,7 @@ class LocalSandbox(Hosting):
         told = self._sealed
         if told is None:
             paused = await self._talk(
-                {"op": "pause", "root": root, "checkpoint": await self._machine.checkpoints.possible()}
+                {"op": "pause", "root": root, "checkpoint": await self._machine.checkpointer.is_available()}
             )
             if "tree" in paused.fields:
                 return await self._checkpoint(int(paused.fields["tree"]))
@@ -244,7 +244,7 @@ class LocalSandbox(Hosting):
             assert self._process is not None
             await self._machine.ask({"op": "operate", "program": program}, [self._process, *files])
 
-        async def held(mapped: Mapped) -> None:
+        async def held(mapped: MappedFiles) -> None:
             told.update((await self._talk({"op": "look"})).fields)
             told["checkpoint"]["mapped"] = mapped
             if (path := changed_since_mapped(mapped, told["delta"])) is not None:
@@ -258,9 +258,9 @@ class LocalSandbox(Hosting):
                 self._held = (copies[0].id,)
                 await asyncio.to_thread(self._copy_upper, copies[0], told)
 
-        checkpoints, layers = self._machine.checkpoints, self._machine.layers
+        checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
-            images = await checkpoints.take(start, tree, held)
+            images = await checkpointer.dump(start, tree, held)
         except BaseException:
             self._held = ()
             await asyncio.to_thread(layers.undo, copies)
@@ -273,7 +273,7 @@ class LocalSandbox(Hosting):
         payload |= {"images": images, "checkpoint": told["checkpoint"], "young_s": self.young_s}
         # Before any other await: closed meanwhile, the sandbox would take with it what no frozen state holds.
         added = self._keep_stack() + sum(map(layers.size_bytes, layer))
-        added += await asyncio.to_thread(checkpoints.size_bytes, [images])
+        added += await asyncio.to_thread(checkpointer.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, None, (*stack, images))
 
     def _copy_upper(self, copy: Upper, told: dict[str, Any]) -> None:
@@ -300,7 +300,11 @@ class LocalSandbox(Hosting):
         """
         told = paused.fields
         if "not_freezable" in told:
-            why = f"; {self._machine.checkpoints.missing}" if self._machine.checkpoints.missing else ""
+            why = (
+                f"; {self._machine.checkpointer.unavailable_reason}"
+                if self._machine.checkpointer.unavailable_reason
+                else ""
+            )
             raise NotFreezableError(f"sandbox {self.id}: {told['not_freezable']}{why}")
         if not told["empty"]:
             await self._switch({"delta": told["delta"], "size_bytes": int(told["size_bytes"])})

@@ -1,4 +1,19 @@
-"""Checkpoints of live processes: CRIU's images, one directory each, and the carrying out of dump and restore."""
+"""The checkpointer of the product: CRIU images on disk, one directory for each checkpoint.
+
+CRIU has to run inside the sandbox's namespaces, and the proxy is outside. One operation therefore involves three
+processes:
+
+1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the descriptors into
+   the sandbox (`ProgramStarter`). The sandbox's side forks, enters the namespaces and starts CRIU
+   (`sandboxes.guest.criu_launch`).
+2. That fork replies once, with the descriptor of CRIU's RPC socket, and for a dump with the mapped files.
+3. The proxy talks to CRIU over that socket (`snapshots.criu.rpc`), and closes it when the operation is over. CRIU then
+   exits, and the fork with it. The fork's copy of the far end closes, which tells the proxy that both are gone.
+
+A dump has to be consistent with the sandbox's files. CRIU freezes the processes, writes the images, and sends the
+notification `post-dump` before it lets them run on. `on_frozen` runs at this notification, so files and memory are of
+the same moment.
+"""
 
 import asyncio
 import contextlib
@@ -6,166 +21,167 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.inherited import INHERITED_FD
 from sandboxes.linux.files import remove_tree
 from snapshots.criu.rpc import ARGUMENTS, Criu, CriuConversation, CriuError, CriuMissingError
 
-BEGIN_S = 10.0
-"""How long CRIU may take to start."""
+START_S = 10.0
+"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine."""
 
-CriuStarter = Callable[[list[str], list[int]], Awaitable[Any]]
-"""Has CRIU started in a sandbox: given its path and arguments, and the descriptors that `operate` takes."""
-Mapped = dict[str, str]
-"""CRIU's names of mapped files that it cannot open by itself -> their paths."""
-_ATTEMPTS = 8
-"""What runs below may start programs all the time. CRIU must be told of the files that they map before it makes them
-stand still, so it may meet one that nobody knew of. Each attempt knows those that the ones before have seen."""
-
+MAX_ATTEMPTS = 8
+"""Limits the attempts of one dump. Processes that keep starting programs can map an unlisted file in each of them."""
 
 _UNKNOWN_FILE = "Can't lookup mount="
+"""How CRIU's log reports a mapped file whose mount no namespace lists (see `criu_launch.mapped_from_below`)."""
 
 
 class _UnknownMappingError(NotFreezableError):
-    """CRIU met a mapped file that it was not told of."""
+    """CRIU met a mapped file that its request did not list."""
 
 
-class Checkpoints:
-    """Those of one driver, below data_dir, or below elsewhere. wanted: whether to use CRIU where it works.
+class CriuCheckpointer:
+    """Saves and restores live processes with CRIU, for the driver of one data directory.
 
-    outer_session: see `CriuConversation`.
+    See `sandboxes.checkpointing.Checkpointer` for the methods.
     """
 
-    def __init__(
-        self, data_dir: Path, *, wanted: bool, elsewhere: Path | None = None, outer_session: bool = False
-    ) -> None:
+    def __init__(self, data_dir: Path, *, images_dir: Path | None = None, outer_session: bool = False) -> None:
+        """Prepare nothing yet: CRIU is looked up on the first `is_available`.
+
+        Args:
+            data_dir: The driver's data directory; our copy of CRIU is kept in it.
+            images_dir: A directory that holds the images of several data directories, such as a tmpfs. None keeps
+                them in the data directory.
+            outer_session: See `CriuConversation`.
+        """
+        data_dir = data_dir.resolve()
         self._outer_session = outer_session
-        # A name that no other data directory's has.
-        own = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
-        self._directory = data_dir / "checkpoints" if elsewhere is None else elsewhere / f"forkpoint-{own}"
-        self._own = data_dir / "criu"
+        # Several data directories may share images_dir; the digest keeps their images apart.
+        digest = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
+        self._directory = data_dir / "checkpoints" if images_dir is None else images_dir / f"forkpoint-{digest}"
+        self._program_dir = data_dir / "criu"
         self._criu: Criu | None = None
         self._preparing = asyncio.Lock()
-        self._under_way: set[str] = set()
-        self.missing = "" if wanted else "checkpoints of live processes are turned off"
+        self._unfinished: set[str] = set()
+        self.unavailable_reason = ""
 
-    async def possible(self) -> bool:
-        """Whether CRIU works here; `missing` says why not. Finds out when first asked: 0.1 s."""
+    async def is_available(self) -> bool:
+        """Return whether CRIU works here. The first call copies CRIU and probes the kernel, in about 0.1 s."""
         async with self._preparing:
-            if self._criu is None and not self.missing:
+            if self._criu is None and not self.unavailable_reason:
                 try:
-                    self._criu = await asyncio.to_thread(Criu.prepare, self._own)
+                    self._criu = await asyncio.to_thread(Criu.prepare, self._program_dir)
                 except (CriuMissingError, OSError) as error:
-                    self.missing = str(error)
+                    self.unavailable_reason = str(error)
         return self._criu is not None
 
     # -- on disk -----------------------------------------------------------------------------------------------------
 
-    def all(self) -> set[str]:
-        """Return the names of what is there; what is still being taken is nobody's yet."""
-        there = {path.name for path in self._directory.iterdir()} if self._directory.exists() else set()
-        return there - self._under_way
+    def names(self) -> set[str]:
+        """Return the names of the complete checkpoints, so that collecting never deletes one that is being written."""
+        present = {path.name for path in self._directory.iterdir()} if self._directory.exists() else set()
+        return present - self._unfinished
 
     def size_bytes(self, names: Iterable[str]) -> int:
-        """Return the bytes on disk of those of names that are checkpoints."""
-        return sum(_bytes(self._directory / name) for name in self.all().intersection(names))
+        """Return the bytes on disk of the checkpoints among `names`."""
+        return sum(_disk_bytes(self._directory / name) for name in self.names().intersection(names))
 
     def drop(self, names: Iterable[str]) -> None:
-        """Delete those of names that are checkpoints."""
-        for name in self.all().intersection(names):
+        """Delete the checkpoints among `names`."""
+        for name in self.names().intersection(names):
             remove_tree(self._directory / name)
 
     # -- dump and restore --------------------------------------------------------------------------------------------
 
-    async def take(self, start: CriuStarter, tree: int, held: Callable[[Mapped], Awaitable[None]]) -> str:
-        """Dump the processes below tree, a pid in the sandbox; return the checkpoint's name. They run on.
-
-        held: awaited while they stand still, so that the files of the same moment can be kept.
-
-        Raises:
-            NotFreezable: CRIU cannot dump them, in its own words.
-            SandboxError: the sandbox or the machine failed.
-        """
-        seen: Mapped = {}
-        for _ in range(_ATTEMPTS - 1):
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
+        """Save a process tree; see `Checkpointer.dump`."""
+        # Mapped files that CRIU cannot name are listed before it freezes the processes. A process that starts a
+        # program in between maps a file that is not in the list, and CRIU gives up. Every attempt adds what it listed,
+        # so the list grows until it covers all programs that the sandbox keeps starting.
+        mapped: MappedFiles = {}
+        for _ in range(MAX_ATTEMPTS - 1):
             try:
-                return await self._take(start, tree, held, seen)
+                return await self._dump_once(start, root_pid, on_frozen, mapped)
             except _UnknownMappingError:
                 continue
-        return await self._take(start, tree, held, seen)
+        return await self._dump_once(start, root_pid, on_frozen, mapped)
 
-    async def _take(
-        self, start: CriuStarter, tree: int, held: Callable[[Mapped], Awaitable[None]], seen: Mapped
-    ) -> str:
+    async def _dump_once(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, mapped: MappedFiles) -> str:
+        """Save a process tree in one attempt, which adds the mapped files that it listed to `mapped`."""
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
-        self._under_way.add(name)
+        self._unfinished.add(name)
         images.mkdir(parents=True)
+        # The images hold the memory of the sandbox's processes.
         images.chmod(0o700)
-        stood_still = False
+        was_frozen = False
         try:
-            async with self._operation(images, start) as (criu, mapped):
-                seen |= mapped
-                told = dict(seen)
+            async with self._operation(images, start) as (criu, listed):
+                mapped |= listed
 
-                async def stand_still() -> None:
-                    nonlocal stood_still
-                    await held(told)
-                    stood_still = True
+                async def run_hook() -> None:
+                    nonlocal was_frozen
+                    await on_frozen(dict(mapped))
+                    was_frozen = True
 
-                await criu.dump(tree, images, stand_still, external=told)
-            if not stood_still:
-                raise NotFreezableError("CRIU ended before the processes stood still")  # noqa: TRY301
+                await criu.dump(root_pid, images, run_hook, external=mapped)
+            # Without the hook there is no copy of the files, so these images would be restored on other files.
+            if not was_frozen:
+                raise NotFreezableError("CRIU ended without a notification that the processes were frozen")  # noqa: TRY301
         except BaseException as error:
             await asyncio.to_thread(remove_tree, images)
             if isinstance(error, CriuError):
-                raise (_UnknownMappingError if _UNKNOWN_FILE in str(error) else NotFreezableError)(
-                    f"CRIU: {error}"
-                ) from error
+                # This process tree cannot be dumped; the sandbox is unharmed.
+                kind = _UnknownMappingError if _UNKNOWN_FILE in str(error) else NotFreezableError
+                raise kind(f"CRIU: {error}") from error
             if isinstance(error, ChannelClosedError | TimeoutError | OSError):
+                # CRIU never ran: the fault is the sandbox's or the machine's.
                 raise SandboxError(f"CRIU could not be started: {error}") from error
             raise
         finally:
-            self._under_way.discard(name)
+            self._unfinished.discard(name)
         return name
 
-    async def bring_back(self, name: str, start: CriuStarter, inherit: Sequence[str]) -> None:
-        """Restore a checkpoint in a sandbox that has nothing running yet.
-
-        inherit: CRIU's names of what start gives it from `INHERITED_FD` on.
-
-        Raises:
-            SandboxError: CRIU is missing or failed, or the sandbox did.
-        """
-        if not await self.possible():
-            raise SandboxError(f"processes cannot be restored: {self.missing}")
+    async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
+        """Restore a checkpoint; see `Checkpointer.restore`."""
+        if not await self.is_available():
+            raise SandboxError(f"processes cannot be restored: {self.unavailable_reason}")
         images = self._directory / name
         try:
             async with self._operation(images, start) as (criu, _):
-                await criu.restore(images, {key: INHERITED_FD + at for at, key in enumerate(inherit)})
+                # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.
+                await criu.restore(images, {key: INHERITED_FD + index for index, key in enumerate(inherited)})
         except (CriuError, ChannelClosedError, TimeoutError) as error:
             raise SandboxError(f"processes could not be restored: {error}") from error
 
     @contextlib.asynccontextmanager
-    async def _operation(self, images: Path, start: CriuStarter) -> AsyncIterator[tuple[CriuConversation, Mapped]]:
-        """Have CRIU started; at the end wait until it is gone, and whoever ran it."""
-        assert self._criu is not None
-        ours, theirs = socket.socketpair()
-        reply = Channel(ours)
-        files = [theirs.detach()]
+    async def _operation(
+        self, images: Path, start: ProgramStarter
+    ) -> AsyncIterator[tuple[CriuConversation, MappedFiles]]:
+        """Run CRIU for one operation; on exit, CRIU and the process that started it are gone.
+
+        Yields:
+            The conversation with CRIU, and the mapped files that a dump has to list.
+        """
+        assert self._criu is not None, "callers check is_available first"
+        near, far = socket.socketpair()
+        reply = Channel(near)
+        # The order is that of `criu_launch.operate`: reply socket, host root, images, kernel features.
+        fds = [far.detach()]
         try:
-            files.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
-            files.append(os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            files.append(os.open(self._criu.kernel, os.O_RDONLY | os.O_CLOEXEC))
-            await start([str(self._criu.program), *ARGUMENTS], files)
-            # The other end is theirs alone now: it closes when CRIU has ended.
-            os.close(files.pop(0))
-            async with asyncio.timeout(BEGIN_S):
+            fds.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+            fds.append(os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fds.append(os.open(self._criu.kernel, os.O_RDONLY | os.O_CLOEXEC))
+            await start([str(self._criu.program), *ARGUMENTS], fds)
+            # Close our copy of the far end: only CRIU's parent holds one now, so its exit closes the socket.
+            os.close(fds.pop(0))
+            async with asyncio.timeout(START_S):
                 message = await reply.receive()
             if "error" in message.fields:
                 raise CriuError(str(message.fields["error"]))
@@ -174,22 +190,17 @@ class Checkpoints:
                 yield criu, message.fields.get("mapped", {})
             finally:
                 criu.close()
+                # No second message comes: the wait ends when the far end closes. A CRIU that hangs is left to the
+                # sandbox's own end, which kills everything in its namespaces.
                 with contextlib.suppress(ChannelClosedError, TimeoutError):
-                    async with asyncio.timeout(BEGIN_S):
+                    async with asyncio.timeout(START_S):
                         await reply.receive()
         finally:
-            for fd in files:
+            for fd in fds:
                 os.close(fd)
             reply.close()
 
 
-def _bytes(directory: Path) -> int:
+def _disk_bytes(directory: Path) -> int:
+    # st_blocks counts units of 512 bytes on every Linux file system (stat(2)); sparse images count as what they take.
     return sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory))
-
-
-def changed_since_mapped(mapped: Mapping[str, str], delta: Mapping[str, Any] | None) -> str | None:
-    """Return a mapped file that may be another by now, so that opening it by its path would be wrong (pure).
-
-    delta: the paths that differ from what all sandboxes start with, without their leading slash; None: unknown.
-    """
-    return min((path for path in mapped.values() if delta is None or path.lstrip("/") in delta), default=None)

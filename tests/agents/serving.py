@@ -15,12 +15,12 @@ import httpx
 from proxy.app import build, server
 from proxy.engine import Engine
 from proxy.settings import Settings
-from sandboxes.container.driver import ContainerDriver
 from sandboxes.driver import Driver
 from sandboxes.linux.files import remove_tree
-from sandboxes.local.driver import LocalDriver
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.proxy.rig import KEEPS_ALL
+from tests.sandboxes.box import local_driver
+from tests.sandboxes.docker import container_driver
 
 if TYPE_CHECKING:
     import uvicorn
@@ -72,11 +72,11 @@ def real_proxy(
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
         drivers: dict[str, Driver] = {
-            "local": LocalDriver(folder / "local", checkpoints=checkpoints),
+            "local": local_driver(folder / "local", checkpoints=checkpoints),
             "sqlite": SqliteDriver(folder / "sqlite"),
         }
         if containers:
-            drivers["container"] = ContainerDriver(folder / "container", spares=1, checkpoints=checkpoints)
+            drivers["container"] = container_driver(folder / "container", checkpoints=checkpoints)
         application = build(chosen, drivers)
         if keeps_all:
             application.engine.keeper.reuse = KEEPS_ALL

@@ -29,6 +29,7 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.pool.pool import OverloadedError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
+from tests.sandboxes.box import local_driver
 
 EXAMPLES = 15 * int(os.environ.get("FORKPOINT_THOROUGH", "1"))
 SPEC = EnvironmentSpec(files={"/root/seed": "seed\n"})
@@ -189,7 +190,7 @@ class Bench:
 
     def __init__(self, runner: asyncio.Runner, data: Path) -> None:
         self.runner = runner
-        self.driver, self.bare = LocalDriver(data / "local"), LocalDriver(data / "bare", checkpoints=False)
+        self.driver, self.bare = local_driver(data / "local"), LocalDriver(data / "bare")
         self._settings = Settings(data=data, default_spec=SPEC, max_sandboxes=12)
         self._tasks = itertools.count()
 

@@ -17,8 +17,14 @@ from sandboxes.effects import Effect
 from sandboxes.listener import Listener
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="checks control groups and mounts, which need root")
+
+
+def local_driver(data_dir: Path, *, checkpoints: bool = True, images_dir: Path | None = None) -> LocalDriver:
+    """Return a local driver; with checkpoints, live processes are frozen where CRIU works."""
+    return LocalDriver(data_dir, CriuCheckpointer(data_dir, images_dir=images_dir) if checkpoints else None)
 
 
 class Answer:
@@ -87,7 +93,7 @@ def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spe
     """Run test on a fresh sandbox of the local driver, which freezes no live processes."""
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+        async with opened(LocalDriver(data_dir)) as driver:
             await test(await driver.start(EnvironmentSpec(**spec)))
 
     asyncio.run(go())

@@ -17,6 +17,7 @@ from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:5" for kind in ("bash", "sh", "busybox"))
 COMMANDS = [
@@ -191,11 +192,20 @@ def _text(tar: tarfile.TarFile, name: str, text: str) -> None:
     tar.addfile(entry, io.BytesIO(text.encode()))
 
 
+def _checkpointer(data_dir: Path, *, wanted: bool) -> CriuCheckpointer | None:
+    return CriuCheckpointer(data_dir, outer_session=True) if wanted else None
+
+
+def container_driver(data_dir: Path, *, spares: int = 1, checkpoints: bool = True) -> ContainerDriver:
+    """Return a container driver; with checkpoints, live processes are frozen where CRIU works."""
+    return ContainerDriver(data_dir, _checkpointer(data_dir, wanted=checkpoints), spares=spares)
+
+
 class OnImage(ContainerDriver):
     """A container driver that gives specs without an image one."""
 
     def __init__(self, data_dir: Path, image: str = BASH_IMAGE, *, spares: int = 1, checkpoints: bool = False) -> None:
-        super().__init__(data_dir, spares=spares, checkpoints=checkpoints)
+        super().__init__(data_dir, _checkpointer(data_dir, wanted=checkpoints), spares=spares)
         self.image = image
 
     def _named(self, spec: EnvironmentSpec) -> EnvironmentSpec:

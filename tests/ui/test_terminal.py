@@ -9,9 +9,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from sandboxes.linux.files import remove_tree
-from sandboxes.local.driver import LocalDriver
 from tests.machine import require_sandboxes
 from tests.proxy.serving import Running, serving
+from tests.sandboxes.box import local_driver
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def proxy() -> Iterator[Running]:
     # Before the browser: what looks at the machine runs an event loop, and the browser's driver is one.
     require_sandboxes()
     folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
-    with serving(folder, drivers={"local": LocalDriver(folder / "local")}) as running:
+    with serving(folder, drivers={"local": local_driver(folder / "local")}) as running:
         running.client.put("/api/v1/tasks/term", json={"driver": "local"}).raise_for_status()
         yield running
     remove_tree(folder)

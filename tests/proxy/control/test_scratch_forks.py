@@ -11,13 +11,12 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from sandboxes.container.driver import ContainerDriver
 from sandboxes.linux.files import remove_tree
-from sandboxes.local.driver import LocalDriver
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.machine import require_sandboxes, wait_until
 from tests.proxy.serving import Running, serving
-from tests.sandboxes.docker import BASH_IMAGE, require_docker
+from tests.sandboxes.box import local_driver
+from tests.sandboxes.docker import BASH_IMAGE, container_driver, require_docker
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def local() -> Iterator[Running]:
     require_sandboxes()
     folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
-    with serving(folder, drivers={"local": LocalDriver(folder / "local")}) as running:
+    with serving(folder, drivers={"local": local_driver(folder / "local")}) as running:
         yield running
     remove_tree(folder)
 
@@ -40,7 +39,7 @@ def local() -> Iterator[Running]:
 def containers() -> Iterator[Running]:
     require_docker()
     folder = Path(mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
-    with serving(folder, drivers={"container": ContainerDriver(folder / "container", spares=1)}) as running:
+    with serving(folder, drivers={"container": container_driver(folder / "container")}) as running:
         yield running
     remove_tree(folder)
 

@@ -24,7 +24,7 @@ from tests.machine import require_sandboxes
 from tests.proxy.rig import KEEPS_ALL, ask, engine
 from tests.proxy.serving import serving
 from tests.proxy.transfer.test_service import chunks, walked
-from tests.sandboxes.box import needs_root
+from tests.sandboxes.box import local_driver, needs_root
 from tests.sandboxes.local.test_states import small_base
 
 CALLS = ["cd /root; X=1", "mkdir d; echo one > d/f", "echo two > d/g; rm d/f", "cat d/g"]
@@ -41,7 +41,7 @@ async def exported(running: Engine, task: str) -> bytes:
 def local(data: Path, base: Path, **settings: Any) -> Engine:
     spec = EnvironmentSpec(base=str(base), files={"/root/seed": "seed\n"})
     set_up = Settings(data=data, default_spec=spec, warm_sandboxes=0, **settings)
-    running = Engine(set_up, {"local": LocalDriver(data / "local")})
+    running = Engine(set_up, {"local": local_driver(data / "local")})
     running.keeper.reuse = KEEPS_ALL
     return running
 

@@ -53,7 +53,7 @@ class TestShared:
             make_bash_image()
             return ContainerDriver(request.getfixturevalue("container_dir"), spares=0)
         require_sandboxes()
-        return LocalDriver(data_dir / "shared", checkpoints=False)
+        return LocalDriver(data_dir / "shared")
 
     @pytest.fixture
     def spec(self, driver: Driver, source: Path) -> EnvironmentSpec:
@@ -86,7 +86,7 @@ class TestShared:
 
 def local(tmp_path: Path, spec: EnvironmentSpec, test: Callable[[Driver, Sandbox], Awaitable[None]]) -> None:
     require_sandboxes()
-    driven(LocalDriver(tmp_path / "data", checkpoints=False), spec, test)
+    driven(LocalDriver(tmp_path / "data"), spec, test)
 
 
 def test_a_script_does_all_or_nothing(data_dir: Path, source: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_content_of_the_source_names_the_root_state(data_dir: Path, source: 
     require_sandboxes()
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir / "named", checkpoints=False)) as driver:
+        async with opened(LocalDriver(data_dir / "named")) as driver:
             first = await driver.identity(spec_of(source))
             assert await driver.identity(spec_of(source)) == first
             with sqlite3.connect(source) as database:

@@ -13,7 +13,7 @@ from tests.sandboxes.terminals import TerminalsSuite, opened_in, typed
 class TestLocalTerminals(TerminalsSuite):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
-        return LocalDriver(data_dir / "local", checkpoints=False)
+        return LocalDriver(data_dir / "local")
 
 
 class TestContainerTerminals(TerminalsSuite):

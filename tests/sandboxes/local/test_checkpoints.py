@@ -14,7 +14,7 @@ from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
-from tests.sandboxes.box import opened, run
+from tests.sandboxes.box import local_driver, opened, run
 
 if TYPE_CHECKING:
     from sandboxes.driver import FrozenState, Sandbox
@@ -32,7 +32,7 @@ def _criu() -> None:
 
 def driven(data_dir: Path, test: Test) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             await test(driver)
 
@@ -201,11 +201,11 @@ def test_criu_s_own_reason_is_told(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, f'python3 -c "{trace}" & sleep .3')
-        before = driver.machine.checkpoints.all()
+        before = driver.machine.checkpointer.names()
         with pytest.raises(NotFreezableError, match=r"CRIU: ."):
             await sandbox.freeze()
         assert (await run(sandbox, "pgrep -c python3")).out == "2\n"
-        assert driver.machine.checkpoints.all() == before
+        assert driver.machine.checkpointer.names() == before
 
     driven(data_dir, test)
 
@@ -274,7 +274,7 @@ def test_collecting_deletes_the_images_of_what_is_not_kept(data_dir: Path) -> No
         one, two = await sandbox.freeze(), await sandbox.freeze()
         await sandbox.close()
         assert await driver.collect(one.parts) > 100_000
-        assert driver.machine.checkpoints.all() == {one.payload["images"]}
+        assert driver.machine.checkpointer.names() == {one.payload["images"]}
         assert (await run(await driver.restore(SPEC, one), "cat a; pgrep -c sleep")).out == "a\n1\n"
         with pytest.raises(StateGoneError):
             await driver.restore(SPEC, two)
@@ -287,7 +287,7 @@ def test_images_may_lie_elsewhere_and_go_from_there(data_dir: Path, tmp_path: Pa
         return [path.name for path in tmp_path.glob("*/*")]
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir, images=tmp_path)) as driver:
+        async with opened(local_driver(data_dir, images_dir=tmp_path)) as driver:
             sandbox = await driver.start(SPEC)
             await run(sandbox, "sleep 1000 &")
             frozen = await sandbox.freeze()
@@ -347,7 +347,7 @@ def test_a_driver_that_was_killed_midway_leaves_a_state_that_was_kept(data_dir: 
     async def go_on(driver: LocalDriver) -> None:
         (data_dir / "checkpoints" / "images-half").mkdir()
         await driver.collect(kept[0].parts)
-        assert driver.machine.checkpoints.all() == {kept[0].payload["images"]}
+        assert driver.machine.checkpointer.names() == {kept[0].payload["images"]}
         back: Sandbox = await driver.restore(SPEC, kept[0])
         assert (await run(back, "echo $x; pgrep -c sleep")).out == "1\n1\n"
 

@@ -5,13 +5,14 @@ import pytest
 from sandboxes.driver import Driver
 from sandboxes.local.driver import LocalDriver
 from tests.machine import require_criu
+from tests.sandboxes.box import local_driver
 from tests.sandboxes.contract import DriverContract
 
 
 class TestLocalDriver(DriverContract):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
-        return LocalDriver(data_dir, checkpoints=False)
+        return LocalDriver(data_dir)
 
 
 class TestLocalDriverWithCriu(DriverContract):
@@ -20,4 +21,4 @@ class TestLocalDriverWithCriu(DriverContract):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
         require_criu()
-        return LocalDriver(data_dir)
+        return local_driver(data_dir)

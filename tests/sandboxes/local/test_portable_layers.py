@@ -38,7 +38,7 @@ def taken(porter: Porter, frozen: FrozenState, unpacking: LayerUnpacking) -> Fro
 
 def test_what_is_unpacked_looks_and_goes_on_as_what_was_packed(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+        async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             assert isinstance(driver, PortableDriver)
             changes = [command for name, command in CHANGES.items() if name not in ("hard link", "xattr")]
@@ -69,7 +69,7 @@ def test_what_is_unpacked_looks_and_goes_on_as_what_was_packed(data_dir: Path) -
 
 def test_what_comes_in_is_held_until_its_end_and_then_goes_if_nothing_keeps_it(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+        async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(EnvironmentSpec())
             await run(sandbox, "echo one > /root/f")
@@ -89,7 +89,7 @@ def test_what_comes_in_is_held_until_its_end_and_then_goes_if_nothing_keeps_it(d
 
 def test_a_layer_with_a_socket_stays_at_home(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir, checkpoints=False)) as driver:
+        async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(EnvironmentSpec())
             await run(sandbox, "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"/root/s\")'")

@@ -6,14 +6,14 @@ import pytest
 from sandboxes.driver import Driver
 from sandboxes.local.driver import LocalDriver
 from tests.machine import require_criu
-from tests.sandboxes.box import opened, ran, run
+from tests.sandboxes.box import local_driver, opened, ran, run
 from tests.sandboxes.processes import SPEC, Audience, ProcessesSuite
 
 
 class TestLocalProcesses(ProcessesSuite):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
-        return LocalDriver(data_dir, checkpoints=False)
+        return LocalDriver(data_dir)
 
 
 class TestLocalProcessesWithCriu:
@@ -21,7 +21,7 @@ class TestLocalProcessesWithCriu:
         require_criu()
 
         async def go() -> None:
-            async with opened(driver := LocalDriver(data_dir)):
+            async with opened(driver := local_driver(data_dir)):
                 sandbox = await driver.start(SPEC)
                 loop = "while :; do head -c 9999 /dev/zero; echo tick >&2; echo t >>/tmp/ticks; sleep 0.02; done"
                 assert (await ran(sandbox, "sh", "-c", loop, listener=Audience())).ending.exit_code is None
@@ -39,7 +39,7 @@ def test_a_session_whose_idle_shell_was_killed_goes_on_from_its_last_call(data_d
         require_criu()
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir, checkpoints=checkpoints)) as driver:
+        async with opened(local_driver(data_dir, checkpoints=checkpoints)) as driver:
             sandbox = await driver.start(SPEC)
             await run(sandbox, "X=7; cd /tmp")
             await ran(sandbox, "/bin/sh", "-c", "kill -9 -1")

@@ -11,7 +11,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.errors import SandboxError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
-from tests.sandboxes.box import SMALL, file, in_sandbox, needs_root, opened, run
+from tests.sandboxes.box import SMALL, file, in_sandbox, local_driver, needs_root, opened, run
 
 REFUSED = {
     "mount": "mount -t tmpfs none /mnt",
@@ -191,7 +191,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
     }
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             sandbox = await driver.start(EnvironmentSpec(limits=Limits(timeout_s=60)))
             said = await run(sandbox, "rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=60)
             assert said.out == "done\n"
@@ -207,7 +207,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
 
 def test_a_sandbox_whose_pid_1_dies_is_an_error(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(EnvironmentSpec())
             sandbox._kill()

@@ -9,9 +9,8 @@ import pytest
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError
-from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
-from tests.sandboxes.box import in_sandbox, opened, ran, run
+from tests.sandboxes.box import in_sandbox, local_driver, opened, ran, run
 
 KEPT = [
     ("a=(1 'two words' $'new\\nline')", "declare -p a", 'declare -a a=([0]="1" [1]="two words" [2]=$\'new\\nline\')\n'),
@@ -42,7 +41,7 @@ KEPT = [
 @pytest.mark.parametrize(("before", "after", "out"), KEPT, ids=[before.split("\n")[0] for before, _, _ in KEPT])
 def test_a_session_keeps(data_dir: Path, before: str, after: str, out: str | None) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             spec = EnvironmentSpec()
             sandbox = await driver.start(spec)
             assert Effect.SESSION in (await run(sandbox, before)).effect

@@ -25,7 +25,7 @@ from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.host_base import in_sight
 from sandboxes.spec import Archive, EnvironmentSpec
-from tests.sandboxes.box import Answer, file, in_sandbox, needs_root, opened, run
+from tests.sandboxes.box import Answer, file, in_sandbox, local_driver, needs_root, opened, run
 
 SPEC = EnvironmentSpec()
 
@@ -69,7 +69,7 @@ async def _prepared(driver: LocalDriver) -> Sandbox:
 
 def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             frozen = await (await _prepared(driver)).freeze()
             seen = {frozen.state}
@@ -96,7 +96,7 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_what_leaves_things_as_they_were_is_no_change(data_dir: Path, frozen: bool) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await _prepared(driver)
             if frozen:
@@ -124,7 +124,7 @@ def test_a_large_change_has_no_digest_but_is_seen_and_frozen(data_dir: Path) -> 
 
 def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(SPEC)
             for number in range(40):
@@ -151,7 +151,7 @@ def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_th
     noise = "(while :; do date +%N; sleep .01; done) > log 2>&1 & sleep .1"
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             told = []
             for command in ("echo one > f", "echo one > f", "echo two > f"):
                 sandbox = await driver.start(SPEC)
@@ -168,7 +168,7 @@ def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_th
 
 def test_a_launcher_that_died_is_started_anew_and_takes_only_its_sandboxes_along(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(SPEC)
             await run(sandbox, "echo 1 > f")
@@ -186,7 +186,7 @@ def test_a_launcher_that_died_is_started_anew_and_takes_only_its_sandboxes_along
 
 def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             sandbox = await driver.start(SPEC)
             root_bytes = await driver.collect([])
@@ -210,7 +210,7 @@ def test_a_root_state_outlives_eviction_and_is_refused_when_set_up_gives_another
     spec = SPEC.model_copy(update={"setup": ("head -c 8 /dev/urandom > random",)})
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             first = await driver.start(spec)
             told = (await run(first, "md5sum random")).told
@@ -232,7 +232,7 @@ def test_a_state_of_a_base_that_changed_is_gone(data_dir: Path, tmp_path: Path) 
     spec = SPEC.model_copy(update={"base": str(base)})
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             before = await driver.identity(spec)
             sandbox = await driver.start(spec)
             await run(sandbox, "echo 1 > f")
@@ -264,7 +264,7 @@ def test_a_spec_s_archives_files_and_set_up_make_its_root(data_dir: Path, tmp_pa
     )
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             one = await driver.start(spec)
             said = await run(one, "pwd; cat made /srv/tree/sub/f; stat -c %a /t/f; echo $lost")
             assert said.out == "/work\ngiven\ntar!\nfrom a directory\n640\n\n"
@@ -289,7 +289,7 @@ def test_data_elsewhere_is_not_to_be_seen(place: str) -> None:
 
 def test_the_host_is_one_base_wherever_the_data_lies(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir / "a")) as one, opened(LocalDriver(data_dir / "b")) as two:
+        async with opened(local_driver(data_dir / "a")) as one, opened(local_driver(data_dir / "b")) as two:
             assert await one.identity(EnvironmentSpec()) == await two.identity(EnvironmentSpec())
 
     asyncio.run(go())
@@ -310,7 +310,7 @@ def test_the_host_is_one_base_wherever_the_data_lies(data_dir: Path) -> None:
 )
 def test_a_spec_that_cannot_be_built_says_why(data_dir: Path, spec: EnvironmentSpec) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             with pytest.raises(SpecError):
                 await driver.start(spec)
@@ -338,7 +338,7 @@ def test_a_directory_and_a_tarball_are_bases(data_dir: Path, tmp_path: Path) -> 
         archive.add(root, ".")
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             for base in (root, packed):
                 spec = EnvironmentSpec(base=str(base))
                 sandbox = await driver.start(spec)
@@ -377,7 +377,7 @@ def test_nothing_is_left_after_the_end(data_dir: Path) -> None:
     own = data_dir.parent / f"{data_dir.name}-own"
 
     async def go() -> None:
-        async with opened(LocalDriver(own)) as driver:
+        async with opened(local_driver(own)) as driver:
             boxes = await asyncio.gather(*(driver.start(SPEC) for _ in range(8)))
             await asyncio.gather(*(run(box, "echo x > f; (sleep 100 &)") for box in boxes))
             await boxes[0].close()
@@ -419,12 +419,12 @@ def test_a_killed_driver_leaves_nothing_that_the_next_does_not_remove(data_dir: 
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             with pytest.raises(SandboxError, match="in use"):
-                asyncio.run(LocalDriver(own).open())
+                asyncio.run(local_driver(own).open())
             process.send_signal(signal.SIGKILL)
         _until(lambda: not any(line.startswith("process") for line in _leftovers(own)))
 
         async def reopen() -> None:
-            async with opened(LocalDriver(own)) as driver:
+            async with opened(local_driver(own)) as driver:
                 assert os.listdir(own / "uppers") == []  # noqa: PTH208 - a count or names
                 assert (await run(await driver.start(SPEC), "echo on")).out == "on\n"
 
@@ -436,7 +436,7 @@ def test_a_killed_driver_leaves_nothing_that_the_next_does_not_remove(data_dir: 
 
 def test_a_cancelled_call_leaves_a_dead_sandbox(data_dir: Path) -> None:
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             sandbox = await driver.start(SPEC)
             call = asyncio.create_task(run(sandbox, "sleep 100", timeout_s=100))
             # Another sandbox has started and answered: by then this call is on its way.
@@ -515,7 +515,7 @@ def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, prog
         return answers
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             one, two = await asyncio.gather(straight(driver), over_frozen(driver))
         assert _told(one) == _told(two), program

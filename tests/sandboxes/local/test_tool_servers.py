@@ -12,10 +12,9 @@ from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import ServerError
 from sandboxes.host.tool_calls import ALONG_BYTES
-from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits, Server
 from tests.machine import require_criu
-from tests.sandboxes.box import in_sandbox, opened, run
+from tests.sandboxes.box import in_sandbox, local_driver, opened, run
 
 PROGRAM = (Path(__file__).parents[2] / "agents" / "tool_server.py").read_text()
 API = Server(command="exec python3 /srv.py 9000", port=9000, timeout_s=2)
@@ -95,7 +94,7 @@ def test_a_restored_server_goes_on_as_often_as_it_is_wanted(data_dir: Path) -> N
     require_criu()
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
+        async with opened(local_driver(data_dir)) as driver:
             spec = EnvironmentSpec(**SPEC)
             sandbox = await driver.start(spec)
             await ask(sandbox, "POST", "/put", b'{"x": "1"}')

@@ -1,0 +1,118 @@
+"""The checkpointer: what a driver needs to save and restore images of live processes.
+
+Drivers get a checkpointer from the proxy, so that they do not depend on CRIU. The one in the product is
+`snapshots.criu.checkpoints.CriuCheckpointer`.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+MappedFiles = dict[str, str]
+"""The checkpointer's names of mapped files that it cannot open by itself, with their paths in the sandbox."""
+
+ProgramStarter = Callable[[list[str], list[int]], Awaitable[Any]]
+"""Starts the checkpoint program inside a sandbox.
+
+Its arguments are the program's path on the host with the program's own arguments, and the descriptors that
+`sandboxes.guest.criu_launch.operate` takes. The caller keeps the descriptors and closes them.
+"""
+
+FreezeHook = Callable[[MappedFiles], Awaitable[None]]
+"""Runs while the processes of a sandbox are frozen, so that the driver can copy the files of the same moment."""
+
+
+class Checkpointer(Protocol):
+    """Saves and restores images of live processes for one driver. Each image set has a name of its own."""
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why checkpoints do not work here; empty while they do, and until `is_available` was first called."""
+        ...
+
+    async def is_available(self) -> bool:
+        """Return whether checkpoints work on this machine. The first call finds out, in about 0.1 s."""
+        ...
+
+    def names(self) -> set[str]:
+        """Return the names of the complete checkpoints on disk. Blocking, one directory listing."""
+        ...
+
+    def size_bytes(self, names: Iterable[str]) -> int:
+        """Return the bytes that the checkpoints among `names` occupy on disk. Blocking."""
+        ...
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Delete the checkpoints among `names`; other names are ignored. Blocking."""
+        ...
+
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
+        """Save a process tree, whose processes then run on.
+
+        Args:
+            start: Starts the checkpoint program in the sandbox.
+            root_pid: The tree's root, as a pid of the sandbox's namespace.
+            on_frozen: Awaited while the processes are frozen. It may run again if an attempt has to be repeated.
+
+        Returns:
+            The new checkpoint's name.
+
+        Raises:
+            NotFreezableError: The processes cannot be saved; the text gives the program's reason.
+            SandboxError: The sandbox or the machine failed.
+        """
+        ...
+
+    async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
+        """Restore a checkpoint in a sandbox in which no process of the agent runs yet.
+
+        Args:
+            name: The checkpoint.
+            start: Starts the checkpoint program in the sandbox.
+            inherited: Names of the descriptors that `start` passes from `INHERITED_FD` on, in that order.
+
+        Raises:
+            SandboxError: Checkpoints are unavailable here, or the program or the sandbox failed.
+        """
+        ...
+
+
+class NoCheckpointer:
+    """A checkpointer that saves nothing: states with live processes are then reached by replay."""
+
+    unavailable_reason = "checkpoints of live processes are turned off"
+
+    async def is_available(self) -> bool:
+        """Return False."""
+        return False
+
+    def names(self) -> set[str]:
+        """Return no names."""
+        return set()
+
+    def size_bytes(self, names: Iterable[str]) -> int:  # noqa: ARG002
+        """Return 0."""
+        return 0
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Do nothing: there are no checkpoints."""
+
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
+        """Fail: drivers call this only where `is_available` returned True."""
+        raise NotImplementedError
+
+    async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
+        """Fail: no checkpoint has a name here."""
+        raise NotImplementedError
+
+
+def changed_since_mapped(mapped: MappedFiles, delta: Mapping[str, Any] | None) -> str | None:
+    """Return the path of a mapped file that may have been replaced, so that opening it by path would be wrong.
+
+    Args:
+        mapped: The mapped files of the processes.
+        delta: The paths that differ from the base, without their leading slash; None if they are unknown.
+
+    Returns:
+        The first such path, or None if every mapped file is still the one in the base.
+    """
+    return min((path for path in mapped.values() if delta is None or path.lstrip("/") in delta), default=None)
