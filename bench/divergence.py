@@ -82,7 +82,7 @@ async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, f
         total_s = await ask(engine, rollout, call)
     finally:
         attach.standing_at = bring  # type: ignore[method-assign]
-    result = engine.store.result(rollout.node.origin).body if rollout.node.origin else b""
+    result = engine.store.records.result(rollout.node.origin).body if rollout.node.origin else b""
     if f'"stdout":"{depth}\\n{number}\\n"'.encode() not in result.replace(b" ", b""):
         raise RuntimeError(f"rollout {number} stood at a wrong state: {result!r}")
     await engine.tasks.finish(rollout)

@@ -178,7 +178,7 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
         """Say that calls can be answered: the store is open and can be written."""
         if not engine.ready:
             raise RefusalError(503, "not-ready", "the store and the drivers are being opened. Try again soon.")
-        engine.store.check_writable()
+        engine.store.database.check_writable()
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})

@@ -55,7 +55,11 @@ class Engine:
         self.settings, self.drivers = settings, drivers
         self.counts = Counters()
         power = settings.durability == "power"
-        self.store = Store(settings.data / "forkpoint.sqlite", sync="FULL" if power else "NORMAL")
+        secret = None if settings.token is None else settings.token.get_secret_value()
+        self.access = Access(read_tokens(secret, settings.token_file))
+        self.store = Store(
+            settings.data / "forkpoint.sqlite", sync="FULL" if power else "NORMAL", namespace=self.access.namespace
+        )
         self.journal = Journal(settings.data / "journal", self._fold, sync=power)
         self.snapshots = SnapshotStore(settings.data / "snapshots")
         self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
@@ -72,7 +76,7 @@ class Engine:
         )  # fmt: skip
         self.answers = Answers(self.store, budget_bytes=settings.answer_memory_bytes)
         self.traces = None if settings.otel_endpoint is None else Traces(self.store, settings.otel_endpoint)
-        self.step = Step(self.attach, self.store, self.journal, self.counts, self.warm, self.traces)
+        self.step = Step(self.attach, self.store.records, self.journal, self.counts, self.warm, self.traces)
         self.tasks = Tasks(
             self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
             any_image=settings.any_image,
@@ -85,9 +89,6 @@ class Engine:
             self.store, self.journal, self.tasks, self.keeper, drivers, settings.data / "imports",
             max_bytes=settings.import_bytes,
         )  # fmt: skip
-        secret = None if settings.token is None else settings.token.get_secret_value()
-        self.access = Access(read_tokens(secret, settings.token_file))
-        self.store.namespace = self.access.namespace
         self.names = None if self.access.needs_token else settings.names
         """Of hosts that requests may be sent to; None: any, for a page that another name led here has no token."""
         self.ready = False
@@ -148,11 +149,11 @@ class Engine:
         self.store.close()
 
     def _fold(self, steps: list[JournalEntry]) -> None:
-        self.store.fold(steps)
+        self.store.rollouts.fold(steps)
         self.audit.saw(steps)
 
     async def _sweep(self) -> None:
-        await asyncio.to_thread(self.store.checkpoint)
+        await asyncio.to_thread(self.store.database.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
         await self._spare_memory()
         await self.tasks.sweep_forgotten()

@@ -21,7 +21,7 @@ from proxy.execution.single_flight import Flights
 from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import Warm
 from proxy.storage.journal import Journal, JournalEntry
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
@@ -52,10 +52,16 @@ class Step:
     """Takes rollouts through their trees, one call at a time."""
 
     def __init__(
-        self, attach: Attach, store: Store, journal: Journal, counts: Counters, warm: Warm, traces: Traces | None = None
+        self,
+        attach: Attach,
+        records: RecordStore,
+        journal: Journal,
+        counts: Counters,
+        warm: Warm,
+        traces: Traces | None = None,
     ) -> None:
         self._traces = traces
-        self._attach, self._store, self._journal, self._counts, self._warm = attach, store, journal, counts, warm
+        self._attach, self._records, self._journal, self._counts, self._warm = attach, records, journal, counts, warm
         self._flights, self._gathering = Flights(), Gathering()
         self._turns: set[asyncio.Task[Answer]] = set()
         self._asked: dict[int, tuple[Node, CallKey]] = {}
@@ -182,14 +188,14 @@ class Step:
         place = tree.place(here, execution.effect, execution.state, private=private)
         node = None
         if place.known is None:
-            number = self._store.new_node_id()
+            number = self._records.new_node_id()
             node = Node(number, state=place.state, witness=execution.witness, diverged=here.diverged)
             node.young = execution.young
         record = Record(
-            self._store.new_record_id(), key, here, place.known or node or here, execution.effect, execution.seconds,
+            self._records.new_record_id(), key, here, place.known or node or here, execution.effect, execution.seconds,
             time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
-        self._store.save_record(tree.id, record, node, execution.replay or call, execution.result)
+        self._records.save(tree.id, record, node, execution.replay or call, execution.result)
         if node is not None:
             tree.add_node(node, private=private)
         tree.add_record(record)

@@ -121,7 +121,7 @@ class Audit:
 
     def masks(self, task: str) -> Masks:
         """Return the masks of a task; none by default."""
-        told = self._store.masks(task)
+        told = self._store.audits.masks(task)
         return Masks() if told is None else Masks.model_validate_json(told)
 
     async def _verify(self, tree: Tree, records: list[Record], masks: Masks, tally: Tally) -> None:
@@ -147,7 +147,7 @@ class Audit:
         """Check what was drawn, as far as nobody waits."""
         while self._queue and not self._busy():
             record_id = self._queue.popleft()
-            place = self._store.place_of(record_id)
+            place = self._store.records.origin(record_id)
             tree = None if place is None else self._find(place[0])
             node = None if tree is None or place is None else tree.nodes.get(place[1])
             there = () if node is None else tuple(node.records.values())
@@ -155,7 +155,7 @@ class Audit:
             if tree is None or record is None:
                 continue
             tally = Tally(of=1)
-            masks = self.masks(self._store.task_of(tree.id))
+            masks = self.masks(self._store.trees.task_of(tree.id))
             await self._check(tree, [record], masks, tally, patience_s=None)
             self._save(tree, "hits", tally, Tally())
 
@@ -221,7 +221,7 @@ class Audit:
     ) -> str:
         await self._idle(patience_s)
         await rest(sandbox, gap_s(record))
-        execution = await sandbox.execute(self._store.call(record))
+        execution = await sandbox.execute(self._store.records.call(record))
         require_its_due(record, execution)
         return await judge(record, execution)
 
@@ -229,7 +229,7 @@ class Audit:
         self, tree: Tree, expressions: Sequence[re.Pattern[bytes]], record: Record, execution: Execution
     ) -> str:
         """Say how a call that was run again differs from its record: in its answer, or in the state that it left."""
-        call, recorded = self._store.call(record), self._store.result(record)
+        call, recorded = self._store.records.call(record), self._store.records.result(record)
         told = differs(record, execution, recorded, partial(steady, tree.spec, call))
         if told:
             return told
@@ -247,14 +247,14 @@ class Audit:
         record.differs = difference
         if self.quarantine:
             lost = tree.quarantine(record, difference)
-        self._store.save_finding(tree.id, record, lost, quarantined=self.quarantine)
+        self._store.audits.save_finding(tree.id, record, lost, quarantined=self.quarantine)
         log.warning("audit: a recorded call differs", record=record.id, node=record.source.id, difference=difference)
 
     def _save(self, tree: Tree, kind: SampleSource, tally: Tally, before: Tally) -> None:
         checked = tally.checked - before.checked
         self._counts.audit_checked += checked
-        if (checked or tally.unreachable) and self._store.has_tree(tree.id):
-            self._store.add_audit(tree.id, kind, checked, tally.differing, tally.unreachable)
+        if (checked or tally.unreachable) and self._store.trees.exists(tree.id):
+            self._store.audits.add(tree.id, kind, checked, tally.differing, tally.unreachable)
 
     async def _room(self, patience_s: float | None) -> None:
         """Wait until a sandbox may be had that nobody else wants."""

@@ -157,7 +157,7 @@ class Browser:
             node = tree.nodes.get(source)
             there = node.records.values() if node is not None else ()
             record = next((r for r in there if r.id == record_id), None)
-            if record is None or wanted not in title(self._store.call(record)).casefold():
+            if record is None or wanted not in title(self._store.records.call(record)).casefold():
                 continue
             if len(found) == limit:
                 truncated = True
@@ -195,7 +195,7 @@ async def rollouts_through(engine: Engine, tree: Tree, node: Node, limit: int) -
     """Return the latest rollouts that a call led to node."""
     engine.journal.fold()
     read = partial(passed, tree=tree.id, node=node.id, most=limit)
-    rows = await asyncio.to_thread(engine.store.apart, read)
+    rows = await asyncio.to_thread(engine.store.database.read_apart, read)
     return [Passed(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
 
 

@@ -46,8 +46,8 @@ class Titles:
         """Return a record's title, cut to `TITLE_CHARS`, and its exit code. 30 us the first time."""
         known = self._known.get(record.id)
         if known is None:
-            text = title(self._store.call(record))
-            known = text[:TITLE_CHARS], exit_code(self._store.result(record))
+            text = title(self._store.records.call(record))
+            known = text[:TITLE_CHARS], exit_code(self._store.records.result(record))
             self._known[record.id] = known
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)

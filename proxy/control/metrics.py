@@ -77,7 +77,7 @@ class _Totals(Collector):
             ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
             ("answer_bytes", engine.answers.used_bytes),
             ("answer_budget_bytes", engine.settings.answer_memory_bytes),
-            ("store_bytes", engine.store.size_bytes()),
+            ("store_bytes", engine.store.database.size_bytes()),
             ("tree_records", engine.tasks.size),
             ("tree_records_budget", engine.settings.tree_memory_records),
             ("rollouts", len(engine.tasks.rollouts)),
@@ -105,7 +105,7 @@ class _Totals(Collector):
             "Rate of answers that differ: seen, and 95 % confidence bounds (Clopper-Pearson), over all times.",
             labels=["sample", "bound"],
         )
-        for kind, checked, differing, _, _ in self._engine.store.audits():
+        for kind, checked, differing, _, _ in self._engine.store.audits.totals():
             interval = clopper_pearson(differing, checked)
             seen = differing / checked if checked else 0.0
             for bound, value in (("low", interval.low), ("seen", seen), ("high", interval.high)):

@@ -45,7 +45,7 @@ class Overview:
         async with self._reading:
             if time.monotonic() >= self._until:
                 began = time.monotonic()
-                self._known = await asyncio.to_thread(self._store.apart, read_totals)
+                self._known = await asyncio.to_thread(self._store.database.read_apart, read_totals)
                 ended = time.monotonic()
                 self._until = ended + max(_LEAST_S, _SHARE * (ended - began))
         return self._known

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from proxy.control.views.resources import NodeName
-from proxy.storage.store import OF_TASK
+from proxy.storage.trees import OF_TASK
 from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
 
 _TITLE_CHARS = 120
@@ -42,7 +42,7 @@ class TreeSummary(BaseModel):
 def summaries(
     connection: sqlite3.Connection,
     task: str,
-    common: str,
+    shared_owner: str,
     current: int,
     default: EnvironmentSpec,
     templates: Mapping[str, EnvironmentSpec],
@@ -52,7 +52,7 @@ def summaries(
 ) -> list[TreeSummary]:
     """Return a task's trees, the current one first, then those with most calls. For a thread: it counts them.
 
-    common: see `Store.common`. default: the spec of tasks that were given none.
+    shared_owner: see `TreeStore.shared_owner`. default: the spec of tasks that were given none.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "
@@ -61,7 +61,7 @@ def summaries(
         "(SELECT COUNT(*) FROM rollouts WHERE tree = t.id AND task = :task AND finished = 0) AS running "
         f"FROM trees t WHERE {OF_TASK} ORDER BY t.id = :current DESC, calls DESC, t.id DESC LIMIT :limit OFFSET :offset"
     )
-    values = {"task": task, "common": common, "current": current, "limit": limit, "offset": offset}
+    values = {"task": task, "shared_owner": shared_owner, "current": current, "limit": limit, "offset": offset}
     cursor = connection.execute(sql, values)
     names = [column[0] for column in cursor.description]
     rows = [dict(zip(names, row, strict=True)) for row in cursor]

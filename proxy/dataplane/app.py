@@ -150,7 +150,7 @@ class DataPlane:
         if GRANT in scope:
             return True
         try:
-            scope[GRANT] = self._access.admit(scope, self.engine.store.rollout_of_token)
+            scope[GRANT] = self._access.admit(scope, self.engine.store.rollouts.by_token)
         except RefusalError:
             return False
         return True
@@ -160,7 +160,7 @@ class DataPlane:
         if GRANT in scope:
             return True
         try:
-            scope[GRANT] = self._access.admit(scope, self.engine.store.rollout_of_token)
+            scope[GRANT] = self._access.admit(scope, self.engine.store.rollouts.by_token)
         except RefusalError as error:
             problem = problem_of(error)
             self._count(problem)
@@ -243,7 +243,7 @@ class DataPlane:
 
     async def _routed(self, address: Address, task: str, spec: EnvironmentSpec) -> Address:
         """Return address with the task that its request names; one that is new has the spec of the one in the URL."""
-        if not self.engine.store.tasks(task):
+        if self.engine.store.tasks.get(task) is None:
             await self.engine.tasks.put(task, spec)
         return replace(address, task=task)
 
@@ -425,7 +425,7 @@ class DataPlane:
         """Return address with the task and the rollout that its token stands for."""
         if not address.token:
             return address
-        named = self.engine.store.rollout_of_token(address.token)
+        named = self.engine.store.rollouts.by_token(address.token)
         if named is None:
             raise RefusalError(
                 401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."

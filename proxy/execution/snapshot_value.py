@@ -116,7 +116,7 @@ class Keeper:
         self._counts.freeze_s.observe(cost_s)
         if node is tree.root and node.state is None:
             tree.know_root(frozen.state)
-            self._store.save_node(node)
+            self._store.records.save_node(node)
         try:
             # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
             save = self._snapshots.save

@@ -9,8 +9,9 @@ from itertools import takewhile
 from proxy.execution.root_state import tree_key
 from proxy.execution.snapshot_value import Keeper
 from proxy.refusals import RefusalError
+from proxy.storage.drafts import Draft
 from proxy.storage.journal import Journal
-from proxy.storage.store import Draft, Store
+from proxy.storage.store import Store
 from proxy.tree.environments import EnvironmentRequest, spec_for
 from proxy.tree.keys import CallKey
 from proxy.tree.rollout import Rollout, Task, Walkers
@@ -57,12 +58,12 @@ class Tasks:
         async with self._opening.setdefault(name, asyncio.Lock()):
             task = self._tasks.get(name)
             if task is None:
-                rows = self._store.tasks(name)
-                spec = EnvironmentSpec.model_validate_json(rows[0]["spec"]) if rows and rows[0]["spec"] else None
+                row = self._store.tasks.get(name)
+                spec = EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else None
                 key = await tree_key(self._drivers, spec or self._default_spec)
-                if not rows:
-                    self._store.put_task(name, None)
-                task = self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
+                if row is None:
+                    self._store.tasks.put(name, None)
+                task = self._admit(name, spec, key, row["created_at"] if row else time.time())
             return task
 
     def spec(self, name: str) -> EnvironmentSpec:
@@ -70,9 +71,8 @@ class Tasks:
         task = self._tasks.get(name)
         if task is not None:
             return task.spec
-        rows = self._store.tasks(name)
-        told = rows[0]["spec"] if rows else None
-        return EnvironmentSpec.model_validate_json(told) if told else self._default_spec
+        row = self._store.tasks.get(name)
+        return EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else self._default_spec
 
     async def put(self, name: str, spec: EnvironmentSpec) -> tuple[Task, bool]:
         """Give a task this spec, and say whether it is new. Rollouts that run keep the tree they began in.
@@ -82,10 +82,10 @@ class Tasks:
         """
         async with self._opening.setdefault(name, asyncio.Lock()):
             key = await tree_key(self._drivers, spec)
-            rows = self._store.tasks(name)
-            self._store.put_task(name, spec.model_dump_json())
-            task = self._admit(name, spec, key, rows[0]["created_at"] if rows else time.time())
-            return task, not rows
+            row = self._store.tasks.get(name)
+            self._store.tasks.put(name, spec.model_dump_json())
+            task = self._admit(name, spec, key, row["created_at"] if row else time.time())
+            return task, row is None
 
     async def find(self, name: str) -> Task:
         """Return a task that exists.
@@ -93,7 +93,7 @@ class Tasks:
         Raises:
             Refused: 404, there is none of this name.
         """
-        if name not in self._tasks and not self._store.tasks(name):
+        if name not in self._tasks and self._store.tasks.get(name) is None:
             raise RefusalError(404, "no-such-task", f"there is no task {name!r}. PUT it, or send it a first call.")
         return await self.open(name)
 
@@ -167,7 +167,7 @@ class Tasks:
                 f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
             )
         token = "fp_" + secrets.token_urlsafe(24)
-        number = self._store.create_rollout(task.name, name, tree.id, node.id, token)
+        number = self._store.rollouts.create(task.name, name, tree.id, node.id, token)
         rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
         rollout.used_at = time.monotonic()
         self._enter(task, rollout)
@@ -176,7 +176,7 @@ class Tasks:
     async def finish(self, rollout: Rollout) -> None:
         """End a rollout; its sandbox is left to others where they may use it, its record stays. Its name is free."""
         rollout.finished = True
-        self._store.finish_rollout(rollout.id)
+        self._store.rollouts.finish(rollout.id)
         self._leave(rollout)
         task = self._tasks.get(rollout.task)
         if task is not None:
@@ -193,14 +193,14 @@ class Tasks:
             await self.finish(rollout)
         # Steps that are still in the journal must not come back for rollouts that are gone.
         self._journal.fold()
-        gone = self._store.sole_tree_ids(name)
+        gone = self._store.trees.sole_ids(name)
         for tree in [self._trees[tree_id] for tree_id in gone if tree_id in self._trees]:
             for node in tree.nodes.values():
                 node.detached = True
             del self._trees[tree.id]
         for tree_id in gone:
             self._keeper.drop_tree(tree_id)
-        self._store.delete_task(name)
+        self._store.tasks.delete(name)
         del self._tasks[name]
         await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
 
@@ -231,7 +231,7 @@ class Tasks:
         self._journal.fold()
         if staying and node.origin is not None:
             lost = tree.set_aside(node.origin, FORGOTTEN)
-            self._store.save_set_aside(lost)
+            self._store.records.save_set_aside(lost)
             await self._forget_but(tree, node, {rollout.node for rollout in staying})
         elif not node.detached:
             await self._forget(tree, node)
@@ -266,7 +266,7 @@ class Tasks:
 
     async def _forget(self, tree: Tree, node: Node) -> int:
         nodes, records = tree.forget(node)
-        self._store.forget(nodes, records)
+        self._store.records.forget(nodes, records)
         for lost in nodes:
             self._keeper.drop(lost)
         await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
@@ -280,7 +280,7 @@ class Tasks:
         Raises:
             Refused: 409, the task has another spec, or calls are recorded there, or rollouts run.
         """
-        if self._store.tasks(name):
+        if self._store.tasks.get(name) is not None:
             task = await self.open(name)
             if not beside and task.tree.key != key:
                 raise RefusalError(
@@ -288,12 +288,12 @@ class Tasks:
                     "task-exists",
                     f"task {name!r} has another root state. DELETE it, or import under another name.",
                 )
-        known = self._store.tree_id(name, key, spec)
+        known = self._store.trees.id_of(name, key, spec)
         if known is None:
             return None
         others = [rollout.name for rollout in self.rollouts.values() if rollout.tree.id == known]
         others += [task.name for task in self._tasks.values() if task.tree.id == known and task.name != name]
-        if others or not self._store.is_empty(known):
+        if others or not self._store.trees.is_empty(known):
             raise RefusalError(
                 409, "tree-exists",
                 f"calls of this root state are recorded here, or somebody uses it: {', '.join(sorted(others)[:5])}. "
@@ -312,19 +312,19 @@ class Tasks:
         async with self._opening.setdefault(f"import {name}", asyncio.Lock()):
             instead = await self.require_room(name, spec, key, beside=beside)
             self._journal.fold()
-            self._store.publish(draft, name, key, spec, instead=instead)
+            self._store.drafts.publish(draft, name, key, spec, instead=instead)
             gone = self._trees.pop(instead or 0, None)
             if gone is not None:
                 gone.root.detached = True
                 self._keeper.drop_tree(gone.id)
-            rows = self._store.tasks(name)
-            created_at = rows[0]["created_at"] if rows else time.time()
+            row = self._store.tasks.get(name)
+            created_at = row["created_at"] if row else time.time()
             if not beside:
-                self._store.put_task(name, spec.model_dump_json())
+                self._store.tasks.put(name, spec.model_dump_json())
                 return self._admit(name, spec, key, created_at).tree
             known = self._tasks.get(name)
-            if not rows:
-                self._store.put_task(name, None)
+            if row is None:
+                self._store.tasks.put(name, None)
             if known is not None and known.tree is gone:
                 return self._admit(name, None if known.origin is None else known.spec, key, created_at).tree
             return self._tree(name, key, spec)
@@ -337,7 +337,7 @@ class Tasks:
         node = task.tree.nodes.get(node_id)
         if node is not None:
             return task.tree, node
-        tree_id = self._store.tree_with(task.name, node_id)
+        tree_id = self._store.trees.id_with_node(task.name, node_id)
         if tree_id is None:
             return None
         tree = self.tree(tree_id)
@@ -346,7 +346,7 @@ class Tasks:
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree, reading the tree back where it is not open; None where it is gone."""
-        if tree_id not in self._trees and not self._store.has_tree(tree_id):
+        if tree_id not in self._trees and not self._store.trees.exists(tree_id):
             return None
         return self.tree(tree_id).nodes.get(node_id)
 
@@ -357,7 +357,7 @@ class Tasks:
     def tree(self, tree_id: int) -> Tree:
         """Return a tree that the store has, reading it back where it is not open."""
         known = self._trees.get(tree_id)
-        return self._own(self._store.tree_of(tree_id)) if known is None else known
+        return self._own(self._store.trees.load(tree_id)) if known is None else known
 
     def close_cold(self, *, most: int, idle_s: float) -> int:
         """Let go of the tasks used longest ago until at most `most` nodes and records are in memory; return how many.
@@ -373,7 +373,8 @@ class Tasks:
             elsewhere = {
                 tree_id for other in self._tasks.values() if other is not task for tree_id in self._used(other)
             }
-            trees = [self._trees[i] for i in self._store.tree_ids(task.name) if i in self._trees and i not in elsewhere]
+            used = self._store.trees.ids_of(task.name)
+            trees = [self._trees[i] for i in used if i in self._trees and i not in elsewhere]
             nodes = {node for tree in trees for node in tree.nodes.values()}
             if any(slot.place in nodes for slot in self._pool.roster.slots):
                 continue
@@ -405,22 +406,22 @@ class Tasks:
 
     def _tree(self, task: str, key: str, spec: EnvironmentSpec) -> Tree:
         """Return a task's tree under this root key, reading it back or making it where it is not open."""
-        tree = self._trees.get(self._store.tree_id(task, key, spec) or 0)
+        tree = self._trees.get(self._store.trees.id_of(task, key, spec) or 0)
         if tree is None:
-            tree = self._own(self._store.tree(task, key, spec))
+            tree = self._own(self._store.trees.open(task, key, spec))
         if spec.shared:
-            self._store.share(task, tree.id)
+            self._store.trees.share(task, tree.id)
             # Equal but for where the databases came from: the newest place is the one that is surely there.
             tree.spec = spec
         return tree
 
     def _read_rollouts(self, task: Task) -> None:
         self._journal.fold()
-        for row in self._store.rollouts(task.name, running=True):
+        for row in self._store.rollouts.of_task(task.name, running=True):
             tree = self.tree(row["tree"])
             node = tree.nodes.get(row["node"])
             if node is None:
-                self._store.finish_rollout(row["id"])
+                self._store.rollouts.finish(row["id"])
                 continue
             cached = tree.spec.cache == "always"
             rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
@@ -432,7 +433,8 @@ class Tasks:
         if rollout.node.state is not None:
             return set()
         here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
-        return {here[number] for number in takewhile(here.__contains__, self._store.latest(rollout.id, len(here) + 1))}
+        latest = self._store.rollouts.latest_records(rollout.id, len(here) + 1)
+        return {here[number] for number in takewhile(here.__contains__, latest)}
 
     def _enter(self, task: Task, rollout: Rollout) -> None:
         task.rollouts[rollout.name] = rollout

@@ -50,7 +50,7 @@ class Traces:
         ended = time.time_ns()
         parts = [(name, int(1e9 * getattr(timing, name))) for name in _PARTS] if timing is not None else []
         began = ended - sum(length for _, length in parts)
-        call = self._store.call(record)
+        call = self._store.records.call(record)
         attributes: dict[str, Any] = {
             "forkpoint.task": rollout.task, "forkpoint.rollout": rollout.name, "forkpoint.node": f"n{record.target.id}",
             "forkpoint.from": f"n{record.source.id}", "forkpoint.outcome": outcome.name.lower(),

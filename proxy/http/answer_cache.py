@@ -60,7 +60,7 @@ class Answers:
         if ready is not None:
             self._ready.move_to_end(record.id)
             return ready
-        result = self._store.result(record)
+        result = self._store.records.result(record)
         headers: RawHeaders = [
             (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in result.headers
         ]

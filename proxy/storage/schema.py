@@ -1,25 +1,40 @@
-"""The tables of the store, and whether a file is ours."""
+"""The tables of the store, created with sqlite-utils, and the check that a file is a store of this version.
 
-from sqlite_utils import Database
+Each table is created where it is missing, so a file of the same schema version gains tables that were added later.
+A change that existing tables cannot express raises `SCHEMA_VERSION`; files of another version are refused.
+"""
+
+import sqlite_utils
 
 SCHEMA_VERSION = 1
+"""Version of the tables, written into each file. A file of another version is refused and left unchanged."""
 
-_TABLES: dict[str, dict[str, type]] = {
-    "meta": {"name": str, "value": str},
-    "tasks": {"name": str, "spec": str, "created_at": float},
-    "trees": {"id": int, "task": str, "root_key": str, "spec": str, "root": int, "created_at": float},
-    "nodes": {"id": int, "tree": int, "exact": bytes, "content": bytes, "diverged": str, "pinned": int},
-    "records": {
+_TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
+    # Also holds the last numbers given out (see `Database.keep_numbers`) and the drafts (see `DraftStore`).
+    ("meta", {"name": str, "value": str}, "name"),
+    ("tasks", {"name": str, "spec": str, "created_at": float}, "name"),
+    ("trees", {"id": int, "task": str, "root_key": str, "spec": str, "root": int, "created_at": float}, "id"),
+    ("nodes", {"id": int, "tree": int, "exact": bytes, "content": bytes, "diverged": str, "pinned": int}, "id"),
+    ("records", {
         "id": int, "tree": int, "source": int, "key": bytes, "target": int, "call": int, "upload": int, "answer": int,
         "effect": int, "seconds": float, "recorded_at": float, "private": int, "reproducible": int,
-    },
-    "rollouts": {
+    }, "id"),
+    ("rollouts", {
         "id": int, "task": str, "name": str, "tree": int, "start": int, "node": int, "calls": int, "finished": int,
         "token": str, "created_at": float,
-    },
-    "blobs": {"id": int, "digest": bytes, "packed": int, "data": bytes},
-}  # fmt: skip
-_KEYS = {"meta": "name", "tasks": "name"}
+    }, "id"),
+    ("blobs", {"id": int, "digest": bytes, "packed": int, "data": bytes}, "id"),
+    # Which tasks use a tree that several tasks share.
+    ("shares", {"task": str, "tree": int}, ("task", "tree")),
+    # What protocols remember of a running rollout, by protocol: Docker's container, for example.
+    ("notes", {"rollout": int, "value": str}, "rollout"),
+    # Records that an audit observed to differ, and how many records audits checked.
+    ("findings", {"record": int, "tree": int, "why": str, "quarantined": int, "at": float}, "record"),
+    ("audits", {
+        "tree": int, "kind": str, "checked": int, "differing": int, "unreachable": int, "at": float,
+    }, ("tree", "kind")),
+    ("masks", {"task": str, "value": str}, "task"),
+)  # fmt: skip
 _INDEXES = (
     ("trees", ["task", "root_key"]),
     ("nodes", ["tree"]),
@@ -28,57 +43,43 @@ _INDEXES = (
     ("rollouts", ["tree"]),
     ("rollouts", ["token"]),
 )
+# sqlite-utils cannot create a table WITHOUT ROWID. With a row ID each step is stored twice, in the table and in the
+# index of its primary key: decision 0026 has the measurement.
+_STEPS = (
+    "CREATE TABLE IF NOT EXISTS steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, "
+    "PRIMARY KEY (rollout, turn)) WITHOUT ROWID"
+)
 
 
 class ForeignDatabaseError(ValueError):
-    """The file is a database of something else, or of another version."""
+    """The file is a database of another program, or of another schema version."""
 
 
-def check_ours(database: Database) -> None:
-    """Look at a file before anything is written to it.
+def check_version(tables: sqlite_utils.Database) -> None:
+    """Inspect a file before anything is written to it; an empty file is accepted.
 
     Raises:
-        NotOurs: it holds something else.
+        ForeignDatabaseError: The file holds something other than a store of this version.
     """
-    tables = set(database.table_names())
-    if not tables:
+    names = set(tables.table_names())
+    if not names:
         return
-    if "meta" not in tables:
-        raise ForeignDatabaseError(f"it is a database of something else, with {', '.join(sorted(tables))}")
-    row = database.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
-    # Without a row it is ours, killed while it was made.
+    if "meta" not in names:
+        raise ForeignDatabaseError(f"it is another program's database, with tables {', '.join(sorted(names))}")
+    row = tables.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
+    # A store without this row was killed while its tables were created.
     if row is not None and row[0] != str(SCHEMA_VERSION):
         raise ForeignDatabaseError(
-            f"it has schema {row[0]}, this Forkpoint knows {SCHEMA_VERSION}: use the version that wrote it"
+            f"it has schema {row[0]}, this Forkpoint reads {SCHEMA_VERSION}: use the version that wrote it"
         )
 
 
-def make_tables(database: Database) -> None:
-    """Make what is not there yet."""
-    for name, columns in _TABLES.items():
-        database.table(name).create(columns, pk=_KEYS.get(name, "id"), if_not_exists=True)
-    # A step is named by rollout and turn; without a row id it is stored once.
-    database.execute(
-        "CREATE TABLE IF NOT EXISTS steps (rollout INTEGER, turn INTEGER, record INTEGER, outcome INTEGER, "
-        "PRIMARY KEY (rollout, turn)) WITHOUT ROWID"
-    )
-    # Which tasks use a tree that is filed under none.
-    database.execute(
-        "CREATE TABLE IF NOT EXISTS shares (task TEXT, tree INTEGER, PRIMARY KEY (task, tree)) WITHOUT ROWID"
-    )
-    # What a protocol knows of a running rollout: Docker's container.
-    database.execute("CREATE TABLE IF NOT EXISTS notes (rollout INTEGER PRIMARY KEY, value TEXT)")
-    # What audits found, and how often they looked.
-    database.execute(
-        "CREATE TABLE IF NOT EXISTS findings (record INTEGER PRIMARY KEY, tree INTEGER, why TEXT, quarantined INTEGER, "
-        "at REAL)"
-    )
-    database.execute(
-        "CREATE TABLE IF NOT EXISTS audits (tree INTEGER, kind TEXT, checked INTEGER, differing INTEGER, "
-        "unreachable INTEGER, at REAL, PRIMARY KEY (tree, kind)) WITHOUT ROWID"
-    )
-    database.execute("CREATE TABLE IF NOT EXISTS masks (task TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID")
-    for table, indexed in _INDEXES:
-        database.table(table).create_index(indexed, if_not_exists=True)
-    database.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)
-    database.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
+def create_tables(tables: sqlite_utils.Database) -> None:
+    """Create the tables and indexes that are missing."""
+    for name, columns, key in _TABLES:
+        tables.table(name).create(columns, pk=key, if_not_exists=True)
+    tables.execute(_STEPS)
+    for name, indexed in _INDEXES:
+        tables.table(name).create_index(indexed, if_not_exists=True)
+    tables.table("blobs").create_index(["digest"], unique=True, if_not_exists=True)
+    tables.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))

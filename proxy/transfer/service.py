@@ -16,6 +16,7 @@ from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
 from proxy.storage.journal import Journal
 from proxy.storage.store import Store
+from proxy.transfer.adopt import write_draft
 from proxy.transfer.export import export
 from proxy.transfer.format import BundleError, Part
 from proxy.transfer.import_states import bring
@@ -83,7 +84,7 @@ class Carrying:
         Raises:
             StoreError: the store cannot be read.
         """
-        return export(self._store.open_apart(), task, tree, states or Outgoing(), current=current)
+        return export(self._store.database.open_reader(), task, tree, states or Outgoing(), current=current)
 
     @contextmanager
     def kept(self, tree: Tree) -> Iterator[Outgoing]:
@@ -158,7 +159,7 @@ class Carrying:
             Refused: 409, it is not, or there is no room for its tree.
         """
         # Its own may name the same databases at another place.
-        spec = self._tasks.spec(task) if self._store.tasks(task) or not manifest.current else manifest.spec
+        spec = self._tasks.spec(task) if self._store.tasks.get(task) or not manifest.current else manifest.spec
         key = await self._key(spec)
         current = manifest.current or key == manifest.root_key
         if not current:
@@ -181,16 +182,16 @@ class Carrying:
             ) from error
 
     async def _write(self, task: str, manifest: Manifest, spec: EnvironmentSpec, file: Path) -> Tree:
-        draft = self._store.draft(manifest.nodes, manifest.records)
+        draft = self._store.drafts.begin(manifest.nodes, manifest.records)
         try:
             with file.open("rb") as reading:
                 items = content(reading)
                 while part := await asyncio.to_thread(_some, items):
-                    self._store.write_draft(draft, part)
+                    write_draft(self._store, draft, part)
             beside = not manifest.current
             return await self._tasks.adopt(task, spec, manifest.root_key, draft, beside=beside)
         except BaseException:
-            self._store.drop_draft(draft.tree)
+            self._store.drafts.drop(draft.tree)
             raise
 
 

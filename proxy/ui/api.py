@@ -170,7 +170,7 @@ def _call_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
         """Show a recorded call that was made at a node, or led to it, with its answer and who made it."""
         _, here = place_of(engine, await engine.tasks.find(task), node)
         found = _record(here, record)
-        call, result = engine.store.call(found), engine.store.result(found)
+        call, result = engine.store.records.call(found), engine.store.records.result(found)
         engine.journal.fold()
         passed = await lookups.passages(found.id, _PASSAGES)
         return RecordView(
@@ -195,7 +195,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
     async def get_timings(task: TaskName, rollout: RolloutName) -> dict[int, TimingView]:
         """Show where the time of a rollout's calls went, by turn: of those that were no hits, while remembered."""
         await engine.tasks.find(task)
-        rows = engine.store.rollouts(task, name=rollout)
+        rows = engine.store.rollouts.of_task(task, name=rollout)
         known = engine.step.timings.of(rows[-1]["id"]) if rows else {}
         return {turn: TimingView(**asdict(timing)) for turn, timing in known.items()}
 
@@ -205,7 +205,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         begun = engine.tasks.begin(found, name, *place_of(engine, found, node))
         engine.warm.saw(begun)
-        row = engine.store.rollouts(task, name=name)[-1]
+        row = engine.store.rollouts.of_task(task, name=name)[-1]
         return RolloutView(**rollout_view(row, str(request.base_url), begun))
 
 

@@ -49,7 +49,7 @@ class Lookups:
             "WHERE s.record = ? ORDER BY s.rollout DESC, s.turn DESC LIMIT ?"
         )
         ask = partial(_all, sql=sql, values=(record, limit))
-        rows = await asyncio.to_thread(self._store.apart, ask)
+        rows = await asyncio.to_thread(self._store.database.read_apart, ask)
         return [Passage(name, turn, Outcome(outcome).name.lower()) for name, turn, outcome in rows]
 
     async def failures(self, tree: int) -> Failures:
@@ -58,7 +58,8 @@ class Lookups:
             known = self._failures.setdefault(tree, Failures())
             more = True
             while more:
-                more = await asyncio.to_thread(self._store.apart, partial(_look_on, tree=tree, known=known))
+                look_on = partial(_look_on, tree=tree, known=known)
+                more = await asyncio.to_thread(self._store.database.read_apart, look_on)
             return known
 
 

@@ -53,7 +53,7 @@ async def ask(running: Engine, rollout: Rollout, command: str) -> tuple[dict[str
     if record is None:
         answer = await running.step.run(rollout, call, key)
         record, outcome = answer.record, answer.outcome
-    return orjson.loads(running.store.result(record).body), outcome
+    return orjson.loads(running.store.records.result(record).body), outcome
 
 
 async def alone(trajectory: list[str], spec: EnvironmentSpec = SPEC) -> list[dict[str, Any]]:

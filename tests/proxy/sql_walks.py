@@ -70,5 +70,5 @@ async def ask(engine: Engine, name: str, statement: Statement) -> dict[str, Any]
     if record is None:
         answer = await engine.step.run(rollout, call, key)
         record, outcome = answer.record, answer.outcome
-    body: dict[str, Any] = orjson.loads(engine.store.result(record).body)
+    body: dict[str, Any] = orjson.loads(engine.store.records.result(record).body)
     return body | {"outcome": outcome}

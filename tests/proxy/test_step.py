@@ -9,7 +9,7 @@ import pytest
 from proxy.engine import Engine
 from proxy.execution import restore as attach
 from proxy.storage.errors import StoreError
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.calls import ToolCall
@@ -170,7 +170,7 @@ def test_what_the_store_cannot_write_is_neither_known_nor_answered(
                 raise StoreError("disk full")
 
             with monkeypatch.context() as patch:
-                patch.setattr(Store, "save_record", full)
+                patch.setattr(RecordStore, "save", full)
                 with pytest.raises(StoreError):
                     await ask(running, rollout, "echo 1 > a")
             assert rollout.node is rollout.tree.root

@@ -167,7 +167,7 @@ async def walk(running: Engine, task: str, name: str, trajectory: list[ToolCall]
                 break
         else:
             pytest.fail(f"{call} never got an answer")
-        result = running.store.result(record)
+        result = running.store.records.result(record)
         told.append((result.status, result.body))
     return told
 

@@ -213,7 +213,7 @@ class Bench:
                     break
             else:
                 pytest.fail(f"{statement} never got an answer")
-            body = orjson.loads(self.engine.store.result(record).body)
+            body = orjson.loads(self.engine.store.records.result(record).body)
             error = body["error"]
             told.append([body["columns"], body["rows"]] if error is None else error["message"].partition("\n")[0])
         return told

@@ -73,7 +73,7 @@ async def walk(engine: Engine, name: str, walked: list[Word], trouble: Trouble) 
                     record = (await engine.step.run(rollout, call, call_key(call))).record
             except (SandboxError, OverloadedError):
                 continue
-            result = engine.store.result(record)
+            result = engine.store.records.result(record)
             # A decoder that was killed twice looks broken by its file: who asks is told, and asks again.
             if b'"kind":"crashed"' not in result.body:
                 answers.append(result)

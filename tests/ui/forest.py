@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from proxy.execution.root_state import tree_key
+from proxy.storage.records import insert_node
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
@@ -28,23 +29,23 @@ def plant(data: Path, task: str, nodes: int, *, chains: int = 5, chain: int = 20
     """Write a task on the in-memory driver whose tree has so many nodes: bushes of short ways, and some long chains."""
     spec = EnvironmentSpec(driver="memory")
     store = Store(data / "forkpoint.sqlite")
-    store.put_task(task, spec.model_dump_json())
-    tree = store.tree(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
+    store.tasks.put(task, spec.model_dump_json())
+    tree = store.trees.open(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
     drawn = random.Random(seed)  # noqa: S311 - the same tree each time
     made = [tree.root]
     origins: dict[int, tuple[int, int]] = {}
-    with store._transaction() as execute:
+    with store.database.transaction() as execute:
         answers = [_answer(store, execute, code) for code in (0, 0, 0, 1)]
         calls = [_call(store, execute, drawn) for _ in range(2000)]
 
         def add(source: Node) -> Node:
-            node = Node(store.new_node_id())
-            number = store.new_record_id()
+            node = Node(store.records.new_node_id())
+            number = store.records.new_record_id()
             record = Record(
                 number, CallKey(_digest(number)), source, node, Effect.FILES, drawn.expovariate(1), time.time()
             )
             record.call, record.answer = drawn.choice(calls), drawn.choices(answers, (60, 20, 15, 5))[0]
-            store._insert_node(execute, tree.id, node)
+            insert_node(execute, tree.id, node)
             values = (
                 number, tree.id, source.id, record.key, node.id, record.call, 0, record.answer, Effect.FILES.value,
                 record.seconds, record.recorded_at, 0, 1,
@@ -83,7 +84,7 @@ def _walk(
             record, source = origins[node]
             steps.append(record)
             node = source
-        rollout = store._take_id("rollouts")
+        rollout = store.database.take_number("rollouts")
         values = (rollout, task, f"walker-{number}", tree, root, root, len(steps), 1, f"token-{number}", time.time())
         execute(f"INSERT INTO rollouts VALUES ({','.join('?' * 10)})", values)
         for turn, record in enumerate(reversed(steps)):
@@ -97,9 +98,9 @@ def _digest(number: int) -> bytes:
 def _call(store: Store, execute: Any, drawn: random.Random) -> int:
     command = drawn.choice(COMMANDS).format(drawn.randrange(1000), drawn.randrange(1000))
     arguments = {"command": command, "session": "main", "timeout_s": 120.0}
-    return store._insert_blob(execute, canonical_json({"endpoint": "shell", "tool": "exec", "arguments": arguments}))
+    return store.blobs.insert(execute, canonical_json({"endpoint": "shell", "tool": "exec", "arguments": arguments}))
 
 
 def _answer(store: Store, execute: Any, code: int) -> int:
     told = {"stdout": "x" * 300, "stderr": "", "exit_code": code, "timed_out": False, "truncated": False}
-    return store._insert_blob(execute, b"200 application/json\n" + orjson.dumps(told))
+    return store.blobs.insert(execute, b"200 application/json\n" + orjson.dumps(told))

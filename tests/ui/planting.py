@@ -20,15 +20,15 @@ def plant_answers(data: Path, task: str, answers: Sequence[tuple[str, ToolResult
     """Write a task whose root has one child for each (command, answer); return the children's names."""
     spec = EnvironmentSpec(driver="memory")
     store = Store(data / "forkpoint.sqlite")
-    store.put_task(task, spec.model_dump_json())
-    tree = store.tree(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
+    store.tasks.put(task, spec.model_dump_json())
+    tree = store.trees.open(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
     names = []
     for command, result in answers:
-        node, number = Node(store.new_node_id()), store.new_record_id()
+        node, number = Node(store.records.new_node_id()), store.records.new_record_id()
         key = CallKey(blake2b(number.to_bytes(8, "big"), digest_size=32).digest())
         record = Record(number, key, tree.root, node, Effect.FILES, 0.25, time.time())
         call = ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 10.0})
-        store.save_record(tree.id, record, node, call, result)
+        store.records.save(tree.id, record, node, call, result)
         names.append(f"n{node.id}")
     store.close()
     return names

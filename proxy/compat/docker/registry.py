@@ -61,7 +61,7 @@ class Containers:
         """Read a task's containers back."""
         await self._tasks.open(task)
         if task not in self._by_task:
-            notes = self._store.notes(task, _PROTOCOL)
+            notes = self._store.rollouts.notes(task, _PROTOCOL)
             found = [_read(task, name, orjson.loads(note)) for name, note in notes.items()]
             self._by_task[task] = {container.id: container for container in found}
 
@@ -114,7 +114,7 @@ class Containers:
             return
         told = {name: getattr(container, name) for name in _KEPT}
         told["made"] = {name: getattr(container.made, name) for name in _OF_BODY}
-        self._store.put_note(rollout.id, _PROTOCOL, orjson.dumps(told).decode())
+        self._store.rollouts.put_note(rollout.id, _PROTOCOL, orjson.dumps(told).decode())
 
     async def remove(self, container: Container) -> None:
         """End a container, and the rollout that it is, when the calls under way have ended."""

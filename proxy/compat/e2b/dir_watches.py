@@ -63,7 +63,7 @@ class Watches:
 
         self._processes.following.catch_up(rollout)
         record = (await self._step.run(rollout, placed, own)).record
-        error = e2b_told.failure(self._engine.store.result(record))
+        error = e2b_told.failure(self._engine.store.records.result(record))
         if error is not None:
             raise error
         return watch
@@ -72,7 +72,7 @@ class Watches:
         self._processes.following.catch_up(rollout)
         call = attend(watch)
         try:
-            result = self._engine.store.result((await self._step.run(rollout, call, call_key(call))).record)
+            result = self._engine.store.records.result((await self._step.run(rollout, call, call_key(call))).record)
         except NothingHappened:
             return []
         if result.status != 200:

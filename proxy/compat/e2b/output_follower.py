@@ -109,7 +109,7 @@ class Following:
 
     def tell(self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, skip: int = 0) -> None:
         """Tell a recorded answer to a start, but for its first bytes of output."""
-        result = self._engine.store.result(record)
+        result = self._engine.store.records.result(record)
         if result.status != 200:
             stream.end(ConnectError("invalid_argument", result.body.decode(errors="replace")))
             return
@@ -118,7 +118,7 @@ class Following:
         self._watch(rollout, pid, stream)
 
     def _said(self, watched: Watched, pid: int, record: Record) -> None:
-        result = self._engine.store.result(record)
+        result = self._engine.store.records.result(record)
         if result.status != 200:
             for stream in watched.streams.pop(pid):
                 stream.end(not_found(pid))

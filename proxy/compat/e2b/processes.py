@@ -187,7 +187,7 @@ class Processes:
             record = self._step.known(rollout, key)
             if record is None:
                 record = (await self._step.run(rollout, call, key)).record
-            return self._engine.store.result(record)
+            return self._engine.store.records.result(record)
         finally:
             self.following.moved(rollout)
 

@@ -80,7 +80,7 @@ class Sandboxes:
 
     def _note(self, rollout: Rollout) -> SandboxNote:
         if rollout.task not in self._read:
-            for name, text in self._engine.store.notes(rollout.task, _PROTOCOL).items():
+            for name, text in self._engine.store.rollouts.notes(rollout.task, _PROTOCOL).items():
                 of = self._engine.tasks.rollouts.get((rollout.task, name))
                 if of is not None:
                     self._notes[of.id] = {**_new_note(DEFAULT_TEMPLATE), **orjson.loads(text)}
@@ -119,7 +119,7 @@ class Sandboxes:
     def _write(self, rollout: Rollout, note: SandboxNote) -> None:
         self._notes[rollout.id] = note
         self._lifetimes.watch(rollout, note)
-        self._engine.store.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
+        self._engine.store.rollouts.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Sandboxes:
             node = rollout.node
         # A second attempt has it better: the first may wait for a sandbox for longer than its client does.
         node.pinned = True
-        self._engine.store.save_node(node)
+        self._engine.store.records.save_node(node)
         # What cannot be frozen is reached by its calls.
         with contextlib.suppress(NotFreezableError):
             await self._engine.attach.keep(rollout.tree, node)
@@ -276,7 +276,7 @@ class Sandboxes:
         opened = await self._engine.tasks.open(task)
         _, node = self._place(opened, template)
         node.pinned = False
-        self._engine.store.save_node(node)
+        self._engine.store.records.save_node(node)
         for rollout in opened.rollouts.values():
             note = self._note(rollout)
             left = [told for told in note["snapshots"] if told["snapshotID"] != template]

@@ -99,9 +99,9 @@ def _task_routes(router: APIRouter, control: ControlPlane) -> None:
         totals = await control.task_totals.totals()
         grant = granted(request)
         if grant.whole:
-            rows = engine.store.tasks(offset=offset, limit=limit)
+            rows = engine.store.tasks.page(offset=offset, limit=limit)
         else:
-            rows = [row for row in engine.store.tasks() if grant.sees(row["name"])][offset : offset + limit]
+            rows = [row for row in engine.store.tasks.page() if grant.sees(row["name"])][offset : offset + limit]
         return [_summary(row, totals.get(row["name"]) or Totals()) for row in rows]
 
     @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
@@ -178,7 +178,7 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         _, pinned = place_of(engine, found, node)
         pinned.pinned = pin is None or pin.pinned
-        engine.store.save_node(pinned)
+        engine.store.records.save_node(pinned)
         return reader.detail(found, pinned, _snapshot_of(engine, pinned))
 
     @router.post("/tasks/{task}/nodes/{node}/snapshot")
@@ -218,7 +218,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         engine.journal.fold()
         live = {rollout.id: rollout for rollout in found.rollouts.values()}
-        rows = engine.store.rollouts(task, newest=newest, offset=offset, limit=limit)
+        rows = engine.store.rollouts.of_task(task, newest=newest, offset=offset, limit=limit)
         return [RolloutView(**rollout_view(row, str(request.base_url), live.get(row["id"]))) for row in rows]
 
     @router.get("/tasks/{task}/rollouts/{rollout}")
@@ -232,7 +232,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         """Show a rollout, the latest of this name, with its calls in order and how each was answered."""
         found = await engine.tasks.find(task)
         engine.journal.fold()
-        rows = engine.store.rollouts(task, name=rollout)
+        rows = engine.store.rollouts.of_task(task, name=rollout)
         if not rows:
             raise no_rollout(task, rollout)
         row = rows[-1]
@@ -274,7 +274,7 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
     ) -> list[SnapshotView]:
         """List the kept sandbox states: what each costs, what it saves, and why it is kept."""
         grant = granted(request)
-        seen = (s for s in engine.snapshots if grant.whole or grant.sees(engine.store.task_of(s.tree)))
+        seen = (s for s in engine.snapshots if grant.whole or grant.sees(engine.store.trees.task_of(s.tree)))
         return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(seen, limit)]
 
     @router.get("/sandboxes")
@@ -314,7 +314,9 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
 
 
 def _task_view(engine: Engine, task: Task) -> TaskView:
-    return task_view(task, engine.store.tasks(task.name)[0])
+    row = engine.store.tasks.get(task.name)
+    assert row is not None  # an open task is in the store
+    return task_view(task, row)
 
 
 def _snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
@@ -326,11 +328,11 @@ def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
     # A listing reads no tree back: what nobody has asked for lately is shown without its worth.
     tree = engine.tasks.in_memory(snapshot.tree)
     worth = None if tree is None else engine.keeper.prospect(snapshot, tree.nodes.get(snapshot.node))
-    return snapshot_view(snapshot, engine.store.task_of(snapshot.tree), worth)
+    return snapshot_view(snapshot, engine.store.trees.task_of(snapshot.tree), worth)
 
 
 def _shown(engine: Engine, rollout: Rollout, request: Request) -> dict[str, Any]:
-    row = engine.store.rollouts(rollout.task, name=rollout.name)[-1]
+    row = engine.store.rollouts.of_task(rollout.task, name=rollout.name)[-1]
     return rollout_view(row, str(request.base_url), rollout)
 
 

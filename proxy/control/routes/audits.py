@@ -115,7 +115,7 @@ def audit_routes(router: APIRouter, engine: Engine) -> None:
     async def put_masks(task: TaskName, masks: Masks) -> AuditView:
         """Say what noise in this task's answers does not count when they are compared."""
         found = await engine.tasks.find(task)
-        engine.store.put_masks(task, masks.model_dump_json())
+        engine.store.audits.put_masks(task, masks.model_dump_json())
         return _view(engine, found, found.tree)
 
     @router.post("/tasks/{task}/verify", status_code=202)
@@ -137,18 +137,18 @@ def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:
     return AuditView(
         task=task.name,
         root=node_name(tree.root),
-        bounds=bounds(engine.store.audits(tree.id)),
+        bounds=bounds(engine.store.audits.totals(tree.id)),
         findings=[
             Finding(
                 record=record,
                 node=f"n{source}",
                 leads_to=f"n{target}",
-                title=title(engine.store.call_text(call))[:TITLE_CHARS],
+                title=title(engine.store.records.call_without_upload(call))[:TITLE_CHARS],
                 why=why,
                 quarantined=bool(quarantined),
                 found_at=at,
             )
-            for record, source, target, call, why, quarantined, at in engine.store.findings(tree.id)
+            for record, source, target, call, why, quarantined, at in engine.store.audits.findings(tree.id)
         ],
         masks=engine.audit.masks(task.name),
         quarantine=engine.audit.quarantine,

@@ -31,10 +31,10 @@ def tree_routes(router: APIRouter, control: ControlPlane) -> None:
         """List a task's trees, the current one first: one for each environment that its rollouts began in."""
         found = await engine.tasks.find(task)
         ask = partial(
-            summaries, task=task, common=engine.store.common(task), current=found.tree.id,
+            summaries, task=task, shared_owner=engine.store.trees.shared_owner(task), current=found.tree.id,
             default=engine.settings.default_spec, templates=engine.settings.e2b_templates, offset=offset, limit=limit,
         )  # fmt: skip
-        return await asyncio.to_thread(engine.store.apart, ask)
+        return await asyncio.to_thread(engine.store.database.read_apart, ask)
 
     @router.get("/tasks/{task}/nodes/{node}/children")
     async def list_children(
@@ -63,7 +63,7 @@ def tree_routes(router: APIRouter, control: ControlPlane) -> None:
         """Find calls of a tree by the text of their command, statement or arguments."""
         tree = tree_of(engine, await engine.tasks.find(task), root)
         ask = partial(matching, tree=tree.id, query=q, most=_LOOKED_AT)
-        rows = await asyncio.to_thread(engine.store.apart, ask)
+        rows = await asyncio.to_thread(engine.store.database.read_apart, ask)
         return browser.search(task, tree, q, rows, limit)
 
     @router.get("/tasks/{task}/nodes/{node}/rollouts")
@@ -87,7 +87,7 @@ def tree_routes(router: APIRouter, control: ControlPlane) -> None:
             raise RefusalError(
                 404, "no-answer", f"{node} has no such recorded answer. GET …/nodes/{node} lists what it has."
             )
-        result = engine.store.result(wanted)
+        result = engine.store.records.result(wanted)
         kind = result.media_type.partition(";")[0].strip().lower()
         headers = {
             "content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff",

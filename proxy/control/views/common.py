@@ -215,7 +215,7 @@ class Reader:
         origin = node.origin
         return NodeDetail(
             **self._node(node, self._standing(task).get(node, [])),
-            answer=None if origin is None else answer_view(self._store.result(origin)),
+            answer=None if origin is None else answer_view(self._store.records.result(origin)),
             recorded_at=None if origin is None else origin.recorded_at,
             passes=node.passes,
             diverged=node.diverged,
@@ -227,7 +227,7 @@ class Reader:
         )
 
     def call(self, record: Record) -> CallView:
-        call = self._store.call(record)
+        call = self._store.records.call(record)
         return CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments))
 
     def steps(self, rollout: int, tree: Tree, *, offset: int, limit: int) -> list[StepView]:
@@ -235,7 +235,7 @@ class Reader:
         records = {r.id: r for node in tree.nodes.values() for r in node.records.values()}
         records |= {record.id: record for record in tree.aside}
         views = []
-        for turn, record_id, outcome in self._store.steps(rollout, offset=offset, limit=limit):
+        for turn, record_id, outcome in self._store.rollouts.steps(rollout, offset=offset, limit=limit):
             record = records.get(record_id)
             views.append(
                 StepView(
@@ -259,7 +259,7 @@ class Reader:
             "effect": [] if origin is None else origin.effect.names,
             "seconds": 0.0 if origin is None else origin.seconds,
             "hits": 0 if origin is None else origin.hits,
-            "exit_code": None if origin is None else exit_code(self._store.result(origin)),
+            "exit_code": None if origin is None else exit_code(self._store.records.result(origin)),
             "snapshot": node.snapshot is not None,
             "rollouts": sorted(rollouts),
             "observations": [self._observation(r) for r in node.records.values() if r.observation],
@@ -273,7 +273,7 @@ class Reader:
             call=self.call(record),
             seconds=record.seconds,
             hits=record.hits,
-            exit_code=exit_code(self._store.result(record)),
+            exit_code=exit_code(self._store.records.result(record)),
         )
 
     def _standing(self, task: Task) -> dict[Node, list[str]]:

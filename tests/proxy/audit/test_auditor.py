@@ -95,12 +95,12 @@ def test_one_call_in_twenty_that_is_nondeterministic_is_found_and_bounded(tmp_pa
             assert (tally.checked, tally.unreachable, tally.failed) == (120, 0, 0)
             assert tally.differing > 0
             found = [
-                running.store.call_text(call).arguments["command"]
-                for _, _, _, call, *_ in running.store.findings(task.tree.id)
+                running.store.records.call_without_upload(call).arguments["command"]
+                for _, _, _, call, *_ in running.store.audits.findings(task.tree.id)
             ]
             assert found
             assert all("flaky" in text for text in found)
-            ((kind, checked, differing, unreachable, _),) = running.store.audits(task.tree.id)
+            ((kind, checked, differing, unreachable, _),) = running.store.audits.totals(task.tree.id)
             assert (kind, checked, differing, unreachable) == ("records", 120, tally.differing, 0)
             interval = clopper_pearson(differing, checked)
             assert interval.low < 1 / FLAKY < interval.high
@@ -141,7 +141,7 @@ def test_without_quarantine_what_differs_is_marked_only(tmp_path: Path) -> None:
             rollout = begin(running, task, "after")
             told = [await ask(running, rollout, command(number)) for number in range(40)]
             assert {outcome for _, outcome in told} == {Outcome.HIT}
-            assert [bool(row[5]) for row in running.store.findings(task.tree.id)] == [False, False]
+            assert [bool(row[5]) for row in running.store.audits.findings(task.tree.id)] == [False, False]
 
     asyncio.run(go())
 
@@ -178,7 +178,7 @@ def test_an_audit_waits_while_agents_calls_are_under_way(tmp_path: Path) -> None
             assert len(running.audit._queue) == 1, "and is left while somebody waits"
             running.audit._busy = lambda: 0
             await running.audit.work()
-            assert running.store.audits(task.tree.id)[0][:3] == ("hits", 1, 0)
+            assert running.store.audits.totals(task.tree.id)[0][:3] == ("hits", 1, 0)
 
     asyncio.run(go())
 
@@ -276,7 +276,7 @@ def test_a_mask_hides_its_noise_and_no_other_difference(mask: str, one: str, oth
 def test_noise_that_is_masked_is_no_difference(tmp_path: Path) -> None:
     async def go() -> None:
         async with recorded(tmp_path, 40) as (running, task):
-            running.store.put_masks("task", Masks(patterns=("1[0-9]{6}",)).model_dump_json())
+            running.store.audits.put_masks("task", Masks(patterns=("1[0-9]{6}",)).model_dump_json())
             assert (await verified(running, task, sample=None)).differing == 0
 
     asyncio.run(go())

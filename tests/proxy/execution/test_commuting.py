@@ -62,6 +62,6 @@ def test_any_other_call_waits_for_them(tmp_path: Path) -> None:
             call = shell("cat uploads")
             answer = await running.step.run(rollout, call, call_key(call))
             assert all(upload.done() for upload in uploads)
-            assert all(str(n).encode() in running.store.result(answer.record).body for n in range(3))
+            assert all(str(n).encode() in running.store.records.result(answer.record).body for n in range(3))
 
     asyncio.run(go())

@@ -59,7 +59,7 @@ def test_a_rollout_goes_on_in_what_was_forgotten_after_a_restart_and_then_it_is_
             await again.tasks.finish(rollout)
             assert await again.tasks.sweep_forgotten() == 2
             assert list(task.tree.nodes.values()) == [task.tree.root]
-            assert again.store.database.table("nodes").count == 1
+            assert again.store.database.tables.table("nodes").count == 1
             task.tree.check()
 
     asyncio.run(go())

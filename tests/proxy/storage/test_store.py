@@ -34,8 +34,8 @@ def opened(folder: Path) -> Iterator[Store]:
 
 
 def tree_of(store: Store, task: str = "task") -> Tree:
-    store.put_task(task, None)
-    return store.tree(task, "key", SPEC)
+    store.tasks.put(task, None)
+    return store.trees.open(task, "key", SPEC)
 
 
 def digest(number: int) -> StateDigest:
@@ -43,7 +43,7 @@ def digest(number: int) -> StateDigest:
 
 
 def rows(store: Store, table: str) -> int:
-    return int(store.database.table(table).count)
+    return int(store.database.tables.table(table).count)
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def grow(store: Store, tree: Tree, makings: list[Made]) -> list[tuple[Record, Ma
         if key in source.records:
             continue
         place = tree.place(source, made.effect, made.state, private=made.private)
-        node = None if place.known else Node(store.new_node_id(), state=place.state, diverged=source.diverged)
+        node = None if place.known else Node(store.records.new_node_id(), state=place.state, diverged=source.diverged)
         target = place.known or node
         assert target is not None
         record = Record(
-            store.new_record_id(), key, source, target, made.effect, 0.5, 7.0, private=made.private
+            store.records.new_record_id(), key, source, target, made.effect, 0.5, 7.0, private=made.private
         )  # fmt: skip
-        store.save_record(tree.id, record, node, made.call, made.result)
+        store.records.save(tree.id, record, node, made.call, made.result)
         if node is not None:
             tree.add_node(node, private=made.private)
             nodes.append(node)
@@ -126,12 +126,12 @@ def test_a_tree_is_read_back_as_it_was(makings: list[Made], doubted: int, pinned
             recorded = grow(store, tree, makings)
             node = list(tree.nodes.values())[pinned % len(tree.nodes)]
             node.pinned = True
-            store.save_node(node)
+            store.records.save_node(node)
             changing = [record for record, _ in recorded if record.target.origin is record]
             if changing:
                 record = changing[doubted % len(changing)]
                 record.reproducible = False
-                store.save_divergence(record, tree.set_aside(record, "lost"))
+                store.records.save_divergence(record, tree.set_aside(record, "lost"))
             before = shape(tree)
         with opened(Path(folder)) as again:
             tree = tree_of(again)
@@ -139,15 +139,15 @@ def test_a_tree_is_read_back_as_it_was(makings: list[Made], doubted: int, pinned
             for record, made in recorded:
                 known = tree.nodes[record.source.id].records.get(record.key)
                 if known is not None:
-                    assert again.call(known) == made.call
-                    assert again.result(known) == made.result
-                    assert known.key == call_key(again.call(known))
+                    assert again.records.call(known) == made.call
+                    assert again.records.result(known) == made.result
+                    assert known.key == call_key(again.records.call(known))
 
 
 def save(store: Store, tree: Tree, command: str, answer: bytes, body: bytes = b"") -> Record:
     call = ToolCall("shell", "exec", {"command": command}, body)
-    record = Record(store.new_record_id(), call_key(call), tree.root, tree.root, Effect.NONE, 0.1, 1.0)
-    store.save_record(tree.id, record, None, call, ToolResult(200, "text/plain", answer))
+    record = Record(store.records.new_record_id(), call_key(call), tree.root, tree.root, Effect.NONE, 0.1, 1.0)
+    store.records.save(tree.id, record, None, call, ToolResult(200, "text/plain", answer))
     tree.add_record(record)
     return record
 
@@ -165,9 +165,9 @@ def test_a_large_answer_is_stored_smaller_where_that_helps(tmp_path: Path) -> No
     with opened(tmp_path) as store:
         tree = tree_of(store)
         record = save(store, tree, "a", b"same" * 10_000)
-        sizes = dict(store._all("SELECT id, LENGTH(data) FROM blobs", ()))
+        sizes = dict(store.database.rows("SELECT id, LENGTH(data) FROM blobs", ()))
         assert sizes[record.answer] < 1000
-        assert store.result(record).body == b"same" * 10_000
+        assert store.records.result(record).body == b"same" * 10_000
 
 
 def test_deleting_a_task_leaves_nothing_of_it(tmp_path: Path) -> None:
@@ -175,14 +175,14 @@ def test_deleting_a_task_leaves_nothing_of_it(tmp_path: Path) -> None:
         for task, shared in (("kept", b"shared"), ("gone", b"shared")):
             tree = tree_of(store, task)
             record = save(store, tree, task, shared)
-            rollout = store.create_rollout(task, "r", tree.id, tree.root.id, "token-" + task)
-            store.fold([JournalEntry(rollout, 0, record.id, 1)])
-        store.delete_task("gone")
+            rollout = store.rollouts.create(task, "r", tree.id, tree.root.id, "token-" + task)
+            store.rollouts.fold([JournalEntry(rollout, 0, record.id, 1)])
+        store.tasks.delete("gone")
         left = {table: rows(store, table) for table in ("tasks", "trees", "nodes", "records", "rollouts", "steps")}
         assert set(left.values()) == {1}, left
         assert rows(store, "blobs") == 2
-        assert store.rollout_of_token("token-gone") is None
-        store.delete_task("kept")
+        assert store.rollouts.by_token("token-gone") is None
+        store.tasks.delete("kept")
         for table in (*left, "blobs"):
             assert rows(store, table) == 0, table
 
@@ -190,23 +190,23 @@ def test_deleting_a_task_leaves_nothing_of_it(tmp_path: Path) -> None:
 def test_each_protocol_s_word_on_a_rollout_stays_beside_the_others_until_its_end(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
-        one, other = (store.create_rollout("task", name, tree.id, tree.root.id, name) for name in ("one", "other"))
-        store.put_note(one, "docker", '{"a":[1.5,null]}')
-        store.put_note(one, "e2b", '{"b":"\\u00e9"}')
-        store.put_note(one, "docker", '{"a":null}')
-        store.put_note(other, "e2b", "{}")
-        assert store.notes("task", "docker") == {"one": '{"a":null}'}
-        assert store.notes("task", "e2b") == {"one": '{"b":"\\u00e9"}', "other": "{}"}
-        store.finish_rollout(one)
-        assert (store.notes("task", "docker"), store.notes("task", "e2b")) == ({}, {"other": "{}"})
+        one, other = (store.rollouts.create("task", name, tree.id, tree.root.id, name) for name in ("one", "other"))
+        store.rollouts.put_note(one, "docker", '{"a":[1.5,null]}')
+        store.rollouts.put_note(one, "e2b", '{"b":"\\u00e9"}')
+        store.rollouts.put_note(one, "docker", '{"a":null}')
+        store.rollouts.put_note(other, "e2b", "{}")
+        assert store.rollouts.notes("task", "docker") == {"one": '{"a":null}'}
+        assert store.rollouts.notes("task", "e2b") == {"one": '{"b":"\\u00e9"}', "other": "{}"}
+        store.rollouts.finish(one)
+        assert (store.rollouts.notes("task", "docker"), store.rollouts.notes("task", "e2b")) == ({}, {"other": "{}"})
 
 
 def test_forgetting_nodes_deletes_the_answers_that_nothing_else_needs(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
         kept, gone = save(store, tree, "a", b"shared"), save(store, tree, "b", b"shared")
-        store.forget([], [gone])
-        assert store.result(kept).body == b"shared"
+        store.records.forget([], [gone])
+        assert store.records.result(kept).body == b"shared"
         assert rows(store, "blobs") == 2
 
 
@@ -214,12 +214,12 @@ def test_steps_that_are_folded_twice_count_once(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
         record = save(store, tree, "a", b"")
-        rollout = store.create_rollout("task", "r", tree.id, tree.root.id, "token")
+        rollout = store.rollouts.create("task", "r", tree.id, tree.root.id, "token")
         steps = [JournalEntry(rollout, turn, record.id, 0) for turn in range(3)]
-        store.fold(steps)
-        store.fold(steps[1:])
-        assert [turn for turn, _, _ in store.steps(rollout)] == [0, 1, 2]
-        assert store.rollouts("task")[0]["calls"] == 3
+        store.rollouts.fold(steps)
+        store.rollouts.fold(steps[1:])
+        assert [turn for turn, _, _ in store.rollouts.steps(rollout)] == [0, 1, 2]
+        assert store.rollouts.of_task("task")[0]["calls"] == 3
 
 
 def test_what_a_transaction_could_not_finish_is_not_there(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_what_a_transaction_could_not_finish_is_not_there(tmp_path: Path) -> Non
         call = ToolCall("shell", "exec", {"command": "b"})
         clash = Record(record.id, CallKey(b"k" * 32), tree.root, tree.root, Effect.NONE, 0.1, 1.0)
         with pytest.raises(StoreError, match="could not be written"):
-            store.save_record(tree.id, clash, None, call, ToolResult(200, "text/plain", b"second"))
+            store.records.save(tree.id, clash, None, call, ToolResult(200, "text/plain", b"second"))
         assert rows(store, "blobs") == 2
         assert rows(store, "records") == 1
         save(store, tree, "c", b"the store goes on")
@@ -252,7 +252,7 @@ def test_a_store_of_another_schema_is_refused_and_left_alone(tmp_path: Path) -> 
         connection.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match="schema 99, this Forkpoint knows"):
+    with pytest.raises(StoreError, match="schema 99, this Forkpoint reads"):
         Store(path)
     assert path.read_bytes() == before
 
@@ -263,7 +263,7 @@ def test_a_database_of_somebody_else_is_refused(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE records (somebody TEXT)")
     connection.close()
     before = (tmp_path / "forkpoint.sqlite").read_bytes()
-    with pytest.raises(StoreError, match="a database of something else, with records"):
+    with pytest.raises(StoreError, match="another program's database, with tables records"):
         Store(tmp_path / "forkpoint.sqlite")
     assert (tmp_path / "forkpoint.sqlite").read_bytes() == before
 
@@ -272,8 +272,8 @@ def test_names_of_nodes_and_records_are_not_used_again_after_a_restart(tmp_path:
     with opened(tmp_path) as store:
         tree = tree_of(store)
         record = save(store, tree, "a", b"")
-        rollout = store.create_rollout("task", "r", tree.id, tree.root.id, "token")
-        store.fold([JournalEntry(rollout, 0, record.id, 0)])
-        store.forget([], [record])
+        rollout = store.rollouts.create("task", "r", tree.id, tree.root.id, "token")
+        store.rollouts.fold([JournalEntry(rollout, 0, record.id, 0)])
+        store.records.forget([], [record])
     with opened(tmp_path) as again:
-        assert again.new_record_id() > record.id, "or the rollout's history would show another call"
+        assert again.records.new_record_id() > record.id, "or the rollout's history would show another call"

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.engine import Engine
+from proxy.transfer.adopt import write_draft
 from proxy.transfer.format import BundleError, Part, Writer, digest_of, read
 from proxy.tree.rollout import Outcome
 from sandboxes.sqlite.driver import SqliteDriver
@@ -93,8 +94,10 @@ def verdict(data: bytes, folder: Path, task: str = "task") -> str:
             try:
                 await there.carrying.take(task, chunks(data))
             except Exception as error:  # noqa: BLE001 - what it is, is the test's to say
-                assert there.store.tasks(task) == []
-                left = [there.store.database.table(name).count for name in ("nodes", "records", "blobs", "trees")]
+                assert there.store.tasks.get(task) is None
+                left = [
+                    there.store.database.tables.table(name).count for name in ("nodes", "records", "blobs", "trees")
+                ]
                 assert left == [0, 0, 0, 0], "nothing half imported"
                 assert list((folder / "there" / "imports").iterdir()) == []
                 return str(error)
@@ -264,10 +267,10 @@ def test_what_was_half_written_is_swept_at_start(tmp_path: Path, bundle: bytes) 
     async def go() -> None:
         async with engine(tmp_path) as here:
             # As a kill would leave it: written, and never published.
-            draft = here.store.draft(10, 10)
-            here.store.write_draft(draft, [part for part in read(io.BytesIO(bundle)) if "blob" in part.kind])
+            draft = here.store.drafts.begin(10, 10)
+            write_draft(here.store, draft, [part for part in read(io.BytesIO(bundle)) if "blob" in part.kind])
         async with engine(tmp_path) as again:
-            assert again.store.database.table("blobs").count == 0
+            assert again.store.database.tables.table("blobs").count == 0
             assert await again.carrying.take("task", chunks(bundle))
 
     asyncio.run(go())
@@ -278,8 +281,9 @@ def test_private_calls_and_set_aside_states_stay_at_home(tmp_path: Path) -> None
         async with engine(tmp_path / "here") as here:
             await walked(here, "task", [["echo 1 > f", "echo 2 > f", "cat f"], ["echo 3 > f"]])
             tree = (await here.tasks.find("task")).tree
-            barrier = next(r for r in tree.root.records.values() if "1" in here.store.call(r).arguments["command"])
-            here.store.save_divergence(barrier, tree.set_aside(barrier, "a test"))
+            call_of = here.store.records.call
+            barrier = next(r for r in tree.root.records.values() if "1" in call_of(r).arguments["command"])
+            here.store.records.save_divergence(barrier, tree.set_aside(barrier, "a test"))
             data = await exported(here, "task")
         async with engine(tmp_path / "there") as there:
             assert (await there.carrying.take("task", chunks(data))).manifest.nodes == 2

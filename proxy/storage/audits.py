@@ -1,0 +1,60 @@
+"""What audits observed, and the noise masks that they use, as rows."""
+
+import time
+from collections.abc import Iterable
+
+from proxy.storage.database import Database
+from proxy.storage.records import update_diverged
+from proxy.tree.tree import Node, Record
+
+
+class AuditStore:
+    """Writes and reads findings, counts and masks."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def save_finding(self, tree: int, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:
+        """Write that a record differs from what its call does now, and which nodes were set aside for it."""
+        with self._database.transaction() as execute:
+            values = (record.id, tree, record.differs, quarantined, time.time())
+            execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?)", values)
+            execute("UPDATE records SET reproducible = ? WHERE id = ?", (record.reproducible, record.id))
+            update_diverged(execute, lost)
+
+    def findings(self, tree: int) -> list[tuple[int, int, int, int, str, int, float]]:
+        """Return the latest 1,000 findings: record, source, target, call, why, whether in quarantine, when."""
+        sql = (
+            "SELECT f.record, r.source, r.target, r.call, f.why, f.quarantined, f.at FROM findings f "
+            "JOIN records r ON r.id = f.record WHERE f.tree = ? ORDER BY f.at DESC, f.record LIMIT 1000"
+        )
+        return self._database.rows(sql, (tree,))
+
+    def add(self, tree: int, kind: str, checked: int, differing: int, unreachable: int) -> None:
+        """Add an audit's counts to the totals of its tree and kind."""
+        with self._database.transaction() as execute:
+            execute(
+                "INSERT INTO audits VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (tree, kind) DO UPDATE SET "
+                "checked = checked + excluded.checked, differing = differing + excluded.differing, "
+                "unreachable = unreachable + excluded.unreachable, at = excluded.at",
+                (tree, kind, checked, differing, unreachable, time.time()),
+            )
+
+    def totals(self, tree: int | None = None) -> list[tuple[str, int, int, int, float]]:
+        """Return kind, checked, differing, unreachable and last time, of one tree or (None) of all together."""
+        where = "" if tree is None else "WHERE tree = ?"
+        sql = (
+            "SELECT kind, SUM(checked), SUM(differing), SUM(unreachable), MAX(at) FROM audits "
+            f"{where} GROUP BY kind ORDER BY kind"
+        )
+        return self._database.rows(sql, () if tree is None else (tree,))
+
+    def masks(self, task: str) -> str | None:
+        """Return a task's noise masks as JSON; None if it has none."""
+        row = self._database.row("SELECT value FROM masks WHERE task = ?", (task,))
+        return None if row is None else str(row[0])
+
+    def put_masks(self, task: str, value: str) -> None:
+        """Write a task's noise masks, as JSON."""
+        with self._database.transaction() as execute:
+            execute("INSERT OR REPLACE INTO masks VALUES (?, ?)", (task, value))

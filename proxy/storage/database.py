@@ -1,0 +1,156 @@
+"""The SQLite file of the store: its connections, its transactions, and the numbers that it gives out.
+
+Theory of operation:
+
+1. One connection writes, on the event loop's thread. Every write is a short transaction, so no lock guards the store.
+2. The file is in WAL mode, so readers never wait for the writer. A query that looks at many rows runs in a thread on a
+   connection of its own (`read_apart`), and a dump of a tree on one that stays open (`open_reader`).
+3. A commit appends to the write-ahead log without waiting for the disk (synchronous=NORMAL): it survives a kill of
+   the process, and a loss of power only with FULL. Automatic checkpoints are off because they do wait for the disk;
+   a background thread calls `checkpoint` instead.
+4. Numbers of nodes, records, rollouts, trees and blobs are counted in memory and never given out twice, not even
+   after the rows are deleted: the steps of a rollout and the URLs that agents hold may still name them.
+
+Tables are created, and rows for views are read, through sqlite-utils. Statements on the way of an answer use its
+connection directly: a transaction of two rows takes 0.1 ms, and 0.2 ms through the library.
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import sqlite_utils
+
+from proxy.storage.errors import StoreError
+from proxy.storage.schema import ForeignDatabaseError, check_version, create_tables
+
+T = TypeVar("T")
+Execute = Callable[..., sqlite3.Cursor]
+"""Executes one statement with its values inside a transaction."""
+NumberedTable = Literal["trees", "nodes", "records", "rollouts", "blobs"]
+_NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts", "blobs")
+
+
+class Database:
+    """One SQLite file. Every method is synchronous and short, unless it says that it blocks."""
+
+    def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL") -> None:
+        """Open the file, or create it with its tables.
+
+        Args:
+            path: The file; its directory is created.
+            sync: With FULL each commit waits for the disk, so that it survives a loss of power.
+
+        Raises:
+            StoreError: The file is no database, another program's, or of another version. It is left unchanged.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._connection = sqlite3.connect(path, isolation_level=None)
+        self.tables = sqlite_utils.Database(self._connection)
+        try:
+            check_version(self.tables)
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute(f"PRAGMA synchronous={sync}")
+            self._connection.execute("PRAGMA wal_autocheckpoint=0")
+            create_tables(self.tables)
+            self._next = {name: self._last_number(name) + 1 for name in _NUMBERED}
+        except (ForeignDatabaseError, sqlite3.DatabaseError) as error:
+            self._connection.close()
+            raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
+
+    def close(self) -> None:
+        """Close the writing connection."""
+        self._connection.close()
+
+    def checkpoint(self) -> None:
+        """Copy the write-ahead log into the file. Blocking: for a thread, it opens a connection of its own."""
+        with closing(sqlite3.connect(self._path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def read_apart(self, read: Callable[[sqlite3.Connection], T]) -> T:
+        """Run a query function on a read-only connection of its own. Blocking: for a thread, and for many rows."""
+        with closing(sqlite3.connect(self._path)) as connection:
+            connection.execute("PRAGMA query_only=1")
+            return read(connection)
+
+    def open_reader(self) -> sqlite3.Connection:
+        """Return a read-only connection that any thread may use; the caller closes it."""
+        connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        connection.execute("PRAGMA query_only=1")
+        return connection
+
+    def size_bytes(self) -> int:
+        """Return the size of the file and of its write-ahead log."""
+        files = (self._path, self._path.with_name(self._path.name + "-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def check_writable(self) -> None:
+        """Write one small row.
+
+        Raises:
+            StoreError: The file cannot be written.
+        """
+        with self.transaction() as execute:
+            execute("INSERT OR REPLACE INTO meta VALUES ('checked', ?)", (str(time.time()),))
+
+    @contextmanager
+    def transaction(self) -> Iterator[Execute]:
+        """Run the block in one transaction: all of its statements are committed, or none is.
+
+        Yields:
+            The function that executes one statement.
+
+        Raises:
+            StoreError: SQLite reports an error; nothing was written.
+        """
+        execute = self._connection.execute
+        try:
+            execute("BEGIN IMMEDIATE")
+            yield execute
+            execute("COMMIT")
+        except BaseException as error:
+            if self._connection.in_transaction:
+                execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(
+                    f"the store could not be written: {error}. Free disk space, or check the file."
+                ) from error
+            raise
+
+    def execute_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Execute one statement for each row of values, inside a running transaction."""
+        self._connection.executemany(sql, rows)
+
+    def row(self, sql: str, values: tuple[Any, ...] | Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """Return the first row of a query; None if there is none."""
+        row: tuple[Any, ...] | None = self._connection.execute(sql, values).fetchone()
+        return row
+
+    def rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """Return all rows of a query."""
+        return self._connection.execute(sql, values).fetchall()
+
+    def views(self, sql: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return all rows of a query, each by the names of its columns."""
+        return list(self.tables.query(sql, dict(values)))
+
+    def take_number(self, table: NumberedTable, count: int = 1) -> int:
+        """Return the first of count numbers of a table that were never given out before."""
+        first = self._next[table]
+        self._next[table] += count
+        return first
+
+    def keep_numbers(self, execute: Execute) -> None:
+        """Write the last numbers given out; a deletion calls this because the rows no longer show them."""
+        for table, number in self._next.items():
+            execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"last {table}", str(number - 1)))
+
+    def _last_number(self, table: NumberedTable) -> int:
+        kept = "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?)"
+        row = self.row(f"SELECT MAX(COALESCE(MAX(id), 0), COALESCE({kept}, 0)) FROM {table}", (f"last {table}",))
+        assert row is not None
+        return int(row[0])

@@ -1,0 +1,121 @@
+"""Trees that are being imported: written a piece at a time, and invisible until they are published.
+
+The nodes and records of a draft carry the number of a tree that is not in `trees`, so no reader meets them. A row in
+`meta` marks the draft; a draft whose row is still there at start belongs to an import that was killed, and is deleted.
+"""
+
+import time
+from dataclasses import dataclass
+
+from proxy.storage.blobs import delete_unused_blobs
+from proxy.storage.database import Database, Execute
+from proxy.storage.trees import TreeStore
+from sandboxes.spec import EnvironmentSpec
+
+_MARK = "draft "
+
+
+@dataclass(slots=True)
+class Draft:
+    """A tree that is being written.
+
+    Attributes:
+        tree: Its number.
+        first_node: Number of its root; node k of the file gets number first_node + k.
+        first_record: Number of its first record.
+        records: How many records were written so far.
+    """
+
+    tree: int
+    first_node: int
+    first_record: int
+    records: int = 0
+
+
+class DraftStore:
+    """Begins, publishes and drops drafts."""
+
+    def __init__(self, database: Database, trees: TreeStore) -> None:
+        self._database, self._trees = database, trees
+        for (name,) in database.rows("SELECT name FROM meta WHERE name GLOB ?", (f"{_MARK}*",)):
+            self.drop(int(name.removeprefix(_MARK)))
+
+    def begin(self, nodes: int, records: int) -> Draft:
+        """Reserve the numbers of a tree with so many nodes and records."""
+        take = self._database.take_number
+        draft = Draft(take("trees"), take("nodes", nodes), take("records", records))
+        with self._database.transaction() as execute:
+            execute("INSERT INTO meta VALUES (?, '')", (f"{_MARK}{draft.tree}",))
+        return draft
+
+    def add_node(
+        self, execute: Execute, draft: Draft, node: int, exact: bytes | None, content: bytes | None, *, pinned: bool
+    ) -> None:
+        """Write a node by its number within the draft, with its digests."""
+        values = (draft.first_node + node, draft.tree, exact, content, pinned)
+        execute("INSERT INTO nodes VALUES (?, ?, ?, ?, '', ?)", values)
+
+    def add_record(
+        self,
+        execute: Execute,
+        draft: Draft,
+        ends: tuple[int, int],
+        key: bytes,
+        blobs: tuple[int, int, int],
+        *,
+        effect: int,
+        seconds: float,
+        recorded_at: float,
+        reproducible: bool,
+    ) -> None:
+        """Write the next record.
+
+        Args:
+            execute: The running transaction.
+            draft: The draft; its count of records grows.
+            ends: Source and target, by their numbers within the draft.
+            key: The call's key.
+            blobs: Numbers of the call, the upload and the answer; 0 for no upload.
+            effect: The call's `Effect`.
+            seconds: How long the tool ran.
+            recorded_at: When it ran, in seconds since the epoch.
+            reproducible: Whether the call leads to its target again.
+        """
+        source, target = (draft.first_node + node for node in ends)
+        values = (
+            draft.first_record + draft.records, draft.tree, source, key, target, *blobs, effect, seconds, recorded_at,
+            False, reproducible,
+        )  # fmt: skip
+        execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
+        draft.records += 1
+
+    def publish(self, draft: Draft, task: str, root_key: str, spec: EnvironmentSpec, *, instead: int | None) -> None:
+        """Make a draft the tree of a task under this root key.
+
+        Args:
+            draft: The complete draft.
+            task: Name of the task.
+            root_key: Key of the tree's root state.
+            spec: The environment of the tree.
+            instead: Number of the empty tree that it replaces, whose rollouts move to it; None if there is none.
+        """
+        owner = self._trees.owner(task, spec)
+        with self._database.transaction() as execute:
+            if instead is not None:
+                for table, column in (("trees", "id"), ("nodes", "tree"), ("shares", "tree")):
+                    execute(f"DELETE FROM {table} WHERE {column} = ?", (instead,))
+                execute(
+                    "UPDATE rollouts SET tree = ?1, start = ?2, node = ?2 WHERE tree = ?3",
+                    (draft.tree, draft.first_node, instead),
+                )
+            values = (draft.tree, owner, root_key, spec.model_dump_json(), draft.first_node, time.time())
+            execute("INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", values)
+            execute("DELETE FROM meta WHERE name = ?", (f"{_MARK}{draft.tree}",))
+
+    def drop(self, tree: int) -> None:
+        """Delete what was written of a draft."""
+        with self._database.transaction() as execute:
+            for table in ("records", "nodes"):
+                execute(f"DELETE FROM {table} WHERE tree = ?", (tree,))
+            delete_unused_blobs(execute)
+            execute("DELETE FROM meta WHERE name = ?", (f"{_MARK}{tree}",))

@@ -1,0 +1,129 @@
+"""Nodes and records as rows: written one call at a time, with the call and its answer."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import orjson
+
+from proxy.storage.blobs import BlobStore, delete_unused_blobs
+from proxy.storage.database import Database, Execute
+from proxy.tree.keys import canonical_json
+from proxy.tree.tree import Node, Record
+from sandboxes.calls import ToolCall, ToolResult, content_type
+
+
+class RecordStore:
+    """Writes nodes and records, and reads calls and answers back.
+
+    An answer is one blob: a line with the status and the media type, or all headers as JSON, and then the body.
+    """
+
+    def __init__(self, database: Database, blobs: BlobStore) -> None:
+        self._database, self._blobs = database, blobs
+
+    def new_node_id(self) -> int:
+        """Return a number for a node that no node ever had."""
+        return self._database.take_number("nodes")
+
+    def new_record_id(self) -> int:
+        """Return a number for a record that no record ever had."""
+        return self._database.take_number("records")
+
+    def save(self, tree: int, record: Record, node: Node | None, call: ToolCall, result: ToolResult) -> None:
+        """Write a record with its call and answer in one transaction. 0.1 ms.
+
+        Args:
+            tree: Number of the tree.
+            record: The record; the numbers of its blobs are set here.
+            node: The node that the call created; None if it led to a known one.
+            call: What was called.
+            result: The answer.
+
+        Raises:
+            StoreError: Nothing could be written, so the call must not count as recorded.
+        """
+        with self._database.transaction() as execute:
+            value = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
+            record.call = self._blobs.insert(execute, canonical_json(value))
+            record.upload = self._blobs.insert(execute, call.body) if call.body else 0
+            kind = orjson.dumps(result.headers).decode() if result.headers else result.media_type
+            record.answer = self._blobs.insert(execute, f"{result.status} {kind}\n".encode() + result.body)
+            if node is not None:
+                insert_node(execute, tree, node)
+            values = (
+                record.id, tree, record.source.id, record.key, record.target.id, record.call, record.upload,
+                record.answer, record.effect.value, record.seconds, record.recorded_at, record.private,
+                record.reproducible,
+            )  # fmt: skip
+            execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
+
+    def save_node(self, node: Node) -> None:
+        """Write what may change about a node: its digests, its pin, and why it diverged."""
+        with self._database.transaction() as execute:
+            execute(
+                "UPDATE nodes SET exact = ?, content = ?, diverged = ?, pinned = ? WHERE id = ?",
+                (*_stored_digests(node), node.diverged, node.pinned, node.id),
+            )
+
+    def save_divergence(self, record: Record, lost: Iterable[Node]) -> None:
+        """Write that a record does not reproduce its target, and which nodes were set aside for it."""
+        with self._database.transaction() as execute:
+            execute("UPDATE records SET reproducible = 0 WHERE id = ?", (record.id,))
+            update_diverged(execute, lost)
+
+    def save_set_aside(self, nodes: Iterable[Node]) -> None:
+        """Write why nodes were set aside."""
+        with self._database.transaction() as execute:
+            update_diverged(execute, nodes)
+
+    def forget(self, nodes: Iterable[Node], records: Iterable[Record]) -> None:
+        """Delete nodes and records, and the blobs that nothing else needs."""
+        with self._database.transaction() as execute:
+            for node in nodes:
+                execute("DELETE FROM nodes WHERE id = ?", (node.id,))
+            for record in records:
+                execute("DELETE FROM records WHERE id = ?", (record.id,))
+                execute("DELETE FROM findings WHERE record = ?", (record.id,))
+            delete_unused_blobs(execute)
+            self._database.keep_numbers(execute)
+
+    def call(self, record: Record) -> ToolCall:
+        """Return the recorded call."""
+        call = self.call_without_upload(record.call)
+        return replace(call, body=self._blobs.read(record.upload)) if record.upload else call
+
+    def call_without_upload(self, blob: int) -> ToolCall:
+        """Return a call by the number of its blob, without the bytes that were uploaded with it."""
+        value = orjson.loads(self._blobs.read(blob))
+        return ToolCall(value["endpoint"], value["tool"], value["arguments"])
+
+    def result(self, record: Record) -> ToolResult:
+        """Return the recorded answer. 8 us for 2 kB."""
+        head, _, body = self._blobs.read(record.answer).partition(b"\n")
+        status, _, kind = head.decode().partition(" ")
+        if kind.startswith("["):
+            headers = tuple((name, value) for name, value in orjson.loads(kind))
+            return ToolResult(int(status), content_type(headers), body, headers)
+        return ToolResult(int(status), kind, body)
+
+    def origin(self, record: int) -> tuple[int, int] | None:
+        """Return the numbers of a record's tree and of the node where it was made; None if it was deleted."""
+        row = self._database.row("SELECT tree, source FROM records WHERE id = ?", (record,))
+        return None if row is None else (row[0], row[1])
+
+
+def insert_node(execute: Execute, tree: int, node: Node) -> None:
+    """Write a new node of a tree."""
+    values = (node.id, tree, *_stored_digests(node), node.diverged, node.pinned)
+    execute("INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)", values)
+
+
+def update_diverged(execute: Execute, nodes: Iterable[Node]) -> None:
+    """Write why each of these nodes was set aside."""
+    for node in nodes:
+        execute("UPDATE nodes SET diverged = ? WHERE id = ?", (node.diverged, node.id))
+
+
+def _stored_digests(node: Node) -> tuple[bytes | None, bytes | None]:
+    """Return the columns exact and content; a node without a state digest has only its witness, as content."""
+    return (node.state.exact, node.state.content) if node.state else (None, node.witness)

@@ -1,0 +1,54 @@
+"""Tasks as rows."""
+
+import time
+from typing import Any
+
+from proxy.storage.blobs import delete_unused_blobs
+from proxy.storage.database import Database
+from proxy.storage.trees import TREES_OF, TreeStore
+
+_COUNTS = (
+    "(SELECT COUNT(*) FROM rollouts r WHERE r.task = t.name) AS rollouts, "
+    f"(SELECT COUNT(*) FROM nodes n WHERE n.tree IN ({TREES_OF.format(task='t.name')})) AS nodes"
+)
+
+
+class TaskStore:
+    """Writes, reads and deletes tasks."""
+
+    def __init__(self, database: Database, trees: TreeStore) -> None:
+        self._database, self._trees = database, trees
+
+    def put(self, name: str, spec: str | None) -> None:
+        """Write a task; spec is JSON, None for the default spec."""
+        with self._database.transaction() as execute:
+            execute(
+                "INSERT INTO tasks (name, spec, created_at) VALUES (?, ?, ?) "
+                "ON CONFLICT (name) DO UPDATE SET spec = excluded.spec",
+                (name, spec, time.time()),
+            )
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """Return a task with the number of its rollouts and nodes; None if there is no such task."""
+        rows = self._database.views(f"SELECT t.*, {_COUNTS} FROM tasks t WHERE t.name = :name", {"name": name})
+        return rows[0] if rows else None
+
+    def page(self, *, offset: int = 0, limit: int = -1) -> list[dict[str, Any]]:
+        """Return tasks ordered by name, each with the number of its rollouts and nodes; limit -1 returns all."""
+        sql = f"SELECT t.*, {_COUNTS} FROM tasks t ORDER BY t.name LIMIT :limit OFFSET :offset"
+        return self._database.views(sql, {"offset": offset, "limit": limit})
+
+    def delete(self, name: str) -> None:
+        """Delete a task with its rollouts, and with the trees and blobs that nothing else uses."""
+        trees = ",".join(map(str, self._trees.sole_ids(name)))
+        with self._database.transaction() as execute:
+            execute("DELETE FROM steps WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
+            execute("DELETE FROM notes WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
+            for table in ("records", "nodes", "findings", "audits"):
+                execute(f"DELETE FROM {table} WHERE tree IN ({trees})")
+            execute(f"DELETE FROM trees WHERE id IN ({trees})")
+            for table in ("rollouts", "masks", "shares"):
+                execute(f"DELETE FROM {table} WHERE task = ?", (name,))
+            execute("DELETE FROM tasks WHERE name = ?", (name,))
+            delete_unused_blobs(execute)
+            self._database.keep_numbers(execute)
