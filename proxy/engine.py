@@ -65,17 +65,17 @@ class Engine:
         self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
         walkers = self.walkers = Walkers()
         self.keeper = Keeper(
-            self.snapshots, drivers, self.pool, self.store, self.counts, walkers,
+            self.snapshots, drivers, self.pool, self.store.records, self.counts, walkers,
             budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
         )  # fmt: skip
-        self.attach = Attach(drivers, self.pool, self.keeper, self.store, self.counts)
+        self.attach = Attach(drivers, self.pool, self.keeper, self.store.records, self.counts)
         self.warm = Warm(
             self.attach, self.pool, self.keeper, self.counts, walkers,
             most=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
             reserve_bytes=settings.memory_reserve_bytes,
         )  # fmt: skip
-        self.answers = Answers(self.store, budget_bytes=settings.answer_memory_bytes)
-        self.traces = None if settings.otel_endpoint is None else Traces(self.store, settings.otel_endpoint)
+        self.answers = Answers(self.store.records, budget_bytes=settings.answer_memory_bytes)
+        self.traces = None if settings.otel_endpoint is None else Traces(self.store.records, settings.otel_endpoint)
         self.step = Step(self.attach, self.store.records, self.journal, self.counts, self.warm, self.traces)
         self.tasks = Tasks(
             self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,

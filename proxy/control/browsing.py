@@ -97,7 +97,7 @@ class Browser:
     """Reads parts of trees."""
 
     def __init__(self, store: Store) -> None:
-        self._titles, self._store = Titles(store), store
+        self._titles, self._store = Titles(store.records), store
 
     def brief(self, node: Node, standing: dict[Node, list[str]]) -> NodeBrief:
         origin, names = node.origin, standing.get(node, [])

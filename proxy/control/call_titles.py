@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import orjson
 
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall, ToolResult
 
@@ -38,16 +38,16 @@ def exit_code(result: ToolResult) -> int | None:
 class Titles:
     """Titles and exit codes of records, read from the store once."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, records: RecordStore) -> None:
+        self._records = records
         self._known: OrderedDict[int, tuple[str, int | None]] = OrderedDict()
 
     def of(self, record: Record) -> tuple[str, int | None]:
         """Return a record's title, cut to `TITLE_CHARS`, and its exit code. 30 us the first time."""
         known = self._known.get(record.id)
         if known is None:
-            text = title(self._store.records.call(record))
-            known = text[:TITLE_CHARS], exit_code(self._store.records.result(record))
+            text = title(self._records.call(record))
+            known = text[:TITLE_CHARS], exit_code(self._records.result(record))
             self._known[record.id] = known
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)

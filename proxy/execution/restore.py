@@ -13,7 +13,7 @@ from proxy.execution.divergence import differs, gap_s, require_its_due
 from proxy.execution.errors import StateLostError
 from proxy.execution.root_state import driver_of, tree_key
 from proxy.execution.snapshot_value import Keeper
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
@@ -42,9 +42,9 @@ class Attach:
     """Brings sandboxes to nodes."""
 
     def __init__(
-        self, drivers: Mapping[str, Driver], pool: Pool, keeper: Keeper, store: Store, counts: Counters
+        self, drivers: Mapping[str, Driver], pool: Pool, keeper: Keeper, records: RecordStore, counts: Counters
     ) -> None:
-        self._drivers, self._pool, self._keeper, self._store, self._counts = drivers, pool, keeper, store, counts
+        self._drivers, self._pool, self._keeper, self._records, self._counts = drivers, pool, keeper, records, counts
 
     @asynccontextmanager
     async def standing_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
@@ -268,7 +268,7 @@ class Attach:
                 if patient:
                     await rest(slot.sandbox, gap_s(record))
                 start = time.perf_counter()
-                call = self._store.records.call(record)
+                call = self._records.call(record)
                 execution = await slot.sandbox.execute(call)
                 overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
                 self._learn(tree, self._costs(tree).replayed(overhead_s))
@@ -277,7 +277,7 @@ class Attach:
                 self._counts.replayed_s += execution.seconds
                 require_its_due(record, execution)
                 must_come = partial(steady, tree.spec, call)
-                difference = differs(record, execution, self._store.records.result(record), must_come)
+                difference = differs(record, execution, self._records.result(record), must_come)
                 if difference and not patient and gap_s(record) > 0:
                     raise _TooFast  # noqa: TRY301 - closes it as any other end does
                 if difference:
@@ -298,7 +298,7 @@ class Attach:
     def _doubt(self, record: Record, difference: str) -> None:
         record.reproducible = False
         self._counts.divergences += 1
-        self._store.records.save_divergence(record, [])
+        self._records.save_divergence(record, [])
         log.warning("replay diverged", record=record.id, source=record.source.id, difference=difference)
 
     def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLostError:
@@ -309,7 +309,7 @@ class Attach:
             barrier = barrier.source.origin
         if _is_rollout(owner) and barrier is not None and not barrier.target.diverged and not node.detached:
             lost = tree.set_aside(barrier, why)
-            self._store.records.save_divergence(barrier, lost)
+            self._records.save_divergence(barrier, lost)
         return StateLostError(why)
 
     def _costs(self, tree: Tree) -> Costs:

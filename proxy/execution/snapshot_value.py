@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import structlog
 
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.tree.restore_plan import RestorePlan, kind_of, plan_restore
 from proxy.tree.rollout import Walkers
@@ -45,14 +45,14 @@ class Keeper:
         snapshots: SnapshotStore,
         drivers: Mapping[str, Driver],
         pool: Pool,
-        store: Store,
+        records: RecordStore,
         counts: Counters,
         walkers: Walkers,
         *,
         budget_bytes: int,
         checkpoint_bytes: int,
     ) -> None:
-        self._snapshots, self._drivers, self._pool, self._store = snapshots, drivers, pool, store
+        self._snapshots, self._drivers, self._pool, self._records = snapshots, drivers, pool, records
         self._counts, self._walkers = counts, walkers
         self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
         self._freezes: set[asyncio.Task[None]] = set()
@@ -116,7 +116,7 @@ class Keeper:
         self._counts.freeze_s.observe(cost_s)
         if node is tree.root and node.state is None:
             tree.know_root(frozen.state)
-            self._store.records.save_node(node)
+            self._records.save_node(node)
         try:
             # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
             save = self._snapshots.save

@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.telemetry.timing import Timing
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record
@@ -21,7 +21,7 @@ class Traces:
     exporter: where they go; without one, OTLP over HTTP to endpoint.
     """
 
-    def __init__(self, store: Store, endpoint: str, exporter: "SpanExporter | None" = None) -> None:
+    def __init__(self, records: RecordStore, endpoint: str, exporter: "SpanExporter | None" = None) -> None:
         """Get ready to export.
 
         Raises:
@@ -38,7 +38,7 @@ class Traces:
                 exporter = OTLPSpanExporter(endpoint=endpoint)
         except ImportError as error:
             raise SystemExit(f"traces need OpenTelemetry ({error}): pip install 'forkpoint[otel]'") from error
-        self._store = store
+        self._records = records
         self._provider = TracerProvider(resource=Resource.create({"service.name": "forkpoint"}), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("forkpoint")
@@ -50,7 +50,7 @@ class Traces:
         ended = time.time_ns()
         parts = [(name, int(1e9 * getattr(timing, name))) for name in _PARTS] if timing is not None else []
         began = ended - sum(length for _, length in parts)
-        call = self._store.records.call(record)
+        call = self._records.call(record)
         attributes: dict[str, Any] = {
             "forkpoint.task": rollout.task, "forkpoint.rollout": rollout.name, "forkpoint.node": f"n{record.target.id}",
             "forkpoint.from": f"n{record.source.id}", "forkpoint.outcome": outcome.name.lower(),

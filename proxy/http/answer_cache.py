@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from proxy.storage.store import Store
+from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -41,8 +41,8 @@ class Ready:
 class Answers:
     """The answers used last, within a budget of bytes."""
 
-    def __init__(self, store: Store, *, budget_bytes: int) -> None:
-        self._store, self._budget_bytes = store, budget_bytes
+    def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
+        self._records, self._budget_bytes = records, budget_bytes
         self._ready: OrderedDict[int, Ready] = OrderedDict()
         self._bytes = 0
 
@@ -60,7 +60,7 @@ class Answers:
         if ready is not None:
             self._ready.move_to_end(record.id)
             return ready
-        result = self._store.records.result(record)
+        result = self._records.result(record)
         headers: RawHeaders = [
             (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in result.headers
         ]

@@ -105,7 +105,7 @@ def page_routes(engine: Engine) -> APIRouter:
 
 
 def _tree_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
-    titles = Titles(engine.store)
+    titles = Titles(engine.store.records)
 
     @router.get("/tasks/{task}/columns", response_class=Response, responses=_COLUMNS)  # type: ignore[arg-type]
     async def get_columns(

@@ -107,7 +107,7 @@ def test_a_call_is_a_span_with_its_parts(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with engine(tmp_path) as running:
-            traces = Traces(running.store, "", exporter)
+            traces = Traces(running.store.records, "", exporter)
             running.step._traces = traces
             task = await running.tasks.open("task")
             for name in ("a", "b"):
