@@ -12,7 +12,7 @@ from sandboxes.sql.results import Failure, failure, other
 from sandboxes.sql.sqlite_authorizer import Act
 from sandboxes.sql.sqlite_connection import SqliteConnection
 from sandboxes.sql.sqlite_tools import READING, ToolRun, Tools
-from sandboxes.sql.sqlite_volatile import Chance
+from sandboxes.sql.sqlite_volatile import VolatileInputs
 
 ALONE = (
     "this database is shared with the shell, and each call has a connection of its own: there is no transaction, no "
@@ -22,22 +22,22 @@ ALONE = (
 
 def perform(fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """Run a tool on the database at `path`; return whether its answer is `volatile` or `timed_out`, and the answer."""
-    chance = Chance()
-    chance.begin(fields["frozen_ms"], bytes.fromhex(fields["seed"]))
-    told = _run(fields, chance, writing=False)
-    if told is None or (told.wants_own and fields["tool"] not in READING):
-        told = _run(fields, chance, writing=True)
+    inputs = VolatileInputs()
+    inputs.begin(fields["frozen_ms"], bytes.fromhex(fields["seed"]))
+    told = _run(fields, inputs, writing=False)
+    if told is None or (told.needs_private and fields["tool"] not in READING):
+        told = _run(fields, inputs, writing=True)
     assert told is not None
     timed_out = told.failure is not None and told.failure.kind == "timeout"
-    return {"volatile": chance.noticed, "timed_out": timed_out}, told.body
+    return {"volatile": inputs.used, "timed_out": timed_out}, told.body
 
 
-def _run(fields: dict[str, Any], chance: Chance, *, writing: bool) -> ToolRun | None:
+def _run(fields: dict[str, Any], inputs: VolatileInputs, *, writing: bool) -> ToolRun | None:
     """Return what a tool did; None where the file cannot be read without writing: it is not there, or needs mending."""
     path, tool, arguments = Path(fields["path"]), fields["tool"], fields["arguments"]
     try:
         connection = SqliteConnection(
-            f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", chance, readonly=not writing
+            f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", inputs, readonly=not writing
         )
         raw = connection.raw
         raw.execute("PRAGMA synchronous=FULL")
@@ -45,7 +45,7 @@ def _run(fields: dict[str, Any], chance: Chance, *, writing: bool) -> ToolRun | 
     except sqlite3.Error as error:
         return _failed(fields, Failure(f"{path}: {error}")) if writing else None
     try:
-        tools = Tools(connection, owned=writing, output_bytes=fields["output_bytes"])
+        tools = Tools(connection, private=writing, output_bytes=fields["output_bytes"])
         if tool == "script" and writing:
             raw.execute("BEGIN IMMEDIATE")
         told = tools.run(tool, arguments)

@@ -12,7 +12,7 @@ import structlog
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
-from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 log = structlog.get_logger()
 
@@ -24,7 +24,7 @@ OPEN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class OwnDatabase:
+class PrivateClone:
     """A clone that one sandbox alone uses, or will, and the worker that is connected to it."""
 
     database: str
@@ -48,7 +48,7 @@ class Template:
     touched: tuple[str, ...] = ()
     size_bytes: int = 0
     reader: str = ""
-    spares: deque[OwnDatabase] = field(default_factory=deque)
+    spares: deque[PrivateClone] = field(default_factory=deque)
     filling: bool = False
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -56,8 +56,8 @@ class Template:
 class Clones:
     """Makes clones of templates, and drops what is no longer needed, in the background. most: spares of each."""
 
-    def __init__(self, crew: Crew, most: int) -> None:
-        self._crew, self._most = crew, most
+    def __init__(self, worker_pool: WorkerPool, most: int) -> None:
+        self._worker_pool, self._most = worker_pool, most
         self._background: set[asyncio.Task[None]] = set()
         self._open = True
 
@@ -73,7 +73,7 @@ class Clones:
         with contextlib.suppress(SandboxError, SpecError):
             await self.reader(template)
 
-    async def fork(self, template: Template) -> OwnDatabase:
+    async def fork(self, template: Template) -> PrivateClone:
         """Return a clone of one's own: one that waits, or a new one.
 
         Raises:
@@ -90,7 +90,7 @@ class Clones:
         finally:
             self.restock(template)
 
-    async def _make(self, template: Template, kind: str) -> OwnDatabase:
+    async def _make(self, template: Template, kind: str) -> PrivateClone:
         database = await template.server.clone(template.name, kind, template.settings)
         try:
             return await self.connect(template, database, template.digest, template.touched)
@@ -100,15 +100,15 @@ class Clones:
 
     async def connect(
         self, template: Template, database: str, digest: DatabaseDigest, touched: tuple[str, ...]
-    ) -> OwnDatabase:
+    ) -> PrivateClone:
         """Connect a worker to a clone whose content has this digest, and that is to know these sequences."""
-        worker = await self._crew.own()
+        worker = await self._worker_pool.dedicated()
         request = {
             "op": "open", "dsn": template.server.agent_dsn(database), "digest": digest.to_json(),
             "prime": list(touched),
         }  # fmt: skip
-        told = await worker.ask(request, timeout_s=OPEN_S)
-        return OwnDatabase(database, worker, int(told.fields["backend"]))
+        told = await worker.request(request, timeout_s=OPEN_S)
+        return PrivateClone(database, worker, int(told.fields["backend"]))
 
     def restock(self, template: Template) -> None:
         """Make clones of template ahead, where it is small enough for that."""
@@ -137,7 +137,7 @@ class Clones:
         while template.spares:
             self.later(self.give_up(template.server, template.spares.popleft()))
 
-    async def give_up(self, server: PostgresServer, own: OwnDatabase) -> None:
+    async def give_up(self, server: PostgresServer, own: PrivateClone) -> None:
         """End the worker of a clone, and drop the clone."""
         await own.worker.close()
         await server.drop(own.database)

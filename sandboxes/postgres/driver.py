@@ -19,7 +19,7 @@ from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sandbox import DatabasePosition, PostgresSandbox
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
 from sandboxes.spec import Database, EnvironmentSpec
-from sandboxes.workers.pool import Crew
+from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
@@ -35,8 +35,8 @@ class PostgresDriver:
 
     def __init__(self, data_dir: Path, *, spares: int = SPARES) -> None:
         self.data_dir = data_dir.resolve()
-        self.crew = Crew("postgres", self.data_dir, network=True)
-        self.clones = Clones(self.crew, spares)
+        self.worker_pool = WorkerPool("postgres", self.data_dir, network=True)
+        self.clones = Clones(self.worker_pool, spares)
         self.live: set[PostgresSandbox] = set()
         self._notes = self.data_dir / "instance.json"
         self._note: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class PostgresDriver:
         self._ownership.take()
         try:
             self._note = self._read_note()
-            await self.crew.open()
+            await self.worker_pool.open()
             for dsn in self._note["servers"]:
                 with contextlib.suppress(SpecError):
                     await self._sweep(self._server(dsn))
@@ -108,7 +108,7 @@ class PostgresDriver:
         """See `Driver.aclose`. Idempotent."""
         await asyncio.gather(*(sandbox.close() for sandbox in list(self.live)))
         await self.clones.aclose(list(self._templates.values()))
-        await self.crew.aclose()
+        await self.worker_pool.aclose()
         for server in self._servers.values():
             await server.aclose()
         self._servers.clear()
@@ -200,7 +200,7 @@ class PostgresDriver:
     def _enter(self, spec: EnvironmentSpec, places: dict[str, DatabasePosition]) -> PostgresSandbox:
         sandbox = PostgresSandbox(
             f"postgres-{secrets.token_hex(6)}", spec, places,
-            clones=self.clones, crew=self.crew, keep=self._keep, closed=self.live.discard,
+            clones=self.clones, worker_pool=self.worker_pool, keep=self._keep, closed=self.live.discard,
         )  # fmt: skip
         self.live.add(sandbox)
         return sandbox

@@ -9,12 +9,12 @@ from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.ipc.frames import Message
-from sandboxes.postgres.clones import OPEN_S, Clones, OwnDatabase, Template
+from sandboxes.postgres.clones import OPEN_S, Clones, PrivateClone, Template
 from sandboxes.postgres.connection import application_name
 from sandboxes.postgres.digest import DatabaseDigest, combined
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
-from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 
 class DatabasePosition:
@@ -27,7 +27,7 @@ class DatabasePosition:
         self.template = template
         self.digest: DatabaseDigest = template.digest
         self.touched = template.touched
-        self.own: OwnDatabase | None = None
+        self.own: PrivateClone | None = None
         self.holds = False
         self.witness = b""
 
@@ -47,12 +47,12 @@ class PostgresSandbox:
         places: dict[str, DatabasePosition],
         *,
         clones: Clones,
-        crew: Crew,
+        worker_pool: WorkerPool,
         keep: Callable[[DatabasePosition], Awaitable[Template]],
         closed: Callable[["PostgresSandbox"], None],
     ) -> None:
         self.id, self.places = name, places
-        self._spec, self._clones, self._crew = spec, clones, crew
+        self._spec, self._clones, self._worker_pool = spec, clones, worker_pool
         self._keep_state, self._closed = keep, closed
         self._why_dead = ""
 
@@ -85,7 +85,7 @@ class PostgresSandbox:
         """Answer a call on the database that all share who read at this state; None where it must write."""
         database = await self._clones.reader(place.template)
         request = self._request(call) | {"dsn": place.template.server.agent_dsn(database)}
-        async with self._crew.reader() as worker:
+        async with self._worker_pool.reader() as worker:
             try:
                 told = await self._ask(worker, request, call)
             except WorkerStuckError:
@@ -95,7 +95,7 @@ class PostgresSandbox:
             return None
         return self._execution(told.fields, told.body, Effect.NONE)
 
-    async def _run(self, place: DatabasePosition, own: OwnDatabase, call: ToolCall) -> Execution:
+    async def _run(self, place: DatabasePosition, own: PrivateClone, call: ToolCall) -> Execution:
         try:
             told = await self._ask(own.worker, self._request(call), call)
         except WorkerStuckError:
@@ -113,7 +113,7 @@ class PostgresSandbox:
     async def _ask(self, worker: Worker, request: dict[str, Any], call: ToolCall) -> Message:
         """Ask a worker; one whose connection is lost is of no more use than one that is lost itself."""
         # Beside the statement: connecting, and digesting what it changed.
-        told = await worker.ask(request, timeout_s=float(call.arguments["timeout_s"]) + OPEN_S)
+        told = await worker.request(request, timeout_s=float(call.arguments["timeout_s"]) + OPEN_S)
         cause = told.fields.get("lost")
         if cause is None:
             return told
@@ -200,7 +200,7 @@ class PostgresSandbox:
         own = place.own
         assert own is not None
         # PostgreSQL clones nothing that has a session.
-        await own.worker.ask({"op": "close"}, timeout_s=OPEN_S)
+        await own.worker.request({"op": "close"}, timeout_s=OPEN_S)
         template = await self._keep_state(place)
         await own.worker.close()
         place.own = await self._clones.connect(template, own.database, place.digest, place.touched)

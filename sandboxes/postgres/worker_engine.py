@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 from sandboxes.postgres.connection import Link, PostgresCall, WriteAttemptError, answer_reading, refused
 from sandboxes.postgres.digest import DatabaseDigest
-from sandboxes.postgres.own_database import OwnDatabase
+from sandboxes.postgres.private_database import PrivateDatabase
 from sandboxes.postgres.statement import PostgresServerLostError
 from sandboxes.workers.engine import Fields
 
@@ -28,12 +28,12 @@ class PostgresEngine:
 
     def __init__(self) -> None:
         self._links: OrderedDict[str, Link] = OrderedDict()
-        self._own: OwnDatabase | None = None
+        self._own: PrivateDatabase | None = None
 
     def open(self, request: Fields) -> Fields:
         """Connect to `dsn`, the own database of a sandbox, with its `digest`. `prime`: the sequences it has used."""
         self.close()
-        self._own = OwnDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
+        self._own = PrivateDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
         self._own.prime(request["prime"])
         self._own.look_around()
         return {"backend": self._own.link.connection.info.backend_pid}

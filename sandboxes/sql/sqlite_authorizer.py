@@ -60,7 +60,7 @@ class Act(Enum):
 
     READ = "read"
     ROWS = "rows"
-    OWN = "own"
+    PRIVATE = "private"
     SETTING = "setting"
     REFUSED = "refused"
 
@@ -78,14 +78,14 @@ def act_of(action: int, first: str | None, second: str | None) -> Act:
         return _pragma(str(first).lower(), second)
     if action == sqlite3.SQLITE_ATTACH and first not in ATTACHABLE:
         return Act.REFUSED
-    return Act.OWN
+    return Act.PRIVATE
 
 
 def _pragma(name: str, argument: str | None) -> Act:
     if name in READ_PRAGMAS or (argument is None and name in VALUE_PRAGMAS.union(SETTINGS)):
         return Act.READ
     if name in FILE_PRAGMAS:
-        return Act.OWN
+        return Act.PRIVATE
     return Act.SETTING if name in SETTINGS else Act.REFUSED
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sandboxes.sql.results import Failure, RowCollector
 from sandboxes.sql.sqlite_authorizer import COUNTERS, Act, act_of, refusal
-from sandboxes.sql.sqlite_volatile import MAX_BLOB, Chance
+from sandboxes.sql.sqlite_volatile import MAX_BLOB, VolatileInputs
 from sandboxes.sql.values import Value, decode, encode, encode_text
 
 _LIMITS = {
@@ -29,19 +29,23 @@ _PIECE = re.compile(
 
 
 class StatementGuard:
-    """The authorizer of one connection. `begin` sets what a statement may do; then it notes what it is about.
+    """The authorizer of one connection: records what a statement does, and denies what it must not do.
 
-    owned: whether the connection is a rollout's own. compiling: whether nothing will run (EXPLAIN); a pragma that sets
-    something does so while it is compiled. acts: what was asked for. refused: why it is never allowed.
+    Attributes:
+        private: The connection belongs to one rollout, so a statement may change it.
+        compiling: The statement is only compiled (EXPLAIN). A pragma takes effect even then.
+        acts: What the statement asked the authorizer for, since `begin`.
+        reads_counters: The statement reads what earlier statements of the connection left, such as `changes()`.
+        refused: Why the statement is never allowed; empty if it is.
     """
 
-    def __init__(self, chance: Chance) -> None:
-        self._chance = chance
+    def __init__(self, inputs: VolatileInputs) -> None:
+        self._inputs = inputs
         self._on = False
-        self.begin(owned=False)
+        self.begin(private=False)
 
-    def begin(self, *, owned: bool, compiling: bool = False) -> None:
-        self.owned, self.compiling, self.refused = owned, compiling, ""
+    def begin(self, *, private: bool, compiling: bool = False) -> None:
+        self.private, self.compiling, self.refused = private, compiling, ""
         self.acts: set[Act] = set()
         self.reads_counters = False
         self._on = True
@@ -51,9 +55,9 @@ class StatementGuard:
         self._on = False
 
     @property
-    def wants_own(self) -> bool:
+    def needs_private(self) -> bool:
         """Whether the statement was stopped because it needs a connection of the rollout's own."""
-        return not self.owned and not self.compiling and bool(self.acts & {Act.OWN, Act.SETTING})
+        return not self.private and not self.compiling and bool(self.acts & {Act.PRIVATE, Act.SETTING})
 
     def __call__(
         self, action: int, first: str | None, second: str | None, _database: str | None, _within: str | None
@@ -64,12 +68,12 @@ class StatementGuard:
         self.acts.add(act)
         if action == sqlite3.SQLITE_FUNCTION:
             function = str(second).lower()
-            self._chance.named(function)
+            self._inputs.named(function)
             self.reads_counters |= function in COUNTERS
         if act is Act.REFUSED or (self.compiling and act is Act.SETTING):
             self.refused = refusal(action, first, second)
             return sqlite3.SQLITE_DENY
-        return sqlite3.SQLITE_DENY if self.wants_own else sqlite3.SQLITE_OK
+        return sqlite3.SQLITE_DENY if self.needs_private else sqlite3.SQLITE_OK
 
 
 @dataclass(slots=True)
@@ -85,10 +89,10 @@ class SqliteOutcome:
 class SqliteConnection:
     """A `sqlite3.Connection` with everything around it. readonly: shared by rollouts, and nothing can be written."""
 
-    def __init__(self, path: str, chance: Chance, *, readonly: bool) -> None:
+    def __init__(self, path: str, inputs: VolatileInputs, *, readonly: bool) -> None:
         self.readonly = readonly
-        self.chance = chance
-        self.guard = StatementGuard(chance)
+        self.inputs = inputs
+        self.guard = StatementGuard(inputs)
         # No cached statements: the authorizer is asked when one is compiled.
         self.raw = sqlite3.connect(path, uri=True, isolation_level=None, cached_statements=0)
         self.raw.text_factory = encode_text
@@ -96,7 +100,7 @@ class SqliteConnection:
             self.raw.setlimit(limit, value)
         self.guard.end()
         self.raw.set_authorizer(self.guard)
-        chance.attach(self.raw)
+        inputs.attach(self.raw)
         self.raw.execute("PRAGMA synchronous=OFF")
         self.raw.execute("PRAGMA wal_autocheckpoint=0").fetchall()
 
@@ -104,10 +108,10 @@ class SqliteConnection:
         self.raw.close()
 
     @contextmanager
-    def within(self, deadline: float, *, owned: bool, compiling: bool = False) -> Iterator[StatementGuard]:
+    def within(self, deadline: float, *, private: bool, compiling: bool = False) -> Iterator[StatementGuard]:
         """Guard what runs in the block, and end it at deadline (`time.monotonic`)."""
         self.raw.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY)
-        self.guard.begin(owned=owned, compiling=compiling)
+        self.guard.begin(private=private, compiling=compiling)
         try:
             yield self.guard
         finally:

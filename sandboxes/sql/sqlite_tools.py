@@ -24,22 +24,22 @@ _SCHEMA = (
 class ToolRun:
     """What a tool did. acts: what its statements asked the guard for. failure: what the agent was told of one.
 
-    wants_own: it was stopped, for it needs a connection of the rollout's own.
+    needs_private: it was stopped, for it needs a connection of the rollout's own.
     """
 
     body: bytes
     acts: set[Act] = field(default_factory=set)
     failure: Failure | None = None
     reads_counters: bool = False
-    wants_own: bool = False
+    needs_private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Runs tools on a connection. owned: whether it is a rollout's own and may be written to."""
+    """Runs tools on a connection. private: whether it is a rollout's own and may be written to."""
 
     connection: SqliteConnection
-    owned: bool
+    private: bool
     output_bytes: int
 
     def run(self, tool: str, arguments: dict[str, Any]) -> ToolRun:
@@ -51,7 +51,7 @@ class Tools:
         deadline = time.monotonic() + arguments["timeout_s"]
         if tool in READING:
             return self._reading(tool, arguments, deadline)
-        with self.connection.within(deadline, owned=self.owned) as guard:
+        with self.connection.within(deadline, private=self.private) as guard:
             if tool == "script":
                 return self._script(arguments, guard)
             rows = RowCollector(arguments["max_rows"], self.output_bytes)
@@ -60,7 +60,7 @@ class Tools:
 
     def _reading(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
         raw = self.connection.raw
-        if not self.owned:
+        if not self.private:
             return self._read(tool, arguments, deadline)
         # The engine refuses every change then, whatever the tool was given.
         was_on = raw.execute("PRAGMA query_only").fetchone()[0]
@@ -72,7 +72,7 @@ class Tools:
 
     def _read(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
         if tool == "explain":
-            with self.connection.within(deadline, owned=False, compiling=True) as guard:
+            with self.connection.within(deadline, private=False, compiling=True) as guard:
                 rows = RowCollector(results.MAX_ROWS, self.output_bytes)
                 outcome = self.connection.run("EXPLAIN QUERY PLAN " + arguments["sql"], arguments["params"], rows)
                 return self._told(outcome, arguments, guard)
@@ -87,7 +87,7 @@ class Tools:
         else:
             body = results.success(outcome.columns, outcome.rows, shape=shape, changed=outcome.changed)
         return ToolRun(
-            body, set(guard.acts), outcome.error, guard.reads_counters, guard.wants_own or _read_only(outcome)
+            body, set(guard.acts), outcome.error, guard.reads_counters, guard.needs_private or _read_only(outcome)
         )
 
     def _script(self, arguments: dict[str, Any], guard: StatementGuard) -> ToolRun:
@@ -110,9 +110,9 @@ class Tools:
         outcomes: dict[str, SqliteOutcome] = {}
         acts, reads_counters = set[Act](), False
         for name in ("sql", "gold"):
-            with self.connection.within(deadline, owned=False) as guard:
+            with self.connection.within(deadline, private=False) as guard:
                 outcome = self.connection.run(arguments[name], None, RowCollector(results.MAX_ROWS, results.MAX_ROWS))
-                if guard.wants_own or _read_only(outcome):
+                if guard.needs_private or _read_only(outcome):
                     outcome.error = Failure("it would change the database; only what reads can be compared", "refused")
             outcomes[name] = outcome
             acts |= guard.acts

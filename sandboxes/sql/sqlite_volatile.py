@@ -40,14 +40,14 @@ _DATE_FUNCTIONS = frozenset({
 })  # fmt: skip
 
 
-class Chance:
+class VolatileInputs:
     """Clock and lots of one process. Make one, then `attach` every connection.
 
     noticed: whether either was used since `begin`.
     """
 
     def __init__(self) -> None:
-        self.noticed = False
+        self.used = False
         self._frozen_ms: int | None = None
         self._seed, self._drawn = b"", 0
         self._callback = _CurrentTime(self._now)
@@ -55,7 +55,7 @@ class Chance:
 
     def begin(self, frozen_ms: int | None, seed: bytes) -> None:
         """Get ready for a statement. frozen_ms: what a clock that stands still shows; then lots come from seed."""
-        self.noticed, self._frozen_ms, self._seed, self._drawn = False, frozen_ms, seed, 0
+        self.used, self._frozen_ms, self._seed, self._drawn = False, frozen_ms, seed, 0
 
     def attach(self, connection: sqlite3.Connection) -> None:
         """Let this connection's lots come from here."""
@@ -65,7 +65,7 @@ class Chance:
     def named(self, function: str) -> None:
         """Note that a statement names a function; only where the clock cannot be watched does that tell anything."""
         if not self.sees_clock and function in _DATE_FUNCTIONS:
-            self.noticed = True
+            self.used = True
 
     def _replace_clock(self) -> bool:
         vfs = _default_vfs()
@@ -76,7 +76,7 @@ class Chance:
     def _now(self, _vfs: int | None, out: "ctypes._Pointer[ctypes.c_int64]") -> int:
         now_ms = self._frozen_ms
         if now_ms is None:
-            self.noticed = True
+            self.used = True
             now_ms = time.time_ns() // 1_000_000
         out[0] = _UNIX_EPOCH_MS + now_ms
         return 0
@@ -94,7 +94,7 @@ class Chance:
 
     def _lots(self, size: int) -> bytes:
         if self._frozen_ms is None:
-            self.noticed = True
+            self.used = True
             return os.urandom(size)
         drawn = b""
         while len(drawn) < size:

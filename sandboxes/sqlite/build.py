@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sandboxes.sql.results import RowCollector
 from sandboxes.sql.sqlite_connection import SqliteConnection, statements
-from sandboxes.sql.sqlite_volatile import Chance
+from sandboxes.sql.sqlite_volatile import VolatileInputs
 
 SCRIPT_S = 600.0
 CHECK_S = 2.0
@@ -29,15 +29,15 @@ class BuildError(ValueError):
     """The source is no database, or does not make one; the message says what is wrong and where."""
 
 
-def build_script(path: Path, script: str, chance: Chance) -> None:
+def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
     """Run a script on a new database at path.
 
     Raises:
         BuildError: a statement fails; the message names it.
     """
-    connection = _new(path, chance)
+    connection = _new(path, inputs)
     try:
-        with connection.within(time.monotonic() + SCRIPT_S, owned=True):
+        with connection.within(time.monotonic() + SCRIPT_S, private=True):
             for number, statement in enumerate(statements(script), 1):
                 error = connection.run(statement, None, RowCollector(0, 0)).error
                 if error is not None:
@@ -50,7 +50,7 @@ def build_script(path: Path, script: str, chance: Chance) -> None:
         connection.close()
 
 
-def build_csv(path: Path, table: str, data: bytes, chance: Chance) -> None:
+def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> None:
     """Add a table to the database at path: headings from the first row, a type for each column from all its values.
 
     Raises:
@@ -58,7 +58,7 @@ def build_csv(path: Path, table: str, data: bytes, chance: Chance) -> None:
     """
     columns, rows = _read_csv(data)
     kinds = [_kind(rows, n) for n in range(len(columns))]
-    connection = _new(path, chance)
+    connection = _new(path, inputs)
     try:
         run = connection.raw.execute
         run("BEGIN")
@@ -75,13 +75,13 @@ def build_csv(path: Path, table: str, data: bytes, chance: Chance) -> None:
         connection.close()
 
 
-def settle(path: Path, chance: Chance) -> None:
+def settle(path: Path, inputs: VolatileInputs) -> None:
     """Bring what lies in a journal beside the database at path into it, and look whether it is one.
 
     Raises:
         BuildError: it is none, or a damaged one.
     """
-    connection = SqliteConnection(path.as_uri(), chance, readonly=False)
+    connection = SqliteConnection(path.as_uri(), inputs, readonly=False)
     try:
         raw = connection.raw
         raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -111,9 +111,9 @@ def text_of(data: bytes) -> str:
     return data.removeprefix(codecs.BOM_UTF8).decode()
 
 
-def _new(path: Path, chance: Chance) -> SqliteConnection:
-    chance.begin(FROZEN_MS, b"root")
-    connection = SqliteConnection(path.as_uri(), chance, readonly=False)
+def _new(path: Path, inputs: VolatileInputs) -> SqliteConnection:
+    inputs.begin(FROZEN_MS, b"root")
+    connection = SqliteConnection(path.as_uri(), inputs, readonly=False)
     connection.raw.execute("PRAGMA journal_mode=OFF").fetchall()
     return connection
 

@@ -26,7 +26,7 @@ from sandboxes.sql.sqlite_tools import READING
 from sandboxes.sqlite.counters import UNTOUCHED, Counters
 from sandboxes.sqlite.file_clone import Method
 from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
-from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 _OPEN_S = 60.0
 _RESERVE_BYTES = 16 << 20
@@ -36,7 +36,7 @@ _ONCE = frozenset({"timeout", "limit"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class CallOutcome:
     """What came of one call on one database."""
 
     body: bytes
@@ -53,7 +53,7 @@ class DatabaseLostError(Exception):
         self.failure = failure
 
 
-class OneDatabase:
+class SandboxDatabase:
     """One database of a sandbox, and the session that the rollout has on it.
 
     place: the state it is in; its files are those of a kept state while `kept`, otherwise the fork's. witness: names
@@ -61,8 +61,10 @@ class OneDatabase:
     alive: False once a session is lost that nobody but its worker held.
     """
 
-    def __init__(self, store: SqliteStore, crew: Crew, spec: EnvironmentSpec, place: DatabaseState) -> None:
-        self._store, self._crew, self._spec = store, crew, spec
+    def __init__(
+        self, store: SqliteStore, worker_pool: WorkerPool, spec: EnvironmentSpec, place: DatabaseState
+    ) -> None:
+        self._store, self._worker_pool, self._spec = store, worker_pool, spec
         self.place = self._last_kept = place
         self.witness = b""
         self.alive = True
@@ -89,7 +91,7 @@ class OneDatabase:
         told = orjson.dumps([place.digest, list(place.counters), place.settings], option=orjson.OPT_SORT_KEYS)
         return blake2b(told + self.witness, digest_size=32).digest()
 
-    async def run(self, call: ToolCall) -> Ran:
+    async def run(self, call: ToolCall) -> CallOutcome:
         """Run a call: on a shared worker where that will do, on the fork where the engine refuses.
 
         Raises:
@@ -104,9 +106,9 @@ class OneDatabase:
             return await self._write(call)
         except DatabaseLostError as lost:
             seconds = time.perf_counter() - began
-            return Ran(_failed(call, lost.failure), seconds=seconds, shareable=False)
+            return CallOutcome(_failed(call, lost.failure), seconds=seconds, shareable=False)
 
-    async def _read(self, call: ToolCall) -> Ran | None:
+    async def _read(self, call: ToolCall) -> CallOutcome | None:
         """Run call on a shared worker; None where it needs one of its own."""
         place = self.place
         told = {
@@ -117,7 +119,7 @@ class OneDatabase:
             "counted": place.counters != UNTOUCHED,
         }
         for last in (False, True):
-            async with self._crew.reader() as worker:
+            async with self._worker_pool.reader() as worker:
                 try:
                     answer = await self._ask(worker, call, place=told)
                 except WorkerLostError as error:
@@ -125,16 +127,16 @@ class OneDatabase:
                         raise self._lost(error) from error
                     # It was not this query that killed it: once more.
                     continue
-                if answer.fields.get("wants_own"):
+                if answer.fields.get("needs_private"):
                     # It has the state at hand, so it is the one to go on.
-                    self._crew.take(worker)
+                    self._worker_pool.dedicate(worker)
                     self._worker, self._opened = worker, False
                     return None
             self._require_whole(answer.fields)
             return self._ran(answer)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _write(self, call: ToolCall, *, again: bool = True) -> Ran:
+    async def _write(self, call: ToolCall, *, again: bool = True) -> CallOutcome:
         """Run call on the fork; where one was made for it and it changed nothing after all, nothing is left of it."""
         new = self._fork is None
         worker, to_open = await self._own_worker()
@@ -170,7 +172,7 @@ class OneDatabase:
             return self._ran(answer)
         return await self._moved(call, answer, after, new=new)
 
-    async def _moved(self, call: ToolCall, answer: Message, after: DatabaseState, *, new: bool) -> Ran:
+    async def _moved(self, call: ToolCall, answer: Message, after: DatabaseState, *, new: bool) -> CallOutcome:
         before, session, fields = self.place, self.witness, answer.fields
         effect = Effect.DATABASE if after.digest != before.digest else Effect.NONE
         if (after.counters, after.settings) != (before.counters, before.settings):
@@ -221,9 +223,9 @@ class OneDatabase:
         worker, to_open = await self._own_worker()
         try:
             if to_open is not None:
-                self._require_whole((await worker.ask({"op": "open", **to_open}, timeout_s=_OPEN_S)).fields)
+                self._require_whole((await worker.request({"op": "open", **to_open}, timeout_s=_OPEN_S)).fields)
                 self._opened = True
-            pages = (await worker.ask({"op": "run", "tool": "pages"}, timeout_s=_OPEN_S)).body
+            pages = (await worker.request({"op": "run", "tool": "pages"}, timeout_s=_OPEN_S)).body
         except (WorkerLostError, WorkerStuckError) as error:
             raise SandboxError(f"a database cannot be kept: {error}") from error
         assert self._fork is not None
@@ -257,7 +259,7 @@ class OneDatabase:
         fork, place = self._fork or self._store.fork(self.place), self.place
         self._fork = fork
         if self._worker is None or not self._worker.alive:
-            self._worker, self._opened = await self._crew.own(), False
+            self._worker, self._opened = await self._worker_pool.dedicated(), False
         if not self.alive:
             await self._give_up_fork()
             raise SandboxError("the sandbox was closed meanwhile")
@@ -294,7 +296,7 @@ class OneDatabase:
             "seed": self.digest().hex() if self._frozen_ms is not None else "", **more,
         }  # fmt: skip
         try:
-            return await worker.ask(request, timeout_s=call.arguments["timeout_s"])
+            return await worker.request(request, timeout_s=call.arguments["timeout_s"])
         except WorkerStuckError as error:
             raise DatabaseLostError(
                 Failure("the statement took longer than timeout_s and was stopped", "timeout")
@@ -320,11 +322,11 @@ class OneDatabase:
             if found.f_bavail * found.f_frsize < _RESERVE_BYTES:
                 raise SandboxError(f"the disk of {self._store.folder} is full. Free some room.")
 
-    def _ran(self, answer: Message) -> Ran:
+    def _ran(self, answer: Message) -> CallOutcome:
         fields = answer.fields
         once = fields["kind"] in _ONCE and not fields["repeatable"]
         volatile = fields["volatile"] and self._spec.volatile == "never"
-        return Ran(answer.body, seconds=fields["seconds"], shareable=not once and not volatile)
+        return CallOutcome(answer.body, seconds=fields["seconds"], shareable=not once and not volatile)
 
 
 def _same(one: DatabaseState, other: DatabaseState) -> bool:

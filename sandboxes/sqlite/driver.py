@@ -13,11 +13,11 @@ from sandboxes.errors import SpecError
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
-from sandboxes.sqlite.database import OneDatabase
+from sandboxes.sqlite.database import SandboxDatabase
 from sandboxes.sqlite.sandbox import SqliteSandbox
 from sandboxes.sqlite.sources import Sources
 from sandboxes.sqlite.store import DatabaseState, SqliteStore
-from sandboxes.workers.pool import Crew
+from sandboxes.workers.pool import WorkerPool
 
 VERSION = 1
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
@@ -31,8 +31,8 @@ class SqliteDriver:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir.resolve()
         self.store = SqliteStore(self.data_dir)
-        self.crew = Crew("sqlite", self.data_dir)
-        self._sources = Sources(self.store, self.crew)
+        self.worker_pool = WorkerPool("sqlite", self.data_dir)
+        self._sources = Sources(self.store, self.worker_pool)
         self._sandboxes: set[SqliteSandbox] = set()
         self._ids = itertools.count(1)
         self._held: list[Iterable[str]] = []
@@ -56,7 +56,7 @@ class SqliteDriver:
         """See `Driver.aclose`. Idempotent."""
         for sandbox in list(self._sandboxes):
             await sandbox.close()
-        await self.crew.aclose()
+        await self.worker_pool.aclose()
         self._ownership.release()
 
     # -- states ------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class SqliteDriver:
         unneeded = there - kept - before
         if unneeded:
             # They may hold open what is deleted, and then the disk stays full.
-            await self.crew.renew()
+            await self.worker_pool.renew()
             await asyncio.to_thread(self.store.drop, unneeded - self._in_use())
         return sum(self.store.size_bytes(part) for part in kept if self.store.has(part))
 
@@ -111,7 +111,7 @@ class SqliteDriver:
             self._held.remove(parts)
 
     def _adopt(self, spec: EnvironmentSpec, places: dict[str, DatabaseState]) -> SqliteSandbox:
-        databases = {name: OneDatabase(self.store, self.crew, spec, place) for name, place in places.items()}
+        databases = {name: SandboxDatabase(self.store, self.worker_pool, spec, place) for name, place in places.items()}
         sandbox = SqliteSandbox(f"sqlite-{next(self._ids)}", databases, self._sandboxes.discard)
         self._sandboxes.add(sandbox)
         return sandbox

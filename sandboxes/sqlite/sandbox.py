@@ -8,13 +8,15 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError
-from sandboxes.sqlite.database import OneDatabase
+from sandboxes.sqlite.database import SandboxDatabase
 
 
 class SqliteSandbox:
     """See `sandboxes.driver.Sandbox`."""
 
-    def __init__(self, name: str, databases: dict[str, OneDatabase], gone: Callable[["SqliteSandbox"], None]) -> None:
+    def __init__(
+        self, name: str, databases: dict[str, SandboxDatabase], gone: Callable[["SqliteSandbox"], None]
+    ) -> None:
         self.id = name
         self._databases, self._gone = databases, gone
         self._closed = False

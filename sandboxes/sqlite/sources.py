@@ -16,7 +16,7 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.sqlite.build import SCRIPT_S
 from sandboxes.sqlite.file_clone import best_copy
 from sandboxes.sqlite.store import SqliteStore
-from sandboxes.workers.pool import Crew, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import WorkerLostError, WorkerPool, WorkerStuckError
 
 _MAGIC = b"SQLite format 3\0"
 _VERSIONS_AT, _WAL = 18, b"\2\2"
@@ -32,8 +32,8 @@ SourceStamp = list[list[str | int]]
 class Sources:
     """Knows which root state each source makes, as long as its files stay as they are."""
 
-    def __init__(self, store: SqliteStore, crew: Crew) -> None:
-        self._store, self._crew = store, crew
+    def __init__(self, store: SqliteStore, worker_pool: WorkerPool) -> None:
+        self._store, self._worker_pool = store, worker_pool
         self._file = store.folder / "sources.json"
         self._known: dict[str, tuple[SourceStamp, str]] = {}
         self._busy: dict[str, asyncio.Lock] = {}
@@ -95,9 +95,9 @@ class Sources:
 
     async def _run(self, source: Path, request: dict[str, str], data: bytes) -> None:
         """Let a worker of its own make the database: it may be anything, and must not harm this process."""
-        worker = await self._crew.own()
+        worker = await self._worker_pool.dedicated()
         try:
-            answer = await worker.ask({"op": "run", **request}, data, timeout_s=SCRIPT_S)
+            answer = await worker.request({"op": "run", **request}, data, timeout_s=SCRIPT_S)
         except (WorkerLostError, WorkerStuckError) as error:
             raise SpecError(f"database source {source} cannot be read: {error}") from error
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 from sandboxes.sql.sqlite_authorizer import SETTINGS, Act
 from sandboxes.sql.sqlite_connection import SqliteConnection
 from sandboxes.sql.sqlite_tools import READING, ToolRun, Tools
-from sandboxes.sql.sqlite_volatile import Chance
+from sandboxes.sql.sqlite_volatile import VolatileInputs
 from sandboxes.sqlite import build as sqlite_build
 from sandboxes.sqlite.counters import Counters, prime
 from sandboxes.sqlite.pages import Pages, WalIndex, wal_bytes
@@ -24,9 +24,9 @@ _WARMING = {"sql": "INSERT INTO t VALUES (1)", "params": [], "max_rows": 1, "tim
 
 
 @functools.cache
-def prepare() -> Chance:
+def prepare() -> VolatileInputs:
     """Put the clock in its place, once before the forks; it takes 2 ms."""
-    return Chance()
+    return VolatileInputs()
 
 
 def make_engine() -> "SqliteEngine":
@@ -38,14 +38,14 @@ class SqliteEngine:
 
     `run` without an `open` before reads at the state that its `place` names: `{"key", "path", "frames", "settings",
     "counted"}`. After an `open`, or with its request as `open`, it runs on that fork. Its answer's fields: `seconds`,
-    `volatile`, `kind` (of the error), `wants_own`; on a fork also what `OwnConnection.state` says.
+    `volatile`, `kind` (of the error), `needs_private`; on a fork also what `ForkConnection.state` says.
     """
 
-    def __init__(self, chance: Chance) -> None:
-        self._chance = chance
+    def __init__(self, inputs: VolatileInputs) -> None:
+        self._inputs = inputs
         self._shared: OrderedDict[str, SqliteConnection] = OrderedDict()
         self._logged = ""
-        self._own: OwnConnection | None = None
+        self._fork: ForkConnection | None = None
 
     def open(self, request: Fields) -> Fields:
         """Open a fork: `{"path", "root", "pages", "saved_frames", "frames", "counters", "settings"}`.
@@ -54,8 +54,8 @@ class SqliteEngine:
         """
         # A fork may be one file with a state that is open here: see `_close_logged`.
         self.close()
-        self._own = OwnConnection(request, self._chance)
-        return self._own.begin()
+        self._fork = ForkConnection(request, self._inputs)
+        return self._fork.begin()
 
     def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
         """See `Engine.run`. Tools are those of the endpoint, `pages`, and `build_…` for root states."""
@@ -63,21 +63,21 @@ class SqliteEngine:
         if tool.startswith("build_"):
             return self._build(tool, request, body), b""
         if tool == "pages":
-            assert self._own is not None
-            return {}, self._own.pages.save()
-        self._chance.begin(request["frozen_ms"], bytes.fromhex(request["seed"]))
+            assert self._fork is not None
+            return {}, self._fork.pages.save()
+        self._inputs.begin(request["frozen_ms"], bytes.fromhex(request["seed"]))
         if request.get("open") and (gone := self.open(request["open"])):
             return gone, b""
-        if self._own is not None:
-            return self._own.run(tool, request)
+        if self._fork is not None:
+            return self._fork.run(tool, request)
         return self._read(tool, request)
 
     def warm(self) -> None:
         """Do everything once, ahead of the first request: after a fork the first time takes some ms longer."""
-        connection = SqliteConnection("file::memory:", self._chance, readonly=False)
+        connection = SqliteConnection("file::memory:", self._inputs, readonly=False)
         connection.raw.execute("CREATE TABLE t (a)")
-        told = Tools(connection, owned=True, output_bytes=1 << 10).run("query", _WARMING)
-        _fields(told, 0.0, self._chance)
+        told = Tools(connection, private=True, output_bytes=1 << 10).run("query", _WARMING)
+        _fields(told, 0.0, self._inputs)
         Counters.read(connection.raw)
         apply_settings(connection, read_settings(connection))
         connection.has_session()
@@ -94,12 +94,12 @@ class SqliteEngine:
         if isinstance(connection, str):
             return {"gone": connection}, b""
         began = time.perf_counter()
-        told = Tools(connection, owned=False, output_bytes=request["output_bytes"]).run(tool, request["arguments"])
-        fields = _fields(told, began, self._chance)
+        told = Tools(connection, private=False, output_bytes=request["output_bytes"]).run(tool, request["arguments"])
+        fields = _fields(told, began, self._inputs)
         if place["counted"] and (told.reads_counters or (tool not in READING and told.acts - {Act.READ})):
             # It reads what the rollout's earlier statements left there, or (EXPLAIN of a change) sets it back.
-            fields["wants_own"] = True
-        return fields, b"" if fields["wants_own"] else told.body
+            fields["needs_private"] = True
+        return fields, b"" if fields["needs_private"] else told.body
 
     def _connection(self, place: Fields) -> SqliteConnection | str:
         """Return the shared connection at a state, or say why there can be none."""
@@ -111,7 +111,7 @@ class SqliteEngine:
         still = "" if place["frames"] else "&immutable=1"
         if place["frames"]:
             self._close_logged()
-        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{still}", self._chance, readonly=True)
+        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{still}", self._inputs, readonly=True)
         connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if place["frames"] and (frames := _frames(path)) != place["frames"]:
             connection.close()
@@ -135,21 +135,21 @@ class SqliteEngine:
         try:
             match tool:
                 case "build_script":
-                    sqlite_build.build_script(path, sqlite_build.text_of(body), self._chance)
+                    sqlite_build.build_script(path, sqlite_build.text_of(body), self._inputs)
                 case "build_csv":
-                    sqlite_build.build_csv(path, request["table"], body, self._chance)
+                    sqlite_build.build_csv(path, request["table"], body, self._inputs)
                 case "build_file":
-                    sqlite_build.settle(path, self._chance)
+                    sqlite_build.settle(path, self._inputs)
         except (sqlite_build.BuildError, UnicodeDecodeError) as error:
             return {"error": str(error)}
         return {}
 
 
-class OwnConnection:
+class ForkConnection:
     """The connection of a sandbox that writes, on its fork."""
 
-    def __init__(self, request: Fields, chance: Chance) -> None:
-        self._request, self._chance = request, chance
+    def __init__(self, request: Fields, inputs: VolatileInputs) -> None:
+        self._request, self._inputs = request, inputs
         self._path = Path(request["path"])
         saved = request["pages"]
         self.pages = Pages(Path(request["root"]), Path(saved).read_bytes() if saved else b"")
@@ -162,7 +162,7 @@ class OwnConnection:
         wanted = wal_bytes(self._request["frames"], self.pages.page_size)
         if wal.exists() and wal.stat().st_size > wanted:
             os.truncate(wal, wanted)
-        self._connection = SqliteConnection(self._path.as_uri(), self._chance, readonly=False)
+        self._connection = SqliteConnection(self._path.as_uri(), self._inputs, readonly=False)
         self._connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
@@ -178,17 +178,17 @@ class OwnConnection:
     def run(self, tool: str, request: Fields) -> tuple[Fields, bytes]:
         """Run a tool and say what the database and the session are then."""
         began = time.perf_counter()
-        tools = Tools(self._connection, owned=True, output_bytes=request["output_bytes"])
+        tools = Tools(self._connection, private=True, output_bytes=request["output_bytes"])
         told, lost = self._atomic(tools, request["arguments"]) if tool == "script" else (None, False)
         if told is None:
             told = tools.run(tool, request["arguments"])
-        fields = _fields(told, began, self._chance)
+        fields = _fields(told, began, self._inputs)
         return fields | self.state(told) | {"lost": lost}, told.body
 
     def state(self, told: ToolRun) -> Fields:
         """Return `digest`, `frames`, `counters`, `settings`, whether there is a `session` besides, and whether the
         call `wrote`, or may have: did other than read."""
-        if Act.SETTING in told.acts or Act.OWN in told.acts:
+        if Act.SETTING in told.acts or Act.PRIVATE in told.acts:
             now = read_settings(self._connection)
             self._settings = {name: value for name, value in now.items() if value != self._defaults[name]}
         frames = self._take_commits()
@@ -249,14 +249,14 @@ def apply_settings(connection: SqliteConnection, settings: dict[str, int]) -> No
         connection.raw.execute(f"PRAGMA {name}={value}")
 
 
-def _fields(told: ToolRun, began: float, chance: Chance) -> Fields:
+def _fields(told: ToolRun, began: float, inputs: VolatileInputs) -> Fields:
     return {
         "seconds": time.perf_counter() - began,
-        "volatile": chance.noticed,
+        "volatile": inputs.used,
         "kind": told.failure.kind if told.failure is not None else None,
         # A value that is too large is too large on every machine.
         "repeatable": told.failure is not None and told.failure.code == "SQLITE_TOOBIG",
-        "wants_own": told.wants_own,
+        "needs_private": told.needs_private,
     }
 
 

@@ -21,7 +21,7 @@ from sandboxes.video.pipeline import Workshop
 from sandboxes.video.progress import Works
 from sandboxes.video.sandbox import LoadedVideos, VideoSandbox
 from sandboxes.video.store import VideoStore
-from sandboxes.workers.pool import Crew
+from sandboxes.workers.pool import WorkerPool
 
 VERSION = 1
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
@@ -36,7 +36,7 @@ class VideoDriver:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir.resolve()
         self.store = VideoStore(self.data_dir)
-        self.crew = Crew(_ENGINE, self.data_dir)
+        self.worker_pool = WorkerPool(_ENGINE, self.data_dir)
         self.works = Works()
         self._memo = Memo(self.data_dir / "models.sqlite")
         self.models = Models(self._memo)
@@ -69,7 +69,7 @@ class VideoDriver:
             await sandbox.close()
         await self.workshop.aclose()
         await self.models.aclose()
-        await self.crew.aclose()
+        await self.worker_pool.aclose()
         self._memo.close()
         self._ownership.release()
 
@@ -100,7 +100,7 @@ class VideoDriver:
         unneeded = {part for part in there - kept - before if not self.workshop.makes(part)}
         if unneeded:
             # They may hold open what is deleted, and then the disk stays full.
-            await self.crew.renew()
+            await self.worker_pool.renew()
             used = self._in_use()
             gone = [part for part in unneeded if part not in used and not self.workshop.makes(part)]
             await asyncio.to_thread(self.store.drop, gone)
@@ -129,7 +129,7 @@ class VideoDriver:
         return await catalogue_of(spec.video, self._contents)
 
     def _workshop(self, store: VideoStore, *, fresh: bool = False) -> Workshop:
-        return Workshop(store, self.crew, self._contents, self.models, self.works, fresh=fresh)
+        return Workshop(store, self.worker_pool, self._contents, self.models, self.works, fresh=fresh)
 
     def _adopt(self, spec: EnvironmentSpec, state: LoadedVideos) -> VideoSandbox:
         name, workshop = f"video-{next(self._ids)}", self.workshop

@@ -18,7 +18,7 @@ from sandboxes.video.faults import VideoError
 from sandboxes.video.model_client import Models
 from sandboxes.video.progress import PreprocessJob, Works
 from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name
-from sandboxes.workers.pool import Crew, Worker, WorkerLostError, WorkerStuckError
+from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 READ_S = 30.0
 """A read takes some milliseconds; what takes so long is stuck in a hostile file."""
@@ -37,10 +37,17 @@ class Workshop:
     """Makes parts of one store. fresh: a sandbox's own, in which nothing is known before and no answer is repeated."""
 
     def __init__(
-        self, store: VideoStore, crew: Crew, contents: Contents, models: Models, works: Works, *, fresh: bool = False
+        self,
+        store: VideoStore,
+        worker_pool: WorkerPool,
+        contents: Contents,
+        models: Models,
+        works: Works,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.store, self.models, self.fresh = store, models, fresh
-        self._crew, self._contents, self._works = crew, contents, works
+        self._worker_pool, self._contents, self._works = worker_pool, contents, works
         self._flights: dict[str, asyncio.Task[str]] = {}
         self._making: list[str] = []
         self._versions: str | None = None
@@ -83,7 +90,7 @@ class Workshop:
         """
         for last in (False, True):
             try:
-                async with self._crew.reader() as worker:
+                async with self._worker_pool.reader() as worker:
                     return await _run(worker, request, limits, body, timeout_s)
             except WorkerLostError as lost:
                 if last or lost.cause == "memory":
@@ -214,7 +221,7 @@ class Workshop:
             "tool": "begin", "path": str(self.store.path(part) / VIDEO), "folder": str(folder), "info": info,
             "settings": spec.video.pipeline(),
         }  # fmt: skip
-        worker = await self._crew.own()
+        worker = await self._worker_pool.dedicated()
         try:
             await _run(worker, request, limits_of(spec), b"", _PIECE_S)
             while not (told := (await _run(worker, {"tool": "advance"}, {}, b"", _PIECE_S))[0])["done"]:
@@ -244,7 +251,7 @@ class Workshop:
 async def _run(
     worker: Worker, request: dict[str, Any], limits: dict[str, int], body: bytes, timeout_s: float
 ) -> tuple[dict[str, Any], bytes]:
-    message = await worker.ask({"op": "run", "limits": limits, **request}, body, timeout_s=timeout_s)
+    message = await worker.request({"op": "run", "limits": limits, **request}, body, timeout_s=timeout_s)
     if "fault" in message.fields:
         raise VideoError.from_json(message.fields["fault"])
     return message.fields, message.body

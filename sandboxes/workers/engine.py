@@ -1,37 +1,48 @@
-"""What a worker process runs: the interface that both SQL engines have."""
+"""The engine protocol: what a worker process runs for the SQL and video drivers."""
 
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
 Fields = dict[str, Any]
-"""JSON members: what crosses the socket between driver and worker."""
+"""JSON members of a message between a driver and a worker."""
 
 
 class WorkerEngine(Protocol):
-    """One engine, in one worker process, serving one request at a time.
+    """An engine in one worker process, serving one request at a time.
 
-    It is made by `make_engine()` of its module (`module_of`), once for each worker, after the fork
-    and after the worker has given up its rights. Two things that a module may have make that faster: `prepare()` is
-    called once, before all forks, and the engine's `warm()` in a spare worker, before its first request.
+    The worker makes it with `make_engine()` of the engine's module, after the fork and after it has dropped its
+    privileges. A module may add two functions that save time: `prepare()` runs once in the zygote, before all forks,
+    and the engine's `warm()` runs in a spare worker, before its first request.
 
-    What an engine raises ends the worker (`WorkerLost`): whatever the agent shall be told as the outcome of its
-    statement is part of the answer instead.
+    An exception that an engine raises ends its worker (`WorkerLostError`). Failures of an agent's statement are
+    therefore part of the result.
     """
 
     def open(self, request: Fields) -> Fields:
-        """Get ready to run on what request names (files, a DSN); may be called again, for another state or database."""
+        """Prepare for requests on the files or the DSN that `request` names.
+
+        A later call switches to another state or database.
+        """
         ...
 
     def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        """Run one call; return what the driver needs to know of it, and the answer's body as the agent gets it."""
+        """Run one call.
+
+        Args:
+            request: The call, in members that driver and engine agree on.
+            body: Bytes that belong to the call, such as a script; usually empty.
+
+        Returns:
+            What the driver must know about the call, and the body of the agent's response.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of what `open` got. The worker goes on, and may be told to open again."""
+        """Release what `open` acquired. The worker keeps running and may be asked to open again."""
         ...
 
 
 def module_of(engine: str) -> ModuleType:
-    """Return the module of an engine: a SQL one by its short name, any other by the name of its module."""
+    """Import an engine's module: `sandboxes.{engine}.worker_engine`, or the module itself if the name has a dot."""
     return import_module(engine if "." in engine else f"sandboxes.{engine}.worker_engine")

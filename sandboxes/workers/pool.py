@@ -1,4 +1,18 @@
-"""The driver's side of the worker processes: a few shared readers, and one worker for each sandbox that writes."""
+"""The driver's side of the worker processes: a few shared readers, and a dedicated worker for each sandbox that writes.
+
+Theory of operation:
+
+1. One zygote per driver forks all workers (`sandboxes.workers.zygote`). If it is killed, its workers die with it, and
+   the next fork starts another zygote.
+2. A call that only reads borrows a *reader* (`WorkerPool.reader`). Readers hold no state of a rollout, so any of them
+   can serve any call. The pool keeps as many as there are cores, and adds more while long calls occupy them all.
+3. A sandbox that writes owns a *dedicated* worker (`WorkerPool.dedicated`), which holds its open database and its
+   session. A reader can become a dedicated worker (`WorkerPool.dedicate`): it already has the right state open.
+4. *Spares* are forked and warmed up in the background, so that a dedicated worker costs no fork.
+5. A worker is used by one caller at a time. If its caller times out or is cancelled, the worker is killed: nothing
+   else stops a statement reliably. The pool asks the zygote how each worker ended, and `WorkerLostError.cause` says
+   whether the statement is to blame.
+"""
 
 import asyncio
 import contextlib
@@ -16,60 +30,68 @@ from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.frames import Message
+from sandboxes.task_owner import TaskOwner
 from sandboxes.workers.worker import OUT_OF_MEMORY
 
 START_S = 30.0
+"""Time limit for starting the zygote or one worker. Both take milliseconds; this is for a machine under heavy load."""
 STOP_S = 10.0
+"""How long the zygote may take to exit after its socket is closed, before it is killed."""
 GRACE_S = 1.0
-"""How long after its time a query may run on before its worker is killed: engines end most queries in time."""
-
+"""How long a request may overrun its time limit before its worker is killed. Engines stop most statements in time."""
 MAX_READERS = 16
+"""Limit of shared workers; further reading calls wait. Each holds some 5 MB, and page caches of a few databases."""
 SPARES = 2
-"""Workers forked before anybody needs them, 5 MB each: a new one takes 5 ms to be there, and 5 more to be fast."""
+"""Workers forked ahead of use, 5 MB each. Without a spare, a worker takes 5 ms to start and 5 more to be fast."""
 RESTOCK_S = 0.1
+"""Delay before spares are replaced, so that forking does not compete with the call that took the last one."""
 PATIENCE_S = 0.05
-"""How long a call waits for one of the shared workers before it gets a new one."""
+"""How long a call waits for a busy reader before the pool forks another one."""
 
 WorkerLossCause = Literal["memory", "killed", "crashed", "defect"]
 
 
 class WorkerLostError(RuntimeError):
-    """A worker ended in the middle of a request.
+    """A worker ended while it served a request.
 
-    cause: "memory" (the query needed more than its limit), "killed" (by somebody, or by the kernel for want of memory),
-    "crashed" (a signal of its own making), or "defect" (the engine raised).
+    Attributes:
+        cause: "memory": the request needed more than its limit. "killed": SIGKILL, from a person or from the kernel
+            when memory ran out. "crashed": another signal or exit code. "defect": the engine raised an exception.
     """
 
-    def __init__(self, cause: WorkerLossCause, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, cause: WorkerLossCause, message: str) -> None:
+        super().__init__(message)
         self.cause = cause
 
 
 class WorkerStuckError(RuntimeError):
-    """A worker did not answer in time, and was killed."""
+    """A worker did not answer in time and was killed."""
 
 
 class Worker:
     """One worker process, used by one caller at a time."""
 
-    def __init__(self, pid: int, channel: Channel, crew: "Crew") -> None:
+    def __init__(self, pid: int, channel: Channel, pool: "WorkerPool") -> None:
         self.pid = pid
-        self._channel, self._crew = channel, crew
+        self._channel, self._pool = channel, pool
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        """False once it is known to have ended."""
+        """False once the worker is known to have ended."""
         return not self._closed and self._channel.lost is None
 
-    async def ask(self, fields: dict[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
-        """Send a request (`op`: open, run or close) and return its answer. After an error the worker is gone.
+    async def request(self, fields: dict[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
+        """Send a request and return its answer. The worker is gone after an error or a cancellation.
 
-        A request that is cancelled takes its worker with it.
+        Args:
+            fields: The request; `op` is open, run, warm or close.
+            body: Bytes that belong to the request.
+            timeout_s: Time limit; the worker is killed `GRACE_S` later.
 
         Raises:
-            WorkerLost: the worker ended.
-            WorkerStuck: no answer within timeout_s and `GRACE_S`; it was killed.
+            WorkerLostError: The worker ended.
+            WorkerStuckError: The time limit passed.
         """
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
@@ -80,6 +102,7 @@ class Worker:
         except ChannelClosedError:
             raise await self._lost() from None
         except BaseException:
+            # The caller was cancelled. The statement would keep running, and its answer would meet the next caller.
             await self.close()
             raise
         if "defect" in answer.fields:
@@ -88,64 +111,75 @@ class Worker:
         return answer
 
     async def close(self) -> dict[str, Any]:
-        """Kill the process; return how it ended. Idempotent, and runs to its end even when cancelled."""
+        """Kill the process. Idempotent, and completes even if its caller is cancelled.
+
+        Returns:
+            The `signal` or exit `code` of the process; empty if it had been closed before.
+        """
         if self._closed:
             return {}
         self._closed = True
         self._channel.close()
-        return await self._crew.end(self)
+        return await self._pool.end(self)
 
     async def _lost(self) -> WorkerLostError:
-        ended = await self.close()
-        if ended.get("code") == OUT_OF_MEMORY:
+        status = await self.close()
+        if status.get("code") == OUT_OF_MEMORY:
             return WorkerLostError("memory", "the query needed more memory than its limit")
-        number = ended.get("signal")
+        number = status.get("signal")
+        # The zygote also sends SIGKILL, but only to a worker that still runs; this one had closed its socket before.
         if number == signal.SIGKILL:
             return WorkerLostError("killed", f"worker {self.pid} was killed")
-        how = f"by signal {number}" if number else f"with code {ended.get('code')}"
+        how = f"by signal {number}" if number else f"with code {status.get('code')}"
         return WorkerLostError("crashed", f"worker {self.pid} ended {how}")
 
 
-class Crew:
-    """All workers of one driver. Nothing of them is left after `aclose`, nor after the driver's process was killed.
+class WorkerPool:
+    """All workers of one driver. None outlives `aclose`, or the driver's process.
 
-    workers: those that live, without the spare ones. started: how many were.
-
-    engine: "sqlite", "postgres", or the module of another. room: the directory below which workers may touch files.
-    network: whether they may use it; such workers are not confined to the room.
+    Attributes:
+        workers: Workers in use or idle, without the spares.
+        started: Number of workers that were ever put to use.
+        confined: Whether files outside `data_dir` are out of the workers' reach.
     """
 
-    def __init__(self, engine: str, room: Path, *, network: bool = False) -> None:
-        self._engine, self._room, self._network = engine, room, network
+    def __init__(self, engine: str, data_dir: Path, *, network: bool = False) -> None:
+        """Create a pool; `open` starts it.
+
+        Args:
+            engine: "sqlite", "postgres", or the name of a module with an engine.
+            data_dir: The directory below which workers may use files.
+            network: Workers may use the network. Such workers are not confined to `data_dir`.
+        """
+        self._engine, self._data_dir, self._network = engine, data_dir, network
         self.confined = False
         self._zygote: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._keep = max(2, os.cpu_count() or 2)
+        self._max_idle = max(2, os.cpu_count() or 2)
         self._readers = self._waiting = 0
-        self._taken: set[Worker] = set()
+        self._dedicated: set[Worker] = set()
         self._spares: deque[Worker] = deque()
-        self._restocking: asyncio.Task[None] | None = None
         self.workers: set[Worker] = set()
         self.started = 0
         self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         self._free = asyncio.Semaphore(MAX_READERS)
-        self._mending = asyncio.Lock()
-        self._ending: set[asyncio.Task[dict[str, Any]]] = set()
+        self._restarting = asyncio.Lock()
+        self._restocks, self._endings = TaskOwner(), TaskOwner()
 
     async def open(self) -> None:
-        """Start the zygote; workers are forked from it as they are needed.
+        """Start the zygote, which forks workers as they are needed.
 
         Raises:
-            SandboxError: it does not start.
+            SandboxError: The zygote does not start.
         """
         ours, theirs = socket.socketpair()
         program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from sandboxes.workers.zygote import main; main()"
-        arguments = [str(theirs.fileno()), self._engine, str(self._room), "network" if self._network else "alone"]
+        arguments = [str(theirs.fileno()), self._engine, str(self._data_dir), "network" if self._network else "alone"]
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-I", "-B", "-c", program, *arguments, pass_fds=[theirs.fileno()], cwd="/",
-                # One time zone and one place for temporary files, whatever the proxy was started with.
-                env={"LANG": "C.UTF-8", "TZ": "UTC0", "SQLITE_TMPDIR": str(self._room / "tmp")},
+                # Answers must not depend on the environment that the proxy was started with.
+                env={"LANG": "C.UTF-8", "TZ": "UTC0", "SQLITE_TMPDIR": str(self._data_dir / "tmp")},
                 stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         finally:
@@ -162,61 +196,80 @@ class Crew:
 
     async def aclose(self) -> None:
         """End every worker and the zygote. Idempotent."""
-        if self._restocking is not None:
-            self._restocking.cancel()
-            await asyncio.wait([self._restocking])
-            self._restocking = None
+        self._restocks.cancel()
+        await self._restocks.wait()
         while self._spares:
             await self._spares.popleft().close()
         await self.renew()
         await self._end_zygote()
 
     async def renew(self) -> None:
-        """End the shared workers that are idle: they may hold files open that are gone."""
+        """End the idle readers, which may hold deleted files open."""
         while not self._idle.empty():
             await self._dismiss(self._idle.get_nowait())
 
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[Worker]:
-        """Lend a shared worker for one call. One that is lost meanwhile is nobody else's loss.
-
-        There are as many as cores; only where calls run long are there more, for a while, up to `MAX_READERS`.
-        """
+        """Lend a shared worker for one call. If it is lost meanwhile, the pool replaces it for later calls."""
         async with self._free:
-            worker = await self._reader()
+            worker = await self._borrow()
             try:
                 yield worker
             finally:
-                if worker in self._taken:
-                    self._taken.remove(worker)
+                if worker in self._dedicated:
+                    self._dedicated.remove(worker)
                     self._readers -= 1
-                elif worker.alive and (self._waiting or self._readers <= self._keep):
-                    # The one used last is lent first: it has the most in its caches.
+                elif worker.alive and (self._waiting or self._readers <= self._max_idle):
+                    # Last in, first out: the worker used last has the most in its caches.
                     self._idle.put_nowait(worker)
                 else:
                     await self._dismiss(worker)
 
-    def take(self, worker: Worker) -> None:
-        """Make a shared worker that the caller has just now its own, to be closed by it."""
-        self._taken.add(worker)
+    def dedicate(self, worker: Worker) -> None:
+        """Give a borrowed reader to its caller for good; the caller closes it."""
+        self._dedicated.add(worker)
 
-    async def _reader(self) -> Worker:
-        while (worker := await self._idle_one()) is not None:
+    async def dedicated(self) -> Worker:
+        """Return a worker that its caller owns and closes: a spare, or a new one after 5 ms.
+
+        Raises:
+            SandboxError: The machine cannot start another process.
+        """
+        worker = None
+        while self._spares and worker is None:
+            spare = self._spares.popleft()
+            worker = spare if spare.alive else None
+        if worker is None:
+            worker = await self._fork()
+        self.workers.add(worker)
+        self.started += 1
+        if not self._restocks:
+            self._restocks.spawn("restock workers", self._restock())
+        return worker
+
+    async def end(self, worker: Worker) -> dict[str, Any]:
+        """Kill a worker and return its `signal` or exit `code`; empty if the zygote is gone, and the worker with it."""
+        self.workers.discard(worker)
+        # A task of its own: the worker must be reaped even if the caller is cancelled.
+        return await asyncio.shield(self._endings.spawn("end worker", self._end(worker.pid), awaited=True))
+
+    async def _borrow(self) -> Worker:
+        while (worker := await self._idle_reader()) is not None:
             if worker.alive:
                 return worker
             await self._dismiss(worker)
         self._readers += 1
         try:
-            return await self.own()
+            return await self.dedicated()
         except BaseException:
             self._readers -= 1
             raise
 
-    async def _idle_one(self) -> Worker | None:
-        """Return a shared worker, None where there is to be another one."""
+    async def _idle_reader(self) -> Worker | None:
+        """Return an idle reader, or None if the pool should start another one."""
         if not self._idle.empty():
             return self._idle.get_nowait()
-        if self._readers < self._keep:
+        if self._readers < self._max_idle:
             return None
         self._waiting += 1
         try:
@@ -231,54 +284,30 @@ class Crew:
         self._readers -= 1
         await worker.close()
 
-    async def own(self) -> Worker:
-        """Return a worker of the caller's own, to be closed by it: a spare one, or, in 5 ms, a new one.
-
-        Raises:
-            SandboxError: the machine has no room for another process.
-        """
-        worker = None
-        while self._spares and worker is None:
-            spare = self._spares.popleft()
-            worker = spare if spare.alive else None
-        if worker is None:
-            worker = await self._fork()
-        self.workers.add(worker)
-        self.started += 1
-        if self._restocking is None or self._restocking.done():
-            self._restocking = asyncio.create_task(self._restock())
-        return worker
-
     async def _restock(self) -> None:
-        """Make the next spares, while nobody waits for them."""
+        """Fork and warm up spares until there are `SPARES`."""
         await asyncio.sleep(RESTOCK_S)
         with contextlib.suppress(SandboxError, WorkerLostError, WorkerStuckError):
             while len(self._spares) < SPARES:
                 spare = await self._fork()
                 self._spares.append(spare)
-                # What a process touches for the first time after the fork takes the kernel a while.
-                await spare.ask({"op": "warm"}, timeout_s=START_S)
+                # The kernel copies each page at its first write after a fork; let the warm-up pay for that.
+                await spare.request({"op": "warm"}, timeout_s=START_S)
+
+    # -- the zygote --------------------------------------------------------------------------------------------------
 
     async def _fork(self) -> Worker:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                told = (await self._ask_zygote({"op": "fork"}, theirs)).fields
+                fields = (await self._ask_zygote({"op": "fork"}, theirs)).fields
         except BaseException:
             ours.close()
             raise
-        if "error" in told:
+        if "error" in fields:
             ours.close()
-            raise SandboxError(f"a query worker cannot be started: {told['error']}")
-        return Worker(int(told["pid"]), Channel(ours), self)
-
-    async def end(self, worker: Worker) -> dict[str, Any]:
-        """Kill a worker and return its `signal` or `code`; empty where the zygote is gone, and with it the worker."""
-        self.workers.discard(worker)
-        ending = asyncio.ensure_future(self._end(worker.pid))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        return await asyncio.shield(ending)
+            raise SandboxError(f"a query worker cannot be started: {fields['error']}")
+        return Worker(int(fields["pid"]), Channel(ours), self)
 
     async def _end(self, pid: int) -> dict[str, Any]:
         if self._zygote is None:
@@ -289,8 +318,8 @@ class Crew:
             return {}
 
     async def _ask_zygote(self, fields: dict[str, Any], end: socket.socket) -> Message:
-        """Ask the zygote; one that somebody killed is started again, once."""
-        async with self._mending:
+        """Send a request to the zygote, after restarting it if it was killed."""
+        async with self._restarting:
             if self._zygote is None or self._zygote.lost is not None:
                 await self._end_zygote()
                 await self.open()
@@ -303,8 +332,7 @@ class Crew:
             raise SandboxError(f"a query worker cannot be started: {error}") from error
 
     async def _end_zygote(self) -> None:
-        while self._ending:
-            await asyncio.wait(self._ending)
+        await self._endings.wait()
         zygote, self._zygote = self._zygote, None
         if zygote is not None:
             zygote.close()

@@ -1,6 +1,15 @@
-"""The process that workers are forked from: a fork of a process that has loaded everything takes a millisecond.
+"""The zygote: the process that workers are forked from.
 
-It ends when the driver's end of its socket closes or the driver dies, and with it, by their death signal, all workers.
+Theory of operation:
+
+1. The zygote imports the engine once and lets it prepare. A fork of it takes a millisecond, while a fresh interpreter
+   would repeat all imports.
+2. It then drops its privileges for good, before the first request exists. Every fork inherits the result, so no code
+   of a worker ever runs with more.
+3. It is single-threaded and never runs an engine. A statement that crashes or exhausts its worker cannot touch it.
+4. It reaps its children. Only a parent can, so the driver asks the zygote to end a worker and to say how it ended.
+5. Nothing outlives the driver. The zygote exits when its socket closes, and the kernel kills it if the driver dies
+   (`PR_SET_PDEATHSIG`); the same death signal then kills the workers.
 """
 
 import contextlib
@@ -20,17 +29,18 @@ from sandboxes.workers import worker
 from sandboxes.workers.engine import module_of
 
 CAP_DAC_OVERRIDE = 1
+"""The one capability that workers of root keep (`linux/capability.h`): it bypasses permission checks on files."""
 
 
 class Zygote:
-    """Forks workers, and tells how they ended."""
+    """Forks workers and reports how they ended."""
 
     def __init__(self, driver: socket.socket, engine: str) -> None:
         self.driver, self.engine = driver, engine
         self._workers: set[int] = set()
 
     def serve(self) -> None:
-        """Answer requests until the driver is gone; then end the workers."""
+        """Answer requests until the driver closes its end, then kill the workers."""
         inbox = Inbox()
         while True:
             data, fds = receive(self.driver)
@@ -56,25 +66,33 @@ class Zygote:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
+            # An open copy of this socket in a worker would keep the zygote's end from ever reading "closed".
             self.driver.close()
             worker.become_worker(socket.socket(fileno=fd), parent, self.engine)
         self._workers.add(pid)
         return pid
 
     def _end(self, pid: int) -> dict[str, Any]:
-        """Kill a worker, unless it has ended already, and say how it ended."""
+        """Kill a worker if it still runs, reap it, and return its `signal` or its exit `code`."""
         if pid not in self._workers:
             return {}
         self._workers.remove(pid)
+        # A worker that has already exited is a zombie until the wait below, so the number cannot be another process's.
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         return {"signal": -status} if status < 0 else {"code": status}
 
 
-def give_up(room: Path, *, network: bool) -> bool:
-    """Give up, for this process and its workers, what queries have no use for; say whether files outside room, too.
+def drop_privileges(data_dir: Path, *, network: bool) -> bool:
+    """Drop, for this process and all its forks, what requests do not need.
 
-    Without Landlock (a kernel that has it switched off) the workers' rules on files are those of the engine alone.
+    Args:
+        data_dir: The directory below which workers may use files.
+        network: The engine talks to a server. It then keeps the network, and is not confined to `data_dir`.
+
+    Returns:
+        Whether files outside `data_dir` are out of reach. Without Landlock (the kernel has it disabled) only the
+        engine's own rules protect them.
     """
     privileged = os.geteuid() == 0
     if privileged and not network:
@@ -82,30 +100,32 @@ def give_up(room: Path, *, network: bool) -> bool:
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if privileged:
         for capability in range(confine.LAST_CAPABILITY + 1):
+            # Older kernels have fewer capabilities and refuse the higher numbers.
             with contextlib.suppress(OSError):
                 kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
-        # The room may lie below a directory of another user.
+        # The data directory may lie below a directory that only another user may search.
         kernel.capset(1 << CAP_DAC_OVERRIDE)
     if network:
-        # It talks to a server, through files that its library looks for in many places.
+        # A client library reads certificates, password files and resolver settings from many directories.
         return False
     kernel.seccomp(confine.program(kernel.MACHINE))
     try:
-        landlock.restrict_to(room)
+        landlock.restrict_to(data_dir)
     except OSError:
         return False
     return True
 
 
 def main() -> None:
-    """Serve on the descriptor that argv names, with its engine, room and whether it needs the network."""
+    """Serve the driver: argv is its descriptor, the engine, the data directory, and "network" or "alone"."""
     driver = socket.socket(fileno=int(sys.argv[1]))
     driver.set_inheritable(False)
-    engine, room, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
+    engine, data_dir, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
+    # Close every inherited descriptor but the standard streams and the socket.
     os.closerange(3, driver.fileno())
     os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The terminal's Ctrl-C is for the driver, who ends the workers in order.
+    # Ctrl-C in a terminal signals the whole process group. The driver handles it and ends the workers in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
@@ -114,11 +134,11 @@ def main() -> None:
         getattr(module, "prepare", lambda: None)()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         os.environ["FORKPOINT_WORKER_BYTES"] = str(pages * os.sysconf("SC_PAGE_SIZE"))
-        confined = give_up(room, network=network)
+        confined = drop_privileges(data_dir, network=network)
     except (OSError, ImportError) as error:
         driver.sendall(pack({"error": str(error)}))
         return
-    # Forked memory stays shared as long as nobody writes to it; the collector would.
+    # Forked memory stays shared until it is written. The garbage collector writes to every object it visits.
     gc.collect()
     gc.freeze()
     driver.sendall(pack({"ready": True, "confined": confined}))

@@ -134,7 +134,7 @@ async def together(
     engine.keeper.reuse = reuse
 
     def workers() -> list[int]:
-        return [worker.pid for worker in driver.crew.workers]
+        return [worker.pid for worker in driver.worker_pool.workers]
 
     try:
         await engine.open()

@@ -91,7 +91,10 @@ async def together(
     engine = Engine(Settings(data=folder / "data", **options), {"video": driver})
     engine.keeper.reuse = reuse
     luck = Trouble(
-        seed, trouble, lambda: [worker.pid for worker in driver.crew.workers], lambda pid: os.kill(pid, signal.SIGKILL)
+        seed,
+        trouble,
+        lambda: [worker.pid for worker in driver.worker_pool.workers],
+        lambda pid: os.kill(pid, signal.SIGKILL),
     )
     try:
         await engine.open()

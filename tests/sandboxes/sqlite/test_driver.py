@@ -113,7 +113,7 @@ def test_what_leaves_nothing_has_no_effect_and_no_fork_stays(tmp_path: Path) -> 
         for sql in UNMOVED:
             answer = await ask(sandbox, sql)
             assert (answer.effect, answer.state, forks(driver)) == (NONE, before, 0), sql
-        assert len(driver.crew.workers) <= 2
+        assert len(driver.worker_pool.workers) <= 2
 
     driven(tmp_path, test)
 
@@ -209,7 +209,7 @@ def test_a_worker_that_is_killed_is_not_noticed(tmp_path: Path) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
         for sql in ("SELECT count(*) FROM item", "DELETE FROM item WHERE id = 1", "SELECT count(*) FROM item"):
             before = await ask(sandbox, sql)
-            for worker in list(driver.crew.workers):
+            for worker in list(driver.worker_pool.workers):
                 os.kill(worker.pid, signal.SIGKILL)
         after = await ask(sandbox, "SELECT count(*) FROM item")
         assert (after.value, after.state) == (49, before.state)
@@ -230,7 +230,7 @@ def test_a_worker_killed_in_the_middle_of_a_write_leaves_the_state_before(tmp_pa
         for _ in range(2):
             # Each time it is made again, once; then the agent is told.
             await asyncio.sleep(0.2)
-            for worker in list(driver.crew.workers):
+            for worker in list(driver.worker_pool.workers):
                 os.kill(worker.pid, signal.SIGKILL)
         told = await writing
         assert told.error is not None
@@ -245,7 +245,7 @@ def test_a_session_that_is_lost_with_its_worker_is_an_error(tmp_path: Path) -> N
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
         await ask(sandbox, "BEGIN")
-        for worker in list(driver.crew.workers):
+        for worker in list(driver.worker_pool.workers):
             os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(SandboxError):
             await ask(sandbox, "SELECT 1")
@@ -278,7 +278,7 @@ def test_one_slow_rollout_does_not_hold_up_the_others(tmp_path: Path) -> None:
         for query in slow:
             query.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-        assert len(driver.crew.workers) <= max(2, os.cpu_count() or 2)
+        assert len(driver.worker_pool.workers) <= max(2, os.cpu_count() or 2)
 
     driven(tmp_path, test)
 
@@ -519,7 +519,7 @@ def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
         # Shared and spare workers come and go.
         assert open_descriptors() <= before + 5
         assert forks(driver) <= 1
-        pids = [worker.pid for worker in driver.crew.workers]
+        pids = [worker.pid for worker in driver.worker_pool.workers]
         await driver.aclose()
         left.extend(pids)
 

@@ -71,7 +71,7 @@ def test_workers_killed_in_the_middle_of_writes_leave_the_base_as_it_is(tmp_path
         writing = [asyncio.ensure_future(ask(s, bulk, timeout_s=30)) for s in sandboxes]
         for _ in range(10):
             await asyncio.sleep(dice.random() * 0.05)
-            os.kill(dice.choice([worker.pid for worker in driver.crew.workers]), signal.SIGKILL)
+            os.kill(dice.choice([worker.pid for worker in driver.worker_pool.workers]), signal.SIGKILL)
         # One that was killed while it opened its fork is an error of its sandbox.
         told = await asyncio.gather(*writing, return_exceptions=True)
         whole = [s for s, said in zip(sandboxes, told, strict=True) if not isinstance(said, SandboxError)]

@@ -51,7 +51,7 @@ def test_asking_again_reads_nothing(tmp_path: Path) -> None:
                 for _ in range(3):
                     await driver.identity(spec_of(source))
                 # Without a worker no source was read; the second driver knows it from the first.
-                assert (driver.crew.started == 0) is (turn == 1)
+                assert (driver.worker_pool.started == 0) is (turn == 1)
 
     asyncio.run(go())
 

@@ -190,7 +190,7 @@ def test_a_damaged_state_is_gone_and_made_again(tmp_path: Path, clip: Path) -> N
         os.truncate(driver.store.path(measured) / "frames.bin", 10)
         with pytest.raises(StateGoneError):
             await driver.restore(spec, frozen)
-        await driver.crew.renew()
+        await driver.worker_pool.renew()
         again = await prepared(driver, spec)
         assert (await ask(again, "get_frame", t=1.0)).status == 200
 
@@ -256,12 +256,12 @@ def test_no_more_are_decoded_at_once_than_there_are_turns(tmp_path: Path) -> Non
         sandboxes = [await driver.start(spec_of(str(tmp_path / "videos"))) for _ in names]
         for sandbox, name in zip(sandboxes, names, strict=True):
             await ask(sandbox, "load_video", name=name)
-        before, most = set(driver.crew.workers), 0
+        before, most = set(driver.worker_pool.workers), 0
         making = asyncio.gather(*(ask(sandbox, "preprocess") for sandbox in sandboxes))
 
         def done() -> bool:
             nonlocal most
-            most = max(most, len(driver.crew.workers - before))
+            most = max(most, len(driver.worker_pool.workers - before))
             return making.done()
 
         await until(done)
@@ -329,9 +329,9 @@ def test_a_worker_that_is_killed_while_preparing_leaves_nothing_half_done(tmp_pa
         sandbox = await driver.start(spec_of(clip))
         loaded = await ask(sandbox, "load_video", name="clip.mp4")
         making = asyncio.create_task(sandbox.execute(call_of("preprocess")))
-        before = set(driver.crew.workers)
-        await until(lambda: driver.crew.workers - before)
-        os.kill((driver.crew.workers - before).pop().pid, signal.SIGKILL)
+        before = set(driver.worker_pool.workers)
+        await until(lambda: driver.worker_pool.workers - before)
+        os.kill((driver.worker_pool.workers - before).pop().pid, signal.SIGKILL)
         with pytest.raises(SandboxError):
             await making
         assert parts(driver, "m-") == set()
@@ -345,7 +345,7 @@ def test_a_worker_that_is_killed_while_preparing_leaves_nothing_half_done(tmp_pa
 def test_workers_reach_no_network_and_no_other_files(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         await driver.workshop.versions()
-        if os.geteuid() != 0 or not driver.crew.confined:
+        if os.geteuid() != 0 or not driver.worker_pool.confined:
             pytest.skip("workers are confined where the proxy is root and the kernel has Landlock")
         shutil.copyfile(clip, tmp_path / "data" / "here.mp4")
         inside = {"tool": "probe", "path": str(tmp_path / "data" / "here.mp4"), "max_duration_s": 100}

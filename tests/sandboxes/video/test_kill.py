@@ -22,10 +22,10 @@ async def go():
     await driver.open()
     sandbox = await driver.start(spec_of(Path(sys.argv[2])))
     await ask(sandbox, "load_video", name="clip.mp4")
-    before = set(driver.crew.workers)
+    before = set(driver.worker_pool.workers)
     making = asyncio.ensure_future(ask(sandbox, "preprocess"))
-    await until(lambda: driver.crew.workers - before)
-    worker = (driver.crew.workers - before).pop().pid
+    await until(lambda: driver.worker_pool.workers - before)
+    worker = (driver.worker_pool.workers - before).pop().pid
     os.kill(worker, signal.SIGSTOP)
     print(worker, flush=True)
     await making

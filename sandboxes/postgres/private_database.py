@@ -41,7 +41,7 @@ _USE_AGAIN = """SELECT pg_catalog.setval(%s, old) FROM (SELECT last_value AS old
 _CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
 
 
-class OwnDatabase:
+class PrivateDatabase:
     """A sandbox's own database: what it holds, what its session holds, and the calls that change them."""
 
     def __init__(self, link: Link, digest: DatabaseDigest) -> None:
