@@ -1,5 +1,10 @@
 """The application: the data plane in front, the control plane behind it, and the engine that both speak to."""
 
+# First, because it loads structlog without Rich.
+from proxy.logs import setup
+
+# isort: split
+
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -24,7 +29,6 @@ from proxy.dataplane.hit_protocol import protocol_for
 from proxy.engine import Engine
 from proxy.http.browser_headers import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
-from proxy.logs import setup
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
 from proxy.ui.api import page_routes

@@ -3,7 +3,10 @@
 import logging
 import sys
 
-import structlog
+from sandboxes.lean_imports import without
+
+with without("rich"):
+    import structlog
 
 
 def setup(level_name: str, *, json: bool) -> None:

@@ -16,7 +16,6 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import orjson
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -25,10 +24,14 @@ from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, ServerError, StateGoneError
 from sandboxes.http_message import end_to_end
 from sandboxes.json_paths import OUR_NAME, member, renamed
+from sandboxes.lean_imports import without
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec, Upstream
 from sandboxes.tool_clients import server_orders as serving
 from sandboxes.tool_clients.server_orders import Spool
+
+with without("pygments"):
+    import httpx
 
 VERSION = "http-1"
 NO_SESSION = StateDigest(b"\0" * 32, b"\0" * 32)

@@ -12,12 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-import httpx
 import orjson
 
 from sandboxes.errors import ServerError
+from sandboxes.lean_imports import without
 from sandboxes.video.answer_memo import Memo
 from sandboxes.video_spec import VideoModel
+
+with without("pygments"):
+    import httpx
 
 _ATTEMPTS = 3
 _PAUSE_S = 0.25
