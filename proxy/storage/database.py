@@ -22,10 +22,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import sqlite_utils
-
 from proxy.storage.errors import StoreError
 from proxy.storage.schema import ForeignDatabaseError, check_version, create_tables
+from sandboxes.lean_imports import without
+
+with without("numpy"):
+    import sqlite_utils
 
 T = TypeVar("T")
 Execute = Callable[..., sqlite3.Cursor]

@@ -4,7 +4,10 @@ Each table is created where it is missing, so a file of the same schema version 
 A change that existing tables cannot express raises `SCHEMA_VERSION`; files of another version are refused.
 """
 
-import sqlite_utils
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import sqlite_utils
 
 SCHEMA_VERSION = 1
 """Version of the tables, written into each file. A file of another version is refused and left unchanged."""
@@ -55,7 +58,7 @@ class ForeignDatabaseError(ValueError):
     """The file is a database of another program, or of another schema version."""
 
 
-def check_version(tables: sqlite_utils.Database) -> None:
+def check_version(tables: "sqlite_utils.Database") -> None:
     """Inspect a file before anything is written to it; an empty file is accepted.
 
     Raises:
@@ -74,7 +77,7 @@ def check_version(tables: sqlite_utils.Database) -> None:
         )
 
 
-def create_tables(tables: sqlite_utils.Database) -> None:
+def create_tables(tables: "sqlite_utils.Database") -> None:
     """Create the tables and indexes that are missing."""
     for name, columns, key in _TABLES:
         tables.table(name).create(columns, pk=key, if_not_exists=True)

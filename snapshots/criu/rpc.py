@@ -12,11 +12,12 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import DecodeError, Message
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 SOCKET_FD, IMAGES_FD, KERNEL_FD = 3, 7, 9
 """Where the program finds its RPC socket, the directory of the images, and the cache of kernel features."""
@@ -26,8 +27,6 @@ _LOG = "criu.log"
 _DUMP, _RESTORE, _NOTIFY = 1, 2, 6
 _PATIENCE_S = 60
 
-_F = descriptor_pb2.FieldDescriptorProto
-_KINDS = {"bool": _F.TYPE_BOOL, "int": _F.TYPE_INT32, "uint": _F.TYPE_UINT32, "text": _F.TYPE_STRING}
 # What we use of images/rpc.proto of CRIU 4.2: name, number, kind; * for repeated.
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "inherit_fd": (("key", 1, "text"), ("fd", 2, "int")),
@@ -79,25 +78,31 @@ class CriuError(RuntimeError):
     """CRIU could not dump or restore these processes; the text is its own reason."""
 
 
-def _messages() -> dict[str, type[Message]]:
+@cache
+def _types() -> "dict[str, type[Message]]":
+    """Return the message classes by name. Loading protobuf takes 0.1 s, so it waits for the first checkpoint."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory  # noqa: PLC0415 - see above
+
+    described = descriptor_pb2.FieldDescriptorProto
+    kinds = {
+        "bool": described.TYPE_BOOL, "int": described.TYPE_INT32, "uint": described.TYPE_UINT32,
+        "text": described.TYPE_STRING,
+    }  # fmt: skip
     file = descriptor_pb2.FileDescriptorProto(name="criu_rpc.proto", package="criu", syntax="proto2")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for field, number, kind in fields:
-            described = message.field.add(name=field, number=number, label=_F.LABEL_OPTIONAL)
+            added = message.field.add(name=field, number=number, label=described.LABEL_OPTIONAL)
             if kind.startswith("*"):
-                described.label = _F.LABEL_REPEATED
-            if (plain := _KINDS.get(kind.lstrip("*"))) is not None:
-                described.type = plain
+                added.label = described.LABEL_REPEATED
+            if (plain := kinds.get(kind.lstrip("*"))) is not None:
+                added.type = plain
             else:
-                described.type, described.type_name = _F.TYPE_MESSAGE, f".criu.{kind.lstrip('*')}"
+                added.type, added.type_name = described.TYPE_MESSAGE, f".criu.{kind.lstrip('*')}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     names = (f"criu.{name}" for name in _MESSAGES)
     return {name.partition(".")[2]: message_factory.GetMessageClass(pool.FindMessageTypeByName(name)) for name in names}
-
-
-_TYPES = _messages()
 
 
 class Criu:
@@ -220,6 +225,8 @@ class CriuConversation:
             "timeout": _PATIENCE_S,
             **options,
         }
+        from google.protobuf.message import DecodeError  # noqa: PLC0415 - see `_types`
+
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._send({"type": kind, "opts": opts})
@@ -236,13 +243,13 @@ class CriuConversation:
         return answer
 
     async def _send(self, fields: Mapping[str, Any]) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._end, _TYPES["criu_req"](**fields).SerializeToString())
+        await asyncio.get_running_loop().sock_sendall(self._end, _types()["criu_req"](**fields).SerializeToString())
 
     async def _receive(self) -> Any:
         data = await asyncio.get_running_loop().sock_recv(self._end, 1 << 16)
         if not data:
             raise ConnectionError("it closed the connection")
-        return _TYPES["criu_resp"].FromString(data)
+        return _types()["criu_resp"].FromString(data)
 
 
 def _reason(images: Path) -> str:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-LATE = frozenset({"PIL", "av", "docker", "psycopg", "pygments", "rich"})
+LATE = frozenset({"PIL", "av", "docker", "google.protobuf", "numpy", "psycopg", "pygments", "rich"})
 """Packages that only some calls need. Each takes 20 to 250 ms to load."""
 
 
