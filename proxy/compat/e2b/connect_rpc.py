@@ -1,7 +1,7 @@
 """The Connect protocol with JSON: the envelopes of its streams, and its errors (pure).
 
-A stream is a sequence of envelopes: a byte of flags, the length in four bytes, then JSON. The last is
-flagged as such.
+A stream is a sequence of envelopes: one byte of flags, the length in four bytes, then JSON. A flag marks the last
+envelope. See https://connectrpc.com/docs/protocol.
 """
 
 import struct
@@ -12,8 +12,11 @@ import orjson
 from proxy.refusals import Problem, RefusalError
 
 STREAM = "application/connect+json"
+"""Content type of streams."""
 UNARY = "application/json"
+"""Content type of requests and responses with one message."""
 MAX_TIMEOUT_MS = 86_400_000
+"""Longest timeout that is honoured, one day: the longest that E2B gives a sandbox."""
 _HEADER = struct.Struct(">BI")
 _COMPRESSED, _END = 1, 2
 _STATUS = {
@@ -21,16 +24,21 @@ _STATUS = {
     "permission_denied": 403, "resource_exhausted": 429, "failed_precondition": 400, "aborted": 409,
     "unimplemented": 501, "internal": 500, "unavailable": 503, "unauthenticated": 401, "unknown": 500,
 }  # fmt: skip
-"""HTTP's word for each of Connect's codes, where an error is all of an answer."""
+"""The HTTP status for each Connect code, for responses that are not streams (Connect protocol, "Error codes")."""
 _CODES = {
     400: "invalid_argument", 401: "unauthenticated", 403: "permission_denied", 404: "not_found", 405: "unimplemented",
     409: "failed_precondition", 410: "not_found", 413: "resource_exhausted", 415: "invalid_argument",
     422: "invalid_argument", 429: "resource_exhausted", 500: "internal", 501: "unimplemented",
 }  # fmt: skip
+"""The Connect code for each HTTP status of a problem; any other status is `unavailable`."""
 
 
 class ConnectError(Exception):
-    """An error of this code, for a client that speaks Connect."""
+    """An error for a client that speaks Connect.
+
+    Attributes:
+        code: Connect's error code, a key of `_STATUS`.
+    """
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -38,80 +46,82 @@ class ConnectError(Exception):
 
     @property
     def status(self) -> int:
+        """The HTTP status of a response that consists of this error."""
         return _STATUS[self.code]
 
     @property
-    def told(self) -> dict[str, str]:
-        """What the client is told, as JSON."""
+    def payload(self) -> dict[str, str]:
+        """The error's JSON."""
         return {"code": self.code, "message": str(self)}
 
 
-def of_problem(problem: Problem) -> ConnectError:
-    """Return a problem as Connect has it; trouble of ours is `unavailable`, on which its clients may try again."""
+def from_problem(problem: Problem) -> ConnectError:
+    """Return the Connect error for a problem. Failures of the proxy are `unavailable`, after which clients retry."""
     return ConnectError(_CODES.get(problem.status, "unavailable"), problem.detail)
 
 
 def envelope(value: dict[str, Any]) -> bytes:
-    """Return one message of a stream."""
-    return _enveloped(0, value)
+    """Return the envelope of one message of a stream."""
+    return _envelope(0, value)
 
 
 def end(error: ConnectError | None = None) -> bytes:
     """Return the last envelope of a stream."""
-    return _enveloped(_END, {} if error is None else {"error": error.told})
+    return _envelope(_END, {} if error is None else {"error": error.payload})
 
 
 def messages(body: bytes) -> list[dict[str, Any]]:
-    """Return what the envelopes of a whole request say.
+    """Return the messages in the envelopes of a whole request.
 
     Raises:
-        Refused: 400, it is cut off, compressed, or no JSON.
+        RefusalError: 400, the request is cut off, compressed, or not JSON.
     """
-    found = []
-    at = 0
-    while at < len(body):
-        if len(body) - at < _HEADER.size:
-            raise RefusalError(400, "envelope", "the request ends within the head of an envelope.")
-        flags, length = _HEADER.unpack_from(body, at)
-        at += _HEADER.size
+    parsed = []
+    start = 0
+    while start < len(body):
+        if len(body) - start < _HEADER.size:
+            raise RefusalError(400, "envelope", "The request ends within the header of an envelope.")
+        flags, length = _HEADER.unpack_from(body, start)
+        start += _HEADER.size
         if flags & _COMPRESSED:
-            raise RefusalError(400, "envelope", "compressed envelopes are not understood: send them as they are.")
-        if len(body) - at < length:
-            raise RefusalError(400, "envelope", f"the request ends {length - len(body) + at} bytes within an envelope.")
+            raise RefusalError(400, "envelope", "Compressed envelopes are not supported. Send them uncompressed.")
+        if len(body) - start < length:
+            missing = length - len(body) + start
+            raise RefusalError(400, "envelope", f"The request is cut off: the last envelope lacks {missing} bytes.")
         if not flags & _END:
-            found.append(message(body[at : at + length]))
-        at += length
-    return found
+            parsed.append(message(body[start : start + length]))
+        start += length
+    return parsed
 
 
 def message(text: bytes) -> dict[str, Any]:
-    """Return what the JSON object of a message says; no bytes are an empty one.
+    """Parse the JSON object of a message; an empty text is an empty object.
 
     Raises:
-        Refused: 400, it is none.
+        RefusalError: 400, the text is not a JSON object.
     """
     try:
         value = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError as error:
-        raise RefusalError(400, "json", f"a message is not JSON: {error}.") from None
+        raise RefusalError(400, "json", f"The message is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise RefusalError(400, "json", "a message must be a JSON object.")
+        raise RefusalError(400, "json", "The message must be a JSON object.")
     return value
 
 
 def timeout_s(header: str) -> float | None:
-    """Return what `connect-timeout-ms` allows; None where it is empty.
+    """Return the time limit of a `connect-timeout-ms` header, in seconds; None if the header is empty.
 
     Raises:
-        Refused: 400, it is no number of milliseconds.
+        RefusalError: 400, the header is not a number of milliseconds.
     """
     if not header:
         return None
     if not (header.isascii() and header.isdigit() and len(header) <= 10):
-        raise RefusalError(400, "timeout", "connect-timeout-ms must be a number of milliseconds, of at most 10 digits.")
+        raise RefusalError(400, "timeout", "connect-timeout-ms must be milliseconds in at most 10 digits.")
     return min(int(header), MAX_TIMEOUT_MS) / 1000
 
 
-def _enveloped(flags: int, value: dict[str, Any]) -> bytes:
+def _envelope(flags: int, value: dict[str, Any]) -> bytes:
     text = orjson.dumps(value)
     return _HEADER.pack(flags, len(text)) + text

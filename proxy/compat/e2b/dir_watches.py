@@ -1,14 +1,17 @@
-"""E2B's watched directories. One is kept in its sandbox as a process that was left running is: what happens in it are
-lines that it says, taken up in steps of its rollout's own. See docs/decisions/0015.
+"""E2B's directory watches.
+
+The sandbox keeps a watch as it keeps a background process: its output lines are events in the directory. So events are
+taken up by polls, and every poll that returns events is a step of its rollout. See docs/decisions/0015.
 """
 
+import asyncio
 from typing import Any
 
-from proxy.compat.e2b import responses as e2b_told
+from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.event_stream import EventStream
-from proxy.compat.e2b.file_requests import Watching
-from proxy.compat.e2b.output_follower import attend
+from proxy.compat.e2b.file_requests import WatchRequest
+from proxy.compat.e2b.output_follower import poll_call
 from proxy.compat.e2b.processes import Processes, pid_of
 from proxy.engine import Engine
 from proxy.execution.errors import NothingHappened
@@ -18,66 +21,68 @@ from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall
 
 
-class Watches:
-    """Those of all rollouts; what is known of them is in their sandboxes."""
+class DirWatches:
+    """Answers requests about the watches of all rollouts. The sandboxes keep all state of watches."""
 
     def __init__(self, engine: Engine, processes: Processes) -> None:
         self._engine, self._step, self._processes = engine, engine.step, processes
 
-    async def answer(self, rollout: Rollout, asked: Watching) -> dict[str, Any]:
-        """Answer a request that is not for a stream.
+    async def answer(self, rollout: Rollout, request: WatchRequest) -> dict[str, Any]:
+        """Answer a request whose response is not a stream.
 
         Raises:
-            ConnectError: there is no such directory, or no such watch.
+            ConnectError: The directory or the watch does not exist.
         """
-        if asked.verb == "begin":
-            return {"watcherId": str(await self._begin(rollout, asked))}
-        watch = int(asked.watcher) if asked.watcher.isascii() and asked.watcher.isdigit() else 0
-        if asked.verb == "events":
+        if request.verb == "begin":
+            return {"watcherId": str(await self._begin(rollout, request))}
+        watch = int(request.watcher) if request.watcher.isascii() and request.watcher.isdigit() else 0
+        if request.verb == "events":
             return {"events": await self._events(rollout, watch)}
-        ended = await self._processes.ask(rollout, ToolCall("process", "unwatch", {"process": watch}))
-        if ended.status != 200:
-            raise _not_found(asked.watcher)
+        result = await self._processes.call(rollout, ToolCall("process", "unwatch", {"process": watch}))
+        if result.status != 200:
+            raise _not_found(request.watcher)
         return {}
 
-    async def follow(self, rollout: Rollout, asked: Watching, stream: EventStream) -> None:
-        """Tell what happens in a directory as long as the client listens.
+    async def follow(self, rollout: Rollout, request: WatchRequest, stream: EventStream) -> None:
+        """Watch a directory and send its events for as long as the client is connected.
 
         Raises:
-            ConnectError: there is no such directory.
+            ConnectError: The directory does not exist.
         """
-        watch = await self._begin(rollout, asked)
-        self._processes.following.follow(rollout, watch, stream)
+        watch = await self._begin(rollout, request)
+        self._processes.follower.follow(rollout, watch, stream)
 
-    async def _begin(self, rollout: Rollout, asked: Watching) -> int:
-        assert asked.call is not None
-        call = asked.call
-        # Its rollout's own, like a terminal: nobody else waits for it, or is told what comes of it.
-        own = private_key(call_key(call), rollout.id, rollout.calls)
+    async def _begin(self, rollout: Rollout, request: WatchRequest) -> int:
+        """Begin a watch and return its number."""
+        assert request.call is not None
+        call = request.call
+        # A watch makes states that depend on when it is polled, so no other rollout shares them.
+        own_key = private_key(call_key(call), rollout.id, rollout.calls)
         watch = 0
 
-        def placed(node: Node, key: CallKey, _left: object) -> ToolCall:
+        def numbered_call(node: Node, key: CallKey, _detach: asyncio.Event) -> ToolCall:
             nonlocal watch
             watch = pid_of(node, key)
             return ToolCall(call.endpoint, call.tool, {**call.arguments, "process": watch})
 
-        self._processes.following.catch_up(rollout)
-        record = (await self._step.run(rollout, placed, own)).record
-        error = e2b_told.failure(self._engine.store.records.result(record))
+        self._processes.follower.catch_up(rollout)
+        record = (await self._step.run(rollout, numbered_call, own_key)).record
+        error = responses.failure(self._engine.store.records.result(record))
         if error is not None:
             raise error
         return watch
 
     async def _events(self, rollout: Rollout, watch: int) -> list[dict[str, str]]:
-        self._processes.following.catch_up(rollout)
-        call = attend(watch)
+        """Return the events since the last request for them."""
+        self._processes.follower.catch_up(rollout)
+        call = poll_call(watch)
         try:
             result = self._engine.store.records.result((await self._step.run(rollout, call, call_key(call))).record)
         except NothingHappened:
             return []
         if result.status != 200:
             raise _not_found(str(watch))
-        return list(e2b_told.happened(result.body))
+        return list(responses.watch_events(result.body))
 
 
 def _not_found(watcher: str) -> ConnectError:

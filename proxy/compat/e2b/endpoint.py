@@ -1,20 +1,19 @@
-"""The e2b endpoint: E2B's control plane and envd at one base URL, for its SDKs unmodified."""
+"""The e2b endpoint: E2B's control plane and envd at one base URL, for E2B's unmodified SDKs."""
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
-import orjson
-
-from proxy.compat.e2b import requests as e2b
-from proxy.compat.e2b import responses as e2b_told
-from proxy.compat.e2b.connect_rpc import ConnectError, of_problem
-from proxy.compat.e2b.dir_watches import Watches
-from proxy.compat.e2b.event_stream import EventStream
-from proxy.compat.e2b.file_requests import Plain, Watching
+from proxy.compat.e2b import requests, responses
+from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
+from proxy.compat.e2b.control_requests import ControlRequest
+from proxy.compat.e2b.dir_watches import DirWatches
+from proxy.compat.e2b.event_stream import EventStream, StreamForm
+from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest
 from proxy.compat.e2b.processes import Processes
-from proxy.compat.e2b.requests import Chosen, Control, E2BRequest, ProcessStart
-from proxy.compat.e2b.sandboxes import Sandboxes, SandboxNote
+from proxy.compat.e2b.requests import E2BRequest, ProcessRequest, ProcessStart
+from proxy.compat.e2b.responses import json_response
+from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
+from proxy.compat.e2b.sandboxes import SandboxControl
 from proxy.dialects.base import Local, Request
 from proxy.engine import Engine
 from proxy.http.asgi import Receive, Send
@@ -23,160 +22,161 @@ from proxy.http.problems import problem_of
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall, ToolResult
+from sandboxes.task_owner import start
+
+StreamRequest = ProcessStart | ProcessRequest | WatchRequest
+"""Requests whose response may be a stream."""
+_ENVD_VERBS = ("health", "envs", "init")
+"""REST requests that go to envd in the sandbox, not to the control plane."""
+_ERROR_KEEPALIVE_S = 50.0
 
 
 class SandboxGoneError(Exception):
-    """A request to a sandbox that does not run, or to a port of it that is not open."""
+    """The addressed sandbox does not run, or the addressed port of it is not open.
+
+    Attributes:
+        payload: The JSON that E2B's own proxy answers with.
+    """
 
     def __init__(self, sandbox: str, text: str, port: str = "") -> None:
         super().__init__(text)
-        self.told = {"sandboxId": sandbox, "message": text, "code": 502} | ({"port": int(port)} if port else {})
+        self.payload = {"sandboxId": sandbox, "message": text, "code": 502} | ({"port": int(port)} if port else {})
 
 
 class E2b:
-    """Serves all tasks."""
+    """Serves the e2b endpoint of all tasks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._processes = Processes(engine)
-        self._watches = Watches(engine, self._processes)
-        self._sandboxes = Sandboxes(engine, self._end, self._processes.end)
+        self._watches = DirWatches(engine, self._processes)
+        self._registry = SandboxRegistry(engine, self._processes)
+        self._control = SandboxControl(engine, self._registry)
 
     async def serve(self, task: str, request: Request, send: Send, receive: Receive) -> Problem | None:
-        """Answer a request; return what went wrong, which its client has been told."""
+        """Answer a request.
+
+        Returns:
+            The problem that the client was sent, for the counters; None if there was none, or if the error is the
+            recorded result of a call.
+        """
         try:
-            spec = self._engine.tasks.spec(task)
-            asked = e2b.read(request, spec)
-            if isinstance(asked, Control) and asked.verb not in ("health", "envs", "init"):
-                await _respond(send, await self._control(task, asked, request))
+            parsed = requests.read(request, self._engine.tasks.spec(task))
+            if isinstance(parsed, ControlRequest) and parsed.verb not in _ENVD_VERBS:
+                await _respond(send, await self._control.answer(task, parsed, request))
                 return None
-            rollout, note = await self._sandbox(task, request)
-            if e2b.is_stream(request) and isinstance(asked, ProcessStart | Chosen | Watching):
-                return await self._stream(rollout, note, asked, send, receive)
-            await _respond(send, await self._envd(rollout, note, asked))
+            sandbox = await self._addressed_sandbox(task, request)
+            if requests.is_stream(request) and isinstance(parsed, StreamRequest):
+                return await self._stream(sandbox, parsed, send, receive)
+            await _respond(send, await self._envd(sandbox, parsed))
         except ConnectError as error:
             return await self._refuse(send, request, error, None)
-        except SandboxGoneError as gone:
-            await _respond(send, _json(gone.told, 502))
+        except SandboxGoneError as error:
+            await _respond(send, json_response(error.payload, 502))
         except Exception as error:  # noqa: BLE001 - a request ends here
             problem = problem_of(error)
-            return await self._refuse(send, request, of_problem(problem), problem)
+            return await self._refuse(send, request, from_problem(problem), problem)
         return None
 
     async def refuse(self, request: Request, problem: Problem, send: Send) -> None:
-        """Tell a problem that was met before the request was read."""
-        await self._refuse(send, request, of_problem(problem), problem)
+        """Answer a request with a problem that was noticed before the request was read."""
+        await self._refuse(send, request, from_problem(problem), problem)
 
-    async def _control(self, task: str, asked: Control, request: Request) -> Local:
-        if asked.verb != "kill":
-            return await self._sandboxes.answer(task, asked, request)
-        found = await self._sandboxes.running(task, asked.sandbox)
-        if found is None:
-            raise RefusalError(404, "no-such-sandbox", f"sandbox {asked.sandbox!r} was not found")
-        await self._end(found[0], "it was killed")
-        return Local(204, headers=())
-
-    async def _end(self, rollout: Rollout, why: str) -> None:
-        """End a sandbox, after what is under way in it; a command is left running for that."""
-        self._engine.step.leave(rollout)
-        async with rollout.turn:
-            if not rollout.finished:
-                await self._engine.tasks.finish(rollout)
-        self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {why}")
-        self._sandboxes.forget(rollout)
-
-    async def _sandbox(self, task: str, request: Request) -> tuple[Rollout, SandboxNote]:
-        """Return the sandbox that a request to envd is for."""
-        name = e2b.sandbox_of(request) or request.rollout
+    async def _addressed_sandbox(self, task: str, request: Request) -> RunningSandbox:
+        """Return the sandbox that a request to envd addresses."""
+        name = requests.sandbox_of(request) or request.rollout
         if not name:
-            raise RefusalError(400, "no-sandbox", "nothing says which sandbox this is for: send E2b-Sandbox-Id.")
-        found = await self._sandboxes.running(task, name)
-        if found is not None:
-            found = found[0], self._sandboxes.resume(*found)
-        if found is None or found[1]["paused"]:
+            raise RefusalError(400, "no-sandbox", "The request names no sandbox. Send it in E2b-Sandbox-Id.")
+        sandbox = await self._registry.find(task, name)
+        if sandbox is not None:
+            sandbox = self._registry.resume_on_request(sandbox)
+        if sandbox is None or sandbox.note.paused:
             raise SandboxGoneError(name, "The sandbox was not found")
-        port = e2b.port_of(request)
-        if port != e2b.ENVD_PORT:
+        port = requests.port_of(request)
+        if port != requests.ENVD_PORT:
             raise SandboxGoneError(name, "The sandbox is running but port is not open", port if port.isdigit() else "0")
-        return found
+        return sandbox
 
     # -- envd --------------------------------------------------------------------------------------------------------
 
     async def _stream(
-        self, rollout: Rollout, note: SandboxNote, asked: ProcessStart | Chosen | Watching, send: Send, receive: Receive
+        self, sandbox: RunningSandbox, request: StreamRequest, send: Send, receive: Receive
     ) -> Problem | None:
-        """Answer with a stream; a client that goes away leaves what it began to run on."""
-        terminal = isinstance(asked, ProcessStart) and asked.has_terminal
+        """Answer with a stream.
+
+        Three tasks share it: this one sends, `producing` runs the request and puts events, and `watching` notices that
+        the client disconnects. A process that the request has started continues after a disconnect.
+        """
         stream = EventStream(
             send,
-            keepalive_s=asked.keepalive_s,
-            deadline_s=asked.deadline_s,
-            strict=not isinstance(asked, ProcessStart),
-            form="terminal" if terminal else "watch" if isinstance(asked, Watching) else "process",
+            keepalive_s=request.keepalive_s,
+            deadline_s=request.deadline_s,
+            strict=not isinstance(request, ProcessStart),
+            form=_form(request),
         )
-        working = asyncio.ensure_future(self._begin(rollout, note, asked, stream))
-        watching = asyncio.ensure_future(_gone(receive, stream))
+        producing = start(self._produce(sandbox, request, stream))
+        watching = start(_lose_on_disconnect(receive, stream))
         try:
             await stream.serve()
         finally:
             watching.cancel()
-            working.cancel()
-            problem = (await asyncio.gather(working, return_exceptions=True))[0]
+            producing.cancel()
+            problem = (await asyncio.gather(producing, return_exceptions=True))[0]
         return problem if isinstance(problem, Problem) else None
 
-    async def _begin(
-        self, rollout: Rollout, note: SandboxNote, asked: ProcessStart | Chosen | Watching, stream: EventStream
-    ) -> Problem | None:
+    async def _produce(self, sandbox: RunningSandbox, request: StreamRequest, stream: EventStream) -> Problem | None:
+        rollout = sandbox.rollout
         try:
-            if isinstance(asked, ProcessStart):
-                env = {**note["envs"], **asked.call.arguments["env"]}
-                call = replace(asked.call, arguments={**asked.call.arguments, "env": env})
-                await self._processes.start(rollout, replace(asked, call=call), stream)
-            elif isinstance(asked, Watching):
-                await self._watches.follow(rollout, asked, stream)
+            if isinstance(request, ProcessStart):
+                env = {**sandbox.note.envs, **request.call.arguments["env"]}
+                call = replace(request.call, arguments={**request.call.arguments, "env": env})
+                await self._processes.start(rollout, replace(request, call=call), stream)
+            elif isinstance(request, WatchRequest):
+                await self._watches.follow(rollout, request, stream)
             else:
-                await self._processes.connect(rollout, asked.pid, asked.tag, stream)
+                await self._processes.connect(rollout, request.pid, request.tag, stream)
         except ConnectError as error:
             stream.end(error)
         except Exception as error:  # noqa: BLE001 - a request ends here
             problem = problem_of(error)
-            stream.end(of_problem(problem))
+            stream.end(from_problem(problem))
             return problem
         return None
 
-    async def _envd(self, rollout: Rollout, note: SandboxNote, asked: E2BRequest) -> Local:
-        match asked:
-            case Control(verb="envs"):
-                return _json({**rollout.tree.spec.env, **note["envs"]})
-            case Control():
+    async def _envd(self, sandbox: RunningSandbox, request: E2BRequest) -> Local:
+        rollout = sandbox.rollout
+        match request:
+            case ControlRequest(verb="envs"):
+                return json_response({**rollout.tree.spec.env, **sandbox.note.envs})
+            case ControlRequest():
                 return Local(204, headers=())
-            case Chosen():
-                await self._processes.act(rollout, asked)
-                return _json({})
-            case Watching():
-                return _json(await self._watches.answer(rollout, asked))
-            case Plain():
-                return await self._plain(rollout, asked)
-        raise AssertionError(asked)
+            case ProcessRequest():
+                await self._processes.act(rollout, request)
+                return json_response({})
+            case WatchRequest():
+                return json_response(await self._watches.answer(rollout, request))
+            case ToolCalls():
+                return await self._run_calls(rollout, request)
+        raise AssertionError(request)
 
-    async def _plain(self, rollout: Rollout, asked: Plain) -> Local:
-        results = [await self._done(rollout, call) for call in asked.calls]
-        match asked.form:
+    async def _run_calls(self, rollout: Rollout, request: ToolCalls) -> Local:
+        results = [await self._run_call(rollout, call) for call in request.calls]
+        match request.form:
             case "entry":
-                return _json({"entry": e2b_told.entry(results[0])})
+                return json_response({"entry": responses.entry(results[0])})
             case "entries":
-                return _json({"entries": e2b_told.entries(results[0])})
+                return json_response({"entries": responses.entries(results[0])})
             case "processes":
-                return _json({"processes": e2b_told.processes(results[0])})
+                return json_response({"processes": responses.processes(results[0])})
             case "uploads":
-                return _json([e2b_told.upload(result) for result in results])
+                return json_response([responses.upload(result) for result in results])
             case "file":
                 return Local(200, results[0].body, (("content-type", "application/octet-stream"),))
-        return _json({})
+        return json_response({})
 
-    async def _done(self, rollout: Rollout, call: ToolCall) -> ToolResult:
-        result = await self._processes.ask(rollout, call)
-        error = e2b_told.failure(result)
+    async def _run_call(self, rollout: Rollout, call: ToolCall) -> ToolResult:
+        result = await self._processes.call(rollout, call)
+        error = responses.failure(result)
         if error is not None:
             raise error
         return result
@@ -184,23 +184,30 @@ class E2b:
     async def _refuse(
         self, send: Send, request: Request, error: ConnectError, problem: Problem | None
     ) -> Problem | None:
-        if e2b.is_stream(request):
-            stream = EventStream(send, keepalive_s=50.0, deadline_s=None)
+        """Send an error in the form of the request's protocol."""
+        if requests.is_stream(request):
+            stream = EventStream(send, keepalive_s=_ERROR_KEEPALIVE_S, deadline_s=None)
             stream.end(error)
             await stream.serve()
-        elif e2b.is_connect(request):
-            await _respond(send, _json(error.told, error.status))
+        elif requests.is_connect(request):
+            await _respond(send, json_response(error.payload, error.status))
         else:
-            # Of a recorded failure, this is the one for which plain HTTP has a number of its own.
-            own = 507 if error.code == "resource_exhausted" else error.status
-            status = own if problem is None else problem.status
-            retry = () if problem is None or problem.retry_after_s is None else problem.retry_after_s
-            headers = (("retry-after", str(retry)),) if retry else ()
-            await _respond(send, _json({"code": status, "message": str(error)}, status, headers))
+            # A recorded failure has no problem. A full disk is the one that plain HTTP has its own status for.
+            recorded_status = 507 if error.code == "resource_exhausted" else error.status
+            status = recorded_status if problem is None else problem.status
+            retry_s = None if problem is None else problem.retry_after_s
+            headers = (("retry-after", str(retry_s)),) if retry_s else ()
+            await _respond(send, json_response({"code": status, "message": str(error)}, status, headers))
         return problem
 
 
-async def _gone(receive: Receive, stream: EventStream) -> None:
+def _form(request: StreamRequest) -> StreamForm:
+    if isinstance(request, WatchRequest):
+        return "watch"
+    return "terminal" if isinstance(request, ProcessStart) and request.has_terminal else "process"
+
+
+async def _lose_on_disconnect(receive: Receive, stream: EventStream) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     stream.lose()
@@ -212,7 +219,3 @@ async def _respond(send: Send, local: Local) -> None:
         headers.append((b"content-length", b"%d" % len(local.body)))
     await send({"type": "http.response.start", "status": local.status, "headers": headers})
     await send({"type": "http.response.body", "body": local.body})
-
-
-def _json(value: Any, status: int = 200, headers: tuple[tuple[str, str], ...] = ()) -> Local:
-    return Local(status, orjson.dumps(value), (("content-type", "application/json"), *headers))

@@ -1,32 +1,40 @@
-"""One client's stream of Connect messages: sent in order, kept alive, ended once."""
+"""One client's stream of Connect messages: sent in order, kept alive, ended once.
+
+Producers call `put` and `end`, which never block. `serve` runs in the request's own task and does all sending, so a
+client that reads slowly delays only the producers that wait for it with `wait_for_space`.
+"""
 
 import asyncio
 from collections import deque
+from typing import Literal
+
+from typing_extensions import override
 
 from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b.connect_rpc import ConnectError
-from proxy.compat.e2b.responses import KEEPALIVE, WATCH_BEGUN, WATCH_KEEPALIVE, ProcessEvent, started
+from proxy.compat.e2b.responses import KEEPALIVE, WATCH_KEEPALIVE, WATCH_STARTED, ProcessEvent, started
 from proxy.http.asgi import Send
 from proxy.http.streaming import Patient
 
-HELD_BYTES = 1 << 20
-"""What waits for a client; whoever produces more waits too."""
-FULL_BYTES = 64 << 20
-"""A client for which this much waits takes nothing any more."""
+MAX_WAITING_BYTES = 1 << 20
+"""Largest amount of unsent events before `wait_for_space` blocks. Producers thus run at the client's speed."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Largest amount of unsent events in memory. A client that falls this far behind is treated as disconnected."""
+DEADLINE_MARGIN_S = 0.5
+"""How much earlier than ours a client's deadline may pass: its clock started before the request arrived here."""
 
-MARGIN_S = 0.5
-"""A client's clock for a deadline began to run before ours."""
-
+StreamForm = Literal["process", "terminal", "watch"]
+"""Which kind of events a stream carries."""
 _HEAD = [(b"content-type", connect.STREAM.encode())]
 
 
 class EventStream(Patient):
-    """`serve` sends what others `put`. Events may come before it serves; after its end they are dropped.
+    """A response that is a stream of events. Events may be put before `serve` runs, and are dropped after the end.
 
-    keepalive_s: of silence, before the client is told that all is well; not before its first event.
-    deadline_s: what its client allows for all of it. strict: whether it ends then; while a process runs that is ended
-    with its time, its own end is waited for. form: of what is told: of a `process`, of one
-    with a `terminal`, of a `watch`.
+    Attributes:
+        form: Which kind of events the stream carries.
+        closed: No event is accepted any more: the stream was ended, or its client has gone.
+        lost: Set when the client has gone.
     """
 
     def __init__(
@@ -36,92 +44,104 @@ class EventStream(Patient):
         keepalive_s: float,
         deadline_s: float | None,
         strict: bool = True,
-        form: str = "process",
+        form: StreamForm = "process",
     ) -> None:
-        self.form = form
+        """Create a stream.
+
+        Args:
+            send: Sends ASGI messages to the client.
+            keepalive_s: Silence after which a keepalive is sent. None is sent before the first event.
+            deadline_s: Time limit that the client set for the whole response; None for no limit.
+            strict: End the stream at the deadline. False while a process runs: the sandbox kills the process at its
+                own limit, and the stream ends with the process.
+            form: Which kind of events the stream carries.
+        """
         super().__init__(send)
-        self._keepalive_s, self._strict = keepalive_s, strict
-        self._until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
-        self._waiting: deque[bytes] = deque()
-        self._size = 0
-        self._changed, self._taken = asyncio.Event(), asyncio.Event()
-        self._begun = self.over = False
+        self.form: StreamForm = form
+        self.closed = False
         self.lost = asyncio.Event()
+        self._keepalive_s, self._strict = keepalive_s, strict
+        self._deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        self._unsent: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        self._changed, self._sent = asyncio.Event(), asyncio.Event()
+        self._has_sent = False
 
     def begin(self, pid: int) -> None:
-        """Tell that its process has started, once."""
+        """Send the start event, once."""
         if not self.started:
             self.started = True
-            self.put(WATCH_BEGUN if self.form == "watch" else started(pid))
+            self.put(WATCH_STARTED if self.form == "watch" else started(pid))
 
     def put(self, event: ProcessEvent) -> None:
-        """Send event after those before it."""
+        """Queue an event."""
         self._put(connect.envelope(event))
 
     def end(self, error: ConnectError | None = None) -> None:
-        """End the stream, after what was put before."""
+        """End the stream after the queued events, with an error if there is one."""
         self._put(connect.end(error))
-        self.over = True
+        self.closed = True
 
+    @override
     def lose(self) -> None:
-        """See `Patient.lose`."""
         super().lose()
-        self.over = True
+        self.closed = True
         self.lost.set()
+        # Wake `serve` and the producers: nothing that they wait for will happen.
         self._changed.set()
-        self._taken.set()
+        self._sent.set()
 
-    def bind(self) -> None:
-        """Be strict from now on."""
+    def enforce_deadline(self) -> None:
+        """End the stream at its deadline from now on."""
         self._strict = True
         self._changed.set()
 
     @property
     def overdue(self) -> bool:
-        """Whether its client waits no longer, or is about to give up."""
-        return self._until is not None and asyncio.get_running_loop().time() > self._until - MARGIN_S
+        """Whether the client's deadline has passed, or is about to."""
+        return self._deadline is not None and asyncio.get_running_loop().time() > self._deadline - DEADLINE_MARGIN_S
 
-    async def room(self) -> None:
-        """Wait until the client has taken most of what was put."""
-        while self._size > HELD_BYTES and not self.gone:
-            self._taken.clear()
-            await self._taken.wait()
+    async def wait_for_space(self) -> None:
+        """Wait until at most `MAX_WAITING_BYTES` are unsent."""
+        while self._unsent_bytes > MAX_WAITING_BYTES and not self.gone:
+            self._sent.clear()
+            await self._sent.wait()
 
     async def serve(self) -> None:
-        """Send until the end, or until the client is gone."""
+        """Send events until the stream ends or the client has gone."""
         await self._pass({"type": "http.response.start", "status": 200, "headers": _HEAD})
-        while not self.gone and (self._waiting or not self.over):
-            if not self._waiting:
-                await self._quiet()
+        while not self.gone and (self._unsent or not self.closed):
+            if not self._unsent:
+                await self._wait_for_event()
                 continue
-            piece = b"".join(self._waiting)
-            self._waiting.clear()
-            self._size, self._begun = 0, True
-            self._taken.set()
+            piece = b"".join(self._unsent)
+            self._unsent.clear()
+            self._unsent_bytes, self._has_sent = 0, True
+            self._sent.set()
             await self._pass({"type": "http.response.body", "body": piece, "more_body": True})
         if not self.gone:
             await self._pass({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _quiet(self) -> None:
-        """Wait for something to send; when it takes long, find something."""
-        now = asyncio.get_running_loop().time()
-        until = self._until if self._strict else None
-        left = self._keepalive_s if until is None else min(self._keepalive_s, until - now)
+    async def _wait_for_event(self) -> None:
+        """Wait for an event. Put a keepalive after too long a silence, and the end when the deadline passes."""
+        clock = asyncio.get_running_loop().time
+        deadline = self._deadline if self._strict else None
+        pause_s = self._keepalive_s if deadline is None else min(self._keepalive_s, deadline - clock())
         self._changed.clear()
         try:
-            async with asyncio.timeout(max(0.0, left)):
+            async with asyncio.timeout(max(0.0, pause_s)):
                 await self._changed.wait()
         except TimeoutError:
-            if until is not None and asyncio.get_running_loop().time() >= until:
+            if deadline is not None and clock() >= deadline:
                 self.end(ConnectError("deadline_exceeded", "context deadline exceeded"))
-            elif self._begun:
+            elif self._has_sent:
                 self.put(WATCH_KEEPALIVE if self.form == "watch" else KEEPALIVE)
 
     def _put(self, piece: bytes) -> None:
-        if self.over:
+        if self.closed:
             return
-        self._waiting.append(piece)
-        self._size += len(piece)
-        if self._size > FULL_BYTES:
+        self._unsent.append(piece)
+        self._unsent_bytes += len(piece)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
             self.lose()
         self._changed.set()

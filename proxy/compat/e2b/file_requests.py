@@ -1,4 +1,4 @@
-"""E2B: what requests about files mean: to envd's Filesystem service and to its `/files` (pure)."""
+"""Reads requests about files: to envd's Filesystem service and to its `/files` (pure)."""
 
 import base64
 import binascii
@@ -15,20 +15,35 @@ from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 
 MAX_ENTRY_DEPTH = 64
+"""Largest depth of a directory listing."""
 MAX_UNZIPPED_BYTES = 256 << 20
+"""Largest size of a gzipped upload after decompression. Limits what a small body can make the proxy allocate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """Calls whose answers are one answer, in form: `entry`, `entries`, `nothing`, `file`, `uploads` or `processes`."""
+class ToolCalls:
+    """A request that runs calls and combines their results into one response.
+
+    Attributes:
+        calls: The calls, in order. Only uploads are more than one.
+        form: The form of the response: `entry`, `entries`, `nothing`, `file`, `uploads` or `processes`.
+    """
 
     calls: tuple[ToolCall, ...]
     form: str
 
 
 @dataclass(frozen=True, slots=True)
-class Watching:
-    """A request about a watched directory. verb: `begin` or `stream`, with the call for it; `events` or `end`."""
+class WatchRequest:
+    """A request about a watched directory.
+
+    Attributes:
+        verb: `begin` or `stream` to begin a watch, `events` to fetch its events, or `end`.
+        call: The call that begins the watch; None for `events` and `end`.
+        watcher: The watch, for `events` and `end`.
+        keepalive_s: Silence after which the client of a `stream` expects a keepalive event.
+        deadline_s: Time limit of a `stream`; None for no limit.
+    """
 
     verb: str
     call: ToolCall | None = None
@@ -37,66 +52,71 @@ class Watching:
     deadline_s: float | None = None
 
 
-def entries(method: str, message: dict[str, Any], request: Request) -> "Plain | Watching":
-    """Say what a request about entries means, by its method's name.
+def entries(method: str, message: dict[str, Any], request: Request) -> ToolCalls | WatchRequest:
+    """Parse a request to the Filesystem service.
+
+    Args:
+        method: The name of the service's method.
+        message: The request's message.
+        request: The request.
 
     Raises:
-        Refused: 400 or 404, with what is wrong.
+        RefusalError: 400 or 404, the request is invalid or not supported.
     """
-    path, user = word_of(message, "path"), user_of(request)
+    path, user = string_field(message, "path"), user_of(request)
     match method:
         case "Stat":
-            return _plain("info", "entry", {"path": _path(path), "user": user})
+            return _single("info", "entry", {"path": _path(path), "user": user})
         case "ListDir":
             depth = message.get("depth") or 1
             if not isinstance(depth, int) or isinstance(depth, bool) or not 1 <= depth <= MAX_ENTRY_DEPTH:
                 raise RefusalError(400, "depth", f"depth must be 1 to {MAX_ENTRY_DEPTH}.")
-            return _plain("list", "entries", {"path": _path(path or "."), "user": user, "depth": depth})
+            return _single("list", "entries", {"path": _path(path or "."), "user": user, "depth": depth})
         case "MakeDir":
-            return _plain("mkdir", "entry", {"path": _path(path), "user": user})
+            return _single("mkdir", "entry", {"path": _path(path), "user": user})
         case "Move":
-            source, target = _path(word_of(message, "source")), _path(word_of(message, "destination"))
-            return _plain("move", "entry", {"path": source, "target": target, "user": user})
+            source, target = _path(string_field(message, "source")), _path(string_field(message, "destination"))
+            return _single("move", "entry", {"path": source, "target": target, "user": user})
         case "Remove":
-            return _plain("remove", "nothing", {"path": _path(path), "user": user})
+            return _single("remove", "nothing", {"path": _path(path), "user": user})
         case "WatchDir" | "CreateWatcher":
             return _watch(method == "WatchDir", message, _path(path), user)
         case "GetWatcherEvents":
-            return Watching("events", watcher=word_of(message, "watcherId"))
+            return WatchRequest("events", watcher=string_field(message, "watcherId"))
         case "RemoveWatcher":
-            return Watching("end", watcher=word_of(message, "watcherId"))
+            return WatchRequest("end", watcher=string_field(message, "watcherId"))
     raise RefusalError(404, "no-such-method", f"filesystem.Filesystem/{method} is not served.")
 
 
-def _watch(streams: bool, message: dict[str, Any], path: str, user: str) -> Watching:
+def _watch(streams: bool, message: dict[str, Any], path: str, user: str) -> WatchRequest:
     if message.get("includeEntry") is True:
-        raise RefusalError(404, "entry", "events come without the entries that they are about: look at these.")
-    told = {"path": path, "user": user, "recursive": message.get("recursive") is True}
-    return Watching("stream" if streams else "begin", ToolCall("process", "watch", told))
+        raise RefusalError(404, "entry", "includeEntry is not supported. Request the entry when its event has arrived.")
+    arguments = {"path": path, "user": user, "recursive": message.get("recursive") is True}
+    return WatchRequest("stream" if streams else "begin", ToolCall("process", "watch", arguments))
 
 
-def transfers(request: Request) -> Plain:
-    """Say what a request means that carries a file, or wants one.
+def file_transfer(request: Request) -> ToolCalls:
+    """Parse a request that uploads or downloads files.
 
     Raises:
-        Refused: 400 to 415, with what is wrong.
+        RefusalError: 400 to 415, the request is invalid.
     """
     query = dict(parse_qsl(request.query, keep_blank_values=True))
     user, path = query.get("username", "") or user_of(request), query.get("path", "")
     if request.method == "GET":
-        return _plain("read", "file", {"path": _path(path), "user": user})
+        return _single("read", "file", {"path": _path(path), "user": user})
     if request.method != "POST":
-        raise RefusalError(405, "method", "files take GET and POST.")
-    body = _unpacked(request)
-    kind = request.header("content-type")
-    if not kind.lower().startswith("multipart/form-data"):
-        return Plain((_upload(path, user, body),), "uploads")
-    found = multipart.files(body, kind)
-    if path and len(found) > 1:
-        raise RefusalError(400, "multipart", "one path was given for several files.")
-    if not found:
-        raise RefusalError(400, "multipart", "the form holds no file.")
-    return Plain(tuple(_upload(path or file.name, user, file.data) for file in found), "uploads")
+        raise RefusalError(405, "method", "/files takes GET and POST.")
+    body = _decompressed_body(request)
+    content_type = request.header("content-type")
+    if not content_type.lower().startswith("multipart/form-data"):
+        return ToolCalls((_upload(path, user, body),), "uploads")
+    files = multipart.files(body, content_type)
+    if path and len(files) > 1:
+        raise RefusalError(400, "multipart", "The form has several files but the query has one path. Leave path out.")
+    if not files:
+        raise RefusalError(400, "multipart", "The form contains no file.")
+    return ToolCalls(tuple(_upload(path or file.name, user, file.data) for file in files), "uploads")
 
 
 def _upload(path: str, user: str, data: bytes) -> ToolCall:
@@ -104,48 +124,50 @@ def _upload(path: str, user: str, data: bytes) -> ToolCall:
     return ToolCall("files", "write", arguments, data)
 
 
-def _unpacked(request: Request) -> bytes:
+def _decompressed_body(request: Request) -> bytes:
     encoding = request.header("content-encoding").lower() or "identity"
     if encoding == "identity":
         return request.body
     if encoding != "gzip":
-        raise RefusalError(415, "content-encoding", f"uploads come as they are or gzipped, not as {encoding}.")
+        raise RefusalError(415, "content-encoding", f"Content-Encoding must be identity or gzip, not {encoding}.")
     unzip = zlib.decompressobj(wbits=31)
     try:
         data = unzip.decompress(request.body, MAX_UNZIPPED_BYTES)
     except zlib.error as error:
-        raise RefusalError(400, "content-encoding", f"the body is no gzip: {error}.") from None
+        raise RefusalError(400, "content-encoding", f"The body is not gzip: {error}.") from None
     if not unzip.eof:
-        raise RefusalError(400, "content-encoding", "the gzipped body is cut off, or holds too much.")
+        raise RefusalError(
+            400, "content-encoding", f"The gzipped body is cut off, or larger than {MAX_UNZIPPED_BYTES} bytes."
+        )
     return data
 
 
-def _plain(tool: str, form: str, arguments: dict[str, Any]) -> Plain:
-    return Plain((ToolCall("files", tool, arguments),), form)
+def _single(tool: str, form: str, arguments: dict[str, Any]) -> ToolCalls:
+    return ToolCalls((ToolCall("files", tool, arguments),), form)
 
 
 def _path(path: str) -> str:
     if not path or "\0" in path or len(path.encode()) > 4095:
-        raise RefusalError(400, "path", "a path has 1 to 4095 bytes, none of them NUL.")
+        raise RefusalError(400, "path", "path must have 1 to 4095 bytes without NUL.")
     return path
 
 
 def user_of(request: Request) -> str:
-    """Return the user that Basic authorization names; empty for the sandbox's own."""
-    scheme, _, coded = request.header("authorization").partition(" ")
+    """Return the user of a Basic Authorization header; empty for the sandbox's default user."""
+    scheme, _, encoded = request.header("authorization").partition(" ")
     if scheme.lower() != "basic":
         return ""
     try:
-        user = base64.b64decode(coded, validate=True).decode().partition(":")[0]
+        user = base64.b64decode(encoded, validate=True).decode().partition(":")[0]
     except (binascii.Error, UnicodeDecodeError):
-        raise RefusalError(400, "user", "the Authorization header is no Basic one.") from None
+        raise RefusalError(400, "user", "The Authorization header is not valid Basic authorization.") from None
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", user):
-        raise RefusalError(400, "user", "a user's name is of letters, digits, _, . and -.")
+        raise RefusalError(400, "user", "A user name consists of letters, digits, _, . and -.")
     return user
 
 
-def word_of(message: dict[str, Any], name: str) -> str:
-    """Return a string that a message has; empty where it has none."""
+def string_field(message: dict[str, Any], name: str) -> str:
+    """Return a string member of a message; empty if it is missing or null."""
     value = message.get(name) or ""
     if not isinstance(value, str) or "\0" in value:
         raise RefusalError(400, name, f"{name} must be a string without NUL.")

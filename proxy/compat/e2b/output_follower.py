@@ -1,6 +1,20 @@
-"""What processes of E2B's that were left running say, told to the clients that listen, in steps of their rollouts.
+"""The output of E2B processes that run in the background, polled and sent to the clients that are connected to them.
 
-See docs/decisions/0015.
+Theory of operation. A process that outlives the call that started it produces output while its rollout makes no call.
+What the rollout's clients see must still be part of the tree: a rollout that comes the same way later must see the same
+output at the same node. So output is never forwarded directly. It is taken up by polls (`poll_call`), which are
+calls like any other: a poll that returns output is recorded and moves the rollout to a new node.
+
+1. *Before each request* of a rollout, `catch_up` replays the polls that the tree already knows at the rollout's node.
+   All rollouts that come this way thus take the same polls in the same order.
+2. *Between requests*, one task per rollout (`_poll_while_followed`) runs polls. The pause between two polls starts at
+   `FIRST_POLL_S` after a call and doubles while nothing happens.
+3. A poll is an ordinary call, so it waits for the rollout's turn. While another call runs, polls are put off
+   (`_is_blocked`), because that call may be a short one that the client waits for. After `MAX_BLOCKED_S` the running
+   process is detached in favour of the poll.
+4. Once no client is connected any more, polling stops. Terminals are the exception: see `UNATTENDED_POLL_S`.
+
+Everything here concerns connections. What lasts is in the tree and in the sandbox. See docs/decisions/0015.
 """
 
 import asyncio
@@ -8,9 +22,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from proxy.compat.e2b import responses as e2b_told
-from proxy.compat.e2b.connect_rpc import ConnectError, of_problem
+from proxy.compat.e2b import responses
+from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
 from proxy.compat.e2b.event_stream import EventStream
+from proxy.compat.e2b.process_lifecycle import ProcessChange, ProcessState, after
 from proxy.engine import Engine
 from proxy.execution.errors import NothingHappened, RolloutGoneError, StateLostError
 from proxy.http.problems import FORESEEN, problem_of
@@ -18,229 +33,278 @@ from proxy.tree.keys import call_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
+from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
 
-LOOK_S = 0.05
-"""After a call, until what is left running is looked at for the first time; then twice as long each time, up to"""
-LOOK_MOST_S = 1.0
-BUSY_MOST_S = 10.0
-"""while it says something: each look that finds something makes a state."""
-ALONE_S = 30.0
-"""Between looks at a terminal that nobody listens to: its state is in its sandbox alone, which is not idle then."""
-PATIENT_S = 10.0
-"""The same where others went on from this state without looking: it is probable that this one will, too."""
+FIRST_POLL_S = 0.05
+"""Delay between a call and the first poll of background output; doubles up to `MAX_POLL_S`."""
+MAX_POLL_S = 1.0
+"""Longest interval between polls while the process is silent. A client sees new output at most this late."""
+MAX_BUSY_POLL_S = 10.0
+"""Longest interval while the process produces output. Longer, because each poll that finds output creates a node."""
+UNATTENDED_POLL_S = 30.0
+"""Interval for terminals without a client. Polls keep their sandbox in use: a terminal's state exists only there."""
+EXPECTED_CALL_S = 10.0
+"""Delay of polls at a node from which other rollouts went on with a call: this rollout probably does so, too."""
+MAX_BLOCKED_S = 30.0
+"""How long polls wait for another call of the rollout to end. Then that call is detached."""
 STOPPED = "Forkpoint is being stopped. Connect again when it is back."
-KEPT_OUT_S = 30.0
-"""How long a process waits to be looked at while another one runs; then that is left running, too."""
 
 
-def attend(pid: int) -> ToolCall:
-    """Return the call that takes up what a process that was left running has said since."""
+def poll_call(pid: int) -> ToolCall:
+    """Return the call that takes up what a background process has written since the last poll."""
     return ToolCall("process", "attend", {"process": pid})
 
 
 @dataclass(slots=True, eq=False)
-class Watched:
-    """The processes of one rollout that were left running and that clients listen to, by their pids.
+class FollowedProcess:
+    """One background process and the streams of the clients that are connected to it.
 
-    terminals: those that are looked at even if nobody listens.
+    Attributes:
+        streams: Streams that receive its output.
+        is_terminal: The process is polled even while no client is connected.
+        state: DETACHED, until a poll finds the end of the process.
+    """
+
+    streams: list[EventStream] = field(default_factory=list)
+    is_terminal: bool = False
+    state: ProcessState = ProcessState.DETACHED
+
+
+@dataclass(slots=True, eq=False)
+class FollowedRollout:
+    """The followed background processes of one rollout.
+
+    Attributes:
+        rollout: The rollout whose sandbox runs the processes.
+        processes: The processes by pid.
+        called: Set when a call of the rollout has ended, so that the next poll comes soon.
+        blocked_s: For how long polls have been put off because another call runs; 0 when none runs.
+        polling: The task that polls; None before the first stream and after the last.
     """
 
     rollout: Rollout
-    streams: dict[int, list[EventStream]] = field(default_factory=dict)
-    terminals: set[int] = field(default_factory=set)
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-    kept_out_s: float = 0.0
-    task: asyncio.Task[None] | None = None
+    processes: dict[int, FollowedProcess] = field(default_factory=dict)
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    blocked_s: float = 0.0
+    polling: asyncio.Task[None] | None = None
+
+    def end_streams(self, error: ConnectError) -> None:
+        """End the streams of all processes with an error."""
+        for process in self.processes.values():
+            for stream in process.streams:
+                stream.end(error)
+        self.processes.clear()
+
+    def is_followed(self) -> bool:
+        """Forget streams that have ended; return whether a process is left to poll."""
+        for pid, process in list(self.processes.items()):
+            process.streams[:] = [stream for stream in process.streams if not stream.closed]
+            if not process.streams and not process.is_terminal:
+                del self.processes[pid]
+        return bool(self.processes)
+
+    def max_pause_s(self, *, produced: bool) -> float:
+        """Return the longest pause before the next poll.
+
+        Args:
+            produced: The last round of polls returned output.
+        """
+        streams = [stream for process in self.processes.values() for stream in process.streams]
+        if not streams:
+            return UNATTENDED_POLL_S
+        # Output of terminals and watches creates nodes that belong to this rollout anyway: it can be polled often.
+        is_private = any(stream.form != "process" for stream in streams)
+        return MAX_BUSY_POLL_S if produced and not is_private else MAX_POLL_S
 
 
-class Following:
-    """Who listens to which processes, in all rollouts. What they say lasts in the tree; this is about connections."""
+class OutputFollower:
+    """Polls the followed background processes of all rollouts and sends their output to the connected clients."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
-        self._watched: dict[int, Watched] = {}
+        self._followed: dict[int, FollowedRollout] = {}
+        self._tasks = TaskOwner()
         self._closing: asyncio.Task[None] | None = None
 
     def follow(self, rollout: Rollout, pid: int, stream: EventStream) -> None:
-        """Tell on stream what a process says from now on, or what happens where one watches."""
+        """Send what a background process writes, or a watch observes, from now on."""
         stream.begin(pid)
-        self._watch(rollout, pid, stream)
+        self._connect(rollout, pid, stream)
 
-    def moved(self, rollout: Rollout) -> None:
-        """Catch up, and look again soon: a call of this rollout has ended."""
-        self.catch_up(rollout)
-        watched = self._watched.get(rollout.id)
-        if watched is not None:
-            watched.moved.set()
+    def deliver_start(
+        self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, sent_bytes: int = 0
+    ) -> ProcessChange:
+        """Send the recorded result of a start; follow the process if it still runs.
 
-    def end(self, rollout: Rollout, error: ConnectError) -> None:
-        """End all streams of a rollout with error."""
-        watched = self._watched.pop(rollout.id, None)
-        if watched is not None:
-            _end(watched, error)
-            if watched.task is not None:
-                watched.task.cancel()
+        Args:
+            rollout: The rollout of the process.
+            pid: The pid that clients know.
+            record: The record of the start.
+            stream: The client's stream.
+            sent_bytes: Leading bytes of output that the stream has received already.
 
-    async def _close(self) -> None:
-        """Once the engine closes, look at nothing any more."""
-        await self._engine.closing.wait()
-        for watched in list(self._watched.values()):
-            self.end(watched.rollout, ConnectError("unavailable", STOPPED))
-
-    def catch_up(self, rollout: Rollout) -> None:
-        """Tell what the tree knows that processes have said at the node where rollout stands, and take these steps.
-
-        Before each request, so that whoever comes this way takes the same steps in the same order.
+        Returns:
+            END, or DETACH if the process runs in the background.
         """
-        watched = self._watched.get(rollout.id)
-        if watched is None:
-            return
-        told = True
-        while told:
-            told = any(self._known(watched, pid) for pid in sorted(watched.streams))
-
-    def _known(self, watched: Watched, pid: int) -> bool:
-        record = self._step.known(watched.rollout, call_key(attend(pid)))
-        if record is not None:
-            self._said(watched, pid, record)
-        return record is not None
-
-    def tell(self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, skip: int = 0) -> None:
-        """Tell a recorded answer to a start, but for its first bytes of output."""
         result = self._engine.store.records.result(record)
         if result.status != 200:
             stream.end(ConnectError("invalid_argument", result.body.decode(errors="replace")))
-            return
-        if _told(result.body, pid, [stream], skip=skip):
-            return
-        self._watch(rollout, pid, stream)
+            return ProcessChange.END
+        change = _deliver(result.body, pid, [stream], sent_bytes=sent_bytes)
+        if change is ProcessChange.DETACH:
+            self._connect(rollout, pid, stream)
+        return change
 
-    def _said(self, watched: Watched, pid: int, record: Record) -> None:
-        result = self._engine.store.records.result(record)
-        if result.status != 200:
-            for stream in watched.streams.pop(pid):
-                stream.end(not_found(pid))
-        elif _told(result.body, pid, watched.streams[pid]):
-            del watched.streams[pid]
+    def catch_up(self, rollout: Rollout) -> None:
+        """Take the polls that the tree knows at the rollout's node, and send what they returned.
 
-    def _watch(self, rollout: Rollout, pid: int, stream: EventStream) -> None:
-        if rollout.finished:
-            stream.end(ConnectError("unavailable", f"the sandbox {rollout.name!r} has ended"))
-            return
-        watched = self._watched.setdefault(rollout.id, Watched(rollout))
-        watched.streams.setdefault(pid, []).append(stream)
-        if stream.form == "terminal":
-            watched.terminals.add(pid)
-        stream.bind()
+        Called before each request, so that all rollouts that come this way take the same steps in the same order.
+        """
+        followed = self._followed.get(rollout.id)
+        # A poll may lead to a node at which further polls are known.
+        while followed is not None and any(self._take_known(followed, pid) for pid in sorted(followed.processes)):
+            pass
+
+    def call_ended(self, rollout: Rollout) -> None:
+        """Catch up and poll again soon, because a call of this rollout has ended."""
         self.catch_up(rollout)
-        watched.moved.set()
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
-        if watched.task is None:
-            watched.task = asyncio.ensure_future(self._look(watched))
+        followed = self._followed.get(rollout.id)
+        if followed is not None:
+            followed.called.set()
 
-    async def _look(self, watched: Watched) -> None:
-        """Look at what runs while its rollout asks for nothing, until nobody listens any more."""
-        pause_s = LOOK_S
-        while self._listened(watched):
-            watched.moved.clear()
+    def end(self, rollout: Rollout, error: ConnectError) -> None:
+        """End all streams of a rollout with an error."""
+        followed = self._followed.pop(rollout.id, None)
+        if followed is not None:
+            followed.end_streams(error)
+            if followed.polling is not None:
+                followed.polling.cancel()
+
+    def _connect(self, rollout: Rollout, pid: int, stream: EventStream) -> None:
+        if rollout.finished:
+            stream.end(ConnectError("unavailable", f"The sandbox {rollout.name!r} has ended."))
+            return
+        followed = self._followed.setdefault(rollout.id, FollowedRollout(rollout))
+        process = followed.processes.setdefault(pid, FollowedProcess())
+        process.streams.append(stream)
+        process.is_terminal = process.is_terminal or stream.form == "terminal"
+        # A background process is not killed when the client's deadline passes, so the stream must end by itself.
+        stream.enforce_deadline()
+        self.catch_up(rollout)
+        followed.called.set()
+        if self._closing is None:
+            self._closing = self._tasks.spawn("end E2B streams at shutdown", self._end_at_shutdown())
+        if followed.polling is None:
+            followed.polling = self._tasks.spawn("poll E2B processes", self._poll_while_followed(followed))
+
+    async def _end_at_shutdown(self) -> None:
+        await self._engine.closing.wait()
+        for followed in list(self._followed.values()):
+            self.end(followed.rollout, ConnectError("unavailable", STOPPED))
+
+    def _take_known(self, followed: FollowedRollout, pid: int) -> bool:
+        record = self._step.known(followed.rollout, call_key(poll_call(pid)))
+        if record is not None:
+            self._deliver_poll(followed, pid, record)
+        return record is not None
+
+    def _deliver_poll(self, followed: FollowedRollout, pid: int, record: Record) -> None:
+        process = followed.processes[pid]
+        result = self._engine.store.records.result(record)
+        if result.status == 200:
+            change = _deliver(result.body, pid, process.streams)
+        else:
+            change = ProcessChange.END
+            for stream in process.streams:
+                stream.end(not_found(pid))
+        process.state = after(process.state, change)
+        if process.state is ProcessState.ENDED:
+            del followed.processes[pid]
+
+    async def _poll_while_followed(self, followed: FollowedRollout) -> None:
+        pause_s = FIRST_POLL_S
+        while followed.is_followed():
+            followed.called.clear()
             try:
-                async with asyncio.timeout(PATIENT_S if self._others_went_on(watched) else pause_s):
-                    await watched.moved.wait()
-                pause_s = LOOK_S
+                async with asyncio.timeout(EXPECTED_CALL_S if _others_went_on(followed.rollout) else pause_s):
+                    await followed.called.wait()
+                # The rollout made a call. Its effect on the processes may show at once.
+                pause_s = FIRST_POLL_S
             except TimeoutError:
-                if self._kept_out(watched, pause_s):
+                if self._is_blocked(followed, pause_s):
                     continue
                 try:
-                    said = await self._look_once(watched)
+                    produced = await self._poll_all(followed)
                 except (RolloutGoneError, StateLostError) as error:
-                    _end(watched, of_problem(problem_of(error)))
+                    followed.end_streams(from_problem(problem_of(error)))
                     break
-                pause_s = min(pause_s * 2, _max_s(watched, said=said))
-        watched.task = None
-        if self._watched.get(watched.rollout.id) is watched:
-            del self._watched[watched.rollout.id]
+                pause_s = min(pause_s * 2, followed.max_pause_s(produced=produced))
+        followed.polling = None
+        # `end` may have removed this entry, and a new stream may have made another one since.
+        if self._followed.get(followed.rollout.id) is followed:
+            del self._followed[followed.rollout.id]
 
-    def _listened(self, watched: Watched) -> bool:
-        for pid, streams in list(watched.streams.items()):
-            streams[:] = [stream for stream in streams if not stream.over]
-            if not streams and pid not in watched.terminals:
-                del watched.streams[pid]
-        return bool(watched.streams)
+    def _is_blocked(self, followed: FollowedRollout, pause_s: float) -> bool:
+        """Return whether to put polls off because another call runs, which a client may be waiting for."""
+        followed.blocked_s = followed.blocked_s + pause_s if followed.rollout.turn.locked() else 0.0
+        return 0.0 < followed.blocked_s < MAX_BLOCKED_S
 
-    def _others_went_on(self, watched: Watched) -> bool:
-        node = watched.rollout.node
-        return any(not record.observation and not record.private for record in node.records.values())
-
-    def _kept_out(self, watched: Watched, pause_s: float) -> bool:
-        """Whether another call is under way, which may be one that its client waits for."""
-        watched.kept_out_s = watched.kept_out_s + pause_s if watched.rollout.turn.locked() else 0.0
-        return 0.0 < watched.kept_out_s < KEPT_OUT_S
-
-    async def _look_once(self, watched: Watched) -> bool:
-        """Take up what processes have said since; return whether that was anything."""
-        said = False
-        for pid in sorted(watched.streams):
-            call = attend(pid)
+    async def _poll_all(self, followed: FollowedRollout) -> bool:
+        """Poll every followed process once; return whether a poll returned output."""
+        produced = False
+        for pid in sorted(followed.processes):
+            call = poll_call(pid)
             try:
-                leaves = watched.kept_out_s > 0
-                answer = await self._step.run(watched.rollout, call, call_key(call), leaves=leaves)
+                # After MAX_BLOCKED_S a call is still running: `leaves` detaches it, so that the poll gets its turn.
+                leaves = followed.blocked_s > 0
+                answer = await self._step.run(followed.rollout, call, call_key(call), leaves=leaves)
             except NothingHappened:
                 continue
             except (RolloutGoneError, StateLostError):
                 raise
             except FORESEEN as error:
-                # Nobody has asked for this; it is tried again.
-                log.info("a process could not be looked at", pid=pid, error=str(error))
+                # No client has made this request, so no client gets the error. The next round tries again.
+                log.info("poll of a background process failed", pid=pid, error=str(error))
                 continue
-            said = True
-            if pid in watched.streams:
-                self._said(watched, pid, answer.record)
-        return said
+            produced = True
+            if pid in followed.processes:
+                self._deliver_poll(followed, pid, answer.record)
+        return produced
 
 
-def _max_s(watched: Watched, *, said: bool) -> float:
-    """Return how long to wait at most until the next look; said: whether the last one found anything."""
-    if not any(watched.streams.values()):
-        return ALONE_S
-    # What a terminal says, or who watches, makes states that are its rollout's alone.
-    own = any(stream.form != "process" for streams in watched.streams.values() for stream in streams)
-    return BUSY_MOST_S if said and not own else LOOK_MOST_S
+def _others_went_on(rollout: Rollout) -> bool:
+    """Return whether another rollout made a state-changing call at this rollout's node."""
+    return any(not record.observation and not record.private for record in rollout.node.records.values())
 
 
-def _told(body: bytes, pid: int, streams: list[EventStream], *, skip: int = 0) -> bool:
-    """Tell what an answer says of a process; return whether that is its end."""
+def _deliver(body: bytes, pid: int, streams: list[EventStream], *, sent_bytes: int = 0) -> ProcessChange:
+    """Send the output, and the end if there is one, of a recorded result to each stream."""
+    last, error = None, None
     try:
-        last, error = e2b_told.ended(body), None
-    except ConnectError as failed:
-        last, error = None, failed
-    silent = error is not None and error.code == "invalid_argument"
+        last = responses.ended(body)
+    except ConnectError as failure:
+        error = failure
+    # A process that could not be started has no output: the sandbox's message became the error.
+    never_started = error is not None and error.code == "invalid_argument"
     for stream in streams:
-        events = [] if silent else _events(body, stream.form, skip)
+        events = [] if never_started else _events(body, stream.form, sent_bytes)
         if events or error is None:
             stream.begin(pid)
         for event in [*events, *([last] if last else [])]:
             stream.put(event)
         if last or error:
             stream.end(error)
-    return bool(last or error)
+    return ProcessChange.END if last or error else ProcessChange.DETACH
 
 
-def _events(body: bytes, form: str, skip: int) -> list[e2b_told.ProcessEvent]:
+def _events(body: bytes, form: str, sent_bytes: int) -> list[responses.ProcessEvent]:
     if form == "watch":
-        return [{"filesystem": event} for event in e2b_told.happened(body)]
-    return list(e2b_told.output(body, skip=skip, terminal=form == "terminal"))
-
-
-def _end(watched: Watched, error: ConnectError) -> None:
-    for streams in watched.streams.values():
-        for stream in streams:
-            stream.end(error)
-    watched.streams.clear()
+        return [{"filesystem": event} for event in responses.watch_events(body)]
+    return list(responses.output(body, skip=sent_bytes, terminal=form == "terminal"))
 
 
 def not_found(process: int | str) -> ConnectError:
-    """Return what is said of a process that is not there, by its pid or its tag."""
+    """Return the error for a process that does not exist, given its pid or its tag."""
     return ConnectError("not_found", f"process with {'tag' if isinstance(process, str) else 'pid'} {process} not found")

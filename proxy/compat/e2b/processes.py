@@ -1,20 +1,28 @@
-"""E2B's processes: started, followed while clients listen, and left running when their clients ask for more.
+"""E2B's processes: starting them, sending their output to clients, and requests about running ones.
 
-A start is answered as soon as its process has ended. Where its rollout asks for something else before, the process is
-left running in the sandbox: the start is recorded with what was told by then, and the rest is taken up by calls of
-their own (`attend`), each a step of the rollout: so nobody is told what the sandbox at their node has not said.
-See docs/decisions/0015.
+Theory of operation. A start is one call of its rollout, and its response is a stream (`ProcessRun`).
+
+1. While the process runs, its output goes to the client's stream as it is produced.
+2. When the process ends, the call is recorded and the stream ends.
+3. When the rollout sends its next request first, the process is detached: the start is recorded with the output so far
+   and the process continues in the sandbox. `OutputFollower` polls it from then on; each poll is a call of its own.
+   So no client receives output that the sandbox at its rollout's node has not produced.
+4. When the client loses its connection and sends the same start again, the retry adopts the run: the call is not
+   executed twice, and the new stream gets the recorded result.
+
+`process_lifecycle` writes these states as a table. See docs/decisions/0015.
 """
 
 import asyncio
 from hashlib import blake2b
 from typing import Any
 
-from proxy.compat.e2b import responses as e2b_told
+from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.event_stream import EventStream
-from proxy.compat.e2b.output_follower import Following, not_found
-from proxy.compat.e2b.requests import Chosen, ProcessStart
+from proxy.compat.e2b.output_follower import OutputFollower, not_found
+from proxy.compat.e2b.process_lifecycle import ProcessChange, ProcessState, after
+from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.engine import Engine
 from proxy.step import Answer
 from proxy.tree.keys import CallKey, call_key, private_key
@@ -23,132 +31,161 @@ from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.listener import Headers
 from sandboxes.process_output import OUT, Incoming
+from sandboxes.task_owner import TaskOwner
 
-LOST_S = 0.1
-"""How long after a client asks again it may be heard that it has lost its first stream."""
-START_PATIENCE_S = 5.0
-"""A client is told that its process has started when it has, or after this: its sandbox may be long in coming."""
+DISCONNECT_GRACE_S = 0.1
+"""How long after a retry the loss of the first stream may be noticed; the two arrive on different connections."""
+START_EVENT_S = 5.0
+"""Delay after which a client gets the start event although its process waits for a sandbox: SDKs time out."""
 LIST = ToolCall("process", "list", {})
+"""The call that lists the background processes of a sandbox."""
 
 
 def pid_of(node: Node, key: CallKey) -> int:
-    """Return the pid that clients know a process by that was started by a call of this key at node.
+    """Return the pid that clients know for the process that a call with this key starts at this node.
 
-    All rollouts that come this way are given the same, whether they run it or are answered from the tree.
+    The pid depends on nothing else, so all rollouts that come this way see the same pid, on a hit as on a miss.
     """
     digest = blake2b(node.id.to_bytes(8, "little") + key, digest_size=4).digest()
     return 1000 + int.from_bytes(digest, "little") % (1 << 30)
 
 
 class ProcessRun:
-    """One process under way, and the client that hears it meanwhile. See `Detachable`.
+    """One start under way: the call's listener (see `Detachable`) and the stream of the client that waits for it.
 
-    shown: how much of its output the client has been told, in bytes. heir: where a client listens that asked again.
+    Attributes:
+        state: Where the process stands; see `process_lifecycle`.
+        pid: The pid that clients know; 0 until the call has its turn.
+        sent_bytes: Bytes of output that the current stream has received.
+        stream: The current client's stream; a retry replaces it.
     """
 
     def __init__(self, start: ProcessStart, key: CallKey, stream: EventStream) -> None:
-        self.key, self.pid, self.shown = key, 0, 0
+        self.state = ProcessState.NOT_STARTED
+        self.pid, self.sent_bytes, self.stream = 0, 0, stream
         self.task: asyncio.Task[Answer] | None = None
-        self.heir: EventStream | None = None
-        self._start, self._stream = start, stream
-        self._left = asyncio.Event()
+        self._start, self._key = start, key
+        self._detach = asyncio.Event()
         self._incoming = Incoming()
 
-    async def awaits(self, rollout: Rollout, key: CallKey) -> bool:
-        """Whether a start of this key is its own, sent again by a client that lost the answer.
+    def change(self, change: ProcessChange) -> None:
+        """Move to the next state."""
+        self.state = after(self.state, change)
 
-        That it did may be heard a little after it asks again.
+    async def is_retried_by(self, rollout: Rollout, key: CallKey) -> bool:
+        """Return whether a start with this key is the same one, sent again by a client that lost its stream.
+
+        A second start while the first stream is healthy is a second process, so the first stream must be lost.
         """
-        if self.key != key:
+        if self._key != key:
             return False
         try:
-            async with asyncio.timeout(LOST_S):
-                await (self.heir or self._stream).lost.wait()
+            async with asyncio.timeout(DISCONNECT_GRACE_S):
+                await self.stream.lost.wait()
         except TimeoutError:
             return False
-        done = self.task is not None and self.task.done()
-        return not done or self._led_to() is rollout.node
+        # After its end the run answers only while the rollout has not gone on from the node that it led to.
+        return self.task is None or not self.task.done() or _target(self.task) is rollout.node
 
-    def _led_to(self) -> Node | None:
-        assert self.task is not None
-        failed = self.task.cancelled() or self.task.exception() is not None
-        return None if failed else self.task.result().record.target
+    def adopt(self, stream: EventStream) -> None:
+        """Continue with the stream of a retry, which gets the whole output when the call is recorded."""
+        self.change(ProcessChange.RETRY)
+        self.stream, self.sent_bytes = stream, 0
+        if self.pid:
+            stream.begin(self.pid)
 
-    def placed(self, node: Node, key: CallKey, left: asyncio.Event) -> ToolCall:
-        """See `Placed`."""
-        self.pid, self._left = pid_of(node, key), left
+    def call(self, node: Node, key: CallKey, detach: asyncio.Event) -> ToolCall:
+        """Build the call once its node and key are known; see `proxy.step`."""
+        self.pid, self._detach = pid_of(node, key), detach
         call = self._start.call
         arguments = {**call.arguments, "process": self.pid, "tag": self._start.tag}
         return ToolCall(call.endpoint, call.tool, arguments, call.body)
 
     async def head(self, _status: int, _headers: Headers) -> None:
-        """See `Listener.head`."""
-        self._stream.begin(self.pid)
+        """Send the start event: the sandbox has started the process."""
+        self.change(ProcessChange.START)
+        self.stream.begin(self.pid)
 
     async def data(self, chunk: bytes) -> None:
-        """See `Listener.data`."""
+        """Send a piece of output, unless a retry has adopted the run."""
         for kind, data in self._incoming.feed(chunk):
-            # How a sandbox says that it cannot start a process is no output of one.
-            if kind == OUT and self.shown == 0 and e2b_told.cannot_start(data):
+            if self.state is not ProcessState.FOLLOWED:
                 return
-            self.shown += len(data)
-            for event in e2b_told.pieces(kind, data, terminal=self._start.has_terminal):
-                self._stream.put(event)
-            await self._stream.room()
+            # The sandbox reports a failed start as output. `_deliver` turns the recorded report into an error.
+            if kind == OUT and self.sent_bytes == 0 and responses.cannot_start(data):
+                return
+            self.sent_bytes += len(data)
+            for event in responses.output_events(kind, data, terminal=self._start.has_terminal):
+                self.stream.put(event)
+            await self.stream.wait_for_space()
 
     async def detached(self) -> None:
-        """See `Detachable.detached`. What is about to be ended, because its time is up, is not left running before."""
-        await self._left.wait()
-        if self._stream.overdue:
+        """Return once the process is to be detached. Never returns for a process whose time limit has passed."""
+        await self._detach.wait()
+        if self.stream.overdue:
+            # The sandbox is about to kill the process. Detaching it now would let it survive its limit.
             await asyncio.get_running_loop().create_future()
 
 
+def _target(task: asyncio.Task[Answer]) -> Node | None:
+    """Return the node that a completed start led to; None if the start failed."""
+    failed = task.cancelled() or task.exception() is not None
+    return None if failed else task.result().record.target
+
+
 class Processes:
-    """Those of all rollouts. What is in memory here is about connections: what lasts is in the tree."""
+    """Answers requests about the processes of all rollouts. Its memory concerns connections; the tree keeps the rest.
+
+    Attributes:
+        follower: Polls the background processes.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
         self._runs: dict[int, ProcessRun] = {}
-        self.following = Following(engine)
+        self._tasks = TaskOwner()
+        self.follower = OutputFollower(engine)
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    async def start(self, rollout: Rollout, asked: ProcessStart, stream: EventStream) -> None:
-        """Answer a start on stream: to its end, or until what it started was left running, and is watched."""
+    async def start(self, rollout: Rollout, request: ProcessStart, stream: EventStream) -> None:
+        """Start a process. Returns once the process has ended, or is detached and followed."""
         try:
-            await self._start(rollout, asked, stream)
+            await self._start(rollout, request, stream)
         finally:
-            self.following.moved(rollout)
+            self.follower.call_ended(rollout)
 
-    async def _start(self, rollout: Rollout, asked: ProcessStart, stream: EventStream) -> None:
-        key = call_key(asked.call)
+    async def _start(self, rollout: Rollout, request: ProcessStart, stream: EventStream) -> None:
+        key = call_key(request.call)
         run = self._runs.get(rollout.id)
-        if run is None or not await run.awaits(rollout, key):
-            self._runs.pop(rollout.id, None)
-            self.following.catch_up(rollout)
-            # What can be typed at is nobody else's: see `Conversation`.
-            own = private_key(key, rollout.id, rollout.calls) if asked.has_terminal else key
-            record = self._step.known(rollout, own)
-            if record is not None:
-                self.following.tell(rollout, pid_of(record.source, record.key), record, stream)
-                return
-            run = self._runs[rollout.id] = ProcessRun(asked, key, stream)
-            run.task = asyncio.ensure_future(self._step.run(rollout, run.placed, own, run))
+        if run is not None and await run.is_retried_by(rollout, key):
+            run.adopt(stream)
         else:
-            run.heir = stream
-            if run.pid:
-                stream.begin(run.pid)
+            self._runs.pop(rollout.id, None)
+            self.follower.catch_up(rollout)
+            # What is typed at a terminal cannot be predicted, so no other rollout may share its state.
+            own_key = private_key(key, rollout.id, rollout.calls) if request.has_terminal else key
+            record = self._step.known(rollout, own_key)
+            if record is not None:
+                self.follower.deliver_start(rollout, pid_of(record.source, record.key), record, stream)
+                return
+            run = self._runs[rollout.id] = ProcessRun(request, key, stream)
+            # The call outlives this request: a client that lost its stream may retry.
+            run.task = self._tasks.spawn(
+                "start E2B process", self._step.run(rollout, run.call, own_key, run), awaited=True
+            )
         answer = await self._answer(run, stream)
-        skip = 0 if stream is run.heir else run.shown
+        if run.stream is not stream:
+            # A retry adopted the run meanwhile, and delivers the result.
+            return
         pid = run.pid or pid_of(answer.record.source, answer.record.key)
-        self.following.tell(rollout, pid, answer.record, stream, skip=skip)
+        run.change(self.follower.deliver_start(rollout, pid, answer.record, stream, sent_bytes=run.sent_bytes))
+        # A client that is gone may retry; the run is kept for that.
         if self._runs.get(rollout.id) is run and not stream.gone:
             del self._runs[rollout.id]
 
     async def _answer(self, run: ProcessRun, stream: EventStream) -> Answer:
         assert run.task is not None
         try:
-            async with asyncio.timeout(START_PATIENCE_S):
+            async with asyncio.timeout(START_EVENT_S):
                 return await asyncio.shield(run.task)
         except TimeoutError:
             if run.pid:
@@ -156,32 +193,40 @@ class Processes:
         return await asyncio.shield(run.task)
 
     async def connect(self, rollout: Rollout, pid: int | None, tag: str, stream: EventStream) -> None:
-        """Follow a process on stream.
+        """Follow a background process.
+
+        Args:
+            rollout: The rollout of the process.
+            pid: The pid; None selects the process by its tag.
+            tag: The tag that the process was started with.
+            stream: Receives the output from now on.
 
         Raises:
-            ConnectError: there is none.
+            ConnectError: The process does not exist.
         """
-        found = await self._find(rollout, pid, tag)
-        stream.form = "terminal" if found["tty"] else "process"
-        self.following.follow(rollout, found["process"], stream)
+        process = await self._find(rollout, pid, tag)
+        stream.form = "terminal" if process["tty"] else "process"
+        self.follower.follow(rollout, process["process"], stream)
 
-    async def act(self, rollout: Rollout, asked: Chosen) -> None:
+    async def act(self, rollout: Rollout, request: ProcessRequest) -> None:
         """Write to a process, close its stdin, resize its terminal, or send it a signal.
 
         Raises:
-            ConnectError: there is none, or it has no such stdin or terminal.
+            ConnectError: The process does not exist, or has no such stdin or terminal.
         """
-        pid = asked.pid if asked.pid is not None else (await self._find(rollout, None, asked.tag))["process"]
-        result = await self.ask(rollout, ToolCall("process", asked.verb, {"process": pid, **asked.more}, asked.data))
+        pid = request.pid if request.pid is not None else (await self._find(rollout, None, request.tag))["process"]
+        arguments = {"process": pid, **request.arguments}
+        result = await self.call(rollout, ToolCall("process", request.verb, arguments, request.data))
         if result.status == 404:
             raise not_found(pid)
         if result.status != 200:
             raise ConnectError("failed_precondition", result.body.decode(errors="replace"))
 
-    async def ask(self, rollout: Rollout, call: ToolCall) -> ToolResult:
-        """Answer a call that is no start."""
+    async def call(self, rollout: Rollout, call: ToolCall) -> ToolResult:
+        """Return the result of a call that is not a start, from the tree or by running it."""
+        # The client has gone on from its last start, so that start is not retried any more.
         self._runs.pop(rollout.id, None)
-        self.following.catch_up(rollout)
+        self.follower.catch_up(rollout)
         key = call_key(call)
         try:
             record = self._step.known(rollout, key)
@@ -189,16 +234,16 @@ class Processes:
                 record = (await self._step.run(rollout, call, key)).record
             return self._engine.store.records.result(record)
         finally:
-            self.following.moved(rollout)
+            self.follower.call_ended(rollout)
 
     async def _find(self, rollout: Rollout, pid: int | None, tag: str) -> dict[str, Any]:
-        """Return what a process was started with, its `process` among it."""
-        for process in e2b_told.left_running(await self.ask(rollout, LIST)):
+        """Return the listed properties of a background process; `process` is its pid."""
+        for process in responses.background_processes(await self.call(rollout, LIST)):
             if process["process"] == pid or (tag and process["tag"] == tag):
                 return process
         raise not_found(pid if pid is not None else tag)
 
-    def end(self, rollout: Rollout, why: str) -> None:
-        """End all streams of a rollout that has ended."""
+    def end(self, rollout: Rollout, reason: str) -> None:
+        """End all streams of a rollout that has ended or is paused."""
         self._runs.pop(rollout.id, None)
-        self.following.end(rollout, ConnectError("unavailable", why))
+        self.follower.end(rollout, ConnectError("unavailable", reason))

@@ -1,8 +1,10 @@
-"""E2B: what requests to its control plane and to envd, the server in each of its sandboxes, mean (pure).
+"""Reads requests to E2B's control plane and to envd, the server in each E2B sandbox (pure).
 
-Both are served at one base URL (`E2B_API_URL`, `E2B_SANDBOX_URL`). Control is REST; processes and directory entries
-speak Connect with JSON, files plain HTTP. What is a call here is keyed by what it does: a process by command,
-arguments, variables, directory, user, time and whether its stdin stays open; never by pids, tags and ids of requests.
+Both are served at one base URL (`E2B_API_URL`, `E2B_SANDBOX_URL`). The control plane is REST, processes and directory
+entries speak Connect with JSON, and files plain HTTP.
+
+A call's key consists of what the call does: a process is identified by its command, arguments, variables, directory,
+user, time limit, and whether its stdin stays open. Pids, tags and request ids are in no key.
 """
 
 import base64
@@ -11,40 +13,35 @@ import re
 from dataclasses import dataclass, field, replace
 from posixpath import join
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b.connect_rpc import ConnectError
-from proxy.compat.e2b.file_requests import Plain, Watching, entries, transfers, user_of, word_of
+from proxy.compat.e2b.control_requests import ControlRequest, read_control, variables
+from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest, entries, file_transfer, string_field, user_of
 from proxy.dialects.base import Request
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
 
-ENVD_VERSION = "0.6.1"
-"""What clients are told; it selects what they ask for. From 0.6.2 on they would send metadata of files."""
 ENVD_PORT = "49983"
+"""The port at which E2B serves envd. Requests for other ports of a sandbox are refused."""
 FOREVER_S = 86_400.0
+"""Time limit of a process whose client sets none: the longest life of an E2B sandbox."""
 _STREAMS = frozenset({"Start", "Connect", "StreamInput", "WatchDir"})
 _SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}
 _HOST = re.compile(r"([0-9]{1,5})-([A-Za-z0-9][A-Za-z0-9_-]*)\.")
-_VARIABLE = re.compile(r"[^=\0]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """A request to the control plane. verb: as in `_CONTROL`; body: a JSON object; query: of the URL."""
-
-    verb: str
-    sandbox: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
-    query: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStart:
-    """A process to start; the variables of its sandbox are not in call yet. keepalive_s: how often its client wants
-    to hear something.
+    """A request to start a process.
+
+    Attributes:
+        call: The call that runs the process. It does not contain the sandbox's own variables yet.
+        tag: The client's name for the process; may be empty.
+        keepalive_s: Silence after which the client expects a keepalive event.
+        deadline_s: Time limit of the response; None for no limit.
     """
 
     call: ToolCall
@@ -54,88 +51,77 @@ class ProcessStart:
 
     @property
     def has_terminal(self) -> bool:
-        """Whether somebody can type at it."""
+        """Whether the process runs on a terminal."""
         return bool(self.call.arguments["tty"])
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A request about a process that runs. verb: `connect`, `write`, `close`, `resize` or `signal`.
+class ProcessRequest:
+    """A request about a running process.
 
-    more: what the call has beside the process: a signal's number, a terminal's rows and columns, whether data is typed.
+    Attributes:
+        verb: `connect`, `write`, `close`, `resize` or `signal`.
+        pid: The pid; None selects the process by its tag.
+        tag: The tag; empty if the pid selects.
+        data: The bytes of a `write`.
+        arguments: Further arguments of the call: a signal's number, a terminal's rows and columns, whether data is
+            typed at a terminal.
+        keepalive_s: Silence after which the client of a `connect` expects a keepalive event.
+        deadline_s: Time limit of the response to a `connect`; None for no limit.
     """
 
     verb: str
     pid: int | None
     tag: str = ""
     data: bytes = b""
-    more: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     keepalive_s: float = 0.0
     deadline_s: float | None = None
 
 
-E2BRequest = Control | ProcessStart | Chosen | Plain | Watching
-
-_ID = "([^/]+)"
-_CONTROL = [
-    (re.compile(pattern.replace("{id}", _ID)), verb)
-    for pattern, verb in {
-        "POST (?:/v2)?/sandboxes": "create",
-        "GET (?:/v2)?/sandboxes": "list",
-        "GET /sandboxes/{id}": "info",
-        "DELETE /sandboxes/{id}": "kill",
-        "POST /sandboxes/{id}/(?:timeout|refreshes)": "timeout",
-        "POST /sandboxes/{id}/pause": "pause",
-        "POST (?:/v2)?/sandboxes/{id}/connect": "connect",
-        "POST /sandboxes/{id}/resume": "connect",
-        "POST /sandboxes/{id}/snapshots": "snapshot",
-        "POST /sandboxes/{id}/fork": "fork",
-        "GET /sandboxes/{id}/metrics": "metrics",
-        "GET (?:/v2)?/sandboxes/{id}/logs": "logs",
-        "GET /snapshots": "snapshots",
-        "DELETE /templates/{id}": "forget",
-        "GET /health": "health",
-        "GET /envs": "envs",
-        "POST /init": "init",
-    }.items()
-]
-_ABSENT = re.compile(r"/(?:v[0-9]+/)?(?:templates|volumes|secrets|sandboxes)(?:/|$)")
+E2BRequest = ControlRequest | ProcessStart | ProcessRequest | ToolCalls | WatchRequest
 
 
 def is_connect(request: Request) -> bool:
-    """Whether request speaks Connect."""
+    """Return whether a request speaks Connect."""
     return request.path.startswith(("/process.Process/", "/filesystem.Filesystem/"))
 
 
 def is_stream(request: Request) -> bool:
-    """Whether the answer to request is a stream of Connect's."""
+    """Return whether the response to a request is a Connect stream."""
     return is_connect(request) and request.path.rpartition("/")[2] in _STREAMS
 
 
 def sandbox_of(request: Request) -> str:
-    """Return the sandbox that a request to envd names, by header or by its host; empty where it names none."""
-    named = request.header("e2b-sandbox-id")
-    found = _HOST.match(request.header("host"))
-    return named or (found[2] if found else "")
+    """Return the sandbox that a request to envd names, in a header or in its host; empty if it names none."""
+    host = _HOST.match(request.header("host"))
+    return request.header("e2b-sandbox-id") or (host[2] if host else "")
 
 
 def port_of(request: Request) -> str:
-    """Return the port of the sandbox that a request is for."""
-    found = _HOST.match(request.header("host"))
-    return request.header("e2b-sandbox-port") or (found[1] if found else ENVD_PORT)
+    """Return the port of the sandbox that a request addresses, in a header or in its host."""
+    host = _HOST.match(request.header("host"))
+    return request.header("e2b-sandbox-port") or (host[1] if host else ENVD_PORT)
 
 
 def read(request: Request, spec: EnvironmentSpec) -> E2BRequest:
-    """Say what request means.
+    """Parse a request.
+
+    Args:
+        request: The request.
+        spec: The environment of its task.
 
     Raises:
-        Refused: 400 to 501, with what is wrong. ConnectError: the same, in a request that speaks Connect.
+        RefusalError: 400 to 501, the request is invalid or not supported.
+        ConnectError: The same, for a request that speaks Connect.
     """
     if spec.driver not in SERVER_DRIVERS or spec.upstreams:
-        raise RefusalError(404, "no-such-endpoint", "this task has no e2b endpoint: its driver runs no processes.")
+        raise RefusalError(
+            404, "no-such-endpoint", "This task has no e2b endpoint, because its driver runs no processes."
+        )
     path = unquote(request.path).rstrip("/")
     if path == "/files":
-        return transfers(request)
+        return file_transfer(request)
     if is_connect(request):
         try:
             return _rpc(request, spec)
@@ -143,18 +129,7 @@ def read(request: Request, spec: EnvironmentSpec) -> E2BRequest:
             raise ConnectError(
                 "unimplemented" if error.status in (404, 405) else "invalid_argument", str(error)
             ) from error
-    line = f"{request.method} {path}"
-    for pattern, verb in _CONTROL:
-        found = pattern.fullmatch(line)
-        if found is not None:
-            body = connect.message(request.body) if request.method == "POST" else {}
-            query = dict(parse_qsl(request.query))
-            return Control(verb, found[1] if found.re.groups else "", body, query)
-    if any(pattern.fullmatch(f"{method} {path}") for pattern, _ in _CONTROL for method in ("GET", "POST", "DELETE")):
-        raise RefusalError(405, "method", f"{path} does not take {request.method}.")
-    if _ABSENT.match(path) or path.startswith("/execute"):
-        raise RefusalError(501, "unimplemented", f"{line}: Forkpoint does not serve this part of E2B's API.")
-    raise RefusalError(404, "no-such-path", f"there is no {line} in E2B's API.")
+    return read_control(request, path)
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
@@ -163,51 +138,53 @@ def read(request: Request, spec: EnvironmentSpec) -> E2BRequest:
 def _rpc(request: Request, spec: EnvironmentSpec) -> E2BRequest:
     service, _, method = request.path.lstrip("/").partition("/")
     if request.method != "POST":
-        raise RefusalError(405, "method", "Connect's methods take POST.")
+        raise RefusalError(405, "method", "Connect methods take POST.")
     message = _message(request, stream=method in _STREAMS)
     if service == "filesystem.Filesystem":
-        watched = entries(method, message, request)
-        if isinstance(watched, Watching):
-            return replace(watched, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request))
-        return watched
+        parsed = entries(method, message, request)
+        if isinstance(parsed, WatchRequest):
+            return replace(parsed, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request))
+        return parsed
     return _start(message, request, spec) if method == "Start" else _process(method, message, request)
 
 
 def _process(method: str, message: dict[str, Any], request: Request) -> E2BRequest:
     match method:
         case "List":
-            return Plain((ToolCall("process", "list", {}),), "processes")
+            return ToolCalls((ToolCall("process", "list", {}),), "processes")
         case "Connect":
             pid, tag = _selected(message)
-            return Chosen("connect", pid, tag, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request))
+            return ProcessRequest(
+                "connect", pid, tag, keepalive_s=_keepalive_s(request), deadline_s=_deadline_s(request)
+            )
         case "SendInput":
-            data, more = _input(message)
-            return Chosen("write", *_selected(message), data=data, more=more)
+            data, arguments = _input(message)
+            return ProcessRequest("write", *_selected(message), data=data, arguments=arguments)
         case "StreamInput":
             return _stream_input(request)
         case "CloseStdin":
-            return Chosen("close", *_selected(message))
+            return ProcessRequest("close", *_selected(message))
         case "SendSignal":
             number = _SIGNALS.get(message.get("signal", ""))
             if number is None:
                 raise RefusalError(400, "signal", "signal must be SIGNAL_SIGTERM or SIGNAL_SIGKILL.")
-            return Chosen("signal", *_selected(message), more={"signal": number})
+            return ProcessRequest("signal", *_selected(message), arguments={"signal": number})
         case "Update":
-            return Chosen("resize", *_selected(message), more={"size": _size(message)})
+            return ProcessRequest("resize", *_selected(message), arguments={"size": _size(message)})
     raise RefusalError(404, "no-such-method", f"process.Process/{method} is not served.")
 
 
 def _message(request: Request, *, stream: bool) -> dict[str, Any]:
-    kind = request.header("content-type").partition(";")[0].strip().lower()
-    wanted = connect.STREAM if stream else connect.UNARY
-    if kind != wanted:
-        raise RefusalError(415, "content-type", f"{request.path} takes {wanted}, not {kind or 'nothing'}.")
+    media_type = request.header("content-type").partition(";")[0].strip().lower()
+    expected = connect.STREAM if stream else connect.UNARY
+    if media_type != expected:
+        raise RefusalError(415, "content-type", f"{request.path} takes {expected}, not {media_type or 'nothing'}.")
     if not stream:
         return connect.message(request.body)
-    found = connect.messages(request.body)
-    if not found:
-        raise RefusalError(400, "envelope", "the request holds no message.")
-    return found[0]
+    messages = connect.messages(request.body)
+    if not messages:
+        raise RefusalError(400, "envelope", "The request contains no message.")
+    return messages[0]
 
 
 def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> ProcessStart:
@@ -217,13 +194,13 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
     args = process.get("args") or []
     if not isinstance(args, list) or not all(isinstance(arg, str) for arg in args):
         raise RefusalError(400, "process", "process.args must be a list of strings.")
-    if any("\0" in word for word in (process["cmd"], *args)):
-        raise RefusalError(400, "process", "a command's words cannot hold a NUL.")
+    if any("\0" in argument for argument in (process["cmd"], *args)):
+        raise RefusalError(400, "process", "process.cmd and process.args must not contain NUL.")
     deadline_s = _deadline_s(request)
     arguments: dict[str, Any] = {
         "argv": [process["cmd"], *args],
         "env": variables(process.get("envs")),
-        "cwd": join(spec.workdir, word_of(process, "cwd")).rstrip("/") or "/",
+        "cwd": join(spec.workdir, string_field(process, "cwd")).rstrip("/") or "/",
         "user": user_of(request),
         "tty": False,
         "stdin": message.get("stdin") is True,
@@ -232,22 +209,8 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
     if message.get("pty") is not None:
         arguments |= {"tty": True, "stdin": False, "size": _size(message)}
     return ProcessStart(
-        ToolCall("process", "run", arguments), word_of(message, "tag"), _keepalive_s(request), deadline_s
+        ToolCall("process", "run", arguments), string_field(message, "tag"), _keepalive_s(request), deadline_s
     )
-
-
-def variables(value: Any) -> dict[str, str]:
-    """Return environment variables as a client gives them.
-
-    Raises:
-        Refused: 400, they are none.
-    """
-    given = value or {}
-    if not isinstance(given, dict) or not all(
-        _VARIABLE.fullmatch(name) and isinstance(text, str) and "\0" not in text for name, text in given.items()
-    ):
-        raise RefusalError(400, "envs", "environment variables are names without = and strings, none with a NUL.")
-    return dict(given)
 
 
 def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
@@ -258,14 +221,14 @@ def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
         return pid, ""
     if isinstance(tag, str) and tag:
         return None, tag
-    raise RefusalError(400, "process", "process must select one, by pid or by tag.")
+    raise RefusalError(400, "process", "process must select a process by pid or by tag.")
 
 
 def _size(message: dict[str, Any]) -> list[int]:
     """Return the rows and columns of a terminal."""
     pty = message.get("pty")
-    given = pty.get("size") if isinstance(pty, dict) else None
-    size = [given.get(name, 0) for name in ("rows", "cols")] if isinstance(given, dict) else []
+    value = pty.get("size") if isinstance(pty, dict) else None
+    size = [value.get(name, 0) for name in ("rows", "cols")] if isinstance(value, dict) else []
     if len(size) != 2 or not all(
         isinstance(length, int) and not isinstance(length, bool) and 0 <= length < 1 << 16 for length in size
     ):
@@ -274,35 +237,35 @@ def _size(message: dict[str, Any]) -> list[int]:
 
 
 def _input(message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-    """Return what is written, and in which way: to a process's stdin, or typed at its terminal."""
-    given = message.get("input")
-    typed = isinstance(given, dict) and "pty" in given
-    data = given.get("pty" if typed else "stdin") if isinstance(given, dict) else None
+    """Return the data of a write, and the call's argument `typed` if the data is typed at a terminal."""
+    value = message.get("input")
+    typed = isinstance(value, dict) and "pty" in value
+    data = value.get("pty" if typed else "stdin") if isinstance(value, dict) else None
     if not isinstance(data, str):
         raise RefusalError(400, "input", "input.stdin, or input.pty, must be base64.")
     try:
         return base64.b64decode(data, validate=True), {"typed": True} if typed else {}
     except binascii.Error as error:
-        raise RefusalError(400, "input", f"input is no base64: {error}.") from None
+        raise RefusalError(400, "input", f"input is not base64: {error}.") from None
 
 
-def _stream_input(request: Request) -> Chosen:
-    """Take a whole stream of input as one write: how it was cut into pieces says nothing."""
-    pid, tag, data, more = None, "", b"", dict[str, Any]()
+def _stream_input(request: Request) -> ProcessRequest:
+    """Read a whole stream of input as one write: where the client cut it into pieces has no meaning."""
+    pid, tag, data, arguments = None, "", b"", dict[str, Any]()
     for message in connect.messages(request.body):
         if isinstance(message.get("start"), dict):
             pid, tag = _selected(message["start"])
         if isinstance(message.get("data"), dict):
-            piece, more = _input(message["data"])
+            piece, arguments = _input(message["data"])
             data += piece
     if pid is None and not tag:
-        raise RefusalError(400, "input", "a stream of input begins by selecting a process.")
-    return Chosen("write", pid, tag, data=data, more=more)
+        raise RefusalError(400, "input", "A stream of input must begin with a message that selects a process.")
+    return ProcessRequest("write", pid, tag, data=data, arguments=arguments)
 
 
 def _keepalive_s(request: Request) -> float:
-    given = request.header("keepalive-ping-interval")
-    return min(max(float(given), 1.0), 50.0) if given.isascii() and given.isdigit() else 50.0
+    header = request.header("keepalive-ping-interval")
+    return min(max(float(header), 1.0), 50.0) if header.isascii() and header.isdigit() else 50.0
 
 
 def _deadline_s(request: Request) -> float | None:

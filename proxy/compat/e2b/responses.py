@@ -1,4 +1,4 @@
-"""E2B: what clients are told, in the control plane's and envd's own words (pure)."""
+"""Responses and events in the forms of E2B's control plane and of envd, its server in each sandbox (pure)."""
 
 import base64
 from collections.abc import Iterator
@@ -8,16 +8,20 @@ from typing import Any
 import orjson
 
 from proxy.compat.e2b.connect_rpc import ConnectError
-from proxy.compat.e2b.requests import ENVD_VERSION
+from proxy.compat.e2b.sandbox_note import SandboxNote
+from proxy.dialects.base import Local
 from sandboxes.calls import ToolResult
+from sandboxes.listener import Headers
 from sandboxes.process_output import END, ERR, OUT, ending, frames
 from sandboxes.spec import EnvironmentSpec
 
-PIECE_BYTES = 1 << 16
-"""Of output in one event."""
+ENVD_VERSION = "0.6.1"
+"""The version of envd that is announced. SDKs choose features by it: from 0.6.2 on they send metadata of files."""
+MAX_EVENT_BYTES = 1 << 16
+"""Largest piece of output in one event, before base64. Smaller than the messages that SDKs refuse."""
 _STREAMS = {OUT: "stdout", ERR: "stderr"}
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY", "symlink": "FILE_TYPE_SYMLINK"}
-_KINDS = {
+_CODES = {
     "not_found": "not_found", "exists": "already_exists", "invalid": "invalid_argument", "denied": "permission_denied",
     "user": "unauthenticated",
 }  # fmt: skip
@@ -25,6 +29,12 @@ _CANNOT_START = (b"OCI runtime exec failed: ", b"unable to find ")
 _SIGNAL_NAMES = {2: "interrupt", 9: "killed", 15: "terminated"}
 
 ProcessEvent = dict[str, Any]
+"""One message of a stream, as JSON."""
+
+
+def json_response(value: Any, status: int = 200, headers: Headers = ()) -> Local:
+    """Return a response with a JSON body."""
+    return Local(status, orjson.dumps(value), (("content-type", "application/json"), *headers))
 
 
 # -- processes ------------------------------------------------------------------------------------------------------
@@ -36,75 +46,85 @@ def started(pid: int) -> ProcessEvent:
 
 
 KEEPALIVE: ProcessEvent = {"event": {"keepalive": {}}}
-WATCH_BEGUN: ProcessEvent = {"start": {}}
+WATCH_STARTED: ProcessEvent = {"start": {}}
 WATCH_KEEPALIVE: ProcessEvent = {"keepalive": {}}
 
 
-def pieces(kind: int, data: bytes, *, terminal: bool) -> Iterator[ProcessEvent]:
-    """Yield the events of what came on one stream, or on the terminal that is all that a process has."""
+def output_events(kind: int, data: bytes, *, terminal: bool) -> Iterator[ProcessEvent]:
+    """Yield the events for a piece of output.
+
+    Args:
+        kind: OUT or ERR; ignored for a terminal, which has a single stream.
+        data: The output.
+        terminal: The process runs on a terminal.
+    """
     name = "pty" if terminal else _STREAMS[kind]
-    for at in range(0, len(data), PIECE_BYTES):
-        coded = base64.b64encode(data[at : at + PIECE_BYTES]).decode()
-        yield {"event": {"data": {name: coded}}}
+    for start in range(0, len(data), MAX_EVENT_BYTES):
+        encoded = base64.b64encode(data[start : start + MAX_EVENT_BYTES]).decode()
+        yield {"event": {"data": {name: encoded}}}
 
 
 def output(body: bytes, *, terminal: bool, skip: int = 0) -> Iterator[ProcessEvent]:
-    """Yield the events of all output in a recorded answer, but for its first bytes."""
+    """Yield the events for the output in a recorded result, without its first `skip` bytes."""
     for kind, data in frames(body):
         if kind != END:
-            yield from pieces(kind, data[skip:], terminal=terminal)
+            yield from output_events(kind, data[skip:], terminal=terminal)
             skip = max(0, skip - len(data))
 
 
-def happened(body: bytes) -> Iterator[dict[str, str]]:
-    """Yield what a recorded answer tells of a watched directory."""
-    said = b"".join(data for kind, data in frames(body) if kind == OUT)
-    for line in said.splitlines():
-        told = orjson.loads(line)
-        yield {"name": told["name"], "type": f"EVENT_TYPE_{told['type'].upper()}"}
+def watch_events(body: bytes) -> Iterator[dict[str, str]]:
+    """Yield the directory events in a recorded result."""
+    output_lines = b"".join(data for kind, data in frames(body) if kind == OUT).splitlines()
+    for line in output_lines:
+        event = orjson.loads(line)
+        yield {"name": event["name"], "type": f"EVENT_TYPE_{event['type'].upper()}"}
 
 
 def ended(body: bytes) -> ProcessEvent | None:
-    """Return the last event of a process by a recorded answer; None where it goes on.
+    """Return the last event of a process, from a recorded result; None if the process continues.
 
     Raises:
-        ConnectError: its time was up, or it could not be started.
+        ConnectError: The process was killed at its deadline, or could not be started.
     """
-    told = ending(body)
-    if told.timed_out:
+    end = ending(body)
+    if end.timed_out:
         raise ConnectError("deadline_exceeded", "context deadline exceeded")
-    if told.exit_code is None:
+    if end.exit_code is None:
         return None
-    if told.exit_code in (126, 127):
-        said = b"".join(data for kind, data in frames(body) if kind == OUT)
-        if cannot_start(said):
-            raise ConnectError("invalid_argument", said.decode(errors="replace").strip())
-    if told.signal:
-        said_so = f"signal: {_SIGNAL_NAMES.get(told.signal, told.signal)}"
-        return {"event": {"end": {"exitCode": -1, "exited": False, "status": said_so, "error": said_so}}}
-    status = f"exit status {told.exit_code}"
-    end: dict[str, Any] = {"exitCode": told.exit_code, "exited": True, "status": status}
-    return {"event": {"end": {**end, "error": status} if told.exit_code else end}}
+    # 126 and 127 are also what a shell returns. Only the sandbox's own message means that nothing ran.
+    if end.exit_code in (126, 127):
+        stdout = b"".join(data for kind, data in frames(body) if kind == OUT)
+        if cannot_start(stdout):
+            raise ConnectError("invalid_argument", stdout.decode(errors="replace").strip())
+    # The texts are those of Go's os.ProcessState, which envd sends.
+    if end.signal:
+        status = f"signal: {_SIGNAL_NAMES.get(end.signal, end.signal)}"
+        return {"event": {"end": {"exitCode": -1, "exited": False, "status": status, "error": status}}}
+    status = f"exit status {end.exit_code}"
+    event: dict[str, Any] = {"exitCode": end.exit_code, "exited": True, "status": status}
+    return {"event": {"end": {**event, "error": status} if end.exit_code else event}}
 
 
-def cannot_start(said: bytes) -> bool:
-    """Whether this is how a sandbox says that a process cannot be started."""
-    return said.startswith(_CANNOT_START)
+def cannot_start(data: bytes) -> bool:
+    """Return whether output of a process is really the sandbox's message that a process could not be started."""
+    return data.startswith(_CANNOT_START)
 
 
-def left_running(result: ToolResult) -> list[dict[str, Any]]:
-    """Return what each process that a recorded list names was started with."""
-    found: list[dict[str, Any]] = orjson.loads(result.body)
-    return found
+def background_processes(result: ToolResult) -> list[dict[str, Any]]:
+    """Return the processes in a recorded list: pid (`process`), `argv`, `env`, `cwd`, `tag` and `tty` of each."""
+    listed: list[dict[str, Any]] = orjson.loads(result.body)
+    return listed
 
 
 def processes(result: ToolResult) -> list[dict[str, Any]]:
-    """Return the processes that a recorded list names, as envd lists them."""
+    """Return the processes in a recorded list as envd lists them."""
     listed = []
-    for one in left_running(result):
-        config = {"cmd": one["argv"][0], "args": one["argv"][1:], "envs": one["env"], "cwd": one["cwd"]}
-        tag = {"tag": one["tag"]} if one["tag"] else {}
-        listed.append({"pid": one["process"], "config": config, **tag})
+    for process in background_processes(result):
+        config = {
+            "cmd": process["argv"][0], "args": process["argv"][1:], "envs": process["env"], "cwd": process["cwd"],
+        }  # fmt: skip
+        tag = {"tag": process["tag"]} if process["tag"] else {}
+        listed.append({"pid": process["process"], "config": config, **tag})
     return listed
 
 
@@ -112,64 +132,62 @@ def processes(result: ToolResult) -> list[dict[str, Any]]:
 
 
 def failure(result: ToolResult) -> ConnectError | None:
-    """Return what a failed operation is called in Connect; None for one that did not fail."""
+    """Return the Connect error for a failed operation; None for a successful one."""
     if result.status < 300:
         return None
-    told = orjson.loads(result.body)
-    detail = str(told.get("detail", "it failed"))
+    payload = orjson.loads(result.body)
+    detail = str(payload.get("detail", "The operation failed."))
     if result.status in (413, 507):
         return ConnectError("resource_exhausted", detail)
-    return ConnectError(_KINDS.get(told.get("kind", ""), "internal"), detail)
+    return ConnectError(_CODES.get(payload.get("kind", ""), "internal"), detail)
 
 
 def entry(result: ToolResult) -> dict[str, Any]:
-    """Return the one entry that a recorded answer tells of."""
+    """Return the directory entry in a recorded result."""
     return _entry(orjson.loads(result.body))
 
 
 def entries(result: ToolResult) -> list[dict[str, Any]]:
-    """Return the entries that a recorded answer lists."""
-    return [_entry(one) for one in orjson.loads(result.body)]
+    """Return the directory entries in a recorded result."""
+    return [_entry(fields) for fields in orjson.loads(result.body)]
 
 
 def upload(result: ToolResult) -> dict[str, Any]:
-    """Return what is told of a file that was written."""
-    told = orjson.loads(result.body)
-    return {"path": told["path"], "name": told["name"], "type": "file"}
+    """Return the description of an uploaded file."""
+    fields = orjson.loads(result.body)
+    return {"path": fields["path"], "name": fields["name"], "type": "file"}
 
 
-def _entry(told: dict[str, Any]) -> dict[str, Any]:
-    link = {} if told["link"] is None else {"symlinkTarget": told["link"]}
+def _entry(fields: dict[str, Any]) -> dict[str, Any]:
+    link = {} if fields["link"] is None else {"symlinkTarget": fields["link"]}
     return {
-        "name": told["name"], "type": _TYPES.get(told["type"], "FILE_TYPE_UNSPECIFIED"), "path": told["path"],
+        "name": fields["name"], "type": _TYPES.get(fields["type"], "FILE_TYPE_UNSPECIFIED"), "path": fields["path"],
         # 64-bit numbers are strings in the JSON of protocol buffers.
-        "size": str(told["size"]), "mode": told["mode"], "permissions": told["permissions"],
-        "owner": told["owner"], "group": told["group"], "modifiedTime": told["modified"], **link,
+        "size": str(fields["size"]), "mode": fields["mode"], "permissions": fields["permissions"],
+        "owner": fields["owner"], "group": fields["group"], "modifiedTime": fields["modified"], **link,
     }  # fmt: skip
 
 
 # -- control --------------------------------------------------------------------------------------------------------
 
 
-def sandbox(name: str, note: dict[str, Any]) -> dict[str, Any]:
-    """Return a sandbox as it is told of when it was created or connected to."""
-    return {
-        "sandboxID": name, "templateID": note["template"], "clientID": "forkpoint", "envdVersion": ENVD_VERSION,
-    }  # fmt: skip
+def sandbox(name: str, note: SandboxNote) -> dict[str, Any]:
+    """Return the description of a sandbox that was created or connected to."""
+    return {"sandboxID": name, "templateID": note.template, "clientID": "forkpoint", "envdVersion": ENVD_VERSION}
 
 
-def detail(name: str, note: dict[str, Any], spec: EnvironmentSpec) -> dict[str, Any]:
-    """Return all that is told of a sandbox."""
-    at_end = {"onTimeout": "pause" if note["pauses"] else "kill", "autoResume": note["resumes"]}
+def detail(name: str, note: SandboxNote, spec: EnvironmentSpec) -> dict[str, Any]:
+    """Return the full description of a sandbox in this environment."""
     return {
         **sandbox(name, note),
-        "startedAt": _time(note["started"]), "endAt": _time(note["ends"]), "cpuCount": 1,
+        "startedAt": _timestamp(note.started_at), "endAt": _timestamp(note.ends_at), "cpuCount": 1,
         "memoryMB": spec.limits.memory_mb, "diskSizeMB": spec.limits.disk_mb,
-        "state": "paused" if note["paused"] else "running", "metadata": note["metadata"],
-        # Nothing in a sandbox reaches a network.
-        "allowInternetAccess": False, "lifecycle": at_end,
+        "state": "paused" if note.paused else "running", "metadata": note.metadata,
+        # Sandboxes have no network.
+        "allowInternetAccess": False,
+        "lifecycle": {"onTimeout": "pause" if note.pauses else "kill", "autoResume": note.resumes},
     }  # fmt: skip
 
 
-def _time(seconds: float) -> str:
+def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

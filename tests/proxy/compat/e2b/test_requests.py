@@ -1,4 +1,4 @@
-"""What E2B's requests mean, and Connect's envelopes: the pure part."""
+"""E2B: requests are parsed, responses are built, and Connect envelopes are read and written."""
 
 import base64
 import gzip
@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b import requests as e2b
-from proxy.compat.e2b import responses as e2b_told
+from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError
-from proxy.compat.e2b.file_requests import Plain, Watching
-from proxy.compat.e2b.requests import Chosen, Control, ProcessStart
+from proxy.compat.e2b.control_requests import ControlRequest
+from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest
+from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.dialects import multipart
 from proxy.dialects.base import Request
 from proxy.refusals import RefusalError
@@ -29,20 +30,20 @@ NAMES = st.text(st.characters(exclude_characters='"\\\r\n\0', exclude_categories
 
 
 def rpc(method: str, message: dict[str, Any] | bytes, *, pretty: bool = False, **headers: str) -> Request:
-    """Return a request to envd as one of its clients sends it."""
+    """Return a request to envd as an SDK sends it."""
     stream = method.partition("/")[2] in {"Start", "Connect", "StreamInput", "WatchDir"}
-    kind = "application/connect+json" if stream else "application/json"
+    media_type = "application/connect+json" if stream else "application/json"
     body = message if isinstance(message, bytes) else json.dumps(message, indent=2 if pretty else None).encode()
     if stream and not isinstance(message, bytes):
         body = b"\0" + len(body).to_bytes(4, "big") + body
-    given = {"content-type": kind, **{name.replace("_", "-"): value for name, value in headers.items()}}
-    return Request("POST", f"/{method}", tuple(given.items()), body)
+    all_headers = {"content-type": media_type, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    return Request("POST", f"/{method}", tuple(all_headers.items()), body)
 
 
 def start(message: dict[str, Any], **headers: str) -> ProcessStart:
-    asked = e2b.read(rpc("process.Process/Start", message, pretty=False, **headers), SPEC)
-    assert isinstance(asked, ProcessStart)
-    return asked
+    request = e2b.read(rpc("process.Process/Start", message, pretty=False, **headers), SPEC)
+    assert isinstance(request, ProcessStart)
+    return request
 
 
 def process(command: str = "ls", **more: Any) -> dict[str, Any]:
@@ -50,12 +51,14 @@ def process(command: str = "ls", **more: Any) -> dict[str, Any]:
 
 
 @given(st.lists(JSON, max_size=4))
-def test_what_is_put_into_envelopes_comes_out_of_them(values: list[dict[str, Any]]) -> None:
+def test_envelopes_round_trip(values: list[dict[str, Any]]) -> None:
+    """A stream of envelopes is read back as the messages that were written."""
     assert connect.messages(b"".join(map(connect.envelope, values)) + connect.end()) == values
 
 
 @given(JSON, st.data())
-def test_a_stream_that_is_cut_off_is_refused(value: dict[str, Any], data: st.DataObject) -> None:
+def test_truncated_stream_is_refused(value: dict[str, Any], data: st.DataObject) -> None:
+    """A request that ends within an envelope is refused, wherever it ends."""
     whole = connect.envelope(value)
     cut = data.draw(st.integers(1, len(whole) - 1))
     with pytest.raises(RefusalError):
@@ -63,7 +66,8 @@ def test_a_stream_that_is_cut_off_is_refused(value: dict[str, Any], data: st.Dat
 
 
 @given(st.lists(st.tuples(NAMES, st.binary()), min_size=1, max_size=3), st.data())
-def test_the_files_of_a_form_come_out_byte_for_byte(files: list[tuple[str, bytes]], data: st.DataObject) -> None:
+def test_form_files_round_trip(files: list[tuple[str, bytes]], data: st.DataObject) -> None:
+    """Files of a multipart form are read byte for byte, and a truncated form is refused."""
     body = b"".join(
         b'--frontier\r\nContent-Disposition: form-data; name="file"; filename="%b"\r\n\r\n%b\r\n' % (n.encode(), d)
         for n, d in files
@@ -76,23 +80,26 @@ def test_the_files_of_a_form_come_out_byte_for_byte(files: list[tuple[str, bytes
         multipart.files(body[: data.draw(st.integers(0, len(body) - 1))], form)
 
 
-def test_a_form_of_another_generation_is_the_same_call() -> None:
+def test_upload_key_ignores_encoding() -> None:
+    """SDK versions upload the same file as a form with a random boundary or gzipped: all have the same key."""
+
     def upload(boundary: str) -> bytes:
         body = (
             f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="/a"\r\n\r\nabc\r\n--{boundary}--'
         )
         headers = (("content-type", f"multipart/form-data; boundary={boundary}"),)
-        asked = e2b.read(Request("POST", "/files?path=/a", headers, body.encode()), SPEC)
-        assert isinstance(asked, Plain)
-        return call_key(asked.calls[0])
+        request = e2b.read(Request("POST", "/files?path=/a", headers, body.encode()), SPEC)
+        assert isinstance(request, ToolCalls)
+        return call_key(request.calls[0])
 
     raw = (("content-type", "application/octet-stream"), ("content-encoding", "gzip"))
     zipped = e2b.read(Request("POST", "/files?path=/a", raw, gzip.compress(b"abc")), SPEC)
-    assert isinstance(zipped, Plain)
+    assert isinstance(zipped, ToolCalls)
     assert upload("x") == upload("y") == call_key(zipped.calls[0])
 
 
-def test_the_key_of_a_start_is_what_it_does() -> None:
+def test_start_key_consists_of_what_runs() -> None:
+    """Tags, ids and the JSON's form are not in the key of a start. Everything that changes what runs is."""
     plain = start(process()).call
     same = [
         start({**process(), "tag": "mine"}),
@@ -100,9 +107,9 @@ def test_the_key_of_a_start_is_what_it_does() -> None:
         e2b.read(rpc("process.Process/Start", process(), pretty=True), SPEC),
         start(process(envs={}, cwd="/root")),
     ]
-    for asked in same:
-        assert isinstance(asked, ProcessStart)
-        assert call_key(asked.call) == call_key(plain)
+    for request in same:
+        assert isinstance(request, ProcessStart)
+        assert call_key(request.call) == call_key(plain)
     basic = "Basic " + base64.b64encode(b"me:").decode()
     others = [
         start(process("pwd")),
@@ -114,18 +121,19 @@ def test_the_key_of_a_start_is_what_it_does() -> None:
         start({**process(), "pty": {"size": {"rows": 24, "cols": 80}}}),
         start({**process(), "pty": {"size": {"rows": 80, "cols": 24}}}),
     ]
-    keys = {call_key(asked.call) for asked in others}
+    keys = {call_key(request.call) for request in others}
     assert len(keys) == len(others)
     assert call_key(plain) not in keys
 
 
-def test_what_is_about_a_process_names_it_by_pid_or_tag() -> None:
+def test_pid_or_tag_selects_process() -> None:
+    """Requests about a running process select it by pid or by tag; a stream of input is one write."""
     assert e2b.read(rpc("process.Process/SendSignal", {"process": {"pid": 7}, "signal": "SIGNAL_SIGKILL"}), SPEC) == (
-        Chosen("signal", 7, more={"signal": 9})
+        ProcessRequest("signal", 7, arguments={"signal": 9})
     )
     assert e2b.read(
         rpc("process.Process/SendInput", {"process": {"tag": "t"}, "input": {"stdin": "eA=="}}), SPEC
-    ) == Chosen("write", None, "t", b"x")
+    ) == ProcessRequest("write", None, "t", b"x")
     streamed = b"".join(
         connect.envelope(message)
         for message in (
@@ -134,33 +142,36 @@ def test_what_is_about_a_process_names_it_by_pid_or_tag() -> None:
             {"data": {"input": {"stdin": "Yg=="}}},
         )
     )
-    assert e2b.read(rpc("process.Process/StreamInput", streamed), SPEC) == Chosen("write", 7, data=b"ab")
+    assert e2b.read(rpc("process.Process/StreamInput", streamed), SPEC) == ProcessRequest("write", 7, data=b"ab")
 
 
-def test_what_is_typed_and_how_large_a_terminal_is_are_told_apart_from_stdin() -> None:
+def test_terminal_input_and_size_are_parsed() -> None:
+    """Input that is typed at a terminal is marked as such, and a missing dimension is 0."""
     typed = rpc("process.Process/SendInput", {"process": {"pid": 7}, "input": {"pty": "eA=="}})
-    assert e2b.read(typed, SPEC) == Chosen("write", 7, data=b"x", more={"typed": True})
+    assert e2b.read(typed, SPEC) == ProcessRequest("write", 7, data=b"x", arguments={"typed": True})
     resized = rpc("process.Process/Update", {"process": {"pid": 7}, "pty": {"size": {"cols": 80}}})
-    assert e2b.read(resized, SPEC) == Chosen("resize", 7, more={"size": [0, 80]})
+    assert e2b.read(resized, SPEC) == ProcessRequest("resize", 7, arguments={"size": [0, 80]})
 
 
-def test_a_watch_is_a_call_by_path_user_and_depth_and_goes_on_as_long_as_its_stream() -> None:
+def test_watch_requests_are_parsed() -> None:
+    """Both ways to begin a watch make the same call; the streaming one has the stream's limits."""
     message = {"path": "~/w", "recursive": True}
     call = ToolCall("process", "watch", {"path": "~/w", "user": "", "recursive": True})
     begun = e2b.read(rpc("filesystem.Filesystem/CreateWatcher", message), SPEC)
-    assert isinstance(begun, Watching)
+    assert isinstance(begun, WatchRequest)
     assert (begun.verb, begun.call) == ("begin", call)
     streamed = e2b.read(rpc("filesystem.Filesystem/WatchDir", message, connect_timeout_ms="1500"), SPEC)
-    assert streamed == Watching("stream", call, keepalive_s=50.0, deadline_s=1.5)
-    asked = e2b.read(rpc("filesystem.Filesystem/GetWatcherEvents", {"watcherId": "9"}), SPEC)
-    assert asked == Watching("events", watcher="9", keepalive_s=50.0)
+    assert streamed == WatchRequest("stream", call, keepalive_s=50.0, deadline_s=1.5)
+    events = e2b.read(rpc("filesystem.Filesystem/GetWatcherEvents", {"watcherId": "9"}), SPEC)
+    assert events == WatchRequest("events", watcher="9", keepalive_s=50.0)
 
 
-def test_both_creates_are_one() -> None:
+def test_both_versions_of_create_are_equal() -> None:
+    """SDK versions create sandboxes at /sandboxes or at /v2/sandboxes."""
     body = b'{"templateID":"base"}'
     for path in ("/sandboxes", "/v2/sandboxes"):
-        assert e2b.read(Request("POST", path, (), body), SPEC) == Control("create", body={"templateID": "base"})
-    assert e2b.read(Request("DELETE", "/sandboxes/i1", (), b""), SPEC) == Control("kill", "i1")
+        assert e2b.read(Request("POST", path, (), body), SPEC) == ControlRequest("create", body={"templateID": "base"})
+    assert e2b.read(Request("DELETE", "/sandboxes/i1", (), b""), SPEC) == ControlRequest("kill", "i1")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +201,7 @@ def test_both_creates_are_one() -> None:
         (Request("GET", "/process.Process/List", (), b""), "unimplemented"),
     ],
 )
-def test_a_bad_call_is_told_in_connects_words(request_: Request, code: str) -> None:
+def test_invalid_rpc_has_connect_code(request_: Request, code: str) -> None:
     with pytest.raises(ConnectError) as refused:
         e2b.read(request_, SPEC)
     assert refused.value.code == code
@@ -211,13 +222,14 @@ def test_a_bad_call_is_told_in_connects_words(request_: Request, code: str) -> N
         ("POST", "/files?path=/" + "a" * 5000, b"x", 400),
     ],
 )
-def test_a_bad_request_is_told_in_https_words(method: str, target: str, body: bytes, status: int) -> None:
+def test_invalid_http_request_has_status(method: str, target: str, body: bytes, status: int) -> None:
     with pytest.raises(RefusalError) as refused:
         e2b.read(Request(method, target, (), body), SPEC)
     assert refused.value.status == status
 
 
-def test_a_driver_without_processes_has_no_such_endpoint() -> None:
+def test_driver_without_processes_is_refused() -> None:
+    """A task whose driver runs no processes has no e2b endpoint."""
     spec = EnvironmentSpec.model_validate({"driver": "sqlite", "databases": {"d": {"source": "/d.sql"}}})
     with pytest.raises(RefusalError, match="no e2b endpoint"):
         e2b.read(Request("POST", "/sandboxes", (), b"{}"), spec)
@@ -228,22 +240,23 @@ def test_a_driver_without_processes_has_no_such_endpoint() -> None:
     st.integers(0, 40),
     st.booleans(),
 )
-def test_events_carry_all_output_but_what_was_told_before(
-    pieces: list[tuple[int, bytes]], skip: int, terminal: bool
-) -> None:
+def test_events_carry_output_after_skipped_bytes(pieces: list[tuple[int, bytes]], skip: int, terminal: bool) -> None:
+    """The events of a result carry its whole output, without the bytes that the client has received already."""
     frames = Frames()
     for kind, data in pieces:
         frames.add(kind, data)
-    told = b""
-    for event in e2b_told.output(frames.end(0), terminal=terminal, skip=skip):
+    received = b""
+    for event in responses.output(frames.end(0), terminal=terminal, skip=skip):
         assert terminal == ("pty" in event["event"]["data"])
-        told += b"".join(base64.b64decode(data) for data in event["event"]["data"].values())
-    assert told == b"".join(data for _, data in pieces)[skip:]
+        received += b"".join(base64.b64decode(data) for data in event["event"]["data"].values())
+    assert received == b"".join(data for _, data in pieces)[skip:]
 
 
-def test_how_a_process_ended() -> None:
-    def ended(**told: Any) -> Any:
-        return e2b_told.ended(frame(END, json.dumps({"timed_out": False, "truncated": False, **told}).encode()))
+def test_end_event_describes_exit() -> None:
+    """Exit codes, signals and deadlines appear in the last event as envd reports them."""
+
+    def ended(**fields: Any) -> Any:
+        return responses.ended(frame(END, json.dumps({"timed_out": False, "truncated": False, **fields}).encode()))
 
     assert ended(exit_code=None) is None
     assert ended(exit_code=0)["event"]["end"] == {"exitCode": 0, "exited": True, "status": "exit status 0"}

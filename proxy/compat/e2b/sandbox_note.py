@@ -1,0 +1,69 @@
+"""What the proxy stores about an E2B sandbox beside its rollout (pure)."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import orjson
+
+DEFAULT_TEMPLATE = "base"
+"""The template that SDKs name when their user names none. It stands for the task's own environment."""
+DEFAULT_TIMEOUT_S = 300.0
+"""E2B's own default timeout of a sandbox."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxNote:
+    """What E2B's clients said about a sandbox. The rollout and the tree hold everything else.
+
+    A rollout that was started through another protocol has a note with the defaults.
+
+    Attributes:
+        template: The template that the sandbox was created from.
+        metadata: The client's labels.
+        envs: Variables that every process of the sandbox gets.
+        started_at: When the sandbox was created, in seconds since 1970.
+        ends_at: When its timeout passes, in seconds since 1970.
+        paused: Requests to envd are refused until the sandbox is resumed.
+        snapshots: The snapshots made of the sandbox, as the API describes them.
+        mortal: Created through E2B's API, so its timeout applies.
+        pauses: On timeout, pause the sandbox instead of ending it.
+        resumes: Resume a paused sandbox on the next request to envd.
+        timeout_s: The timeout that the sandbox was created with, in seconds.
+    """
+
+    template: str = DEFAULT_TEMPLATE
+    metadata: dict[str, str] = field(default_factory=dict)
+    envs: dict[str, str] = field(default_factory=dict)
+    started_at: float
+    ends_at: float
+    paused: bool = False
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    mortal: bool = False
+    pauses: bool = False
+    resumes: bool = False
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    @classmethod
+    def new(cls, now: float) -> "SandboxNote":
+        """Return a note with the defaults for a sandbox that starts now."""
+        return cls(started_at=now, ends_at=now + DEFAULT_TIMEOUT_S)
+
+    @classmethod
+    def decode(cls, text: str, now: float) -> "SandboxNote":
+        """Read a stored note. Members that an older version did not store have their defaults."""
+        stored = orjson.loads(text)
+        known = {name: stored[key] for name, key in _STORED_NAMES.items() if key in stored}
+        return replace(cls.new(now), **known)
+
+    def encode(self) -> str:
+        """Return the note as it is stored."""
+        return orjson.dumps({key: getattr(self, name) for name, key in _STORED_NAMES.items()}).decode()
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the timeout has passed. A paused sandbox and one that is not mortal have no end."""
+        return self.mortal and not self.paused and now >= self.ends_at
+
+
+_RENAMED = {"started_at": "started", "ends_at": "ends", "timeout_s": "seconds"}
+_STORED_NAMES = {attribute.name: _RENAMED.get(attribute.name, attribute.name) for attribute in fields(SandboxNote)}
+"""The name of each attribute in the stored JSON."""

@@ -1,0 +1,128 @@
+"""E2B's sandboxes: which rollouts they are, what is stored about them, and when they end.
+
+A sandbox is a rollout, and its ID is the rollout's name. Its `SandboxNote` is read from the store when a task is first
+used, kept in memory, and written on every change. Two things end a sandbox: a request, and its timeout. A timeout is
+noticed by a timer (`Lifetimes`) or by the next request, whichever comes first.
+"""
+
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+from proxy.compat.e2b.lifetimes import Lifetimes
+from proxy.compat.e2b.processes import Processes
+from proxy.compat.e2b.sandbox_note import SandboxNote
+from proxy.engine import Engine
+from proxy.refusals import RefusalError
+from proxy.tree.rollout import Rollout
+
+_PROTOCOL = "e2b"
+
+
+class RunningSandbox(NamedTuple):
+    """A sandbox that has not ended; it may be paused.
+
+    Attributes:
+        rollout: The rollout that the sandbox is.
+        note: What is stored about it.
+    """
+
+    rollout: Rollout
+    note: SandboxNote
+
+
+class SandboxRegistry:
+    """The sandboxes of all tasks: finds, stores, pauses, resumes and ends them."""
+
+    def __init__(self, engine: Engine, processes: Processes) -> None:
+        self._engine, self._processes = engine, processes
+        self._lifetimes = Lifetimes(self._end_if_over)
+        engine.beside.append(self._lifetimes.aclose)
+        self._notes: dict[int, SandboxNote] = {}
+        self._read_tasks: set[str] = set()
+
+    async def find(self, task: str, name: str) -> RunningSandbox | None:
+        """Return a sandbox; None if it does not exist or has ended."""
+        rollout = self._engine.tasks.rollouts.get((task, name)) or await self._engine.tasks.running(task, name)
+        if rollout is None:
+            return None
+        note = self.note(rollout)
+        if note.is_over(time.time()):
+            if not note.pauses:
+                # Ending it waits for the call under way, so a timer does it. For clients it has ended already.
+                self._lifetimes.watch(rollout, note)
+                return None
+            self.pause(RunningSandbox(rollout, note))
+        return RunningSandbox(rollout, self._notes[rollout.id])
+
+    async def require(self, task: str, name: str) -> RunningSandbox:
+        """Return a sandbox.
+
+        Raises:
+            RefusalError: 404, it does not exist or has ended.
+        """
+        sandbox = await self.find(task, name)
+        if sandbox is None:
+            raise RefusalError(404, "no-such-sandbox", f"sandbox {name!r} was not found")
+        return sandbox
+
+    def note(self, rollout: Rollout) -> SandboxNote:
+        """Return what is stored about a rollout's sandbox."""
+        now = time.time()
+        if rollout.task not in self._read_tasks:
+            for name, text in self._engine.store.rollouts.notes(rollout.task, _PROTOCOL).items():
+                noted = self._engine.tasks.rollouts.get((rollout.task, name))
+                if noted is not None:
+                    self._notes[noted.id] = SandboxNote.decode(text, now)
+                    self._lifetimes.watch(noted, self._notes[noted.id])
+            self._read_tasks.add(rollout.task)
+        # Rollouts started through another protocol are visible as sandboxes as well.
+        return self._notes.setdefault(rollout.id, SandboxNote.new(now))
+
+    def write(self, rollout: Rollout, note: SandboxNote) -> None:
+        """Store what is known about a sandbox, and set its timer accordingly."""
+        self._notes[rollout.id] = note
+        self._lifetimes.watch(rollout, note)
+        self._engine.store.rollouts.put_note(rollout.id, _PROTOCOL, note.encode())
+
+    def pause(self, sandbox: RunningSandbox) -> None:
+        """Pause a sandbox and end its streams. The state stays in the tree; nothing else needs to be kept."""
+        rollout, note = sandbox
+        self.write(rollout, replace(note, paused=True))
+        self._processes.end(rollout, f"the sandbox {rollout.name!r} was paused")
+
+    def resume_on_request(self, sandbox: RunningSandbox) -> RunningSandbox:
+        """Resume a paused sandbox that was created to resume on requests; return any other as it is."""
+        rollout, note = sandbox
+        if note.paused and note.resumes:
+            note = replace(note, paused=False, ends_at=time.time() + note.timeout_s)
+            self.write(rollout, note)
+        return RunningSandbox(rollout, note)
+
+    async def end(self, rollout: Rollout, reason: str) -> None:
+        """End a sandbox.
+
+        Args:
+            rollout: The sandbox's rollout. A command that it is running is detached, and ends with the sandbox.
+            reason: Why; clients with open streams get it.
+        """
+        self._engine.step.leave(rollout)
+        async with rollout.turn:
+            if not rollout.finished:
+                await self._engine.tasks.finish(rollout)
+        self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {reason}")
+        self._lifetimes.forget(rollout)
+        self._notes.pop(rollout.id, None)
+
+    async def _end_if_over(self, rollout: Rollout) -> None:
+        """Apply the timeout of a sandbox whose timer is due."""
+        note = self._notes.get(rollout.id)
+        if note is None or rollout.finished:
+            return
+        if not note.is_over(time.time()):
+            # Extended meanwhile, or later than the longest timer.
+            self._lifetimes.watch(rollout, note)
+        elif note.pauses:
+            self.pause(RunningSandbox(rollout, note))
+        else:
+            await self.end(rollout, "its time is over")
