@@ -8,7 +8,6 @@ with it.
 import asyncio
 import base64
 import secrets
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -21,7 +20,8 @@ from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
-from proxy.http.problems import problem_of
+from proxy.http.lru_cache import LruCache
+from proxy.http.problems import count_problem, problem_of
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.rollout import Rollout
@@ -76,7 +76,7 @@ class Sockets:
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine, self._answers = engine, answers
         self._open = 0
-        self._connections: OrderedDict[tuple[int, str], int] = OrderedDict()
+        self._connections: LruCache[tuple[int, str], int] = LruCache(_REMEMBERED)
 
     async def serve(self, address: Address, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection until either side closes it. request: its handshake."""
@@ -151,12 +151,9 @@ class Sockets:
             raise
         except Exception as error:  # noqa: BLE001 - a message ends here
             problem = problem_of(error)
-            counts = self._engine.counts
+            count_problem(self._engine.counts, problem)
             if problem.infrastructure:
-                counts.failure(problem.slug)
                 log.warning("message failed", path=line.request.target, problem=problem.slug, error=repr(error))
-            else:
-                counts.refusals[problem.slug] += 1
             await self._tell_problem(line, problem)
 
     async def _answer(self, line: _Line, message: AsgiMessage) -> None:
@@ -223,10 +220,7 @@ class Sockets:
         if first:
             number = self._connections.get(place, 0)
             self._connections[place] = number + 1
-            self._connections.move_to_end(place)
             line.said = (rollout.id, number)
-            if len(self._connections) > _REMEMBERED:
-                self._connections.popitem(last=False)
         assert line.said is not None
         number = line.said[1]
         headers = [header for header in meaning.call.arguments["headers"] if header[0] != "content-type"]

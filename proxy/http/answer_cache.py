@@ -1,9 +1,9 @@
 """Recorded answers, ready to be sent: read from the store once, then held in memory while they are used."""
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from proxy.http.lru_cache import LruCache
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 
@@ -42,13 +42,13 @@ class Answers:
     """The answers used last, within a budget of bytes."""
 
     def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
-        self._records, self._budget_bytes = records, budget_bytes
-        self._ready: OrderedDict[int, Ready] = OrderedDict()
-        self._bytes = 0
+        self._records = records
+        # Each answer holds its body twice: alone, and in the whole response.
+        self._ready: LruCache[int, Ready] = LruCache(budget_bytes, lambda ready: 2 * len(ready.body) + _OVERHEAD_BYTES)
 
     @property
     def used_bytes(self) -> int:
-        return self._bytes
+        return self._ready.used
 
     def of(self, record: Record) -> Ready:
         """Return the answer of record. 0.2 us when it is ready, 10 us for 2 kB from the store.
@@ -72,10 +72,6 @@ class Answers:
         placed = any(name.lower() in _PLACED for name, _ in result.headers)
         ready = Ready(result.status, headers, result.body, hit, told, placed)
         self._ready[record.id] = ready
-        self._bytes += 2 * len(ready.body) + _OVERHEAD_BYTES
-        while self._bytes > self._budget_bytes and len(self._ready) > 1:
-            _, oldest = self._ready.popitem(last=False)
-            self._bytes -= 2 * len(oldest.body) + _OVERHEAD_BYTES
         return ready
 
 

@@ -5,6 +5,7 @@ import sqlite3
 from proxy.execution.errors import RolloutGoneError, StateLostError
 from proxy.refusals import Problem, RefusalError
 from proxy.storage.errors import StoreError
+from proxy.telemetry.counters import Counters
 from proxy.tree.keys import UncanonicalArgumentsError
 from sandboxes.errors import SandboxError, ServerError, SpecError
 from sandboxes.pool.pool import OverloadedError
@@ -65,6 +66,14 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(503, "machine", "The proxy's machine refused", detail, retry_after_s=1, infrastructure=True)
         case _:
             return Problem(500, "defect", "Forkpoint has a defect", "See the proxy's log.", infrastructure=True)
+
+
+def count_problem(counters: Counters, problem: Problem) -> None:
+    """Count a problem: as a failure of the infrastructure, or as a refused request."""
+    if problem.infrastructure:
+        counters.failure(problem.slug)
+    else:
+        counters.refusals[problem.slug] += 1
 
 
 def _of_sandbox(error: SandboxError) -> tuple[int, str, str]:

@@ -20,8 +20,8 @@ class ClientDisconnectedError(Exception):
 class Upload:
     """A body that may outgrow memory. path: where it lies then; None while it does not, or may not."""
 
-    def __init__(self, folder: Path, *, most: int, spools: bool) -> None:
-        self._folder, self._most, self._spools = folder, most, spools
+    def __init__(self, folder: Path, *, max_bytes: int, spools: bool) -> None:
+        self._folder, self._max_bytes, self._spools = folder, max_bytes, spools
         self._chunks: list[bytes] = []
         self._size = 0
         self._fd = -1
@@ -43,10 +43,12 @@ class Upload:
 
     def _take(self, chunk: bytes) -> None:
         self._size += len(chunk)
-        if self._size > self._most * (SPOOLED if self._spools else 1):
+        if self._size > self._max_bytes * (SPOOLED if self._spools else 1):
             where = f"{SPOOLED} times max_body_bytes" if self._spools else "max_body_bytes"
-            raise RefusalError(413, "body", f"the body is larger than {where}, {self._most}. Send less, or raise it.")
-        if self.path is None and self._size > self._most:
+            raise RefusalError(
+                413, "body", f"the body is larger than {where}, {self._max_bytes}. Send less, or raise it."
+            )
+        if self.path is None and self._size > self._max_bytes:
             self._fd, name = tempfile.mkstemp(prefix="upload-", dir=self._folder)
             self.path = Path(name)
             for kept in self._chunks:
@@ -65,9 +67,9 @@ class Upload:
 
 
 @contextmanager
-def uploading(folder: Path, *, most: int, spools: bool) -> Iterator[Upload]:
+def uploading(folder: Path, *, max_bytes: int, spools: bool) -> Iterator[Upload]:
     """Lend a place for one body. spools: whether it may lie on disk."""
-    upload = Upload(folder, most=most, spools=spools)
+    upload = Upload(folder, max_bytes=max_bytes, spools=spools)
     try:
         yield upload
     finally:

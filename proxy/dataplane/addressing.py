@@ -1,0 +1,90 @@
+"""Who sends a request, and which endpoint it is for: addresses and dialects, remembered between requests.
+
+A rollout sends every call to the same URL under the same host name, and all rollouts of a task share its dialects.
+So parsing and checking happen once per URL, per host name and per endpoint; a hit reads only these memories.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from proxy.dialects import dialect_of
+from proxy.dialects.base import Dialect, Request
+from proxy.engine import Engine
+from proxy.http.address import Address, address_of
+from proxy.http.browser_guard import BROWSERS, refuse_foreign
+from proxy.http.lru_cache import LruCache
+from proxy.refusals import RefusalError
+from proxy.tree.rollout import Rollout
+
+MAX_REMEMBERED = 8192
+"""Limits each memory of the data plane: URLs, host names, dialects, calls. 8,192 URLs are as many rollouts."""
+
+
+class Addressing:
+    """Reads the addresses of requests to agents' endpoints and refuses requests of other sites' pages."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._addresses: LruCache[bytes, Address] = LruCache(MAX_REMEMBERED)
+        self._hosts: LruCache[bytes, bool] = LruCache(MAX_REMEMBERED)
+        self._dialects: LruCache[tuple[int, str], Dialect] = LruCache(MAX_REMEMBERED)
+
+    def remembered(self, scope: Mapping[str, Any]) -> Address | None:
+        """Return the address of a request whose URL and host name were accepted before; None for any other."""
+        address = self._addresses.get(scope["raw_path"])
+        return address if address is not None and self._is_familiar(scope["headers"]) else None
+
+    def address(self, scope: Mapping[str, Any]) -> Address:
+        """Return the address of a request, with the task and the rollout that its token stands for.
+
+        Raises:
+            RefusalError: 400 to 404 for a malformed address, 401 for an unknown token, 403 for a page of another site.
+        """
+        headers, raw_path = scope["headers"], scope["raw_path"]
+        if not self._is_familiar(headers):
+            refuse_foreign(scope["method"], headers, tool=True, names=self._engine.names)
+            self._hosts.update((value, True) for name, value in headers if name == b"host")
+        address = self._addresses.get(raw_path)
+        if address is None:
+            address = address_of(raw_path, headers)
+            # `/e/` names its rollout in headers. Docker's paths name one exec instance each, so they do not come again.
+            if raw_path.startswith((b"/t/", b"/ng-rollout/")) and address.endpoint != "docker":
+                self._addresses[raw_path] = address
+        return self._with_rollout_of_token(address) if address.token else address
+
+    def dialect(self, rollout: Rollout, endpoint: str) -> Dialect:
+        """Return the dialect of an endpoint in the environment that a rollout's tree was recorded in.
+
+        Raises:
+            RefusalError: 404, the environment has no such endpoint.
+        """
+        key = (rollout.tree.id, endpoint)
+        dialect = self._dialects.get(key)
+        if dialect is None:
+            dialect = self._dialects[key] = dialect_of(rollout.tree.spec, endpoint)
+        return dialect
+
+    def _is_familiar(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Return whether no browser sent these headers and their host name was accepted before. 0.3 us of a hit."""
+        return all(not (name in BROWSERS or (name == b"host" and value not in self._hosts)) for name, value in headers)
+
+    def _with_rollout_of_token(self, address: Address) -> Address:
+        named = self._engine.store.rollouts.by_token(address.token)
+        if named is None:
+            raise RefusalError(
+                401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."
+            )
+        return replace(address, task=named[0], rollout=named[1])
+
+
+def request_of(scope: Mapping[str, Any], address: Address, body: bytes) -> Request:
+    """Return a request as its dialect reads it."""
+    query = scope["query_string"].decode("latin-1")
+    headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    host = next((value for name, value in headers if name == "host"), "")
+    target = address.raw.decode("latin-1") + (f"?{query}" if query else "")
+    base = f"{scope.get('scheme', 'http')}://{host}{address.prefix.decode('latin-1')}"
+    fresh = "" if address.rollout and address.endpoint != "e2b" else secrets.token_hex(12)
+    return Request(scope["method"], target, headers, body, address.rollout, base, fresh)

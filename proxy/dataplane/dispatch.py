@@ -1,0 +1,298 @@
+"""The regular path of an agent's request: read it, find out what it means, do that, send the answer.
+
+Theory of operation. A request passes four methods, each once, downwards:
+
+1. `serve` checks framing, browser and limits, resolves the address and reads the body. A body beyond
+   `max_body_bytes` goes to a file if the endpoint forwards it as it is.
+2. `_respond` lets the endpoint's dialect say what the request means. Docker and E2B have services of their own.
+   A request may name another task than its URL does; then `_respond` starts over with that task's address.
+3. `_act` does what the request means: a reply of the proxy's own, a rollout's begin or end, a cancellation, a call.
+4. `_call` answers a call: from a retry's first attempt, from the tree, or by running it in a sandbox.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from proxy.compat.docker.endpoint import DockerFront
+from proxy.compat.e2b.endpoint import E2b
+from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
+from proxy.dataplane.retries import Retries
+from proxy.dialects import dialect_of
+from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open
+from proxy.dialects.rule_based import Declared
+from proxy.engine import Engine
+from proxy.http.access import ALL, GRANT
+from proxy.http.address import Address
+from proxy.http.answer_cache import AT_ONCE, HIT_STATUS, RawHeaders
+from proxy.http.asgi import Receive, Scope
+from proxy.http.exchange import Exchange
+from proxy.http.lru_cache import LruCache
+from proxy.http.problems import count_problem, problem_of
+from proxy.http.sse import EventStream
+from proxy.http.uploads import uploading
+from proxy.refusals import RefusalError
+from proxy.step import Answer
+from proxy.telemetry.timing import Timing
+from proxy.tree.rollout import Outcome, Rollout
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
+
+if TYPE_CHECKING:
+    from proxy.tree.keys import CallKey
+
+_CACHE_STATUS = {
+    Outcome.HIT: HIT_STATUS,  # a call may find its answer after it has waited for its turn
+    Outcome.WAIT: b"forkpoint; fwd=miss; collapsed",
+    Outcome.MISS: b"forkpoint; fwd=miss; stored",
+    Outcome.BYPASS: b"forkpoint; fwd=bypass",
+}
+"""The `Cache-Status` header (RFC 9211) of each outcome."""
+
+
+class Dispatch:
+    """Serves the requests that the hit path does not answer."""
+
+    def __init__(self, engine: Engine, addressing: Addressing, docker: DockerFront) -> None:
+        self._engine, self._addressing, self._docker = engine, addressing, docker
+        self._answers, self._e2b, self._retries = engine.answers, E2b(engine), Retries()
+        self._constants: LruCache[tuple[int, CallKey], Answer] = LruCache(MAX_REMEMBERED)
+        self._cancellable: dict[tuple[int, str], EventStream] = {}
+        self._in_flight = 0
+
+    async def refuse(self, scope: Scope, address: Address, refusal: RefusalError, exchange: Exchange) -> None:
+        """Report a request that is not authorised in the form that clients of its endpoint read."""
+        problem = problem_of(refusal)
+        count_problem(self._engine.counts, problem)
+        if address.endpoint == "e2b":
+            await self._e2b.refuse(request_of(scope, address, b""), problem, exchange.send)
+        elif address.endpoint == "docker":
+            await self._docker.refuse(scope, problem, exchange)
+        else:
+            await exchange.problem(problem)
+
+    async def serve(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
+        """Answer a request.
+
+        Raises:
+            ClientDisconnectedError: The client closed its connection before its request was complete.
+            Exception: Any error of the request; the caller reports it through `exchange`.
+        """
+        self._in_flight += 1
+        try:
+            if self._in_flight > self._engine.settings.max_requests:
+                raise RefusalError(
+                    429, "too-many-requests", "more calls are in flight than max_requests allows. Try again soon."
+                )
+            _refuse_smuggling(scope)
+            address = self._addressing.address(scope)
+            message, settings = await receive(), self._engine.settings
+            # Most bodies are complete in the first message, and need neither a file nor a copy.
+            if not message.get("more_body") and len(message.get("body", b"")) <= settings.max_body_bytes:
+                if message["type"] == "http.request":
+                    await self._respond(scope, address, message.get("body", b""), exchange)
+                return
+            spools = _is_forwarded(self._engine.tasks.spec(address.task), address.endpoint)
+            with uploading(settings.data, max_bytes=settings.max_body_bytes, spools=spools) as upload:
+                body = await upload.receive(receive, message)
+                await self._respond(scope, address, body, exchange, upload.path)
+        finally:
+            self._in_flight -= 1
+
+    async def _respond(
+        self, scope: Scope, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
+    ) -> None:
+        """Answer a request whose body is there: in `body`, or in the file `upload`."""
+        if address.endpoint == "docker":
+            await self._docker.serve(scope, address, body, exchange)
+            return
+        request = request_of(scope, address, body)
+        if address.endpoint == "e2b":
+            problem = await self._e2b.serve(address.task, request, exchange.send, exchange.receive)
+            if problem is not None:
+                count_problem(self._engine.counts, problem)
+            return
+        tasks = self._engine.tasks
+        rollout = tasks.rollouts.get((address.task, address.rollout))
+        # A new rollout is not begun yet: a reply of the proxy's own must not wait for its tree to be opened.
+        spec = tasks.spec(address.task) if rollout is None else rollout.tree.spec
+        endpoint = address.endpoint
+        dialect = dialect_of(spec, endpoint) if rollout is None else self._addressing.dialect(rollout, endpoint)
+        exchange.understood(dialect, request)
+        if isinstance(dialect, Declared) and (task := dialect.task(request)) not in ("", address.task):
+            scope.get(GRANT, ALL).require(task)
+            await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
+            return
+        meaning = dialect.read(request)
+        if isinstance(meaning, Call) and meaning.constant:
+            await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
+            return
+        if rollout is None and isinstance(meaning, Call):
+            rollout = await self._rollout(address.task, meaning, address.rollout)
+            if rollout.tree.spec != spec:
+                # The rollout runs in the tree of an older environment of its task, which may read requests otherwise.
+                dialect = self._addressing.dialect(rollout, endpoint)
+                exchange.understood(dialect, request)
+                meaning = dialect.read(request)
+        meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
+        await self._act(address.task, meaning, exchange, rollout)
+
+    async def _routed(self, address: Address, task: str, spec: EnvironmentSpec) -> Address:
+        """Return the address of the task that a request names; a new task gets the environment of the URL's task."""
+        if self._engine.store.tasks.get(task) is None:
+            await self._engine.tasks.put(task, spec)
+        return replace(address, task=task)
+
+    async def _rollout(self, task: str, call: Call, name: str) -> Rollout:
+        """Return the rollout of a call. A new one begins, unless only the proxy gives such names (`Call.existing`)."""
+        if not call.existing:
+            return await self._engine.tasks.rollout(task, call.rollout or name)
+        rollout = await self._engine.tasks.running(task, call.rollout)
+        if rollout is None:
+            raise RefusalError(404, "session", "this session has ended or never existed. Begin another session.")
+        return rollout
+
+    async def _constant(self, task: str, call: Call, exchange: Exchange) -> None:
+        """Answer a call whose answer is the same in all states of a task, such as a list of tools.
+
+        The call runs once, in a rollout of its own whose name no URL can have. Each call has its own rollout, so that
+        calls do not wait for one another.
+        """
+        engine = self._engine
+        key = ((await engine.tasks.open(task)).tree.id, call.key)
+        answer = self._constants.get(key)
+        if answer is not None:
+            engine.counts.answered(Outcome.HIT, answer.record.seconds)
+            await exchange.answer(self._answers.of(answer.record), AT_ONCE)
+            return
+        rollout = await engine.tasks.rollout(task, f"~{call.key.hex()[:32]}")
+        listener = exchange.listener(call)
+        try:
+            answer = await exchange.until(start(engine.step.run(rollout, call.call, call.key, listener)), call)
+        finally:
+            if not rollout.waiting:
+                await engine.tasks.finish(rollout)
+        if not answer.record.private:
+            self._constants[key] = answer
+        await self._send(answer, exchange)
+
+    async def _act(self, task: str, meaning: Meaning, exchange: Exchange, rollout: Rollout | None) -> None:
+        tasks = self._engine.tasks
+        match meaning:
+            case Local():
+                await exchange.local(meaning)
+            case Close():
+                rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
+                if rollout is not None:
+                    async with rollout.turn:
+                        await tasks.finish(rollout)
+                await exchange.local(meaning.answer)
+            case Cancel():
+                rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
+                events = None if rollout is None else self._cancellable.get((rollout.id, meaning.name))
+                if events is not None:
+                    events.cancel()
+                await exchange.local(meaning.answer)
+            case Open():
+                opened = await tasks.opened(task, meaning.rollout, meaning.parent, meaning.spec)
+                exchange.extra = meaning.headers
+                await self._act(task, meaning.then, exchange, opened)
+            case Call():
+                assert rollout is not None
+                await self._call(rollout, meaning, exchange)
+
+    async def _call(self, rollout: Rollout, call: Call, exchange: Exchange) -> None:
+        step, endpoints = self._engine.step, self._engine.counts.endpoints
+        first_attempt = self._retries.answer(rollout, call)
+        if first_attempt is not None:
+            # Shielded: a client that hangs up must not cancel the answer that the first attempt waits for.
+            answer = await asyncio.shield(first_attempt)
+            await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
+            return
+        record = step.known(rollout, call.key)
+        if record is not None:
+            endpoints[call.call.endpoint][Outcome.HIT] += 1
+            self._retries.remember_hit(rollout, call, record)
+            await exchange.answer(self._answers.of(record), AT_ONCE)
+            self._engine.counts.hit_s.observe(time.perf_counter() - exchange.began)
+            return
+        listener = exchange.listener(call)
+        running = start(step.run(rollout, call.call, call.key, listener, commutes=call.commutes))
+        self._retries.remember(rollout, call, running)
+        with self._cancellable_as(call.cancel, rollout, exchange.events):
+            answer = await exchange.until(running, call)
+        endpoints[call.call.endpoint][answer.outcome] += 1
+        await self._send(answer, exchange)
+
+    async def _send(self, answer: Answer, exchange: Exchange) -> None:
+        # A response that was passed on while it arrived only needs its end. Its record, which may be too large to
+        # be held in memory, is not read.
+        if not await exchange.passed():
+            await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
+
+    @contextmanager
+    def _cancellable_as(self, name: str, rollout: Rollout, events: EventStream | None) -> Iterator[None]:
+        """Let the client cancel its call under the name that it gave the call, while the context lasts."""
+        key = (rollout.id, name)
+        if not name or events is None:
+            yield
+            return
+        self._cancellable[key] = events
+        try:
+            yield
+        finally:
+            # The client may have given the name to a second call meanwhile.
+            if self._cancellable.get(key) is events:
+                del self._cancellable[key]
+
+
+def _is_forwarded(spec: EnvironmentSpec, endpoint: str) -> bool:
+    """Return whether an endpoint's requests are passed to an upstream as they are and not recorded."""
+    server = spec.upstreams.get(endpoint)
+    return server is not None and server.mode == "pass"
+
+
+M = TypeVar("M", bound=Meaning)
+
+
+def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
+    """Return a request's meaning with the path of the file that holds its body; None for a body in memory.
+
+    Raises:
+        RefusalError: 413, the endpoint records its requests and so must hold the body in memory.
+    """
+    if upload is None:
+        return meaning
+    if not isinstance(meaning, Call) or not _is_forwarded(spec, meaning.call.endpoint):
+        raise RefusalError(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
+    arguments = {**meaning.call.arguments, "upload": str(upload)}
+    return replace(meaning, call=replace(meaning.call, arguments=arguments))
+
+
+def _refuse_smuggling(scope: Scope) -> None:
+    """Refuse a request whose end two readers could see at two positions (RFC 9112, 6.3).
+
+    Raises:
+        RefusalError: 400.
+    """
+    names = [name for name, _ in scope["headers"]]
+    if (b"transfer-encoding" in names and b"content-length" in names) or names.count(b"content-length") > 1:
+        raise RefusalError(400, "framing", "Content-Length and Transfer-Encoding exclude each other. Send one, once.")
+
+
+def _headers_of(answer: Answer) -> RawHeaders:
+    return [(b"cache-status", _CACHE_STATUS[answer.outcome]), (b"server-timing", _server_timing(answer.timing))]
+
+
+def _server_timing(timing: Timing) -> bytes:
+    parts = (
+        ("tool", timing.tool_s),
+        ("restore", timing.restore_s),
+        ("replay", timing.replay_s),
+        ("wait", timing.wait_s),
+    )
+    return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in parts).encode()

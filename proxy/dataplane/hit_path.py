@@ -1,0 +1,90 @@
+"""The hit path: a whole request becomes a whole response, without an await.
+
+Theory of operation. A hit does four look-ups, each in a memory that earlier requests filled:
+
+1. URL -> `Address` (`Addressing`): the rollout and the endpoint.
+2. endpoint -> `Dialect` (`Addressing`): how the bytes of a request become a call.
+3. bytes of the request -> `Call`: rollouts of a group send the same bytes, so most requests need no parsing.
+4. call key at the rollout's node -> record -> response bytes (`Step.known` and `Answers`).
+
+If any of them fails, the request takes the regular path (`dispatch`), which parses, checks, opens and reports errors.
+The hit path never reports an error and changes nothing except the step that it takes in the tree. Nothing can run
+between the look-up and the step, because nothing here awaits.
+"""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import structlog
+
+from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
+from proxy.dialects.base import Call, Meaning
+from proxy.engine import Engine
+from proxy.http.address import Address
+from proxy.http.answer_cache import AT_ONCE, response
+from proxy.http.exchange import raw, told_by
+from proxy.http.lru_cache import LruCache
+from proxy.tree.rollout import Outcome, Rollout
+
+log = structlog.get_logger()
+
+MAX_REMEMBERED_BODY_BYTES = 2048
+"""Limits the body of a remembered request, so that the memory of calls stays below 16 MiB of bodies."""
+
+
+class HitPath:
+    """Answers calls that the tree knows."""
+
+    def __init__(self, engine: Engine, addressing: Addressing) -> None:
+        self._engine, self._addressing = engine, addressing
+        self._answers, self._rollouts = engine.answers, engine.tasks.rollouts
+        self._max_body_bytes = engine.settings.max_body_bytes
+        self._endpoints = engine.counts.endpoints
+        self._calls: LruCache[Hashable, Call] = LruCache(MAX_REMEMBERED)
+
+    def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
+        """Return the HTTP response to a call that the tree knows and take its step; None for any other request.
+
+        Malformed requests and errors also return None: the regular path reports them.
+        """
+        address = self._addressing.remembered(scope)
+        if address is None or address.endpoint == "e2b" or len(body) > self._max_body_bytes:
+            return None
+        rollout = self._rollouts.get((address.task, address.rollout))
+        if rollout is None:
+            return None
+        try:
+            return self._response(scope, address, bytes(body), rollout)
+        except Exception as error:  # noqa: BLE001 - the regular path meets the same error and reports it
+            log.debug("hit path failed", error=repr(error))
+            return None
+
+    def _response(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> bytes | None:
+        call = self._meaning(scope, address, body, rollout)
+        # A request with an ID may be a retry, a constant call belongs to no rollout, and a routed one to another task.
+        if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
+            return None
+        record = self._engine.step.known(rollout, call.key)
+        if record is None:
+            return None
+        self._endpoints[call.call.endpoint][Outcome.HIT] += 1
+        ready = self._answers.of(record)
+        if not (ready.placed or call.bound):
+            return ready.hit
+        # The recorded answer names a URL or a rollout, so this client gets its own form of it.
+        own = told_by(ready, self._addressing.dialect(rollout, address.endpoint), request_of(scope, address, body))
+        return response(own.status, raw(own.headers) + ready.headers[ready.told :] + AT_ONCE, own.body)
+
+    def _meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
+        dialect = self._addressing.dialect(rollout, address.endpoint)
+        if dialect.headers_matter:
+            return dialect.read(request_of(scope, address, body))
+        # What the dialect may look at, and the tree: its environment decides what a request means.
+        key = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
+        call = self._calls.get(key)
+        if call is not None:
+            return call
+        meaning = dialect.read(request_of(scope, address, body))
+        if isinstance(meaning, Call) and len(body) <= MAX_REMEMBERED_BODY_BYTES:
+            self._calls[key] = meaning
+        return meaning
