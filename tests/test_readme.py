@@ -23,10 +23,9 @@ BLOCKS = [block.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.D
 
 @contextmanager
 def serving(command: str, directory: Path, port: int) -> Iterator[None]:
-    """Run README's first command (without `uv sync`, which this environment has had) until the block ends."""
-    installed = Path(sys.executable).parent
-    words = command.removeprefix("uv sync && uv run ").split()
-    environment = os.environ | {"FORKPOINT_PORT": str(port), "PATH": f"{installed}:{os.environ['PATH']}"}
+    """Run README's first command until the block ends; `test_run.py` tests how `./run` installs."""
+    words = [Path(sys.executable).parent / "forkpoint", *command.removeprefix("./run ").split()]
+    environment = os.environ | {"FORKPOINT_PORT": str(port)}
     process = subprocess.Popen(words, cwd=directory, env=environment, stderr=subprocess.DEVNULL)
     try:
         for _ in range(300):
@@ -42,14 +41,13 @@ def serving(command: str, directory: Path, port: int) -> Iterator[None]:
         assert process.wait(30) == -signal.SIGTERM
 
 
-def test_the_first_two_commands_run_the_proxy_and_the_tests_and_ci_uses_them() -> None:
-    assert BLOCKS[:2] == ["uv sync && uv run forkpoint serve", "uv run pytest"]
-    ci = (REPOSITORY / ".ci" / "run").read_text()
-    assert "\nuv run pytest\n" in ci
-    assert "\nuv sync" in ci
+def test_first_two_commands_serve_and_test() -> None:
+    """CI runs the tests through the command that README gives."""
+    assert BLOCKS[:2] == ["./run serve", "./run test"]
+    assert "\n./run test --all\n" in (REPOSITORY / ".ci" / "run").read_text()
 
 
-def test_a_second_rollout_is_answered_from_the_tree_as_shown(tmp_path: Path) -> None:
+def test_first_calls_answer_as_shown(tmp_path: Path) -> None:
     missing = [need for need in check(tmp_path / "check") if need.required and not need.ok]
     if missing:
         pytest.skip(f"this machine cannot run sandboxes: {missing[0].name}: {missing[0].detail}")
@@ -71,12 +69,12 @@ def test_a_second_rollout_is_answered_from_the_tree_as_shown(tmp_path: Path) -> 
             [Path(sys.executable).parent / "forkpoint", "tree", "demo", "--url", f"http://127.0.0.1:{port}"],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-        for told in ("n1 start", "n2 sleep 2; echo built > app; date", "files", "1 hit", "cat app", "1, 2"):
-            assert told in shown
+        for shown_text in ("n1 start", "n2 sleep 2; echo built > app; date", "files", "1 hit", "cat app", "1, 2"):
+            assert shown_text in shown
 
 
 @pytest.mark.parametrize("page", sorted(REPOSITORY.glob("*.md")) + sorted(REPOSITORY.glob("docs/**/*.md")), ids=str)
-def test_every_link_between_pages_leads_somewhere(page: Path) -> None:
+def test_links_between_pages_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
