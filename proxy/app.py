@@ -5,11 +5,11 @@ from proxy.logs import setup
 
 # isort: split
 
+import functools
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import structlog
@@ -33,12 +33,8 @@ from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
 from proxy.ui.api import page_routes
 from proxy.ui.static_files import page
-from sandboxes.checkpointing import Checkpointer
 from sandboxes.driver import Driver
-from sandboxes.local.driver import LocalDriver
-from sandboxes.sqlite.driver import SqliteDriver
-from sandboxes.upstream import HttpDriver
-from sandboxes.video.driver import VideoDriver
+from sandboxes.plugins import DriverContext, PluginError, make_driver
 from snapshots.criu.checkpoints import CriuCheckpointer
 
 log = structlog.get_logger()
@@ -104,41 +100,16 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _drivers(settings: Settings) -> dict[str, Driver]:
-    makers: dict[str, Any] = {
-        "local": lambda: LocalDriver(settings.data / "local", _checkpointer(settings, "local")),
-        "container": lambda: _containers(settings),
-        "sqlite": lambda: SqliteDriver(settings.data / "sqlite"),
-        "postgres": lambda: _postgres(settings),
-        "video": lambda: _videos(settings),
-        "http": lambda: HttpDriver(settings.data / "http"),
-    }
-    return {name: makers[name]() for name in settings.drivers}
-
-
-def _containers(settings: Settings) -> Driver:
-    from sandboxes.container.driver import ContainerDriver  # noqa: PLC0415 - the Docker SDK takes a fifth of a second to load
-
-    checkpointer = _checkpointer(settings, "container", outer_session=True)
-    return ContainerDriver(settings.data / "container", checkpointer, spares=settings.container_spares)
-
-
-def _checkpointer(settings: Settings, driver: str, *, outer_session: bool = False) -> Checkpointer:
-    return CriuCheckpointer(settings.data / driver, images_dir=settings.checkpoint_dir, outer_session=outer_session)
-
-
-def _postgres(settings: Settings) -> Driver:
-    try:
-        from sandboxes.postgres.driver import PostgresDriver  # noqa: PLC0415 - an optional extra
-    except ImportError as error:
-        raise SystemExit(f"driver postgres needs psycopg ({error}): pip install 'forkpoint[postgres]'") from error
-    return PostgresDriver(settings.data / "postgres", spares=settings.postgres_spares)
-
-
-def _videos(settings: Settings) -> Driver:
-    missing = [name for name in ("av", "numpy", "PIL") if find_spec(name) is None]
-    if missing:
-        raise SystemExit(f"driver video needs {', '.join(missing)}: pip install 'forkpoint[video]'")
-    return VideoDriver(settings.data / "video")
+    spares = {"container": settings.container_spares, "postgres": settings.postgres_spares}
+    made: dict[str, Driver] = {}
+    for name in settings.drivers:
+        directory = settings.data / name
+        checkpointer = functools.partial(CriuCheckpointer, directory, images_dir=settings.checkpoint_dir)
+        try:
+            made[name] = make_driver(name, DriverContext(directory, checkpointer, spares.get(name, 0)))
+        except PluginError as error:
+            raise SystemExit(str(error)) from error
+    return made
 
 
 def _behind(control: ControlPlane) -> FastAPI:

@@ -33,9 +33,10 @@ class Settings(BaseSettings):
     data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
     log: Literal["pretty", "json"] = "pretty"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    drivers: tuple[Literal["local", "container", "sqlite", "postgres", "video", "http"], ...] = (
-        "local", "sqlite", "http",
-    )  # fmt: skip
+    drivers: tuple[str, ...] = Field(
+        default=("local", "sqlite", "http"),
+        description="the drivers to start, by the names of their entry points in the group forkpoint.drivers",
+    )
     otel_endpoint: str | None = Field(
         default=None, description="where traces go, by OTLP over HTTP: http://host:4318/v1/traces; needs the extra otel"
     )

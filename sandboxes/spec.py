@@ -216,6 +216,10 @@ class EnvironmentSpec(BaseModel):
         default_factory=dict, description="of the mcp endpoint: the `mcpServers` of any client's configuration"
     )
     video: VideoTools | None = Field(default=None, description="of the video endpoint, for driver video")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what a driver from another package needs to know; part of the root state, and unused by ours",
+    )
     limits: Limits = Limits()
     merge: Literal["on", "off"] = Field(default="on", description="one node for one state")
     cache: Literal["always", "never"] = Field(default="always", description="'never' runs each call: for baselines")
@@ -275,7 +279,7 @@ class EnvironmentSpec(BaseModel):
         for database in told["databases"].values():
             del database["source"], database["dsn"]
         told["video"] = None if self.video is None else self.video.root()
-        for kind in ("servers", "mcp_servers", "video"):
+        for kind in ("servers", "mcp_servers", "video", "options"):
             if not told[kind]:
                 # As before there were any: nobody's tree begins anew.
                 del told[kind]

@@ -24,7 +24,7 @@ BLOCKS = [block.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.D
 @contextmanager
 def serving(command: str, directory: Path, port: int) -> Iterator[None]:
     """Run README's first command until the block ends; `test_run.py` tests how `./run` installs."""
-    words = [Path(sys.executable).parent / "forkpoint", *command.removeprefix("./run ").split()]
+    words = [str(Path(sys.executable).parent / "forkpoint"), *command.removeprefix("./run ").split()]
     environment = os.environ | {"FORKPOINT_PORT": str(port)}
     process = subprocess.Popen(words, cwd=directory, env=environment, stderr=subprocess.DEVNULL)
     try:

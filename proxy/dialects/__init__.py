@@ -8,14 +8,14 @@ from urllib.parse import unquote
 
 from proxy.dialects import shell, sql
 from proxy.dialects.base import Call, Dialect, Local, Request, Response
-from proxy.dialects.mcp import Mcp
 from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import rules_of
-from proxy.dialects.video import VideoDialect
 from proxy.names import ONLY
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
+from sandboxes.plugins import DIALECTS as PLUGINS
+from sandboxes.plugins import installed, load
 from sandboxes.spec import SERVER_DRIVERS, SHELLLESS_DRIVERS, EnvironmentSpec
 
 Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
@@ -49,26 +49,34 @@ class BuiltIn:
 
 
 def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
-    """Return what reads requests to an endpoint of a task with this spec.
+    """Return the dialect that reads requests to an endpoint of a task with this spec.
+
+    Args:
+        spec: The task's environment.
+        endpoint: The endpoint's name in the URL; `ONLY` stands for the single server of a spec.
 
     Raises:
-        Refused: 404, it has no such endpoint.
+        RefusalError: 404, the environment has no such endpoint.
     """
     if endpoint == ONLY and len(spec.servers) == 1:
         (endpoint,) = spec.servers
-    if endpoint in DIALECTS and not spec.upstreams:
-        return BuiltIn(DIALECTS[endpoint], spec)
-    if endpoint == "mcp" and not spec.upstreams:
-        return Mcp(spec)
-    if endpoint == "video" and spec.video is not None:
-        return VideoDialect(spec)
+    # A server of the task comes first: names of built-in endpoints are reserved, those of plug-ins are not.
     if endpoint in spec.servers:
         server = spec.servers[endpoint]
         return Declared(endpoint, server, rules_of(server))
-    built_in = ["sql"] if spec.databases else []
-    built_in += ["video"] if spec.video is not None else []
-    built_in += ["mcp"] if not spec.upstreams else []
-    built_in += ["e2b"] if spec.driver in SERVER_DRIVERS and not spec.upstreams else []
-    built_in += ["docker", "shell"] if spec.driver not in SHELLLESS_DRIVERS and not spec.upstreams else []
-    there = ", ".join(sorted([*built_in, *spec.servers]))
-    raise RefusalError(404, "no-such-endpoint", f"endpoints here are: {there}.")
+    if endpoint in installed(PLUGINS):
+        dialect: Dialect | None = load(PLUGINS, endpoint)(spec)
+        if dialect is not None:
+            return dialect
+    raise RefusalError(404, "no-such-endpoint", f"endpoints here are: {', '.join(_endpoints(spec))}.")
+
+
+def _endpoints(spec: EnvironmentSpec) -> list[str]:
+    """Return what an agent may use in this environment, for the error text."""
+    names = {name for name in installed(PLUGINS) if load(PLUGINS, name)(spec) is not None} | spec.servers.keys()
+    if not spec.upstreams:
+        names |= {"e2b"} if spec.driver in SERVER_DRIVERS else set()
+        names |= {"docker"} if spec.driver not in SHELLLESS_DRIVERS else set()
+        names -= {"shell"} if spec.driver in SHELLLESS_DRIVERS else set()
+        names -= set() if spec.databases else {"sql"}
+    return sorted(names)

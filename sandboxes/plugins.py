@@ -1,0 +1,102 @@
+"""Plug-ins: drivers and dialects are found through entry points, ours and those of other packages alike.
+
+A distribution names its factories in its metadata, for example in `pyproject.toml`:
+
+    [project.entry-points."forkpoint.drivers"]
+    mykind = "my_package:driver"
+
+So a part that an installation does not need can be left out, and a third party can add one. `docs/extending.md` builds
+both kinds.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+from sandboxes.checkpointing import Checkpointer
+from sandboxes.driver import Driver
+
+DRIVERS = "forkpoint.drivers"
+"""The group of driver factories: each is called with a `DriverContext` and returns a `Driver`."""
+DIALECTS = "forkpoint.dialects"
+"""The group of dialect factories: each is called with an `EnvironmentSpec` and returns a dialect or None."""
+
+
+class PluginError(RuntimeError):
+    """A plug-in is missing, ambiguous or broken. The text says which, and what to install."""
+
+
+class CheckpointerFactory(Protocol):
+    """Makes the checkpointer of a driver's data directory."""
+
+    def __call__(self, *, outer_session: bool = False) -> Checkpointer:
+        """Return a checkpointer; see `snapshots.criu.checkpoints.CriuCheckpointer` for the argument."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DriverContext:
+    """What a driver's factory is given.
+
+    Attributes:
+        directory: The driver's own data directory. It may not exist yet, and nothing else writes to it.
+        checkpointer: Makes the checkpointer for drivers that freeze live processes.
+        spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
+    """
+
+    directory: Path
+    checkpointer: CheckpointerFactory
+    spares: int = 0
+
+
+DriverFactory = Callable[[DriverContext], Driver]
+"""Makes a driver. It must not start anything: `Driver.open` does."""
+
+
+@functools.cache
+def installed(group: str) -> Mapping[str, EntryPoint]:
+    """Return the plug-ins of a group by name, in alphabetical order. Loads none of them; reads metadata once.
+
+    Raises:
+        PluginError: Two distributions use the same name. Neither is taken: a driver that replaces another one
+            silently would run agents' commands in the wrong kind of sandbox.
+    """
+    by_name: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
+        known = by_name.setdefault(entry.name, entry)
+        if known.value != entry.value:
+            owners = sorted({other.dist.name for other in (known, entry) if other.dist is not None})
+            raise PluginError(f"{group}: {entry.name!r} is defined twice, by {' and '.join(owners)}. Uninstall one.")
+    return by_name
+
+
+@functools.cache
+def load(group: str, name: str) -> Any:
+    """Return the factory of a plug-in, importing its module.
+
+    Raises:
+        PluginError: No installed distribution has this plug-in, or its module cannot be imported.
+    """
+    plugins = installed(group)
+    if name not in plugins:
+        raise PluginError(f"{group}: {name!r} is not installed; installed are: {', '.join(plugins)}.")
+    try:
+        return plugins[name].load()
+    except (ImportError, AttributeError) as error:
+        raise PluginError(f"{group}: {name!r} cannot be loaded ({error}).") from error
+
+
+def make_driver(name: str, context: DriverContext) -> Driver:
+    """Return a new driver, not opened yet.
+
+    Raises:
+        PluginError: See `load`; or a package that the driver needs is missing.
+    """
+    factory: DriverFactory = load(DRIVERS, name)
+    try:
+        return factory(context)
+    except ImportError as error:
+        raise PluginError(f"driver {name!r} needs a package that is not installed ({error}).") from error
