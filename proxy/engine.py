@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from proxy.audit.auditor import Audit
+from proxy.audit.auditor import Auditor
 from proxy.execution.restore import Attach
 from proxy.execution.snapshot_value import Keeper
 from proxy.execution.tasks import Tasks
@@ -81,7 +81,7 @@ class Engine:
             self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
             any_image=settings.any_image,
         )  # fmt: skip
-        self.audit = Audit(
+        self.audit = Auditor(
             self.attach, self.store, self.counts, lambda: self.step.under_way, self.tasks.in_memory,
             share=settings.audit_share, quarantine=settings.audit_quarantine,
         )  # fmt: skip
@@ -150,7 +150,7 @@ class Engine:
 
     def _fold(self, steps: list[JournalEntry]) -> None:
         self.store.rollouts.fold(steps)
-        self.audit.saw(steps)
+        self.audit.sample_hits(steps)
 
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.database.checkpoint)

@@ -1,7 +1,18 @@
-"""Audits: recorded calls are run again in fresh sandboxes, and answers and states compared, while nobody waits.
+"""Audits: recorded calls run again in fresh sandboxes, and their answers and states compared with the records.
 
-What differs is marked, and by policy put in quarantine: from then on the call is run for everybody who makes it there.
-Nothing else of a tree is changed. How many of those looked at differ bounds the rate of wrong answers (`bounds`).
+Theory of operation:
+
+1. What is checked. On demand, a random sample of the calls below a node (`begin`). In the background, a share of the
+   hits that rollouts were answered with (`sample_hits`, `work`). The two are counted apart, because they estimate two
+   rates: wrong records, and wrong answers.
+2. How. `cover` orders the sample into few paths of the tree. Each path runs in a sandbox of its own, from the root or
+   a snapshot, and compares each sampled call as it passes (`_run_path`). After a call that left another state the rest
+   of its path would prove nothing, so it is tried once more on another path (`_check`).
+3. When. Only while no call of a rollout is in flight and a sandbox is free that nothing else needs. An audit that was
+   requested waits for calls in flight only briefly, else a busy proxy would never finish it.
+4. What follows. A difference marks the record. By policy the record is also put in quarantine: from then on its call
+   runs again for every rollout that makes it. An audit changes nothing else of a tree.
+5. The counts of checked and differing calls bound the rate of wrong answers (`confidence`).
 """
 
 import asyncio
@@ -9,16 +20,16 @@ import random
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import structlog
 
 from proxy.audit.noise_masks import Masks, masked
-from proxy.audit.sampling import Walk, chosen, walks
+from proxy.audit.sampling import ReplayPath, cover, sample_calls
 from proxy.dialects.rule_schema import steady
-from proxy.execution.divergence import differs, gap_s, require_its_due
+from proxy.execution.divergence import ANSWER_DIFFERS, differs, gap_s, require_its_due, same_answer
 from proxy.execution.errors import StateLostError
 from proxy.execution.restore import Attach
 from proxy.refusals import RefusalError
@@ -27,41 +38,66 @@ from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Outcome
 from proxy.tree.tree import Node, Record, Tree
-from sandboxes.calls import Execution, ToolResult
+from sandboxes.calls import Execution
 from sandboxes.driver import Sandbox, rest
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.pool.pool import OverloadedError
+from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
 
 SampleSource = Literal["hits", "records"]
 """What a sample was drawn from: the hits that were given, or the calls that are recorded."""
 Judge = Callable[[Record, Execution], Awaitable[str]]
-"""Says how a call that was run again differs from its record; empty where it does not."""
-_QUEUED = 1000
-_LOOK_AGAIN_S = 0.05
+"""Returns how a call that was run again differs from its record; empty if it does not."""
+_MAX_QUEUED_HITS = 1000
+"""Sampled hits that wait for an audit; beyond it the oldest are dropped, so a busy proxy audits its latest answers."""
+_POLL_S = 0.05
+"""Interval at which an audit checks whether calls are in flight. Calls themselves never signal it: they are faster."""
 _PATIENCE_S = 2.0
-"""An audit that somebody asked for waits this long for calls under way to end, at each call of its own."""
-_ROOM_S = 60.0
+"""Longest time for which a requested audit waits for calls in flight, before each call of its own."""
+_SANDBOX_WAIT_S = 60.0
+"""Longest time for which an audit waits for a sandbox that nothing else needs."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What an audit saw. unreachable: calls at states to which no way is known; failed: the machine's fault."""
+    """What an audit has counted so far.
+
+    Attributes:
+        of: How many calls it was asked to check.
+        checked: Calls that were run again.
+        differing: Checked calls that differ from their records.
+        unreachable: Calls at states that no path leads to.
+        failed: Calls that the machine could not run; they say nothing about their records.
+    """
 
     of: int = 0
     checked: int = 0
     differing: int = 0
     unreachable: int = 0
     failed: int = 0
-    found: list[int] = field(default_factory=list)
 
 
-class Audit:
-    """Runs recorded calls again. share: of the hits; quarantine: whether what differs is taken out of the answers.
+@dataclass(slots=True)
+class _Check:
+    """One sample that is being checked.
 
-    busy: says how many calls of agents are under way. find: returns a tree that is in memory.
+    Attributes:
+        tree: The tree of its records.
+        judge: Compares a call with its record.
+        tally: Where the results are counted.
+        patience_s: Longest wait for calls in flight, before each call; None waits until there are none.
     """
+
+    tree: Tree
+    judge: Judge
+    tally: Tally
+    patience_s: float | None
+
+
+class Auditor:
+    """Runs recorded calls again and marks those that differ."""
 
     def __init__(
         self,
@@ -74,229 +110,227 @@ class Audit:
         share: float,
         quarantine: bool,
     ) -> None:
+        """Create an auditor that does nothing until a hit is sampled or an audit is requested.
+
+        Args:
+            attach: Provides sandboxes.
+            store: Holds the recorded calls, the findings and the masks.
+            counts: The totals that metrics show.
+            busy: Returns how many calls of rollouts are in flight.
+            find: Returns a tree by its number, if it is in memory.
+            share: Share of the hits that are checked in the background, from 0 to 1.
+            quarantine: Whether the calls that differ run again for every rollout.
+        """
         self._attach, self._store, self._counts, self._busy, self._find = attach, store, counts, busy, find
         self._share, self.quarantine = share, quarantine
         self._random = random.Random()  # noqa: S311 - a sample, no secret
-        self._queue: deque[int] = deque(maxlen=_QUEUED)
+        self._queue: deque[int] = deque(maxlen=_MAX_QUEUED_HITS)
         self._running: dict[int, tuple[asyncio.Task[None], Tally]] = {}
+        self._owner = TaskOwner()
 
-    # -- on demand ---------------------------------------------------------------------------------------------------
+    # On demand
 
-    def begin(self, task: str, tree: Tree, below: Node, sample: int | None, seed: int | None) -> Tally:
-        """Begin to check a sample of the calls recorded at a node of a task's tree and under it; return what will be
-        known of it.
+    def begin(self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None) -> Tally:
+        """Start to check a sample of the calls recorded at a node of a task's tree and below it.
+
+        Args:
+            task: Name of the task.
+            tree: The tree.
+            top: The node.
+            sample: Size of the sample; None checks all calls.
+            seed: Draws the same sample again; None draws another each time.
+
+        Returns:
+            The tally, which grows while the audit runs.
 
         Raises:
-            Refused: 409, an audit of this tree is running.
+            RefusalError: 409, an audit of this tree is running.
         """
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
-        records = chosen(below, sample, self._random if seed is None else random.Random(seed))  # noqa: S311
+        records = sample_calls(top, sample, self._random if seed is None else random.Random(seed))  # noqa: S311
         tally = Tally(of=len(records))
-        running = asyncio.get_running_loop().create_task(self._verify(tree, records, self.masks(task), tally))
+        running = self._owner.spawn("audit", self._run(tree, records, self.masks(task), tally))
         self._running[tree.id] = running, tally
         running.add_done_callback(lambda _: self._running.pop(tree.id, None))
         return tally
 
     def running(self, tree: Tree) -> Tally | None:
-        """Return what the running audit of a tree has seen so far; None where none runs."""
-        found = self._running.get(tree.id)
-        return None if found is None else found[1]
+        """Return the tally of the running audit of a tree; None if none runs."""
+        running = self._running.get(tree.id)
+        return None if running is None else running[1]
 
     async def stop(self, tree: Tree) -> None:
-        """Stop the audit of a tree; what it has seen stays known."""
-        found = self._running.get(tree.id)
-        if found is not None:
-            found[0].cancel()
-            await asyncio.wait([found[0]])
+        """Stop the audit of a tree, if one runs; its findings stay."""
+        running = self._running.get(tree.id)
+        if running is not None:
+            task, _ = running
+            task.cancel()
+            await asyncio.wait([task])
 
     async def aclose(self) -> None:
-        """Stop all."""
+        """Stop all audits."""
         self._share = 0.0
-        running = [task for task, _ in self._running.values()]
-        for task in running:
-            task.cancel()
-        if running:
-            await asyncio.wait(running)
+        self._owner.cancel()
+        await self._owner.wait()
 
     def masks(self, task: str) -> Masks:
-        """Return the masks of a task; none by default."""
-        told = self._store.audits.masks(task)
-        return Masks() if told is None else Masks.model_validate_json(told)
+        """Return the noise masks of a task; by default it has none."""
+        value = self._store.audits.masks(task)
+        return Masks() if value is None else Masks.model_validate_json(value)
 
-    async def _verify(self, tree: Tree, records: list[Record], masks: Masks, tally: Tally) -> None:
-        before = Tally()
+    async def _run(self, tree: Tree, records: list[Record], masks: Masks, tally: Tally) -> None:
         try:
-            await self._check(tree, records, masks, tally, patience_s=_PATIENCE_S)
+            await self._check(records, self._checking(tree, masks, tally, _PATIENCE_S))
         except Exception as error:  # noqa: BLE001 - a background task ends here
             self._counts.failure("audit")
             log.warning("audit ended early", tree=tree.id, error=repr(error))
         finally:
-            self._save(tree, "records", tally, before)
+            self._save(tree, "records", tally)
 
-    # -- in the background -------------------------------------------------------------------------------------------
+    # In the background
 
-    def saw(self, steps: Iterable[JournalEntry]) -> None:
-        """Draw a share of the hits among steps that were just written down; beside the calls themselves."""
+    def sample_hits(self, steps: Iterable[JournalEntry]) -> None:
+        """Draw a share of the hits among steps that were just folded, and queue them to be checked."""
         if self._share <= 0:
             return
         draw = self._random.random
-        self._queue.extend(s.record for s in steps if s.outcome == Outcome.HIT and draw() < self._share)
+        self._queue.extend(step.record for step in steps if step.outcome == Outcome.HIT and draw() < self._share)
 
     async def work(self) -> None:
-        """Check what was drawn, as far as nobody waits."""
+        """Check queued hits until the queue is empty or a call comes in."""
         while self._queue and not self._busy():
-            record_id = self._queue.popleft()
-            place = self._store.records.origin(record_id)
-            tree = None if place is None else self._find(place[0])
-            node = None if tree is None or place is None else tree.nodes.get(place[1])
-            there = () if node is None else tuple(node.records.values())
-            record = next((r for r in there if r.id == record_id and not r.private), None)
+            number = self._queue.popleft()
+            origin = self._store.records.origin(number)
+            tree = None if origin is None else self._find(origin[0])
+            node = None if tree is None or origin is None else tree.nodes.get(origin[1])
+            records = () if node is None else tuple(node.records.values())
+            record = next((record for record in records if record.id == number and not record.private), None)
             if tree is None or record is None:
+                # The record was forgotten, or its tree is not in memory: reading it back is not worth one check.
                 continue
             tally = Tally(of=1)
             masks = self.masks(self._store.trees.task_of(tree.id))
-            await self._check(tree, [record], masks, tally, patience_s=None)
-            self._save(tree, "hits", tally, Tally())
+            await self._check([record], self._checking(tree, masks, tally, None))
+            self._save(tree, "hits", tally)
 
-    # -- both --------------------------------------------------------------------------------------------------------
+    # Both
 
-    async def _check(
-        self, tree: Tree, records: Sequence[Record], masks: Masks, tally: Tally, *, patience_s: float | None
-    ) -> None:
-        """Run records again along as few ways as meet them all; what a difference hides is tried once more."""
-        judge = partial(self._difference, tree, masks.expressions())
-        left = list(records)
+    def _checking(self, tree: Tree, masks: Masks, tally: Tally, patience_s: float | None) -> _Check:
+        return _Check(tree, partial(self._difference, tree, masks.expressions()), tally, patience_s)
+
+    async def _check(self, records: Sequence[Record], check: _Check) -> None:
+        """Run records again along few paths; records that a difference hid are tried on other paths, once."""
+        pending = list(records)
         for _ in range(2):
-            ways, lost = walks(left)
-            left = []
-            for way, met in ways:
-                left += await self._walk(tree, way, met, judge, tally, patience_s)
-            tally.unreachable += len(lost)
-        tally.unreachable += len(left)
+            paths, unreachable = cover(pending)
+            pending = []
+            for replay, expected in paths:
+                pending += await self._run_path(replay, expected, check)
+            check.tally.unreachable += len(unreachable)
+        check.tally.unreachable += len(pending)
 
-    async def _walk(
-        self,
-        tree: Tree,
-        way: Walk,
-        met: Collection[Record],
-        judge: Judge,
-        tally: Tally,
-        patience_s: float | None,
-    ) -> list[Record]:
-        """Run a way's calls in a sandbox of its own; return those of met that it did not come to."""
-        left = dict.fromkeys(met)
+    async def _run_path(self, replay: ReplayPath, expected: Collection[Record], check: _Check) -> list[Record]:
+        """Run a path's calls in a sandbox of its own; return the expected records that it did not reach."""
+        pending = dict.fromkeys(expected)
         try:
-            await self._room(patience_s)
-            async with self._attach.fork(tree, way.start, spare=True) as sandbox:
-                for record in _in_order(way, left):
-                    if way.start.detached or record.source.detached:
+            await self._wait_for_sandbox(check.patience_s)
+            async with self._attach.fork(check.tree, replay.start, spare=True) as sandbox:
+                for record in _in_order(replay, expected):
+                    if replay.start.detached or record.source.detached:
                         break
-                    difference = await self._again(sandbox, record, judge, patience_s)
-                    if record in left:
-                        del left[record]
-                        tally.checked += 1
-                        tally.differing += bool(difference)
+                    difference = await self._run_again(sandbox, record, check)
+                    if record in pending:
+                        del pending[record]
+                        check.tally.checked += 1
+                        check.tally.differing += bool(difference)
                     if difference:
-                        tally.found.append(record.id)
-                        self._mark(tree, record, difference)
-                        if difference != _ANSWER or not (record.observation or record.target.state):
-                            # Nobody knows where this sandbox stands now.
+                        self._mark(check.tree, record, difference)
+                        if difference != ANSWER_DIFFERS or not (record.observation or record.target.state):
+                            # The sandbox is at an unknown state now: what follows would be compared with the wrong one.
                             break
         except StateLostError:
             pass
         except (SandboxError, SpecError, OverloadedError) as error:
-            # The machine's fault: nothing was learnt of those that are left.
-            tally.failed += len(left)
-            log.info("audit: a way was given up", tree=tree.id, error=str(error))
+            # The machine failed, not the records: nothing was learned about those that are pending.
+            check.tally.failed += len(pending)
+            log.info("audit path abandoned", tree=check.tree.id, error=str(error))
             return []
-        return list(left)
+        return list(pending)
 
-    async def _again(
-        self,
-        sandbox: Sandbox,
-        record: Record,
-        judge: Judge,
-        patience_s: float | None,
-    ) -> str:
-        await self._idle(patience_s)
+    async def _run_again(self, sandbox: Sandbox, record: Record, check: _Check) -> str:
+        """Run one call; return how it differs from its record."""
+        await self._wait_until_idle(check.patience_s)
         await rest(sandbox, gap_s(record))
         execution = await sandbox.execute(self._store.records.call(record))
         require_its_due(record, execution)
-        return await judge(record, execution)
+        return await check.judge(record, execution)
 
     async def _difference(
         self, tree: Tree, expressions: Sequence[re.Pattern[bytes]], record: Record, execution: Execution
     ) -> str:
-        """Say how a call that was run again differs from its record: in its answer, or in the state that it left."""
+        """Return how an execution differs from its record, in the state that it left or in its answer."""
         call, recorded = self._store.records.call(record), self._store.records.result(record)
-        told = differs(record, execution, recorded, partial(steady, tree.spec, call))
-        if told:
-            return told
-        keep = partial(_steady_and_masked, partial(steady, tree.spec, call), expressions)
-        # Patterns are somebody's: they may take their time.
-        return await asyncio.to_thread(_answers_differ, execution.result, recorded, keep)
+        steady_part = partial(steady, tree.spec, call)
+        difference = differs(record, execution, recorded, steady_part)
+        if difference:
+            return difference
+
+        def compared(body: bytes) -> bytes:
+            return masked(steady_part(body), expressions)
+
+        # In a thread: patterns come from users, and a regular expression may take exponential time.
+        same = await asyncio.to_thread(same_answer, execution.result, recorded, compared)
+        return "" if same else ANSWER_DIFFERS
 
     def _mark(self, tree: Tree, record: Record, difference: str) -> None:
         if record.source.detached or record.differs:
             return
         self._counts.audit_differing += 1
-        if difference != _ANSWER and not record.observation:
+        if difference != ANSWER_DIFFERS and not record.observation:
             record.reproducible = False
         lost: list[Node] = []
         record.differs = difference
         if self.quarantine:
             lost = tree.quarantine(record, difference)
         self._store.audits.save_finding(tree.id, record, lost, quarantined=self.quarantine)
-        log.warning("audit: a recorded call differs", record=record.id, node=record.source.id, difference=difference)
+        log.warning("recorded call differs", record=record.id, node=record.source.id, difference=difference)
 
-    def _save(self, tree: Tree, kind: SampleSource, tally: Tally, before: Tally) -> None:
-        checked = tally.checked - before.checked
-        self._counts.audit_checked += checked
-        if (checked or tally.unreachable) and self._store.trees.exists(tree.id):
-            self._store.audits.add(tree.id, kind, checked, tally.differing, tally.unreachable)
+    def _save(self, tree: Tree, kind: SampleSource, tally: Tally) -> None:
+        self._counts.audit_checked += tally.checked
+        if (tally.checked or tally.unreachable) and self._store.trees.exists(tree.id):
+            self._store.audits.add(tree.id, kind, tally.checked, tally.differing, tally.unreachable)
 
-    async def _room(self, patience_s: float | None) -> None:
-        """Wait until a sandbox may be had that nobody else wants."""
-        await self._idle(patience_s)
-        until = asyncio.get_running_loop().time() + _ROOM_S
-        while not self._attach.has_spare_room:
-            if asyncio.get_running_loop().time() > until:
-                raise OverloadedError("no sandbox is free for an audit.")
-            await asyncio.sleep(_LOOK_AGAIN_S)
+    async def _wait_for_sandbox(self, patience_s: float | None) -> None:
+        """Wait until a sandbox can be created that nothing else needs.
 
-    async def _idle(self, patience_s: float | None) -> None:
-        """Wait until no call of an agent is under way; not for ever, where somebody waits for the audit."""
+        Raises:
+            OverloadedError: There was none in time.
+        """
+        await self._wait_until_idle(patience_s)
         loop = asyncio.get_running_loop()
-        until = None if patience_s is None else loop.time() + patience_s
-        # Looked at now and then: nothing on the way of a call should have to tell who waits here.
-        while self._busy() and (until is None or loop.time() < until):  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_AGAIN_S)
+        deadline = loop.time() + _SANDBOX_WAIT_S
+        while not self._attach.has_spare_room:
+            if loop.time() > deadline:
+                raise OverloadedError("no sandbox is free for an audit. It continues when rollouts need fewer.")
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_until_idle(self, patience_s: float | None) -> None:
+        """Wait until no call of a rollout is in flight, or until the patience ends."""
+        loop = asyncio.get_running_loop()
+        deadline = None if patience_s is None else loop.time() + patience_s
+        while self._busy() and (deadline is None or loop.time() < deadline):  # noqa: ASYNC110 - see _POLL_S
+            await asyncio.sleep(_POLL_S)
 
 
-_ANSWER = "it answered differently"
-
-
-def _in_order(way: Walk, met: Collection[Record]) -> Iterable[Record]:
-    """Yield what is run on a way: at each node the calls that change nothing and are to be met, then the step on."""
-    nodes = [way.start, *(step.target for step in way.steps)]
-    steps: list[Record | None] = [*way.steps, None]
-    looks: dict[Node, list[Record]] = {}
-    for record in met:
+def _in_order(replay: ReplayPath, expected: Collection[Record]) -> Iterable[Record]:
+    """Yield what runs on a path: at each node the expected observations, then the step to the next node."""
+    observations: dict[Node, list[Record]] = {}
+    for record in expected:
         if record.observation:
-            looks.setdefault(record.source, []).append(record)
-    for node, step in zip(nodes, steps, strict=True):
-        yield from looks.get(node, ())
+            observations.setdefault(record.source, []).append(record)
+    steps: list[Record | None] = [*replay.steps, None]
+    for node, step in zip(replay.nodes, steps, strict=True):
+        yield from observations.get(node, ())
         if step is not None:
             yield step
-
-
-def _steady_and_masked(
-    must_come: Callable[[bytes], bytes], expressions: Sequence[re.Pattern[bytes]], body: bytes
-) -> bytes:
-    return masked(must_come(body), expressions)
-
-
-def _answers_differ(now: ToolResult, then: ToolResult, keep: Callable[[bytes], bytes]) -> str:
-    same = now.status == then.status and (now.body == then.body or keep(now.body) == keep(then.body))
-    return "" if same else _ANSWER

@@ -1,15 +1,24 @@
-"""How sure a sample makes one of a rate (pure)."""
+"""Confidence intervals of a rate that was estimated from a sample (pure)."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
+"""Default probability with which an interval contains the true rate: the convention in statistics."""
+_BISECTIONS = 60
+"""Halvings of [0, 1] that find a bound: 2^-60 is below the precision of a float near 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A rate's bounds: it is between them with at least this confidence."""
+    """Bounds of a rate.
+
+    Attributes:
+        low: Lower bound, from 0 to 1.
+        high: Upper bound, from 0 to 1.
+        confidence: The rate is between the bounds with at least this probability.
+    """
 
     low: float
     high: float
@@ -17,10 +26,15 @@ class Interval:
 
 
 def clopper_pearson(differing: int, checked: int, confidence: float = CONFIDENCE) -> Interval:
-    """Return the exact (Clopper-Pearson) interval of a rate of which differing in checked were seen.
+    """Return the exact (Clopper-Pearson) interval of the rate behind a sample.
 
-    Exact and not Wilson's: for every rate and sample size it covers the true rate at least as often as it says.
-    Wilson's is shorter, and covers less than it says for rates near 0, the ones that matter here.
+    The exact interval covers the true rate at least as often as it states, for every rate and sample size. Wilson's
+    is shorter, but covers less than stated for rates near 0, which are the rates that matter here.
+
+    Args:
+        differing: How many of the sample differ.
+        checked: Size of the sample; 0 gives the interval from 0 to 1.
+        confidence: Probability that the interval must have.
     """
     if checked == 0:
         return Interval(0.0, 1.0, confidence)
@@ -30,24 +44,26 @@ def clopper_pearson(differing: int, checked: int, confidence: float = CONFIDENCE
     return Interval(low, high, confidence)
 
 
-def _at_most(most: int, of: int, p: float) -> float:
-    """Return the chance of at most so many successes."""
+def _at_most(successes: int, trials: int, p: float) -> float:
+    """Return the probability of at most so many successes, each with probability p (binomial distribution)."""
     if p <= 0:
         return 1.0
     if p >= 1:
-        return 0.0 if most < of else 1.0
+        return 0.0 if successes < trials else 1.0
+    # In logarithms: the binomial coefficients of large samples exceed every float.
     log_p, log_q = math.log(p), math.log1p(-p)
-    base = math.lgamma(of + 1)
+    base = math.lgamma(trials + 1)
     terms = (
-        base - math.lgamma(k + 1) - math.lgamma(of - k + 1) + k * log_p + (of - k) * log_q for k in range(most + 1)
+        base - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * log_p + (trials - k) * log_q
+        for k in range(successes + 1)
     )
     return min(1.0, math.fsum(math.exp(term) for term in terms))
 
 
 def _solve(rising: Callable[[float], float]) -> float:
-    """Return where a function that rises over [0, 1] is zero."""
+    """Return the zero in [0, 1] of a function that rises."""
     low, high = 0.0, 1.0
-    for _ in range(60):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if rising(middle) < 0:
             low = middle

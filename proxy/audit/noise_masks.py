@@ -1,4 +1,4 @@
-"""What of an answer need not come again when it is audited: known noise, opt-in, per task (pure)."""
+"""Noise masks: parts of an answer that an audit does not compare, chosen per task (pure)."""
 
 import re
 from collections.abc import Iterable
@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MaskName = Literal["dates", "pids", "addresses", "temp_names"]
 _MAX_BYTES = 4 << 20
+"""Largest answer that is masked: regular expressions take about a second for this many bytes."""
+_MAX_PATTERN_CHARS = 1000
+"""Longest pattern of a task's own."""
 
 KNOWN: dict[MaskName, tuple[str, ...]] = {
     "dates": (
@@ -22,11 +25,16 @@ KNOWN: dict[MaskName, tuple[str, ...]] = {
     "addresses": (r"\b0x[0-9a-fA-F]{6,16}\b", r"\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"),
     "temp_names": (r"/tmp/[\w.+-]*[\w.+-]{6,}", r"\btmp[\w]{6,}\b"),  # noqa: S108 - a pattern of names
 }
-"""What each mask takes for noise: whatever it matches counts as equal to anything else that it matches."""
+"""The patterns of each named mask. Any two texts that the same pattern matches count as equal."""
 
 
 class Masks(BaseModel):
-    """A task's masks: by name, and regular expressions of its own."""
+    """A task's masks.
+
+    Attributes:
+        masks: Names of built-in masks.
+        patterns: Regular expressions of the task's own, at most 50.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,24 +45,24 @@ class Masks(BaseModel):
     @classmethod
     def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
-            if len(pattern) > 1000:
-                raise ValueError("a pattern has at most 1000 characters")
+            if len(pattern) > _MAX_PATTERN_CHARS:
+                raise ValueError(f"a pattern may have at most {_MAX_PATTERN_CHARS} characters")
             try:
                 compiled = re.compile(pattern.encode())
             except (re.error, UnicodeEncodeError, RecursionError, OverflowError) as error:
-                raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from None
+                raise ValueError(f"{pattern[:80]!r} is not a valid regular expression: {error}") from None
             if compiled.match(b"") is not None:
-                raise ValueError(f"{pattern[:80]!r} matches nothing at all, so it would match everywhere")
+                raise ValueError(f"{pattern[:80]!r} matches the empty text, so it would match everywhere")
         return patterns
 
     def expressions(self) -> list[re.Pattern[bytes]]:
-        """Return all of them, compiled."""
+        """Return the patterns of all masks, compiled, the named ones first."""
         named: Iterable[str] = (pattern for name in sorted(set(self.masks)) for pattern in KNOWN[name])
         return [re.compile(pattern.encode()) for pattern in (*named, *self.patterns)]
 
 
 def masked(body: bytes, expressions: Iterable[re.Pattern[bytes]]) -> bytes:
-    """Return an answer's body with what is masked replaced. One above 4 MiB is left as it is."""
+    """Return an answer's body with each match replaced by the number of its pattern; above 4 MiB it is unchanged."""
     if len(body) > _MAX_BYTES:
         return body
     for number, expression in enumerate(expressions):

@@ -1,4 +1,4 @@
-"""Which recorded calls to look at again, and along which ways (pure)."""
+"""Which recorded calls an audit runs again, and along which paths of the tree (pure)."""
 
 import random
 from collections.abc import Iterable
@@ -8,21 +8,36 @@ from proxy.tree.tree import Node, Record, path
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """A way down a tree: from start, along steps."""
+class ReplayPath:
+    """A path down a tree.
+
+    Attributes:
+        start: The node where a sandbox is needed.
+        steps: The records that are run again from there, in order.
+    """
 
     start: Node
     steps: tuple[Record, ...]
 
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes on the path, the start first."""
+        return [self.start, *(step.target for step in self.steps)]
 
-def chosen(below: Node, count: int | None, randomness: random.Random) -> list[Record]:
-    """Return count of the calls that led to below, were recorded there and under it, drawn evenly; all without a count.
 
-    Private ones are answered to nobody else, and are left out with what came from them.
+def sample_calls(top: Node, count: int | None, randomness: random.Random) -> list[Record]:
+    """Return a uniform sample of the calls that led to a node, or were recorded there or below.
+
+    Private calls and everything below them are left out: their answers are given to no other rollout.
+
+    Args:
+        top: The node.
+        count: Size of the sample; None returns all of the calls.
+        randomness: Draws the sample.
     """
-    led = below.origin
+    led = top.origin
     records = [] if led is None or led.private or led.differs else [led]
-    stack = [below]
+    stack = [top]
     while stack:
         node = stack.pop()
         for record in node.records.values():
@@ -36,10 +51,11 @@ def chosen(below: Node, count: int | None, randomness: random.Random) -> list[Re
     return randomness.sample(records, count)
 
 
-def way_to(record: Record) -> Walk | None:
-    """Return the way to the node at which record was made; None where none is known to lead there.
+def path_to(record: Record) -> ReplayPath | None:
+    """Return a path to the node where a record was made; None if no path leads there any more.
 
-    It begins at the root, or, behind a call that is known not to lead again where it led, at a kept state.
+    The path begins at the root. If a call on it is known not to reproduce its state, the path begins at the nearest
+    snapshot below that call instead.
     """
     steps: list[Record] = []
     for step in path(record.source):
@@ -47,56 +63,59 @@ def way_to(record: Record) -> Walk | None:
             break
         steps.append(step)
     else:
-        return Walk(steps[-1].source if steps else record.source, tuple(reversed(steps)))
+        return ReplayPath(steps[-1].source if steps else record.source, tuple(reversed(steps)))
     for count in range(len(steps) + 1):
         start = record.source if count == 0 else steps[count - 1].source
         if start.snapshot is not None:
-            return Walk(start, tuple(reversed(steps[:count])))
+            return ReplayPath(start, tuple(reversed(steps[:count])))
     return None
 
 
-def walks(records: Iterable[Record]) -> tuple[list[tuple[Walk, list[Record]]], list[Record]]:
-    """Return ways on which all of records are met, the longest first, each with those that are met on it; and the
-    records to which no way is known. O(records + nodes above them + steps of the ways).
+def cover(records: Iterable[Record]) -> tuple[list[tuple[ReplayPath, list[Record]]], list[Record]]:
+    """Return paths that together run all of the records again. O(records + nodes above them + steps of the paths).
 
-    A record that changes the state is met as the last step of its way, or as one of another's.
+    The deepest record takes the first path, and every other record on that path is checked along the way: an
+    observation at a node of the path, or a step of it. So the paths share as few replayed calls as possible.
+
+    Returns:
+        The paths, the longest first, each with the records that are checked on it; and the records without a path.
     """
-    left = dict.fromkeys(records)
+    pending = dict.fromkeys(records)
     depths: dict[Node, int] = {}
-    looks: dict[Node, list[Record]] = {}
-    for record in left:
+    observations: dict[Node, list[Record]] = {}
+    for record in pending:
         if record.observation:
-            looks.setdefault(record.source, []).append(record)
-    order = sorted(left, key=lambda record: -_depth(record.source, depths) - (not record.observation))
-    found: list[tuple[Walk, list[Record]]] = []
-    lost: list[Record] = []
+            observations.setdefault(record.source, []).append(record)
+    order = sorted(pending, key=lambda record: -_depth(record.source, depths) - (not record.observation))
+    paths: list[tuple[ReplayPath, list[Record]]] = []
+    unreachable: list[Record] = []
     for record in order:
-        if record not in left:
+        if record not in pending:
             continue
-        way = way_to(record)
-        if way is None:
-            lost.append(record)
-            del left[record]
+        replay = path_to(record)
+        if replay is None:
+            unreachable.append(record)
+            del pending[record]
             continue
-        nodes = [way.start, *(step.target for step in way.steps)]
-        whole = way if record.observation else Walk(way.start, (*way.steps, record))
-        met = [step for step in whole.steps if step in left]
-        met += [look for node in nodes for look in looks.get(node, ()) if look in left]
-        for one in met:
-            del left[one]
-        found.append((whole, met))
-    return found, lost
+        # A call that changes the state is checked as the last step of its own path.
+        whole = replay if record.observation else ReplayPath(replay.start, (*replay.steps, record))
+        checked = [step for step in whole.steps if step in pending]
+        checked += [seen for node in replay.nodes for seen in observations.get(node, ()) if seen in pending]
+        for other in checked:
+            del pending[other]
+        paths.append((whole, checked))
+    return paths, unreachable
 
 
 def _depth(node: Node, known: dict[Node, int]) -> int:
-    """Return how many calls lead to node."""
-    above: list[Node] = []
-    at: Node | None = node
-    while at is not None and at not in known:
-        above.append(at)
-        at = None if at.origin is None else at.origin.source
-    depth = -1 if at is None else known[at]
-    for below in reversed(above):
+    """Return how many calls lead to a node, and remember it for the node and its ancestors."""
+    unknown: list[Node] = []
+    ancestor: Node | None = node
+    while ancestor is not None and ancestor not in known:
+        unknown.append(ancestor)
+        ancestor = None if ancestor.origin is None else ancestor.origin.source
+    depth = -1 if ancestor is None else known[ancestor]
+    for below in reversed(unknown):
         depth += 1
         known[below] = depth
     return known[node]

@@ -7,6 +7,9 @@ from sandboxes.calls import Execution, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 
+ANSWER_DIFFERS = "it answered differently"
+"""The reason that `differs` gives when only the answers differ."""
+
 
 def gap_s(record: Record) -> float:
     """Return the seconds for which what lived at a record's node had run before its call; 0 where nothing lived."""
@@ -46,8 +49,9 @@ def differs(
     # Whether a process that lives did something meanwhile depends on the moment.
     if (execution.effect ^ record.effect) & ~Effect.PROCESSES:
         return f"its effect was {execution.effect.names}, recorded {record.effect.names}"
-    now_told, then_told = execution.result, recorded
-    same = now_told.status == then_told.status and (
-        now_told.body == then_told.body or steady(now_told.body) == steady(then_told.body)
-    )
-    return "" if same else "it answered differently"
+    return "" if same_answer(execution.result, recorded, steady) else ANSWER_DIFFERS
+
+
+def same_answer(now: ToolResult, then: ToolResult, steady: Callable[[bytes], bytes]) -> bool:
+    """Return whether two answers have the same status, and the same body in what steady returns of it."""
+    return now.status == then.status and (now.body == then.body or steady(now.body) == steady(then.body))
