@@ -93,7 +93,7 @@ Policy = Callable[[Question], bool]
 
 def ours(asked: Question) -> bool:
     """Decide as the proxy does. It insures against replays that diverge; here none does, so that counts as regret."""
-    uses = expected_uses(asked.reuse, behind=asked.place.behind, passes=asked.place.passes, wanted=asked.place.demands)
+    uses = expected_uses(asked.reuse, behind=asked.place.behind, visits=asked.place.passes, demand=asked.place.demands)
     saved_s = asked.saved_s + at_stake_s(replayed=0, diverged=0)
     return worth_keeping(Prospect("", saved_s, uses, 0), cost_s=asked.costs.freeze.seconds)
 
@@ -158,7 +158,7 @@ class Simulation:
         self.total.restore_s += self._costs.restore.seconds
         self.total.replay_s += self._replay_s(here)
         if here.parent is not None:
-            self._reuse = self._reuse.wanted()
+            self._reuse = self._reuse.demanded()
 
     def _state(self, places: dict[str, Place], here: Place, move: Move, at: Sequence[Place]) -> Place:
         known = places.get(move.after)

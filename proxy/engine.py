@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from proxy.audit.auditor import Auditor
+from proxy.execution.executor import Executor
 from proxy.execution.restore import Attach
 from proxy.execution.snapshot_value import Keeper
 from proxy.execution.tasks import Tasks
@@ -20,7 +21,7 @@ from proxy.storage.journal import Journal, JournalEntry
 from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
 from proxy.transfer.service import Carrying
-from proxy.tree.rollout import Walkers
+from proxy.tree.task import Walkers
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from sandboxes.task_owner import TaskOwner
@@ -76,13 +77,14 @@ class Engine:
         )  # fmt: skip
         self.answers = Answers(self.store.records, budget_bytes=settings.answer_memory_bytes)
         self.traces = None if settings.otel_endpoint is None else Traces(self.store.records, settings.otel_endpoint)
-        self.step = Step(self.attach, self.store.records, self.journal, self.counts, self.warm, self.traces)
+        self.executor = Executor(self.attach, self.store.records)
+        self.step = Step(self.executor, self.journal, self.counts, self.warm, self.traces)
         self.tasks = Tasks(
-            self.store, self.journal, self.keeper, self.pool, drivers, walkers, settings.default_spec,
+            self.store, self.journal, self.keeper, self.pool, drivers, walkers, self.step.order, settings.default_spec,
             any_image=settings.any_image,
         )  # fmt: skip
         self.audit = Auditor(
-            self.attach, self.store, self.counts, lambda: self.step.under_way, self.tasks.in_memory,
+            self.attach, self.store, self.counts, lambda: len(self.step.calls), self.tasks.in_memory,
             share=settings.audit_share, quarantine=settings.audit_quarantine,
         )  # fmt: skip
         self.carrying = Carrying(

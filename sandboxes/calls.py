@@ -51,7 +51,7 @@ class Execution:
         the rollout's own history, no other rollout is answered from it, and a state that the call made is private.
     restless: beside live processes, whether files or the processes themselves changed lately: what lives may be writing
         by itself, and then this state is another one moments later.
-    young: processes came or went, and live: they may be on their way for a while.
+    settling: processes came or went and may still be starting.
     replay: what a replay has to run to get there, where that is not the call itself.
     nothing: nothing has happened: there is nothing to record.
     """
@@ -63,6 +63,6 @@ class Execution:
     witness: bytes | None = field(default=None)
     shareable: bool = True
     restless: bool = False
-    young: bool = False
+    settling: bool = False
     replay: ToolCall | None = None
     nothing: bool = False

@@ -71,8 +71,12 @@ class ServingSandbox(Sandbox, Protocol):
         ...
 
 
-YOUNG_S = 5.0
-"""How long what a call has left running may take to start: nobody waits for it any longer."""
+SETTLE_S = 5.0
+"""How long processes that a call left running may take to start; a state is settling for so long.
+
+An estimate: a development server answers after one to three seconds. Halved, a replay may reach a slow server before it
+listens and diverge. Doubled, each replay of such a call waits up to five seconds longer.
+"""
 
 
 @runtime_checkable

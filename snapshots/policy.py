@@ -40,7 +40,7 @@ class Reuse:
         fade = min(1.0, _MEMORY / self.chances)
         return Reuse(self.uses * fade, self.chances * fade + behind + FUTURE)
 
-    def wanted(self) -> "Reuse":
+    def demanded(self) -> "Reuse":
         """Return what is known after a sandbox was wanted at a state and none stood there."""
         return replace(self, uses=self.uses + 1)
 
@@ -63,14 +63,14 @@ class Prospect:
     held: str = ""
 
 
-def expected_uses(reuse: Reuse, *, behind: int, passes: int, wanted: int) -> float:
+def expected_uses(reuse: Reuse, *, behind: int, visits: int, demand: int) -> float:
     """Return how often a sandbox will be wanted at a state where none stands.
 
     Each rollout that is behind the state, and those not begun yet, may come and leave the tree there. How likely that
     is follows from what states in general are wanted (`reuse`), and the more from this one the more rollouts went
-    through it: passes, of which wanted needed a sandbox.
+    through it: visits, of which demand needed a sandbox.
     """
-    rate = (reuse.rate * _OWN_WEIGHT + wanted) / (_OWN_WEIGHT + passes)
+    rate = (reuse.rate * _OWN_WEIGHT + demand) / (_OWN_WEIGHT + visits)
     return rate * (behind + FUTURE)
 
 

@@ -81,7 +81,7 @@ class _Totals(Collector):
             ("tree_records", engine.tasks.size),
             ("tree_records_budget", engine.settings.tree_memory_records),
             ("rollouts", len(engine.tasks.rollouts)),
-            ("calls_under_way", engine.step.under_way),
+            ("calls_under_way", len(engine.step.calls)),
             ("sandbox_waiters", engine.pool.waiting),
             ("visits", self._control.scratch_forks.open),
             ("listeners", len(self._control.activity.listeners)),

@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from proxy.tree.rollout import Walkers
+from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree, children
 
 _SLICE = 500

@@ -188,8 +188,7 @@ class Dispatch:
             case Close():
                 rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
                 if rollout is not None:
-                    async with rollout.turn:
-                        await tasks.finish(rollout)
+                    await tasks.finish_in_turn(rollout)
                 await exchange.local(meaning.answer)
             case Cancel():
                 rollout = rollout or tasks.rollouts.get((task, meaning.rollout))

@@ -209,9 +209,7 @@ class Sockets:
 
     async def _finish(self, rollout: Rollout | None) -> None:
         if rollout is not None:
-            async with rollout.turn:
-                if not rollout.finished:
-                    await self._engine.tasks.finish(rollout)
+            await self._engine.tasks.finish_in_turn(rollout)
 
     def _placed(self, line: _Line, rollout: Rollout, meaning: Call, *, binary: bool) -> tuple[ToolCall, CallKey]:
         """Return a message's call, with what its sandbox must know of the connection, and its key."""

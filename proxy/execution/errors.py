@@ -2,12 +2,8 @@
 
 
 class StateLostError(RuntimeError):
-    """A node's state cannot be rebuilt: its replay reaches another one, and no snapshot is left."""
+    """A node's state cannot be rebuilt: its replay reaches a different state, and no snapshot of it exists."""
 
 
 class RolloutGoneError(RuntimeError):
-    """The rollout was finished, or the state it stood at was forgotten, while its call waited."""
-
-
-class NothingHappened(RuntimeError):  # noqa: N818 - it is an answer
-    """The call found nothing to tell and changed nothing, so nothing was recorded."""
+    """The rollout ended, or its node was forgotten, while its call waited."""

@@ -60,7 +60,7 @@ class Attach:
             if not own and node.state is None:
                 # What lives here was brought here in no time, while this rollout thought.
                 with timing.measure("restore_s"):
-                    await self._rest(slot, rollout.age_s)
+                    await self._rest(slot, rollout.dwell_s(time.monotonic()))
             yield slot
         except BaseException:
             # Nobody knows what it did before it failed.
@@ -154,7 +154,7 @@ class Attach:
                 # A snapshot that only the machine stood in the way of is no lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
             if first and _is_rollout(owner) and (plan.way is not Way.STANDING or plan.suffix):
-                self._keeper.wanted(node)
+                self._keeper.note_demand(node)
             first = False
             with timing.measure("restore_s"):
                 slot = await self._acquire(plan, tree, owner, failed)
@@ -198,7 +198,7 @@ class Attach:
             self._counts.warm_used += 1
             if not plan.suffix:
                 # Without it, a sandbox would have been wanted here: it counts as what it spared.
-                self._keeper.wanted(plan.start)
+                self._keeper.note_demand(plan.start)
         return slot
 
     async def _restore(

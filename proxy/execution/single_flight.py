@@ -1,4 +1,8 @@
-"""One flight per node and call: who comes second waits for the one execution that is under way."""
+"""Single flight: identical calls at one node share one execution.
+
+The first rollout that gets the flight's lock executes the call; the others wait for the lock and then find the record
+in the tree. If the first one fails or is cancelled, it leaves no record, and the next one in line executes the call.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -6,46 +10,60 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from proxy.tree.keys import CallKey
+from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One. left: set once somebody who waits for it has more to ask: what it runs may be left running."""
+    """One in-flight call.
+
+    Attributes:
+        lock: Held by the rollout that executes the call.
+        detach: Set when a waiting client sends its next request; the process may then continue in the background.
+        holders: Number of rollouts that wait for the call.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    left: asyncio.Event = field(default_factory=asyncio.Event)
+    detach: asyncio.Event = field(default_factory=asyncio.Event)
     holders: int = 0
 
 
-class Flights:
-    """A lock per node and key, there only while somebody holds it or waits for it.
-
-    Whoever gets the lock looks into the tree again: a leader that failed or was cancelled has left nothing there, and
-    the next in line takes over.
-    """
+class SingleFlight:
+    """The in-flight calls by node and key, and by the rollouts that wait for them. Calls that ended are forgotten."""
 
     def __init__(self) -> None:
         self._flights: dict[tuple[int, CallKey], Flight] = {}
+        self._by_rollout: dict[int, Flight] = {}
+        self._closing = False
 
     def __len__(self) -> int:
         return len(self._flights)
 
     @contextmanager
-    def join(self, node: Node, key: CallKey) -> Iterator[Flight]:
-        """Be one of those who wait for this call at this node, or lead; who leads holds its lock."""
-        name = (node.id, key)
-        flight = self._flights.setdefault(name, Flight())
+    def join(self, rollout: Rollout, node: Node, key: CallKey) -> Iterator[Flight]:
+        """Yield the flight of a call at a node. A rollout is in one flight at a time."""
+        flight = self._flights.setdefault((node.id, key), Flight())
         flight.holders += 1
+        if self._closing:
+            flight.detach.set()
+        self._by_rollout[rollout.id] = flight
         try:
             yield flight
         finally:
+            del self._by_rollout[rollout.id]
             flight.holders -= 1
             if not flight.holders:
-                del self._flights[name]
+                del self._flights[node.id, key]
 
-    def leave(self, node: Node, key: CallKey) -> None:
-        """Note that somebody who waits for this call has more to ask."""
-        flight = self._flights.get((node.id, key))
+    def detach(self, rollout: Rollout) -> None:
+        """Let the process of the rollout's in-flight call continue in the background."""
+        flight = self._by_rollout.get(rollout.id)
         if flight is not None:
-            flight.left.set()
+            flight.detach.set()
+
+    def detach_all(self) -> None:
+        """Let the processes of all calls, of later ones too, continue in the background."""
+        self._closing = True
+        for flight in self._by_rollout.values():
+            flight.detach.set()

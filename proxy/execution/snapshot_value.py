@@ -11,7 +11,7 @@ import structlog
 from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.tree.restore_plan import RestorePlan, kind_of, plan_restore
-from proxy.tree.rollout import Walkers
+from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
@@ -67,11 +67,11 @@ class Keeper:
         """Bytes of the kept states with live processes."""
         return sum(snapshot.size_bytes for snapshot in self._snapshots if snapshot.kind == "processes")
 
-    def wanted(self, node: Node) -> None:
+    def note_demand(self, node: Node) -> None:
         """Note that a sandbox was wanted at node and none stood there."""
-        node.wanted += 1
+        node.demand += 1
         if node.origin is not None:
-            self.reuse = self.reuse.wanted()
+            self.reuse = self.reuse.demanded()
 
     async def give_back(self, slot: Slot, tree: Tree) -> None:
         """End the lease on a sandbox; freeze its state in the background where that is worth it."""
@@ -115,7 +115,7 @@ class Keeper:
         cost_s = time.perf_counter() - start
         self._counts.freeze_s.observe(cost_s)
         if node is tree.root and node.state is None:
-            tree.know_root(frozen.state)
+            tree.set_root_state(frozen.state)
             self._records.save_node(node)
         try:
             # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
@@ -336,7 +336,7 @@ class Keeper:
         return Prospect(
             "" if snapshot is None else snapshot.id,
             saved_s=saved_s,
-            uses=expected_uses(self.reuse, behind=self._behind(node, tree_id), passes=node.passes, wanted=node.wanted),
+            uses=expected_uses(self.reuse, behind=self._behind(node, tree_id), visits=node.visits, demand=node.demand),
             size_bytes=0 if snapshot is None else snapshot.size_bytes,
             reproducible=without is not None,
             held=held,

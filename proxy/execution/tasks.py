@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from itertools import takewhile
 
+from proxy.execution.call_order import CallOrder
 from proxy.execution.root_state import tree_key
 from proxy.execution.snapshot_value import Keeper
 from proxy.refusals import RefusalError
@@ -14,7 +15,8 @@ from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.tree.environments import EnvironmentRequest, spec_for
 from proxy.tree.keys import CallKey
-from proxy.tree.rollout import Rollout, Task, Walkers
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task, Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
@@ -34,12 +36,14 @@ class Tasks:
         pool: Pool,
         drivers: Mapping[str, Driver],
         walkers: Walkers,
+        order: CallOrder,
         default_spec: EnvironmentSpec,
         *,
         any_image: bool = False,
     ) -> None:
         self._store, self._journal, self._keeper, self._pool, self._drivers = store, journal, keeper, pool, drivers
-        self._walkers, self._default_spec, self._any_image = walkers, default_spec, any_image
+        self._walkers, self._order = walkers, order
+        self._default_spec, self._any_image = default_spec, any_image
         self._tasks: dict[str, Task] = {}
         self._trees: dict[int, Tree] = {}
         self._opening: dict[str, asyncio.Lock] = {}
@@ -185,6 +189,12 @@ class Tasks:
             await self._pool.disown(rollout.id)
         else:
             await self._pool.close_where(lambda slot: slot.owner == rollout.id)
+
+    async def finish_in_turn(self, rollout: Rollout) -> None:
+        """End a rollout after its call in flight, if it has not ended by then."""
+        async with self._order.hold(rollout):
+            if not rollout.finished:
+                await self.finish(rollout)
 
     async def delete(self, name: str) -> None:
         """Delete a task with all that is known of it; its running rollouts end."""
@@ -425,11 +435,11 @@ class Tasks:
                 continue
             cached = tree.spec.cache == "always"
             rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
-            rollout.heard, rollout.since = self._heard(rollout), time.monotonic()
+            rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
             self._enter(task, rollout)
 
-    def _heard(self, rollout: Rollout) -> set[CallKey]:
-        """Return what a rollout was answered at a state that goes on by itself since it came there."""
+    def _polled_keys(self, rollout: Rollout) -> set[CallKey]:
+        """Return the keys of observations that a rollout has made since it arrived at its node."""
         if rollout.node.state is not None:
             return set()
         here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
@@ -439,11 +449,11 @@ class Tasks:
     def _enter(self, task: Task, rollout: Rollout) -> None:
         task.rollouts[rollout.name] = rollout
         self.rollouts[task.name, rollout.name] = rollout
-        self._walkers.enter(rollout)
+        self._walkers.add(rollout)
 
     def _leave(self, rollout: Rollout) -> None:
         self.rollouts.pop((rollout.task, rollout.name), None)
-        self._walkers.leave(rollout)
+        self._walkers.discard(rollout)
 
     def _own(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree

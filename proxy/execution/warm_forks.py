@@ -19,7 +19,8 @@ from proxy.execution.snapshot_value import Keeper
 from proxy.telemetry.counters import Counters
 from proxy.tree.departures import Target, targets
 from proxy.tree.restore_plan import plan_restore
-from proxy.tree.rollout import Rollout, Walkers
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import OverloadedError, Pool

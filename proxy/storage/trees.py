@@ -147,7 +147,7 @@ class TreeStore:
             # The first use is the miss that recorded it.
             record.hits = max(0, uses - 1)
             if not record.observation:
-                record.target.passes += uses
+                record.target.visits += uses
             tree.add_record(record)
 
     def _add_findings(self, tree: Tree) -> None:

@@ -1,40 +1,48 @@
-"""Tasks and their rollouts, each rollout standing at one node of its task's tree (pure but for its clock)."""
+"""Rollouts: each agent's run of a task has a position in the task's tree and a pace of its own."""
 
-import asyncio
-import math
-import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from proxy.tree.keys import CallKey, again_key, private_key
+from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record, Tree
-from sandboxes.driver import YOUNG_S
-from sandboxes.spec import EnvironmentSpec
-
-MUCH_SOONER_S = 3.0
-"""Agents take longer or shorter to think; with less between two of them the one may be told what the other was."""
 
 
 class Outcome(IntEnum):
-    """How one call of a rollout was answered. The numbers are written to disk: never change one."""
+    """How a call of a rollout was answered. The numbers are on disk: never change one."""
 
     HIT = 0
+    """The tree had a record of the call."""
     MISS = 1
+    """The call was executed and recorded."""
     WAIT = 2
+    """The call waited for the same call of another rollout and shares its record."""
     BYPASS = 3
+    """The call was executed, and its record serves this rollout alone."""
 
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One agent's run of a task: where it stands, and how many calls brought it there.
+    """One agent's run of a task.
 
-    heard: of a state that goes on by itself, the keys of what was answered here without leading on: see `key_of`.
-    since: when it came to its node, by its own clock (seconds of a monotonic one), on which what the tree answers takes
-    the time that the call took. 0.0: long ago.
-    asked_at: when it asked what is not answered yet, by that clock too: what it waits for us is no time of its own.
-    turn: held while a call of this rollout is answered, so that its calls are answered in order of arrival.
-    waiting: calls that have arrived and are not answered yet. used_at: seconds of a monotonic clock.
+    All times are seconds of the proxy's monotonic clock. Methods take the current time as `now`.
+
+    Attributes:
+        id: Number of the rollout in the store.
+        name: Name of the rollout, unique among the running rollouts of its task.
+        task: Name of the task.
+        tree: Tree that the rollout walks.
+        node: Node that the rollout is at.
+        cached: Whether records of other rollouts may answer its calls. False if the task's `cache` setting forbids it.
+        calls: Number of calls answered so far, which is also the turn of the next one.
+        finished: Whether the rollout has ended.
+        waiting: Number of calls that have arrived and are not answered yet.
+        used_at: When the last call was answered, or when the rollout began.
+        arrived_at: When the rollout arrived at its node. A hit takes no time but counts as long as the recorded call
+            took: `arrived_at` is moved back by that. 0.0 means long ago.
+        requested_at: When the oldest unanswered call arrived; 0.0 without one. Time that a call waits for the proxy
+            is not the agent's, so it does not count as dwell time.
+        polled_keys: Keys of observations already answered at this node while background processes were running
+            (see `polling.key_for`).
     """
 
     id: int
@@ -47,86 +55,26 @@ class Rollout:
     finished: bool = False
     waiting: int = 0
     used_at: float = 0.0
-    since: float = 0.0
-    asked_at: float = 0.0
-    heard: set[CallKey] = field(default_factory=set)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    arrived_at: float = 0.0
+    requested_at: float = 0.0
+    polled_keys: set[CallKey] = field(default_factory=set)
 
-    def key_of(self, key: CallKey) -> CallKey:
-        """Return the key under which this rollout looks a call up: its own, unheard of, where nothing may be reused.
+    def dwell_s(self, now: float) -> float:
+        """Return how many seconds the rollout had been at its node when its current call arrived."""
+        return (self.requested_at or now) - self.arrived_at
 
-        Beside live processes, whoever asks the same again waits for something: told what it was told before, it would
-        wait for ever. So what was heard here has other keys the next time, which all who ask as often share. So has
-        what was heard while they were just starting, by somebody who came back to them much sooner.
-        """
-        if not self.cached:
-            return private_key(key, self.id, self.calls)
-        nth, asked = 0, key
-        while asked in self.heard or self._is_older_than(asked):
-            nth += 1
-            asked = again_key(key, nth)
-        return asked
-
-    @property
-    def age_s(self) -> float:
-        """Seconds for which it had stood at its node when it asked, by its own clock."""
-        return (self.asked_at or time.monotonic()) - self.since
-
-    def _is_older_than(self, key: CallKey) -> bool:
-        """Whether what a record tells of processes that were just starting may be another by now."""
-        record = self.node.records.get(key) if self.node.young else None
-        return record is not None and record.age_s < YOUNG_S and self.age_s > record.age_s + MUCH_SOONER_S
-
-    def advance(self, record: Record, outcome: Outcome) -> None:
-        """Take the step that record describes. O(1)."""
+    def advance(self, record: Record, outcome: Outcome, now: float) -> None:
+        """Take the step that a record describes. O(1)."""
         self.calls += 1
+        self.used_at, self.requested_at = now, 0.0
         if outcome is Outcome.HIT or outcome is Outcome.WAIT:
             record.hits += 1
         if record.target is not self.node:
-            self.node = record.target
-            self.heard.clear()
-            record.target.passes += 1
-        elif self.node.state is None:
-            self.heard.add(record.key)
-
-
-class Walkers:
-    """Which rollouts run in which tree."""
-
-    def __init__(self) -> None:
-        self._by_tree: dict[int, set[Rollout]] = {}
-
-    def enter(self, rollout: Rollout) -> None:
-        self._by_tree.setdefault(rollout.tree.id, set()).add(rollout)
-
-    def leave(self, rollout: Rollout) -> None:
-        others = self._by_tree.get(rollout.tree.id, set())
-        others.discard(rollout)
-        if not others:
-            self._by_tree.pop(rollout.tree.id, None)
-
-    def of(self, tree_id: int) -> Collection[Rollout]:
-        return self._by_tree.get(tree_id, ())
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """A task as it stands now: its spec, the tree of that spec, and the rollouts that run by name.
-
-    origin: the spec as its user wrote it; None for a task that runs on the default.
-    """
-
-    name: str
-    spec: EnvironmentSpec
-    tree: Tree
-    origin: str | None
-    created_at: float
-    used_at: float = 0.0
-    rollouts: dict[str, Rollout] = field(default_factory=dict)
-
-    @property
-    def last_used_at(self) -> float:
-        """When it was opened or one of its rollouts made a call; infinite while a call is under way."""
-        if any(rollout.waiting for rollout in self.rollouts.values()):
-            return math.inf
-        return max([self.used_at, *(rollout.used_at for rollout in self.rollouts.values())])
+            self.node, self.arrived_at = record.target, now
+            self.polled_keys.clear()
+            record.target.visits += 1
+            return
+        if outcome is Outcome.HIT:
+            self.arrived_at -= record.seconds
+        if self.node.state is None:
+            self.polled_keys.add(record.key)

@@ -38,9 +38,9 @@ class Node:
     records: "dict[CallKey, Record]" = field(default_factory=dict)
     snapshot: str | None = None
     pinned: bool = False
-    young: bool = False
-    passes: int = 0
-    wanted: int = 0
+    settling: bool = False
+    visits: int = 0
+    demand: int = 0
     weighed: bool = False
     unfreezable: str = ""
     diverged: str = ""
@@ -71,7 +71,7 @@ class Record:
     reproducible: bool = True
     doubtful: bool = False
     differs: str = ""
-    age_s: float = math.inf
+    dwell_s: float = math.inf
     call: int = 0
     upload: int = 0
     answer: int = 0
@@ -126,7 +126,9 @@ class Tree:
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
 
-    def place(self, source: Node, effect: Effect, state: StateDigest | None, *, private: bool = False) -> Destination:
+    def destination(
+        self, source: Node, effect: Effect, state: StateDigest | None, *, private: bool = False
+    ) -> Destination:
         """Say where a call at source with this effect leads; nothing changes. O(1)."""
         if not effect:
             return Destination(source, source.state)
@@ -153,7 +155,7 @@ class Tree:
         if record.target.origin is None and record.target is not self.root:
             record.target.origin = record
 
-    def know_root(self, state: StateDigest | None) -> None:
+    def set_root_state(self, state: StateDigest | None) -> None:
         """Take the root's digest, which is learnt when its first sandbox stands."""
         self.root.state = state
         self._index(self.root)

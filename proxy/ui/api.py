@@ -196,7 +196,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         """Show where the time of a rollout's calls went, by turn: of those that were no hits, while remembered."""
         await engine.tasks.find(task)
         rows = engine.store.rollouts.of_task(task, name=rollout)
-        known = engine.step.timings.of(rows[-1]["id"]) if rows else {}
+        known = engine.executor.timings.of(rows[-1]["id"]) if rows else {}
         return {turn: TimingView(**asdict(timing)) for turn, timing in known.items()}
 
     @router.post("/tasks/{task}/nodes/{node}/fork", status_code=201)

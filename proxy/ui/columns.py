@@ -118,7 +118,7 @@ def _append(columns: Columns, node: Node) -> list[tuple[int, int]]:
     columns.seen_hits.append(seen_hits)
     columns.effect.append(0 if origin is None else origin.effect.value)
     columns.marks.append(_marks(node))
-    columns.passes.append(node.passes)
+    columns.passes.append(node.visits)
     return meets
 
 

@@ -8,7 +8,7 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpointing import Checkpointer, MappedFiles
 from sandboxes.container.spares import Box, Stock
 from sandboxes.container.state_copies import States
-from sandboxes.driver import YOUNG_S, FrozenState
+from sandboxes.driver import SETTLE_S, FrozenState
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
@@ -122,7 +122,7 @@ class ContainerSandbox(Hosting):
             SandboxError: the machine may be why it went as it did.
         """
         if answer.fields.get("young"):
-            self.be_young(YOUNG_S)
+            self.be_young(SETTLE_S)
         if answer.fields.get("host_full"):
             self._die("the machine's disk is full")
             raise SandboxError(

@@ -99,5 +99,5 @@ def execution(answer: Message, seconds: float, served: ToolResult | None = None)
             effect |= flag
     witness = fields["witness"] and bytes.fromhex(fields["witness"])
     state, restless = digest(fields["state"]), bool(fields.get("restless"))
-    young = bool(fields.get("young"))
-    return Execution(result, effect, seconds, state, witness or None, restless=restless, young=young)
+    settling = bool(fields.get("young"))
+    return Execution(result, effect, seconds, state, witness or None, restless=restless, settling=settling)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpointing import MappedFiles, changed_since_mapped
-from sandboxes.driver import YOUNG_S, FrozenState
+from sandboxes.driver import SETTLE_S, FrozenState
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
@@ -145,7 +145,7 @@ class LocalSandbox(Hosting):
             SandboxError: the machine may be why it went as it did.
         """
         if answer.fields.get("young"):
-            self.be_young(YOUNG_S)
+            self.be_young(SETTLE_S)
         if answer.fields.get("host_full"):
             self._die("the machine's disk is full")
             where = self._machine.data_dir

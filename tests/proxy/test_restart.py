@@ -153,11 +153,11 @@ def test_what_was_asked_before_a_kill_beside_what_lives_is_asked_again_after_it(
         rollout = await running.tasks.rollout("task", "r")
         for command in ("cat seed", "sleep 9 &", "cat seed", "pwd", "cat seed"):
             await ask(running, rollout, command)
-        heard = rollout.heard
-        assert len(heard) == 3
+        polled = rollout.polled_keys
+        assert len(polled) == 3
         await abandon(running)
         async with engine(tmp_path) as again:
             rollout = await again.tasks.rollout("task", "r")
-            assert rollout.heard == heard
+            assert rollout.polled_keys == polled
 
     asyncio.run(body())

@@ -278,10 +278,10 @@ def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
             assert ages == [], "it stood there itself"
             # The second came here 7 s ago, and was answered at once what had taken 5 s.
             await ask(running, second, "sleep 9 &")
-            second.since -= 2
-            first.node.records[next(iter(first.heard))].seconds = 5.0
+            second.arrived_at -= 2
+            first.node.records[next(iter(first.polled_keys))].seconds = 5.0
             assert (await ask(running, second, "pwd"))[1] is Outcome.HIT
-            second.since -= 5
+            second.arrived_at -= 5
             await ask(running, second, "echo 2 > b")
             assert 12 <= ages[-1] < 20
             # A replay that differs is made once more, and gives it as long as it had then.
@@ -309,7 +309,7 @@ def test_what_was_heard_of_processes_that_were_just_starting_is_not_told_who_com
 
             async def come(rollout: Rollout, thinks_s: float) -> Outcome:
                 await ask(running, rollout, "sleep 9 &")
-                rollout.since -= thinks_s
+                rollout.arrived_at -= thinks_s
                 return (await ask(running, rollout, "pwd"))[1]
 
             assert await come(hasty, 0.5) is Outcome.MISS
@@ -319,7 +319,7 @@ def test_what_was_heard_of_processes_that_were_just_starting_is_not_told_who_com
             # Behind a call that started nothing, nothing is just starting.
             for rollout, thinks_s, outcome in ((hasty, 0.5, Outcome.MISS), (quick, 30.0, Outcome.HIT)):
                 await ask(running, rollout, "echo 1 > a")
-                rollout.since -= thinks_s
+                rollout.arrived_at -= thinks_s
                 assert (await ask(running, rollout, "cat a"))[1] is outcome
 
     asyncio.run(body())

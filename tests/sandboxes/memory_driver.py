@@ -210,8 +210,8 @@ class MemorySandbox:
             if old != new:
                 effect |= flag
         witness = self._state.content() if self._state.jobs else None
-        young = bool(self._state.jobs) and Effect.PROCESSES in effect
-        return Execution(result, effect, 0.01, self._state.digest(), witness, young=young)
+        settling = bool(self._state.jobs) and Effect.PROCESSES in effect
+        return Execution(result, effect, 0.01, self._state.digest(), witness, settling=settling)
 
     async def freeze(self) -> FrozenState:
         self._require_alive()

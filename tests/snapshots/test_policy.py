@@ -97,7 +97,7 @@ def learnt(events: list[int | None]) -> Reuse:
     """Return what is known after states were made (with so many rollouts behind them) and wanted (None)."""
     reuse = Reuse()
     for behind in events:
-        reuse = reuse.wanted() if behind is None else reuse.made(behind)
+        reuse = reuse.demanded() if behind is None else reuse.made(behind)
     return reuse
 
 
@@ -106,11 +106,11 @@ def test_who_may_come_and_who_came_make_another_use_likelier(
     events: list[int | None], behind: int, passes: int, wanted: int
 ) -> None:
     reuse = learnt(events)
-    uses = expected_uses(reuse, behind=behind, passes=passes, wanted=wanted)
+    uses = expected_uses(reuse, behind=behind, visits=passes, demand=wanted)
     assert uses > 0
-    assert expected_uses(reuse, behind=behind + 1, passes=passes, wanted=wanted) > uses
-    assert expected_uses(reuse, behind=behind, passes=passes, wanted=wanted + 1) > uses
-    assert expected_uses(reuse, behind=behind, passes=passes + 1, wanted=wanted) < uses
+    assert expected_uses(reuse, behind=behind + 1, visits=passes, demand=wanted) > uses
+    assert expected_uses(reuse, behind=behind, visits=passes, demand=wanted + 1) > uses
+    assert expected_uses(reuse, behind=behind, visits=passes + 1, demand=wanted) < uses
 
 
 def test_the_rate_of_reuse_comes_to_what_happens_here_and_follows_when_that_changes() -> None:
@@ -118,7 +118,7 @@ def test_the_rate_of_reuse_comes_to_what_happens_here_and_follows_when_that_chan
     assert never.rate < 0.01
     often = never
     for _ in range(2000):
-        often = often.made(1).wanted()
+        often = often.made(1).demanded()
     assert often.rate == pytest.approx(1 / 1.5, rel=0.25)
 
 

@@ -122,9 +122,7 @@ class Containers:
         life.detach()
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is not None:
-            async with rollout.turn:
-                if not rollout.finished:
-                    await self._tasks.finish(rollout)
+            await self._tasks.finish_in_turn(rollout)
         self._drop(container)
 
     def _drop(self, container: Container) -> None:

@@ -14,7 +14,6 @@ from proxy.compat.e2b.file_requests import WatchRequest
 from proxy.compat.e2b.output_follower import poll_call
 from proxy.compat.e2b.processes import Processes, pid_of
 from proxy.engine import Engine
-from proxy.execution.errors import NothingHappened
 from proxy.tree.keys import CallKey, call_key, private_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
@@ -76,10 +75,11 @@ class DirWatches:
         """Return the events since the last request for them."""
         self._processes.follower.catch_up(rollout)
         call = poll_call(watch)
-        try:
-            result = self._engine.store.records.result((await self._step.run(rollout, call, call_key(call))).record)
-        except NothingHappened:
+        self._step.detach(rollout)
+        answer = await self._step.poll(rollout, call, call_key(call))
+        if answer is None:
             return []
+        result = self._engine.store.records.result(answer.record)
         if result.status != 200:
             raise _not_found(str(watch))
         return list(responses.watch_events(result.body))

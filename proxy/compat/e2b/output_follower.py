@@ -27,7 +27,7 @@ from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.process_lifecycle import ProcessChange, ProcessState, after
 from proxy.engine import Engine
-from proxy.execution.errors import NothingHappened, RolloutGoneError, StateLostError
+from proxy.execution.errors import RolloutGoneError, StateLostError
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Rollout
@@ -248,7 +248,7 @@ class OutputFollower:
 
     def _is_blocked(self, followed: FollowedRollout, pause_s: float) -> bool:
         """Return whether to put polls off because another call runs, which a client may be waiting for."""
-        followed.blocked_s = followed.blocked_s + pause_s if followed.rollout.turn.locked() else 0.0
+        followed.blocked_s = followed.blocked_s + pause_s if self._step.order.busy(followed.rollout) else 0.0
         return 0.0 < followed.blocked_s < MAX_BLOCKED_S
 
     async def _poll_all(self, followed: FollowedRollout) -> bool:
@@ -257,16 +257,17 @@ class OutputFollower:
         for pid in sorted(followed.processes):
             call = poll_call(pid)
             try:
-                # After MAX_BLOCKED_S a call is still running: `leaves` detaches it, so that the poll gets its turn.
-                leaves = followed.blocked_s > 0
-                answer = await self._step.run(followed.rollout, call, call_key(call), leaves=leaves)
-            except NothingHappened:
-                continue
+                if followed.blocked_s > 0:
+                    # After MAX_BLOCKED_S a call is still running: detach it, so that the poll gets its turn.
+                    self._step.detach(followed.rollout)
+                answer = await self._step.poll(followed.rollout, call, call_key(call))
             except (RolloutGoneError, StateLostError):
                 raise
             except FORESEEN as error:
                 # No client has made this request, so no client gets the error. The next round tries again.
                 log.info("poll of a background process failed", pid=pid, error=str(error))
+                continue
+            if answer is None:
                 continue
             produced = True
             if pid in followed.processes:

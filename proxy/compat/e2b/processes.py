@@ -95,7 +95,7 @@ class ProcessRun:
             stream.begin(self.pid)
 
     def call(self, node: Node, key: CallKey, detach: asyncio.Event) -> ToolCall:
-        """Build the call once its node and key are known; see `proxy.step`."""
+        """Build the call once its node and key are known; see `executor.CallFactory`."""
         self.pid, self._detach = pid_of(node, key), detach
         call = self._start.call
         arguments = {**call.arguments, "process": self.pid, "tag": self._start.tag}

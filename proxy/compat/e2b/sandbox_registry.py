@@ -106,10 +106,8 @@ class SandboxRegistry:
             rollout: The sandbox's rollout. A command that it is running is detached, and ends with the sandbox.
             reason: Why; clients with open streams get it.
         """
-        self._engine.step.leave(rollout)
-        async with rollout.turn:
-            if not rollout.finished:
-                await self._engine.tasks.finish(rollout)
+        self._engine.step.detach(rollout)
+        await self._engine.tasks.finish_in_turn(rollout)
         self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {reason}")
         self._lifetimes.forget(rollout)
         self._notes.pop(rollout.id, None)

@@ -167,7 +167,7 @@ class SandboxControl:
     async def _fork(self, sandbox: RunningSandbox, body: dict[str, Any], request: Request) -> Local:
         """Begin rollouts at the sandbox's node. Nothing is copied: the tree shares the state."""
         rollout, count, duration_s = sandbox.rollout, fork_count(body), timeout_s(body)
-        async with rollout.turn:
+        async with self._engine.step.order.hold(rollout):
             tree, node = rollout.tree, rollout.node
         forks = []
         for number in range(count):

@@ -11,7 +11,7 @@ from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.dialects.base import Local
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
-from proxy.tree.rollout import Task
+from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 from sandboxes.errors import NotFreezableError
 
@@ -45,7 +45,7 @@ class SandboxSnapshots:
         """Snapshot the state of a sandbox, and pin its node, so that it is never evicted."""
         require_memory(request.body)
         rollout = sandbox.rollout
-        async with rollout.turn:
+        async with self._engine.step.order.hold(rollout):
             node = rollout.node
         # Pin first: the snapshot may wait for a sandbox longer than the client waits, and a retry then profits.
         node.pinned = True

@@ -59,7 +59,8 @@ from proxy.control.views.resources import (
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
-from proxy.tree.rollout import Rollout, Task
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task
 from proxy.tree.tree import Node
 from sandboxes.errors import NotFreezableError
 from sandboxes.spec import EnvironmentSpec

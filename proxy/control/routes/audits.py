@@ -12,7 +12,7 @@ from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.routes.params import RootQuery, TaskName, place_of, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.engine import Engine
-from proxy.tree.rollout import Task
+from proxy.tree.task import Task
 from proxy.tree.tree import Tree
 
 

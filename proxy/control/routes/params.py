@@ -10,7 +10,8 @@ from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
-from proxy.tree.rollout import Rollout, Task
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 
 TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]

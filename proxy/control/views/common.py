@@ -9,7 +9,8 @@ from pydantic import BaseModel, Field
 from proxy.control.call_titles import exit_code
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.storage.store import Store
-from proxy.tree.rollout import Outcome, Rollout, Task
+from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.task import Task
 from proxy.tree.tree import Node, Record, Tree, children
 from sandboxes.calls import ToolResult
 from sandboxes.spec import EnvironmentSpec
@@ -217,7 +218,7 @@ class Reader:
             **self._node(node, self._standing(task).get(node, [])),
             answer=None if origin is None else answer_view(self._store.records.result(origin)),
             recorded_at=None if origin is None else origin.recorded_at,
-            passes=node.passes,
+            passes=node.visits,
             diverged=node.diverged,
             unfreezable=node.unfreezable,
             snapshot_detail=snapshot,

@@ -19,7 +19,8 @@ from proxy.audit.auditor import Tally
 from proxy.audit.confidence import clopper_pearson
 from proxy.audit.noise_masks import Masks, masked
 from proxy.engine import Engine
-from proxy.tree.rollout import Outcome, Rollout, Task
+from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.task import Task
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.listener import Listener

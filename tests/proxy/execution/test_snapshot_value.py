@@ -310,7 +310,7 @@ def test_a_sandbox_that_was_wanted_where_none_stood_is_counted_once(tmp_path: Pa
         reuse, node = running.keeper.reuse, rollout.node
         await ask(running, rollout, "cat f1")
         await ask(running, rollout, "cat f2")
-        assert node.wanted == 1
+        assert node.demand == 1
         assert running.keeper.reuse.uses == reuse.uses + 1
 
     kept(tmp_path, test, reuse=Reuse())

@@ -78,7 +78,7 @@ def test_once_a_rollout_has_begun_a_fork_waits_at_the_root_for_the_next(tmp_path
         waiting = asyncio.ensure_future(ask(running, second, "echo 2 > a"))
         assert (await waiting)[1] is Outcome.MISS
         assert running.counts.warm_used == 1
-        assert second.tree.root.wanted == 1 + 1, "the first rollout wanted one, and so did this"
+        assert second.tree.root.demand == 1 + 1, "the first rollout wanted one, and so did this"
         assert started == (running.counts.starts, running.counts.restores) or running.counts.warm_made > 1
 
     warmed(tmp_path, test)

@@ -84,7 +84,7 @@ def grow(store: Store, tree: Tree, makings: list[Made]) -> list[tuple[Record, Ma
         source, key = nodes[made.at % len(nodes)], call_key(made.call)
         if key in source.records:
             continue
-        place = tree.place(source, made.effect, made.state, private=made.private)
+        place = tree.destination(source, made.effect, made.state, private=made.private)
         node = None if place.known else Node(store.records.new_node_id(), state=place.state, diverged=source.diverged)
         target = place.known or node
         assert target is not None

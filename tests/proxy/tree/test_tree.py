@@ -57,7 +57,7 @@ class Grower:
     def record(self, here: Node, key: CallKey, word: str, *, private: bool) -> Record:
         state = run(self.truth[here], word)
         effect = Effect.NONE if state == self.truth[here] else Effect.FILES
-        place = self.tree.place(here, effect, digest(state), private=private)
+        place = self.tree.destination(here, effect, digest(state), private=private)
         target = place.known
         if target is None:
             target = Node(next(self.ids), state=place.state)

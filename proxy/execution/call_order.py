@@ -1,0 +1,125 @@
+"""The order of a rollout's calls: one at a time as they arrive, except that commuting calls have a canonical order.
+
+An agent that uploads its files all at once sends them in an order that differs from run to run. In the order of
+arrival, the second rollout would leave the tree at the first upload. Uploads commute: any order reaches the same state.
+Commuting calls that wait at the same time therefore take their turns in an order that all rollouts share:
+
+1. A call that the tree knows at the rollout's node goes first: the rollout follows the recorded order.
+2. If none of the waiting calls is known, they wait `WINDOW_S` for one that is; a late upload may still be on its way.
+3. Then the call with the smallest key goes first, so that the order recorded here is canonical.
+
+A call that does not commute waits until no commuting call is left, then takes its turn in the order of arrival.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from proxy.tree.keys import CallKey
+from proxy.tree.rollout import Rollout
+
+WINDOW_S = 0.05
+"""How long a commuting call that the tree does not know waits for one that it knows.
+
+Covers the spread of uploads that a client sends at once, on one machine. Halved, slow clients record more than one
+order. Doubled, each new upload of a group takes 50 ms longer.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """The calls of one rollout that wait or run.
+
+    Attributes:
+        lock: Held by the call that has its turn. asyncio's locks are first come, first served.
+        commuting: Keys of the commuting calls that wait or run.
+        changed: Set, and replaced by a new event, whenever a commuting call has ended.
+        holders: Number of calls that use this queue; the last one removes it.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    commuting: list[CallKey] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    holders: int = 0
+
+
+class CallOrder:
+    """Gives the calls of each rollout their turns. A rollout without calls in flight costs no memory here."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, _Queue] = {}
+
+    def busy(self, rollout: Rollout) -> bool:
+        """Return whether a call of the rollout waits or runs."""
+        return rollout.id in self._queues
+
+    def arrive(self, rollout: Rollout) -> None:
+        """Note that a call of the rollout has arrived. Its `turn` must follow."""
+        rollout.requested_at = rollout.requested_at or time.monotonic()
+        rollout.waiting += 1
+        self._join(rollout)
+
+    @asynccontextmanager
+    async def turn(self, rollout: Rollout, key: CallKey, *, commutes: bool) -> AsyncIterator[None]:
+        """Wait for the turn of a call that has arrived. The turn lasts for the block.
+
+        Args:
+            rollout: The rollout that makes the call.
+            key: Key of the call.
+            commutes: Whether the call may change places with other commuting calls of the rollout.
+        """
+        queue = self._queues[rollout.id]
+        try:
+            if commutes:
+                queue.commuting.append(key)
+                await self._await_canonical_turn(queue, rollout, key)
+            else:
+                while queue.commuting:
+                    await queue.changed.wait()
+            async with queue.lock:
+                yield
+        finally:
+            rollout.waiting -= 1
+            if commutes:
+                queue.commuting.remove(key)
+                queue.changed.set()
+                queue.changed = asyncio.Event()
+            self._leave(rollout)
+
+    @asynccontextmanager
+    async def hold(self, rollout: Rollout) -> AsyncIterator[None]:
+        """Wait for the call that has its turn, and let no other call of the rollout run inside the block."""
+        queue = self._join(rollout)
+        try:
+            async with queue.lock:
+                yield
+        finally:
+            self._leave(rollout)
+
+    def _join(self, rollout: Rollout) -> _Queue:
+        queue = self._queues.setdefault(rollout.id, _Queue())
+        queue.holders += 1
+        return queue
+
+    def _leave(self, rollout: Rollout) -> None:
+        queue = self._queues[rollout.id]
+        queue.holders -= 1
+        if not queue.holders:
+            del self._queues[rollout.id]
+
+    async def _await_canonical_turn(self, queue: _Queue, rollout: Rollout, key: CallKey) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + WINDOW_S
+        # Looked up again after each wait: another call may have moved the rollout to a node that knows this one.
+        while key not in rollout.node.records:
+            known = any(other in rollout.node.records for other in queue.commuting)
+            if loop.time() >= until and not known and key == min(queue.commuting):
+                return
+            remaining_s = until - loop.time()
+            try:
+                async with asyncio.timeout(remaining_s if remaining_s > 0 else None):
+                    await queue.changed.wait()
+            except TimeoutError:
+                continue
