@@ -26,8 +26,9 @@ from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec, McpServer
 from sandboxes.tool_clients import server_orders as serving
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
-from sandboxes.tool_clients.mcp_http import Posts
-from sandboxes.tool_clients.mcp_stdio import MAX_PAGES, PAGED, PROGRESS_TOKEN, Heard, StdioConversation
+from sandboxes.tool_clients.mcp import MAX_PAGES, PAGED, PROGRESS_TOKEN, Conversation, McpResponse
+from sandboxes.tool_clients.mcp_http import HttpTransport
+from sandboxes.tool_clients.mcp_stdio import StdioTransport
 from sandboxes.tool_clients.server_orders import Spool, mcp_order, order
 from sandboxes.tool_clients.websocket import Socket, carrier, is_message
 
@@ -220,7 +221,7 @@ class Hosting(Talk):
         read = method != "tools/call" or await self._reads(names, params.get("name"))
         ask = self._ask_pages if method in PAGED else self._ask_mcp
         heard, answer = await ask(names, method, dict(params), listener, read=read)
-        told = {"notifications": heard.notifications, **heard.answer}
+        told = {"notifications": heard.notifications, **heard.payload}
         result = ToolResult(200, MCP_TYPE, orjson.dumps(told))
         return replace(execution(answer, float(answer.fields["seconds"]), result), shareable=heard.shareable)
 
@@ -231,7 +232,7 @@ class Hosting(Talk):
         for name in names:
             heard, answer = await self._ask_pages(name, method, dict(params), read=True)
             runs.append(execution(answer, float(answer.fields["seconds"]), ToolResult(200, MCP_TYPE, b"")))
-            for kind, listed in heard.answer.get("result", {}).items():
+            for kind, listed in heard.payload.get("result", {}).items():
                 if isinstance(listed, list):
                     called = kind == "tools"
                     found.setdefault(kind, []).extend(
@@ -252,16 +253,16 @@ class Hosting(Talk):
         known = self._known_reads.get(server.model_dump_json())
         if known is None:
             heard, _ = await self._ask_pages(name, "tools/list", {}, read=True)
-            known = self._known_reads[server.model_dump_json()] = _read_only_tools(heard.answer)
+            known = self._known_reads[server.model_dump_json()] = _read_only_tools(heard.payload)
         return tool in known
 
     async def _ask_pages(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
-    ) -> tuple[Heard, Message]:
+    ) -> tuple[McpResponse, Message]:
         """Ask for a list, all pages of it; see `_ask_mcp`."""
         heard, answer = await self._ask_mcp(name, method, dict(params), listener, read=read)
         whole = heard
-        while cursor := heard.answer.get("result", {}).get("nextCursor"):
+        while cursor := heard.payload.get("result", {}).get("nextCursor"):
             heard, answer = await self._ask_mcp(name, method, {**params, "cursor": cursor}, listener, read=read)
             whole = whole.with_page(heard)
             if whole.pages > MAX_PAGES:
@@ -271,7 +272,7 @@ class Hosting(Talk):
 
     async def _ask_mcp(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
-    ) -> tuple[Heard, Message]:
+    ) -> tuple[McpResponse, Message]:
         """Ask an MCP server; return what it said, and what pid 1 saw. listener: hears notifications as they come.
 
         Raises:
@@ -285,8 +286,8 @@ class Hosting(Talk):
         params["_meta"] = {**params.get("_meta", {}), "progressToken": PROGRESS_TOKEN}
         try:
             if connected.fields["fresh"] or (server.url is not None and not connected.fields["note"]):
-                await talk.shake_hands(silence_s=server.ready_s)
-            heard = await talk.ask(method, params, silence_s=silence_s, listener=listener)
+                await talk.initialize(silence_s=server.ready_s)
+            heard = await talk.request(method, params, silence_s=silence_s, listener=listener)
             told = {"op": "served", "read": read, "log": False, "note": talk.note}
             answer = self._concluded(await self._talk(told))
         except (MalformedResponseError, OSError, TimeoutError) as error:
@@ -298,10 +299,12 @@ class Hosting(Talk):
             talk.close()
         return heard, answer
 
-    def _talk_to(self, server: McpServer, connected: Message) -> "StdioConversation | Posts":
+    def _talk_to(self, server: McpServer, connected: Message) -> Conversation:
         """Return the conversation with a server, over what leads to it."""
         if server.url is None:
-            return StdioConversation(connected.fds, most=MCP_BYTES, fresh=bool(connected.fields["fresh"]))
+            return Conversation(
+                StdioTransport(connected.fds, max_bytes=MCP_BYTES, fresh=bool(connected.fields["fresh"]))
+            )
 
         async def again() -> socket.socket:
             try:
@@ -313,7 +316,7 @@ class Hosting(Talk):
             return socket.socket(fileno=more.fds[0])
 
         first = socket.socket(fileno=connected.fds[0])
-        return Posts(server.url, first, again, connected.fields["note"], most=MCP_BYTES)
+        return Conversation(HttpTransport(server.url, first, again, connected.fields["note"], max_bytes=MCP_BYTES))
 
     async def _server_failed(self, name: str, error: Exception) -> ServerError:
         """Return what is raised where a server gave no answer; nobody knows what it did, so the sandbox is dead."""

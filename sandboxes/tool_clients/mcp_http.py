@@ -1,7 +1,14 @@
-"""MCP over HTTP to a server inside a sandbox, either wire: each message is a POST on a connection of its own.
+"""MCP over HTTP: each message is a POST on a connection of its own, in either revision of the protocol.
 
-What a client must remember between calls (the wire, the session's id) is kept with the server's process, as a note: who
-restores the process finds the note with it.
+Theory of operation. The response to a POST is JSON, or a stream of server-sent events that ends with the JSON-RPC
+response; it may carry notifications and reverse requests before that. In the older revision a server may also use a
+stream of its own, opened by a GET. Tool calls listen there too, because a server that asks its client something there
+would otherwise wait for ever.
+
+The revision and the id of the session must survive between calls. They are kept with the server's process as a note, so
+a restored process comes with its note.
+
+Silence is measured between messages, not bytes: a server that only pings its stream is not working.
 """
 
 import asyncio
@@ -14,143 +21,135 @@ from urllib.parse import urlsplit
 import orjson
 
 from sandboxes.http_message import request_head
-from sandboxes.listener import Cancellable, Headers, Listener
+from sandboxes.listener import Headers, Listener
+from sandboxes.task_owner import start
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
-from sandboxes.tool_clients.mcp_stdio import CANCEL_S, HELLO, ID, MODERN, REFUSED, VERSION, Heard, cancelled
+from sandboxes.tool_clients.mcp import HELLO, MODERN, VERSION, Message, Receive, cancellation
 
 Connect = Callable[[], Awaitable[socket.socket]]
+"""Opens another connection to the server."""
 _SESSION = "mcp-session-id"
-_ASIDE_S = 5.0
-"""How long a server may take to open a session's own stream before its call is made without."""
-_OURS = {
+_SIDE_STREAM_S = 5.0
+"""How long a server may take to open the session's own stream before its call is made without that stream."""
+_META: Message = {
     f"io.modelcontextprotocol/{name}": value
     for name, value in (("protocolVersion", MODERN), ("clientInfo", HELLO["clientInfo"]), ("clientCapabilities", {}))
 }
+"""What the newer revision wants in `_meta` of every request, in place of a handshake."""
+_ENVELOPE = frozenset({"resultType", "ttlMs", "cacheScope"})
+"""Members of a result that belong to the newer revision's transport and not to the tool."""
 
 
-class _Answered(Exception):  # noqa: N818 - how a conversation ends
-    """The response has come; what the server may still have to say on this connection is of no use."""
+class _ResponseComplete(Exception):  # noqa: N818 - it ends an exchange early and is no error
+    """The response has arrived, so the rest of the stream is not read."""
 
 
-class Posts:
-    """One conversation. first: a connection to the server; connect: gives another. note: what the last one left."""
+class HttpTransport:
+    """See `McpTransport`: POST requests to one URL.
 
-    def __init__(self, url: str, first: socket.socket, connect: Connect, note: str, *, most: int) -> None:
-        self._first: socket.socket | None = first
+    Attributes:
+        revisions: Both revisions exist over HTTP.
+    """
+
+    revisions = (VERSION, MODERN)
+
+    def __init__(self, url: str, first: socket.socket, connect: Connect, note: str, *, max_bytes: int) -> None:
+        """Take over a connection.
+
+        Args:
+            url: Where the server listens.
+            first: A connection to it, for the first request.
+            connect: Opens each further connection.
+            note: The note of the last conversation with this process; empty if there was none.
+            max_bytes: Largest response to one request.
+        """
         parts = urlsplit(url)
         self._host, self._target = parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        self._connect, self.most = connect, most
+        self._first: socket.socket | None = first
+        self._connect, self.max_bytes = connect, max_bytes
         self._connecting = asyncio.Lock()
-        self.patience: asyncio.Timeout | None = None
-        told = orjson.loads(note) if note else {}
-        self._wire, self._session = told.get("wire", ""), told.get("session", "")
+        self._patience: asyncio.Timeout | None = None
+        saved = orjson.loads(note) if note else {}
+        self._revision, self._session = saved.get("wire", ""), saved.get("session", "")
 
     @property
     def note(self) -> str:
-        """What the next conversation has to know."""
-        return orjson.dumps({"wire": self._wire, "session": self._session}).decode()
+        """See `McpTransport.note`."""
+        return orjson.dumps({"wire": self._revision, "session": self._session}).decode()
+
+    def begin(self, revision: str) -> None:
+        """See `McpTransport.begin`."""
+        self._revision, self._session = revision, ""
+
+    def begin_session(self, session: str) -> None:
+        """Note the id that the server gave the session."""
+        self._session = session
 
     def close(self) -> None:
-        """Let go of what was not used."""
+        """Close the first connection if no request used it."""
         if self._first is not None:
             self._first.close()
 
-    async def shake_hands(self, *, silence_s: float) -> None:
-        """Find out which wire the server speaks, and begin a session on the older one.
+    def be_patient(self, silence_s: float | None) -> None:
+        """Restart the wait for the next message. None ends the limit: somebody else limits the rest."""
+        if self._patience is not None:
+            self._patience.reschedule(None if silence_s is None else asyncio.get_running_loop().time() + silence_s)
+            if silence_s is None:
+                self._patience = None
 
-        Raises:
-            Garbage: it speaks neither. TimeoutError: it says nothing. OSError: it hung up.
-        """
-        self._wire, self._session = VERSION, ""
-        heard = await self.ask("initialize", dict(HELLO), silence_s=silence_s)
-        if "result" in heard.answer:
-            await self._tell({"jsonrpc": "2.0", "method": "notifications/initialized"}, silence_s)
-            return
-        self._wire, self._session = MODERN, ""
-        found = await self.ask("server/discover", {}, silence_s=silence_s)
-        if "result" not in found.answer:
-            raise MalformedResponseError(f"it refuses to be initialised: {heard.answer.get('error')}")
-
-    async def ask(
-        self, method: str, params: dict[str, Any], *, silence_s: float, listener: Listener | None = None
-    ) -> Heard:
-        """See `Line.ask`."""
-        heard = Heard()
-        message = {"jsonrpc": "2.0", "id": ID, "method": method, "params": self._params(params)}
-        aside = await self._listen_aside(heard, silence_s) if method == "tools/call" else None
-        hearing = asyncio.ensure_future(self._post(message, _Hearing(self, heard, listener, silence_s), silence_s))
-        cancelling = asyncio.ensure_future(listener.cancelled()) if isinstance(listener, Cancellable) else None
+    async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
+        """See `McpTransport.exchange`."""
+        if self._revision == MODERN:
+            params = request["params"]
+            request = {**request, "params": {**params, "_meta": {**params.get("_meta", {}), **_META}}}
+        reader = _ResponseReader(self, receive, silence_s)
+        listens_aside = request["method"] == "tools/call" and self._revision != MODERN
+        aside = await self._open_side_stream(receive, silence_s) if listens_aside else None
         try:
-            awaited: set[asyncio.Future[Any]] = {hearing} if cancelling is None else {hearing, cancelling}
-            # A server's pings are no sign that it works: only messages count.
-            async with asyncio.timeout(silence_s) as self.patience:
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            self.patience = None
-            if not hearing.done():
-                await self._cancel(hearing, heard, silence_s)
-            await hearing
+            async with asyncio.timeout(silence_s) as self._patience:
+                await self._post(request, reader, silence_s)
         finally:
-            self.patience = None
-            tasks = [task for task in (hearing, cancelling, aside) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if not heard.answer:
-            raise MalformedResponseError("its stream ended without an answer")
-        return heard
+            self._patience = None
+            if aside is not None:
+                aside.cancel()
+                await asyncio.gather(aside, return_exceptions=True)
+        if not reader.complete:
+            raise MalformedResponseError("its stream ended without a response")
 
-    async def _listen_aside(self, heard: Heard, silence_s: float) -> "asyncio.Future[None] | None":
-        """Hear what the server asks of its client on the stream that is no call's, so that it is refused there too."""
-        if self._wire == MODERN:
-            return None
+    async def send(self, message: Message, silence_s: float) -> None:
+        """See `McpTransport.send`."""
+        await self._post(message, _Ignored(), silence_s)
+
+    async def cancel(self, silence_s: float) -> None:
+        """See `McpTransport.cancel`. In the newer revision the closed connection cancels, and no response follows."""
+        if self._revision == MODERN:
+            raise MalformedResponseError("its client cancelled the call")
+        await self.send(cancellation(), silence_s)
+        self.be_patient(None)
+
+    async def _open_side_stream(self, receive: Receive, silence_s: float) -> "asyncio.Task[None]":
+        """Open the session's own stream and return the task that reads it; a server may have none."""
         opened = asyncio.Event()
-        headers = [("accept", "text/event-stream"), ("mcp-protocol-version", self._wire)]
+        headers = [("accept", "text/event-stream"), ("mcp-protocol-version", self._revision)]
         headers += [(_SESSION, self._session)] if self._session else []
         head = request_head("GET", self._target, headers, self._host, 0)
-        listening = asyncio.ensure_future(self._exchange(head, b"", _Aside(self, heard, silence_s, opened), silence_s))
-        waiting = asyncio.ensure_future(opened.wait())
-        await asyncio.wait({listening, waiting}, timeout=_ASIDE_S, return_when=asyncio.FIRST_COMPLETED)
+        reader = _SideStreamReader(self, receive, silence_s, opened)
+        reading = start(self._exchange(head, b"", reader, silence_s))
+        waiting = start(opened.wait())
+        await asyncio.wait({reading, waiting}, timeout=_SIDE_STREAM_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        return listening
+        return reading
 
-    async def _cancel(self, hearing: "asyncio.Future[None]", heard: Heard, silence_s: float) -> None:
-        heard.cancelled = True
-        if self._wire == MODERN:
-            # There the closed stream says so, and nobody can say when the server has heard it.
-            hearing.cancel()
-            raise MalformedResponseError("its client cancelled the call")
-        await self._tell(cancelled(), silence_s)
-        async with asyncio.timeout(CANCEL_S):
-            await asyncio.wait([hearing])
-
-    async def refuse(self, message: dict[str, Any], silence_s: float) -> None:
-        """Answer a server's request, which has no client that could."""
-        reply: dict[str, Any] = {"result": {}}
-        if message["method"] != "ping":
-            reply = {"error": {"code": -32600, "message": REFUSED.get(message["method"], "Not supported")}}
-        await self._tell({"jsonrpc": "2.0", "id": message["id"], **reply}, silence_s)
-
-    def began(self, session: str) -> None:
-        """Note the session that the server named."""
-        self._session = session
-
-    def _params(self, params: dict[str, Any]) -> dict[str, Any]:
-        if self._wire != MODERN:
-            return params
-        return {**params, "_meta": {**params.get("_meta", {}), **_OURS}}
-
-    async def _tell(self, message: dict[str, Any], silence_s: float) -> None:
-        await self._post(message, _Deaf(), silence_s)
-
-    async def _post(self, message: dict[str, Any], listener: Listener, silence_s: float) -> None:
+    async def _post(self, message: Message, listener: Listener, silence_s: float) -> None:
         body = orjson.dumps(message)
         headers = [("content-type", "application/json"), ("accept", "application/json, text/event-stream")]
-        if message.get("method") != "initialize":
-            headers.append(("mcp-protocol-version", self._wire))
+        method = message.get("method")
+        if method != "initialize":
+            headers.append(("mcp-protocol-version", self._revision))
         if self._session:
             headers.append((_SESSION, self._session))
-        if self._wire == MODERN:
-            headers.append(("mcp-method", message["method"]))
+        if self._revision == MODERN and method is not None:
+            headers.append(("mcp-method", method))
             name = message["params"].get("name") or message["params"].get("uri")
             headers += [("mcp-name", name)] if isinstance(name, str) and name.isascii() and name.isprintable() else []
         head = request_head("POST", self._target, headers, self._host, len(body))
@@ -159,104 +158,99 @@ class Posts:
     async def _exchange(self, head: bytes, body: bytes, listener: Listener, silence_s: float) -> None:
         connection, self._first = self._first, None
         if connection is None:
-            # One is asked for at a time.
+            # The sandbox opens one connection at a time.
             async with self._connecting:
                 connection = await self._connect()
-        with contextlib.suppress(_Answered):
+        with contextlib.suppress(_ResponseComplete):
             await exchange(connection, head, body, listener, silence_s=silence_s)
 
 
-class _Deaf(Listener):
+class _Ignored(Listener):
     async def head(self, status: int, headers: Headers) -> None: ...
 
     async def data(self, chunk: bytes) -> None: ...
 
 
-class _Hearing(Listener):
-    """Hears one answer: a JSON-RPC response, or a stream of events that ends in one."""
+class _ResponseReader(Listener):
+    """Reads one HTTP response: a JSON-RPC response, or a stream of events that ends in one.
 
-    def __init__(self, posts: Posts, heard: Heard, listener: Listener | None, silence_s: float) -> None:
-        self._posts, self._heard, self._listener, self._silence_s = posts, heard, listener, silence_s
-        self._streams, self._size, self._buffer = False, 0, b""
+    Attributes:
+        complete: The JSON-RPC response has arrived.
+    """
+
+    def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float) -> None:
+        self.complete = False
+        self._transport, self._receive, self._silence_s = transport, receive, silence_s
+        self._is_stream, self._size, self._buffer = False, 0, b""
 
     async def head(self, status: int, headers: Headers) -> None:
-        named = {name.lower(): value for name, value in headers}
-        self._streams = named.get("content-type", "").startswith("text/event-stream")
-        if _SESSION in named:
-            self._posts.began(named[_SESSION])
-        if not self._streams and not named.get("content-type", "").startswith("application/json"):
-            raise MalformedResponseError(f"it answers with status {status}, and no JSON-RPC")
+        by_name = {name.lower(): value for name, value in headers}
+        self._is_stream = by_name.get("content-type", "").startswith("text/event-stream")
+        if _SESSION in by_name:
+            self._transport.begin_session(by_name[_SESSION])
+        if not self._is_stream and not by_name.get("content-type", "").startswith("application/json"):
+            raise MalformedResponseError(f"its response has status {status} and is not JSON-RPC")
 
     async def data(self, chunk: bytes) -> None:
         self._buffer += chunk
         self._size += len(chunk)
-        if self._size > self._posts.most:
-            raise MalformedResponseError(f"it says more than {self._posts.most} bytes to one request")
-        if self._streams:
+        if self._size > self._transport.max_bytes:
+            raise MalformedResponseError(f"it sends more than {self._transport.max_bytes} bytes for one request")
+        if self._is_stream:
+            # Events end with a blank line (WHATWG HTML, 9.2.5); the last piece may be half an event.
             *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
-                await self._event(event)
+                await self._handle_event(event)
             return
         try:
             message = orjson.loads(self._buffer)
         except orjson.JSONDecodeError:
-            # Half of it; where the rest does not come, nobody has answered.
+            # A part of it. If the rest never comes, the exchange ends without a response.
             return
-        await self._message(message)
+        await self._handle(message)
 
-    async def _event(self, event: bytes) -> None:
+    async def _handle_event(self, event: bytes) -> None:
         data = b"\n".join(line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if data:
             try:
-                await self._message(orjson.loads(data))
+                message = orjson.loads(data)
             except orjson.JSONDecodeError:
-                raise MalformedResponseError(f"it says what is no JSON-RPC: {data[:80]!r}") from None
+                raise MalformedResponseError(f"it sends an event that is not JSON-RPC: {data[:80]!r}") from None
+            await self._handle(message)
 
-    async def _message(self, message: Any) -> None:
-        if self._posts.patience is not None:
-            self._posts.patience.reschedule(asyncio.get_running_loop().time() + self._silence_s)
+    async def _handle(self, message: Any) -> None:
+        self._transport.be_patient(self._silence_s)
         if not isinstance(message, dict) or not {"method", "result", "error"} & message.keys():
-            raise MalformedResponseError(f"it says what is no JSON-RPC: {orjson.dumps(message)[:80]!r}")
-        if "method" not in message:
-            self._heard.answer = _plain({kind: message[kind] for kind in ("result", "error") if kind in message})
-            raise _Answered
-        if "id" in message:
-            self._heard.asked = self._heard.asked or message["method"] != "ping"
-            await self._posts.refuse(message, self._silence_s)
-            return
-        note = {"method": message["method"], "params": message.get("params", {})}
-        self._heard.notifications.append(note)
-        if self._listener is not None:
-            await self._listener.data(orjson.dumps(note))
+            raise MalformedResponseError(f"it sends what is not JSON-RPC: {orjson.dumps(message)[:80]!r}")
+        if await self._receive(_without_envelope(message)):
+            self.complete = True
+            raise _ResponseComplete
 
 
-class _Aside(_Hearing):
-    """Hears the stream of a session that is no call's. opened: set when the server listens; some have none."""
+class _SideStreamReader(_ResponseReader):
+    """Reads the session's own stream, of which only reverse requests matter: notifications there belong to no call."""
 
-    def __init__(self, posts: Posts, heard: Heard, silence_s: float, opened: asyncio.Event) -> None:
-        super().__init__(posts, heard, None, silence_s)
+    def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float, opened: asyncio.Event) -> None:
+        """See `_ResponseReader`; `opened` is set once the server streams."""
+        super().__init__(transport, receive, silence_s)
         self._opened = opened
 
     async def head(self, status: int, headers: Headers) -> None:
         if status != 200:
-            raise _Answered
+            raise _ResponseComplete
         await super().head(status, headers)
         self._opened.set()
 
-    async def _message(self, message: Any) -> None:
-        # What it tells there belongs to no call.
+    async def _handle(self, message: Any) -> None:
         if isinstance(message, dict) and "method" in message and "id" in message:
-            await super()._message(message)
+            await super()._handle(message)
 
 
-def _plain(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer without what is of the wire alone; one that asks for more input is an error."""
-    result = answer.get("result")
+def _without_envelope(message: Message) -> Message:
+    """Return a response of the newer revision as the older one words it; a request for more input is an error."""
+    result = message.get("result")
     if not isinstance(result, dict) or "resultType" not in result:
-        return answer
+        return message
     if result["resultType"] != "complete":
         return {"error": {"code": -32600, "message": "it asks its client for input, which is not supported here"}}
-    return {"result": {name: value for name, value in result.items() if name not in _OF_THE_WIRE}}
-
-
-_OF_THE_WIRE = frozenset({"resultType", "ttlMs", "cacheScope"})
+    return {"result": {name: value for name, value in result.items() if name not in _ENVELOPE}}

@@ -1,0 +1,233 @@
+"""MCP: JSON-RPC with a tool server, one request at a time, over either transport.
+
+Theory of operation. Between a request and its response three kinds of messages may arrive:
+
+1. the response, which ends the exchange;
+2. notifications (progress, log lines), which become part of the recorded result, in order;
+3. reverse requests: the server asks its client to sample a model, to ask its user, or to list roots. No client can
+   answer them, because an answer from the tree has no client. They are refused in the words of the official SDK, and a
+   result that may depend on a refusal is not shared.
+
+A client that cancels gets what the server then answers. The server must answer within `CANCEL_S`, because a state with
+a request half done cannot be frozen.
+
+Requests carry a fixed id and a fixed progress token, so a server sees the same bytes whichever rollout asks. The
+official SDK numbers its requests, which is why it is not used here.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+
+from sandboxes.listener import Cancellable, Listener
+from sandboxes.task_owner import start
+from sandboxes.tool_clients.http1 import MalformedResponseError
+
+Message = dict[str, Any]
+"""A JSON-RPC message."""
+Receive = Callable[[Message], Awaitable[bool]]
+"""Takes the next message of a server; returns True if it is the response."""
+
+VERSION, MODERN = "2025-11-25", "2026-07-28"
+"""The two revisions of the protocol: one with an `initialize` handshake and sessions, one without both."""
+ID = 1
+"""The id of every request. Only one is under way, and the id must not tell a server what came before."""
+PAGED = frozenset({"tools/list", "resources/list", "resources/templates/list", "prompts/list"})
+"""Methods whose result is a list in pages."""
+MAX_PAGES = 1000
+"""Most pages of one list. A server that lists without end is stopped there."""
+PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
+"""The progress token of every request: progress is always requested, so that the record holds it for later clients."""
+CANCEL_S = 5.0
+"""How long a server may take to answer after it was told to cancel. Some never answer then."""
+HELLO: Message = {
+    "protocolVersion": VERSION,
+    "capabilities": {},
+    "clientInfo": {"name": "forkpoint", "version": "1"},
+}
+"""The parameters of `initialize`."""
+_REFUSALS = {
+    "sampling/createMessage": "Sampling not supported",
+    "elicitation/create": "Elicitation not supported",
+    "roots/list": "List roots not supported",
+}
+"""Error messages by reverse request, as the official SDK words them for a client without the capability."""
+
+
+@dataclass(slots=True)
+class McpResponse:
+    """What a server sent for one request.
+
+    Attributes:
+        payload: The member `result` or `error` of the JSON-RPC response.
+        notifications: The notifications before the response, each with `method` and `params`.
+        made_requests: The server asked something of its client (sampling, elicitation); the payload may depend on it.
+        cancelled: The client cancelled the request.
+        pages: How many pages of a list the payload holds.
+    """
+
+    payload: Message = field(default_factory=dict)
+    notifications: list[Message] = field(default_factory=list)
+    made_requests: bool = False
+    cancelled: bool = False
+    pages: int = 1
+
+    def with_page(self, page: "McpResponse") -> "McpResponse":
+        """Return this list with its next page appended, or the next page alone if it is an error."""
+        if "result" not in page.payload:
+            return page
+        before, more = self.payload["result"], page.payload["result"]
+        result = {name: value + more.get(name, []) for name, value in before.items() if isinstance(value, list)}
+        return McpResponse({"result": result}, self.notifications + page.notifications, pages=self.pages + 1)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether other rollouts may get the same response."""
+        return not (self.made_requests or self.cancelled)
+
+
+class McpTransport(Protocol):
+    """Carries messages to a server and back.
+
+    Attributes:
+        revisions: The revisions of the protocol that exist on this transport, the preferred one first.
+    """
+
+    @property
+    def revisions(self) -> tuple[str, ...]: ...
+
+    @property
+    def note(self) -> str:
+        """What the next conversation with the same process must know; it is frozen with the process."""
+        ...
+
+    def begin(self, revision: str) -> None:
+        """Speak this revision from now on, in a new session."""
+        ...
+
+    async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
+        """Send a request and pass on the server's messages until `receive` returns True.
+
+        Raises:
+            MalformedResponseError: A message is not JSON-RPC, is too large, or the response is missing.
+            OSError: The server closed the connection.
+            TimeoutError: The server was silent for `silence_s`.
+        """
+        ...
+
+    async def send(self, message: Message, silence_s: float) -> None:
+        """Send a message that has no response. Raises as `exchange` does."""
+        ...
+
+    async def cancel(self, silence_s: float) -> None:
+        """Tell the server that the request under way is cancelled. Raises as `exchange` does."""
+        ...
+
+    def close(self) -> None:
+        """Close what this end holds. The server goes on."""
+        ...
+
+
+class Conversation:
+    """The client's end of an MCP session. One request runs at a time."""
+
+    def __init__(self, transport: McpTransport) -> None:
+        self._transport = transport
+
+    @property
+    def note(self) -> str:
+        """What the next conversation with the same process must know."""
+        return self._transport.note
+
+    def close(self) -> None:
+        """Close this end of the transport."""
+        self._transport.close()
+
+    async def initialize(self, *, silence_s: float) -> None:
+        """Make the handshake, which also finds the revision that the server speaks.
+
+        A process is initialized once, right after its start. A restored process has the handshake behind it.
+
+        Raises:
+            MalformedResponseError: The server refuses, or does not speak MCP.
+            OSError: The server closed the connection.
+            TimeoutError: The server was silent for `silence_s`.
+        """
+        self._transport.begin(VERSION)
+        response = await self.request("initialize", HELLO, silence_s=silence_s)
+        if "result" in response.payload:
+            await self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"}, silence_s)
+            return
+        if MODERN in self._transport.revisions:
+            self._transport.begin(MODERN)
+            if "result" in (await self.request("server/discover", {}, silence_s=silence_s)).payload:
+                return
+        raise MalformedResponseError(f"it refuses to be initialised: {response.payload.get('error')}")
+
+    async def request(
+        self, method: str, params: Message, *, silence_s: float, listener: Listener | None = None
+    ) -> McpResponse:
+        """Send a request and collect everything up to its response.
+
+        Args:
+            method: The method, such as `tools/call`.
+            params: Its parameters.
+            silence_s: Longest time without anything from the server.
+            listener: Gets the notifications while they arrive; a `Cancellable` one can cancel the request.
+
+        Raises:
+            MalformedResponseError: The server breaks the protocol or sends too much.
+            OSError: The server closed the connection.
+            TimeoutError: The server was silent for `silence_s`, or for `CANCEL_S` after the cancellation.
+        """
+        response = McpResponse()
+        request = {"jsonrpc": "2.0", "id": ID, "method": method, "params": params}
+        receive = partial(self._receive, response, listener, silence_s)
+        receiving = start(self._transport.exchange(request, receive, silence_s))
+        cancelling = start(listener.cancelled()) if isinstance(listener, Cancellable) else None
+        tasks = [receiving] if cancelling is None else [receiving, cancelling]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                response.cancelled = True
+                await self._transport.cancel(silence_s)
+                async with asyncio.timeout(CANCEL_S):
+                    await receiving
+            await receiving
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return response
+
+    async def _receive(
+        self, response: McpResponse, listener: Listener | None, silence_s: float, message: Message
+    ) -> bool:
+        if "method" not in message:
+            response.payload = {kind: message[kind] for kind in ("result", "error") if kind in message}
+            return True
+        if "id" in message:
+            response.made_requests = response.made_requests or message["method"] != "ping"
+            await self._transport.send(_reply(message), silence_s)
+            return False
+        notification = {"method": message["method"], "params": message.get("params", {})}
+        response.notifications.append(notification)
+        if listener is not None:
+            await listener.data(orjson.dumps(notification))
+        return False
+
+
+def cancellation() -> Message:
+    """Return the notification that cancels the request under way."""
+    return {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": ID}}
+
+
+def _reply(request: Message) -> Message:
+    """Return the reply to a reverse request: a ping is answered, everything else refused."""
+    method = request["method"]
+    refusal = {"code": -32600, "message": _REFUSALS.get(method, "Not supported")}
+    return {"jsonrpc": "2.0", "id": request["id"], **({"result": {}} if method == "ping" else {"error": refusal})}
