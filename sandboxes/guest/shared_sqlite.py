@@ -36,9 +36,7 @@ def _run(fields: dict[str, Any], inputs: VolatileInputs, *, writing: bool) -> To
     """Return what a tool did; None where the file cannot be read without writing: it is not there, or needs mending."""
     path, tool, arguments = Path(fields["path"]), fields["tool"], fields["arguments"]
     try:
-        connection = SqliteConnection(
-            f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", inputs, readonly=not writing
-        )
+        connection = SqliteConnection(f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", inputs)
         raw = connection.raw
         raw.execute("PRAGMA synchronous=FULL")
         raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()

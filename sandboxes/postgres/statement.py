@@ -134,7 +134,7 @@ class Statement:
                 self._left += result.ntuples - row
                 break
             values = [_value(result, row, n, self._outcome.types[n]) for n in range(result.nfields)]
-            self._full = not self._outcome.rows.take(values)
+            self._full = not self._outcome.rows.add(values)
         if self._stop and self._left > DRAINED and not self._outcome.cut:
             self._outcome.cut = True
             self._cancel()

@@ -40,7 +40,7 @@ def listing(connection: CatalogConnection, tool: str, table: str | None, output_
     """Return the answer of `tables`, or of `schema`, for one table or for all."""
     query, values = (_TABLES, None) if tool == "tables" else (_SCHEMA, (table, table, table))
     found = connection.execute(query, values)
-    rows = RowCollector(MAX_COMPARED, output_bytes).take_all([list(row) for row in found])
+    rows = RowCollector(MAX_COMPARED, output_bytes).add_all([list(row) for row in found])
     if table is not None and not rows.rows:
         return failure(Failure(f"there is no table {table!r}; `tables` lists what there is"))
     return success(COLUMNS[tool], rows)

@@ -1,4 +1,4 @@
-"""What the SQL drivers and the guest share: values, results, rendering and comparison.
+"""Values, results, rendering and comparison, for the SQL drivers and the guest.
 
 Process: the proxy, the workers and pid 1.
 """

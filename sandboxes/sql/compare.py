@@ -1,4 +1,4 @@
-"""Execution match: whether two queries give the same rows (pure)."""
+"""Execution match: whether two queries return the same rows (pure)."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -8,16 +8,24 @@ Row = tuple[Hashable, ...]
 
 
 def judge(rows: Sequence[Row], gold: Sequence[Row], *, ordered: bool) -> dict[str, Any]:
-    """Return `match`, `why` not, and how many rows both have. As multisets, or row by row if ordered.
+    """Compare the rows of a query with those of the gold query.
 
-    Headings do not count. 1 and 1.0 are one value, as they are for every SQL engine; '1' is another.
+    Column names do not count. 1 and 1.0 are the same value, as in every SQL engine; '1' is another one.
+
+    Args:
+        rows: Rows of the query.
+        gold: Rows of the gold query.
+        ordered: Compare row by row; otherwise compare as multisets.
+
+    Returns:
+        The members `match`, `why` (empty on a match), `rows` and `gold_rows` (how many rows each query returned).
     """
     why = _difference(rows, gold, ordered=ordered)
     return {"match": not why, "why": why, "rows": len(rows), "gold_rows": len(gold)}
 
 
 def hashable(row: Iterable[Any]) -> Row:
-    """Return a row of an answer's values so that equal rows are equal keys."""
+    """Convert a row of JSON values so that equal rows are equal dictionary keys."""
     return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in row)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encode a result as compact UTF-8 JSON. One row of five cells takes about a microsecond.
+    r"""Encode a result as compact UTF-8 JSON. One row of five cells takes about a microsecond.
 
     Args:
         value: Dictionaries with text keys, lists, text, numbers, booleans and None.
 
     Returns:
-        The encoded value. Lone surrogates, which UTF-8 cannot carry, become JSON escapes such as `\\ud800`.
+        The encoded value. Lone surrogates, which UTF-8 cannot carry, become JSON escapes such as `\ud800`.
 
     Raises:
         TypeError: The value contains an object of another type.

@@ -1,8 +1,8 @@
-"""Rows as the text that SQL agents read (pure).
+"""Text formats for rows, as SQL agents read them (pure).
 
-`skyrl` is what SkyRL-SQL's environment shows: the text of a pandas data frame, 50 rows of it where all of them would be
-more than 9,000 characters. It shows the columns' names, and all rows in the engine's order; that environment loses the
-names, drops equal rows and shuffles the others.
+The format `skyrl` is that of SkyRL-SQL's environment: the text of a pandas data frame, cut to 50 rows if all of them
+need more than 9,000 characters. Unlike that environment, this module keeps column names, equal rows and the engine's
+order of rows.
 """
 
 import math
@@ -11,16 +11,22 @@ from typing import Any
 
 from sandboxes.sql.values import Value, plain
 
-SKYRL_CHARS, SKYRL_ROWS = 9000, 50
+SKYRL_CHARS = 9000
+"""SkyRL-SQL cuts a text that is longer than this many characters."""
+SKYRL_ROWS = 50
+"""Rows that SkyRL-SQL shows of a text that it cuts."""
 _DIGITS = 6
+"""Digits after the decimal point that pandas shows (`display.precision`)."""
 _CSV_QUOTED = frozenset(',"\r\n')
+_NUMBERS = {"float", "decimal"}
+"""Tags of values that are numbers without a JSON form."""
 
 Rows = Sequence[Sequence[Value]]
 Renderer = Callable[[Sequence[str], Rows], str]
 
 
 def table(columns: Sequence[str], rows: Rows) -> str:
-    """Return rows under their headings, in columns of equal width; numbers to the right, NULL as NULL."""
+    """Return an aligned table: a heading, a rule and the rows. Columns of numbers are aligned to the right."""
     shown = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *shown, strict=True)]
     right = [_numeric(rows, n) for n in range(len(columns))]
@@ -29,7 +35,7 @@ def table(columns: Sequence[str], rows: Rows) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Rows) -> str:
-    """Return a Markdown table; what would end a cell is escaped."""
+    """Return a Markdown table. Pipes and line breaks in cells are escaped."""
     shown = [[_in_markdown(_cell(value)) for value in row] for row in rows]
     marks = ["---:" if _numeric(rows, n) else "---" for n in range(len(columns))]
     lines = [[_in_markdown(name) for name in columns], marks, *shown]
@@ -37,12 +43,12 @@ def markdown(columns: Sequence[str], rows: Rows) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Rows) -> str:
-    """Return RFC 4180 with a heading and `\\n` line ends. NULL is nothing, empty text is `""`."""
+    r"""Return CSV (RFC 4180) with a heading and `\n` line ends. NULL is an empty field, empty text is `""`."""
     return "".join(",".join(map(_csv_cell, line)) + "\n" for line in [columns, *rows])
 
 
 def skyrl(columns: Sequence[str], rows: Rows) -> str:
-    """Return `DataFrame.to_string(index=False)`, cut by SkyRL's rule."""
+    """Return the text of `pandas.DataFrame.to_string(index=False)`, cut by SkyRL-SQL's rule."""
     text = _frame(columns, rows)
     if len(text) <= SKYRL_CHARS:
         return text
@@ -50,7 +56,7 @@ def skyrl(columns: Sequence[str], rows: Rows) -> str:
 
 
 RENDERERS: dict[str, Renderer] = {"table": table, "markdown": markdown, "csv": to_csv, "skyrl": skyrl}
-"""The formats of the wire, without `json`, which is no text."""
+"""Renderers by the names that the sql endpoint uses. Its format `json` is not text and needs no renderer."""
 
 
 def _cell(value: Value) -> str:
@@ -61,15 +67,12 @@ def _cell(value: Value) -> str:
 
 
 def _numeric(rows: Rows, column: int) -> bool:
-    """Say whether a column shows numbers and nothing else."""
+    """Return whether a column contains numbers, and nothing else but NULL."""
     values = [row[column] for row in rows if row[column] is not None]
     return bool(values) and all(
         (isinstance(v, int | float) and not isinstance(v, bool)) or (isinstance(v, dict) and v.keys() <= _NUMBERS)
         for v in values
     )
-
-
-_NUMBERS = {"float", "decimal"}
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
@@ -99,7 +102,7 @@ def _frame(columns: Sequence[str], rows: Rows) -> str:
     shown = []
     for n, name in enumerate(columns):
         values, numeric = _column([plain(row[n]) for row in rows])
-        # pandas leaves room for a sign above numbers.
+        # Above numbers, pandas leaves room for a sign.
         heading = f" {name}" if numeric else name
         width = max(len(heading), *map(len, values))
         shown.append([text.rjust(width) for text in (heading, *values)])
@@ -107,29 +110,34 @@ def _frame(columns: Sequence[str], rows: Rows) -> str:
 
 
 def _column(values: list[Any]) -> tuple[list[str], bool]:
-    """Return a column's cells as pandas shows them, and whether it takes the column for numbers."""
+    """Return a column's cells as pandas shows them, and whether pandas treats the column as numbers."""
     numbers = [v for v in values if v is not None]
     if not numbers or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in numbers):
         return [str(v) for v in values], False
     if all(isinstance(v, int) for v in values):
         return [str(v) for v in values], True
+    # pandas turns a column of integers with a NULL into floats.
     floats = [math.nan if v is None else float(v) for v in values]
     return _floats(floats), True
 
 
 def _floats(values: list[float]) -> list[str]:
-    """Return floats as pandas does: six digits after the point, less the zeros that all end in, or exponents."""
+    """Format a column of floats as pandas does (`FloatArrayFormatter`, pandas 2.2).
+
+    The whole column has one notation: six digits after the point without common trailing zeros, or exponents if a
+    value would show no digit or a large value would be too long.
+    """
     finite = [v for v in values if math.isfinite(v)]
     fixed = [f"{v:.{_DIGITS}f}" for v in finite]
     long = max(map(len, fixed), default=0) > _DIGITS + 6
     small = any(0 < abs(v) < 10**-_DIGITS for v in finite)
     if small or (long and any(abs(v) > 1e6 for v in finite)):
-        return [f"{v:.{_DIGITS}e}" if math.isfinite(v) else _unfinite(v) for v in values]
+        return [f"{v:.{_DIGITS}e}" if math.isfinite(v) else _non_finite(v) for v in values]
     while fixed and all(text.endswith("0") and not text.endswith(".0") for text in fixed):
         fixed = [text[:-1] for text in fixed]
-    left = iter(fixed)
-    return [next(left) if math.isfinite(v) else _unfinite(v) for v in values]
+    remaining = iter(fixed)
+    return [next(remaining) if math.isfinite(v) else _non_finite(v) for v in values]
 
 
-def _unfinite(value: float) -> str:
+def _non_finite(value: float) -> str:
     return "NaN" if math.isnan(value) else f"{value}"

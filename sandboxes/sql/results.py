@@ -1,8 +1,8 @@
-"""The one JSON object that every tool of the sql endpoint answers with (pure).
+"""The JSON object that every tool of the sql endpoint returns (pure).
 
-`{"columns", "rows", "row_count", "truncated", "error"}`; `types` beside `columns` where the engine knows them, `text`
-in place of `rows` where a format was asked for; `compare` has members of its own. How long it took is never in it:
-equal answers are equal bytes.
+Its members are `columns`, `rows`, `row_count`, `truncated` and `error`. `types` follows `columns` where the engine
+knows the types, and `text` replaces `rows` where the call named a text format. `compare` has members of its own. No
+member depends on the duration of a call: equal results are equal bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,28 +15,42 @@ from sandboxes.sql.render import RENDERERS
 from sandboxes.sql.values import Value
 
 MAX_ROWS = 1 << 40
-"""Where bytes alone are the limit."""
+"""A row limit that is never reached, for calls that only `output_bytes` limits."""
 
 ErrorKind = Literal["sql", "timeout", "limit", "refused"]
-"""Why there is an error: the engine says so, the time was up, a limit was met, or it is never allowed here."""
+"""Why a statement failed: an error of the engine, its time limit, another limit, or a rule that forbids it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What the agent is told of a statement that did not do. code: the engine's own (SQLSTATE, `SQLITE_CONSTRAINT`)."""
+    """The error of a statement, as the agent reads it.
+
+    Attributes:
+        message: The engine's or our text.
+        kind: See `ErrorKind`.
+        code: The engine's own code (an SQLSTATE, or a name such as `SQLITE_CONSTRAINT`); None if it has none.
+    """
 
     message: str
     kind: ErrorKind = "sql"
     code: str | None = None
 
     def to_json(self) -> dict[str, str]:
-        told = {"message": self.message, "kind": self.kind}
-        return told if self.code is None else told | {"code": self.code}
+        """Return the member `error` of a result."""
+        fields = {"message": self.message, "kind": self.kind}
+        return fields if self.code is None else fields | {"code": self.code}
 
 
 @dataclass(slots=True)
 class RowCollector:
-    """Takes rows until a limit is met. max_rows, output_bytes: as in the call and in the spec's limits."""
+    """Collects the rows of a result up to its limits.
+
+    Attributes:
+        max_rows: Limit of rows, from the call.
+        output_bytes: Limit of the rows' JSON in bytes, from the spec.
+        rows: The collected rows.
+        truncated: A row was left out because a limit was reached.
+    """
 
     max_rows: int
     output_bytes: int
@@ -44,11 +58,16 @@ class RowCollector:
     truncated: bool = False
     _bytes: int = 0
 
-    def take(self, row: list[Value]) -> bool:
-        """Add row; False, and it is left out, where there is no more room: nothing more needs to be fetched."""
+    def add(self, row: list[Value]) -> bool:
+        """Add a row if it fits.
+
+        Returns:
+            False if the row was left out. The caller need not fetch more rows.
+        """
         if len(self.rows) >= self.max_rows:
             self.truncated = True
             return False
+        # One byte more for the comma between two rows.
         self._bytes += len(json_bytes(row)) + 1
         if self._bytes > self.output_bytes:
             self.truncated = True
@@ -56,51 +75,72 @@ class RowCollector:
         self.rows.append(row)
         return True
 
-    def take_all(self, rows: Iterable[list[Value]]) -> "RowCollector":
+    def add_all(self, rows: Iterable[list[Value]]) -> "RowCollector":
+        """Add rows until one does not fit, and return the collector."""
         for row in rows:
-            if not self.take(row):
+            if not self.add(row):
                 break
         return self
 
 
 def success(
     columns: Sequence[str],
-    taken: RowCollector,
+    collector: RowCollector,
     *,
     shape: str = "json",
     types: Sequence[str] | None = None,
     changed: int | None = None,
 ) -> bytes:
-    """Return the answer of a statement that did. changed: rows that one without result columns changed."""
-    told: dict[str, Any] = {"columns": list(columns)}
+    """Encode the result of a statement that succeeded.
+
+    Args:
+        columns: Names of the result's columns; empty if the statement returns no rows.
+        collector: The rows, and whether rows are missing.
+        shape: "json", or the name of a text format in `RENDERERS`.
+        types: Names of the columns' types; None if the engine does not know them.
+        changed: Rows that a statement without columns changed; None if unknown.
+    """
+    members: dict[str, Any] = {"columns": list(columns)}
     if types is not None:
-        told["types"] = list(types)
-    truncated = taken.truncated
+        members["types"] = list(types)
+    truncated = collector.truncated
     if shape == "json":
-        told["rows"] = taken.rows
+        members["rows"] = collector.rows
     else:
-        text = RENDERERS[shape](columns, taken.rows) if columns else ""
-        # Aligned columns are wider than their values.
-        told["text"], cut = _cut(text, taken.output_bytes)
+        text = RENDERERS[shape](columns, collector.rows) if columns else ""
+        # The collector measured JSON. Aligned columns can be much longer than their values.
+        members["text"], cut = _cut(text, collector.output_bytes)
         truncated = truncated or cut
-    told["row_count"] = len(taken.rows) if columns or changed is None else changed
-    return json_bytes(told | {"truncated": truncated, "error": None})
+    members["row_count"] = len(collector.rows) if columns or changed is None else changed
+    return json_bytes(members | {"truncated": truncated, "error": None})
 
 
 def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
-    """Return the answer of a statement that did not. sql: the statement, which SkyRL's text of a timeout repeats."""
-    told: dict[str, Any] = {"columns": []}
+    """Encode the result of a statement that failed.
+
+    Args:
+        error: Why it failed.
+        shape: "json", or the name of a text format.
+        sql: The statement, which SkyRL-SQL's text of a timeout repeats.
+    """
+    members: dict[str, Any] = {"columns": []}
     if shape == "json":
-        told["rows"] = []
+        members["rows"] = []
     elif shape == "skyrl" and error.kind == "timeout":
-        told["text"] = f"SQL Timeout:\n{sql}"
+        members["text"] = f"SQL Timeout:\n{sql}"
     else:
-        told["text"] = f"Error executing SQL: {error.message}"
-    return json_bytes(told | {"row_count": 0, "truncated": False, "error": error.to_json()})
+        members["text"] = f"Error executing SQL: {error.message}"
+    return json_bytes(members | {"row_count": 0, "truncated": False, "error": error.to_json()})
 
 
 def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure | None], *, ordered: bool) -> bytes:
-    """Return the answer of `compare`; rows and errors are those of its members `sql` and `gold`."""
+    """Encode the result of `compare`.
+
+    Args:
+        rows: Rows of the queries `sql` and `gold`. Not read if one of them failed.
+        errors: The failure of each query, None for success.
+        ordered: Whether the order of rows counts.
+    """
     for name in ("sql", "gold"):
         failure = errors[name]
         if failure is not None:
@@ -109,12 +149,12 @@ def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure |
 
 
 def other(members: dict[str, Any]) -> bytes:
-    """Return an answer that is no table (`compare`), with the member `error` that all have."""
+    """Encode a result that is not a table (`compare`), with the member `error` that all results have."""
     return json_bytes({"error": None} | members)
 
 
-def _cut(text: str, most: int) -> tuple[str, bool]:
+def _cut(text: str, max_bytes: int) -> tuple[str, bool]:
     data = text.encode(errors="surrogatepass")
-    if len(data) <= most:
+    if len(data) <= max_bytes:
         return text, False
-    return data[:most].decode(errors="ignore"), True
+    return data[:max_bytes].decode(errors="ignore"), True

@@ -1,30 +1,33 @@
-"""What SQLite's authorizer is told of a statement, and what follows (pure).
+"""Rules of SQLite's authorizer: what a statement does, and whether it is allowed (pure).
 
-The authorizer is asked while a statement is compiled, for all that it and the views, triggers and virtual tables in it
-do. Nothing here looks at a statement's text.
+SQLite calls the authorizer while it compiles a statement, once for each action of the statement and of the views,
+triggers and virtual tables that it uses (sqlite.org/c3ref/set_authorizer.html). No rule depends on the text of a
+statement.
 """
 
 import sqlite3
 from enum import Enum
 
 ATTACHABLE = frozenset({"", ":memory:"})
-"""Databases that touch no file of anybody's. `VACUUM` attaches "" itself."""
+"""Names of databases in memory or in a temporary file, which may be attached. `VACUUM` attaches "" itself."""
 
 READ_PRAGMAS = frozenset({
     "table_info", "table_xinfo", "table_list", "index_list", "index_info", "index_xinfo", "foreign_key_list",
     "foreign_key_check", "integrity_check", "quick_check", "collation_list", "function_list", "module_list",
     "pragma_list", "compile_options",
 })  # fmt: skip
-"""Pragmas that read, whatever their argument."""
+"""Pragmas that only read, with or without an argument."""
 SETTINGS = (
     "foreign_keys", "recursive_triggers", "ignore_check_constraints", "reverse_unordered_selects",
     "legacy_alter_table", "query_only", "automatic_index", "cell_size_check", "trusted_schema",
     "defer_foreign_keys", "synchronous", "cache_size", "case_sensitive_like",
 )  # fmt: skip
-"""Pragmas that set something of the connection; without an argument they read it (the last one cannot)."""
+"""Pragmas that change a setting of the connection. Without an argument they read it, except for the last one."""
 FILE_PRAGMAS = frozenset({"user_version", "application_id", "incremental_vacuum"})
-"""Pragmas that write to the database where they have an argument, or always (the last one). `optimize` is none of them:
-what it does depends on the queries that its connection has seen, which other rollouts do not run again."""
+"""Pragmas that write to the database: always (the last one), or with an argument.
+
+`optimize` is not allowed. Its effect depends on earlier queries of the connection, which other rollouts never ran.
+"""
 VALUE_PRAGMAS = frozenset(
     {
         "user_version",
@@ -38,24 +41,29 @@ VALUE_PRAGMAS = frozenset(
         "data_version",
     }
 )  # fmt: skip | (frozenset(SETTINGS) - {"case_sensitive_like"})
-"""Pragmas that read where they have no argument."""
+"""Pragmas that read a value of the database when they have no argument."""
 
 REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
+"""Functions that load code or take pointers, and would break out of the worker's rules."""
 HIDDEN_TABLES = frozenset({"sqlite_stmt"})
-"""Shows what the connection, not the database, holds."""
+"""Tables that show the statements of the connection, which rollouts share, and not the database."""
 COUNTERS = frozenset({"changes", "last_insert_rowid", "total_changes"})
-"""Functions that read what earlier statements of the connection left."""
+"""Functions that read counters which earlier statements of the connection left."""
 
 _READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE, sqlite3.SQLITE_READ})
 _CHANGES_ROWS = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
 
 
 class Act(Enum):
-    """What one request to the authorizer is about.
+    """The kind of one action that a statement asks the authorizer for.
 
-    ROWS: rows are inserted, updated or deleted, or a virtual table gets ready to; a read-only connection refuses by
-    itself where it comes to that. OWN: needs a connection of the rollout's own: it defines something, or concerns the
-    connection. SETTING: a pragma that sets something of the connection.
+    Attributes:
+        READ: It reads.
+        ROWS: It inserts, updates or deletes rows, or a virtual table prepares to. A read-only connection refuses the
+            change itself when the statement runs.
+        PRIVATE: It needs a private connection: it defines something, or changes the connection.
+        SETTING: A pragma changes a setting of the connection.
+        REFUSED: It is never allowed.
     """
 
     READ = "read"
@@ -66,7 +74,13 @@ class Act(Enum):
 
 
 def act_of(action: int, first: str | None, second: str | None) -> Act:
-    """Return what the authorizer's request is about; first and second are its third and fourth arguments."""
+    """Classify one action.
+
+    Args:
+        action: SQLite's action code.
+        first: The third argument of the authorizer callback; its meaning depends on the action.
+        second: The fourth argument.
+    """
     if action in _READS:
         forbidden = (action == sqlite3.SQLITE_FUNCTION and str(second).lower() in REFUSED_FUNCTIONS) or (
             action == sqlite3.SQLITE_READ and str(first).lower() in HIDDEN_TABLES
@@ -90,7 +104,7 @@ def _pragma(name: str, argument: str | None) -> Act:
 
 
 def refusal(action: int, first: str | None, second: str | None) -> str:
-    """Return what the agent is told of a statement that is never allowed."""
+    """Return the error text for a statement that is never allowed."""
     if action == sqlite3.SQLITE_PRAGMA:
         return (
             f"PRAGMA {first} is not available here: it concerns the file or how it is stored, which the sandbox "

@@ -1,4 +1,4 @@
-"""One connection to a SQLite database: guarded, limited, and able to say what a statement was about."""
+"""A guarded and limited connection to a SQLite database, which reports what its statements did."""
 
 import re
 import sqlite3
@@ -14,18 +14,19 @@ from sandboxes.sql.sqlite_volatile import MAX_BLOB, VolatileInputs
 from sandboxes.sql.values import Value, decode, encode, encode_text
 
 _LIMITS = {
-    # One operation on large values runs on for seconds, and cannot be interrupted: so there are none.
+    # One operation on a very large value runs for seconds and cannot be interrupted, so values must stay small.
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_BLOB,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 4 << 20,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1000,
-    # VACUUM needs one.
+    # VACUUM attaches one database itself.
     sqlite3.SQLITE_LIMIT_ATTACHED: 3,
 }
 _CHECK_EVERY = 2000
-"""Operations of the engine between two looks at the time: some 20 us."""
+"""Virtual machine instructions between two checks of the deadline; they take some 20 us."""
 _PIECE = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[[^\]]*\]|--[^\n]*|/\*.*?(?:\*/|\Z)|;""", re.DOTALL
 )
+"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found."""
 
 
 class StatementGuard:
@@ -45,23 +46,25 @@ class StatementGuard:
         self.begin(private=False)
 
     def begin(self, *, private: bool, compiling: bool = False) -> None:
+        """Start to guard a statement, and forget the one before."""
         self.private, self.compiling, self.refused = private, compiling, ""
         self.acts: set[Act] = set()
         self.reads_counters = False
         self._on = True
 
     def end(self) -> None:
-        """Let our own statements do what they like."""
+        """Stop guarding: the driver's own statements follow, and are not restricted."""
         self._on = False
 
     @property
     def needs_private(self) -> bool:
-        """Whether the statement was stopped because it needs a connection of the rollout's own."""
+        """Whether the statement was denied because it needs a private connection."""
         return not self.private and not self.compiling and bool(self.acts & {Act.PRIVATE, Act.SETTING})
 
     def __call__(
         self, action: int, first: str | None, second: str | None, _database: str | None, _within: str | None
     ) -> int:
+        """Answer one request of SQLite's authorizer."""
         if not self._on:
             return sqlite3.SQLITE_OK
         act = act_of(action, first, second)
@@ -78,7 +81,14 @@ class StatementGuard:
 
 @dataclass(slots=True)
 class SqliteOutcome:
-    """What came of a statement. changed: rows that one without result columns changed, None where it has some."""
+    """The outcome of a statement.
+
+    Attributes:
+        columns: Names of the result's columns; empty if the statement returns no rows.
+        rows: The rows, up to their limits.
+        changed: Rows that a statement without columns changed; None if it has columns.
+        error: Why the statement failed; None if it succeeded.
+    """
 
     columns: list[str] = field(default_factory=list)
     rows: RowCollector = field(default_factory=lambda: RowCollector(0, 0))
@@ -87,13 +97,17 @@ class SqliteOutcome:
 
 
 class SqliteConnection:
-    """A `sqlite3.Connection` with everything around it. readonly: shared by rollouts, and nothing can be written."""
+    """A `sqlite3.Connection` with its guard, its limits, and the clock and random numbers of its worker."""
 
-    def __init__(self, path: str, inputs: VolatileInputs, *, readonly: bool) -> None:
-        self.readonly = readonly
-        self.inputs = inputs
+    def __init__(self, path: str, inputs: VolatileInputs) -> None:
+        """Open a database.
+
+        Args:
+            path: A URI filename (sqlite.org/uri.html), which also says whether the database may be written.
+            inputs: The clock and random numbers that statements see.
+        """
         self.guard = StatementGuard(inputs)
-        # No cached statements: the authorizer is asked when one is compiled.
+        # A cached statement is not compiled again, so the authorizer would not see it.
         self.raw = sqlite3.connect(path, uri=True, isolation_level=None, cached_statements=0)
         self.raw.text_factory = encode_text
         for limit, value in _LIMITS.items():
@@ -101,15 +115,24 @@ class SqliteConnection:
         self.guard.end()
         self.raw.set_authorizer(self.guard)
         inputs.attach(self.raw)
+        # A fork does not survive the proxy, so it need not survive a power failure.
         self.raw.execute("PRAGMA synchronous=OFF")
+        # A checkpoint would write the log into the database file, which other forks share.
         self.raw.execute("PRAGMA wal_autocheckpoint=0").fetchall()
 
     def close(self) -> None:
+        """Close the connection."""
         self.raw.close()
 
     @contextmanager
     def within(self, deadline: float, *, private: bool, compiling: bool = False) -> Iterator[StatementGuard]:
-        """Guard what runs in the block, and end it at deadline (`time.monotonic`)."""
+        """Guard the statements of a block, and interrupt them at a deadline.
+
+        Args:
+            deadline: Value of `time.monotonic` after which statements fail.
+            private: See `StatementGuard.private`.
+            compiling: See `StatementGuard.compiling`.
+        """
         self.raw.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY)
         self.guard.begin(private=private, compiling=compiling)
         try:
@@ -119,20 +142,25 @@ class SqliteConnection:
             self.raw.set_progress_handler(None, 0)
 
     def run(self, sql: str, params: Any, rows: RowCollector) -> SqliteOutcome:
-        """Run one statement, within `within`. Its rows go to rows, up to their limits; a failure is an outcome.
+        """Run one statement in a block of `within`. A failure is an outcome, not an exception.
+
+        Args:
+            sql: The statement.
+            params: A list, or a dictionary of named parameters; None for none.
+            rows: Receives the rows, up to its limits.
 
         Raises:
-            MemoryError: the engine found none.
+            MemoryError: The engine could not allocate memory.
         """
         outcome = SqliteOutcome(rows=rows)
         try:
             cursor = self.raw.execute(sql, _parameters(params))
             outcome.columns = [column[0] for column in cursor.description or ()]
             for row in cursor:
-                if not rows.take(list(map(encode, row))) and Act.ROWS not in self.guard.acts:
+                # A statement that changes rows and returns them (RETURNING) is complete only after its last row.
+                if not rows.add(list(map(encode, row))) and Act.ROWS not in self.guard.acts:
                     break
             outcome.changed = None if outcome.columns else max(0, cursor.rowcount)
-            # A statement that returns what it changed is over only at its end.
             cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
             outcome.error = self._failure(error)
@@ -149,12 +177,8 @@ class SqliteConnection:
             return Failure(str(error), "limit", code)
         return Failure(str(error), "sql", code)
 
-    @property
-    def in_transaction(self) -> bool:
-        return self.raw.in_transaction
-
     def has_session(self) -> bool:
-        """Say whether there is what only this connection holds: a transaction, temporary objects, databases beside."""
+        """Return whether the connection holds session state: a transaction, temporary objects, attached databases."""
         if self.raw.in_transaction:
             return True
         databases = [row[1] for row in self.raw.execute("PRAGMA database_list")]
@@ -164,7 +188,7 @@ class SqliteConnection:
 
 
 def statements(script: str) -> Iterator[str]:
-    """Yield the statements of a script, each with its end; a trigger's body is part of its statement."""
+    """Yield the statements of a script, each with its semicolon. A trigger's body is part of its statement."""
     start = 0
     for piece in _PIECE.finditer(script):
         if piece[0] == ";" and sqlite3.complete_statement(script[start : piece.end()]):
@@ -181,6 +205,6 @@ def _parameters(params: Any) -> Any:
 
 
 def value_rows(cursor: sqlite3.Cursor) -> Iterator[list[Value]]:
-    """Yield the rows of one of our own statements as an answer has them."""
+    """Yield the rows of one of the driver's own statements as rows of a result."""
     for row in cursor:
         yield list(map(encode, row))

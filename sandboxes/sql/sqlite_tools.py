@@ -1,4 +1,4 @@
-"""The tools of the sql endpoint on one SQLite connection: what each runs, and the answer that it makes."""
+"""The tools of the sql endpoint on one SQLite connection: what each runs, and its result."""
 
 import sqlite3
 import time
@@ -12,7 +12,7 @@ from sandboxes.sql.sqlite_authorizer import Act
 from sandboxes.sql.sqlite_connection import SqliteConnection, SqliteOutcome, StatementGuard, statements, value_rows
 
 READING = frozenset({"explain", "compare", "tables", "schema"})
-"""Tools that change nothing, whatever they are given."""
+"""Tools that never change anything, whatever their arguments."""
 
 _TABLES = """SELECT name, type FROM {} WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"""
 _SCHEMA = (
@@ -22,9 +22,14 @@ _SCHEMA = (
 
 @dataclass(slots=True)
 class ToolRun:
-    """What a tool did. acts: what its statements asked the guard for. failure: what the agent was told of one.
+    """The outcome of one tool call.
 
-    needs_private: it was stopped, for it needs a connection of the rollout's own.
+    Attributes:
+        body: The result, encoded.
+        acts: What the call's statements asked the authorizer for.
+        failure: The error in the result; None on success.
+        reads_counters: A statement reads counters that earlier statements left in the connection.
+        needs_private: The call was stopped because it needs a private connection.
     """
 
     body: bytes
@@ -36,33 +41,39 @@ class ToolRun:
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Runs tools on a connection. private: whether it is a rollout's own and may be written to."""
+    """Runs tools on a connection.
+
+    Attributes:
+        connection: The connection.
+        private: The connection belongs to one rollout and may be written to.
+        output_bytes: Limit of a result's rows, in bytes.
+    """
 
     connection: SqliteConnection
     private: bool
     output_bytes: int
 
     def run(self, tool: str, arguments: dict[str, Any]) -> ToolRun:
-        """Run one tool and return its answer.
+        """Run one tool.
 
         Raises:
-            MemoryError: the query needed more than there is.
+            MemoryError: The query needed more memory than its limit.
         """
         deadline = time.monotonic() + arguments["timeout_s"]
         if tool in READING:
-            return self._reading(tool, arguments, deadline)
+            return self._read_only(tool, arguments, deadline)
         with self.connection.within(deadline, private=self.private) as guard:
             if tool == "script":
                 return self._script(arguments, guard)
             rows = RowCollector(arguments["max_rows"], self.output_bytes)
             outcome = self.connection.run(arguments["sql"], arguments["params"], rows)
-            return self._told(outcome, arguments, guard)
+            return self._tool_run(outcome, arguments, guard)
 
-    def _reading(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
+    def _read_only(self, tool: str, arguments: dict[str, Any], deadline: float) -> ToolRun:
         raw = self.connection.raw
         if not self.private:
             return self._read(tool, arguments, deadline)
-        # The engine refuses every change then, whatever the tool was given.
+        # The engine itself then refuses every change, whatever the statement is.
         was_on = raw.execute("PRAGMA query_only").fetchone()[0]
         raw.execute("PRAGMA query_only=1")
         try:
@@ -75,12 +86,12 @@ class Tools:
             with self.connection.within(deadline, private=False, compiling=True) as guard:
                 rows = RowCollector(results.MAX_ROWS, self.output_bytes)
                 outcome = self.connection.run("EXPLAIN QUERY PLAN " + arguments["sql"], arguments["params"], rows)
-                return self._told(outcome, arguments, guard)
+                return self._tool_run(outcome, arguments, guard)
         if tool == "compare":
             return self._compare(arguments, deadline)
         return self._catalogue(tool, arguments.get("table"))
 
-    def _told(self, outcome: SqliteOutcome, arguments: dict[str, Any], guard: StatementGuard) -> ToolRun:
+    def _tool_run(self, outcome: SqliteOutcome, arguments: dict[str, Any], guard: StatementGuard) -> ToolRun:
         shape = arguments.get("format", "json")
         if outcome.error is not None:
             body = results.failure(outcome.error, shape=shape, sql=arguments["sql"])
@@ -91,7 +102,7 @@ class Tools:
         )
 
     def _script(self, arguments: dict[str, Any], guard: StatementGuard) -> ToolRun:
-        """Run a script; the answer is that of its last statement with result columns. It ends at the first failure."""
+        """Run a script up to its first failure. The result is that of its last statement with result columns."""
         before, last = self.connection.raw.total_changes, SqliteOutcome()
         for number, statement in enumerate(statements(arguments["sql"]), 1):
             rows = RowCollector(results.MAX_ROWS, self.output_bytes)
@@ -99,12 +110,12 @@ class Tools:
             if outcome.error is not None:
                 error = outcome.error
                 outcome.error = Failure(f"statement {number}: {error.message}", error.kind, error.code)
-                return self._told(outcome, arguments, guard)
+                return self._tool_run(outcome, arguments, guard)
             if outcome.columns:
                 last = outcome
         if not last.columns:
             last.changed = self.connection.raw.total_changes - before
-        return self._told(last, arguments, guard)
+        return self._tool_run(last, arguments, guard)
 
     def _compare(self, arguments: dict[str, Any], deadline: float) -> ToolRun:
         outcomes: dict[str, SqliteOutcome] = {}
@@ -123,7 +134,7 @@ class Tools:
         return ToolRun(results.comparison(rows, errors, ordered=arguments["ordered"]), acts, failure, reads_counters)
 
     def _catalogue(self, tool: str, table: str | None) -> ToolRun:
-        """Answer `tables` or `schema` from the database's own catalogue, temporary objects included."""
+        """Run `tables` or `schema` on the database's own catalogue, temporary objects included."""
         raw = self.connection.raw
         try:
             if tool == "tables":
@@ -141,9 +152,9 @@ class Tools:
         return ToolRun(results.success(["name", "type", "sql"], rows))
 
     def _all(self, cursor: sqlite3.Cursor) -> RowCollector:
-        return RowCollector(results.MAX_ROWS, self.output_bytes).take_all(value_rows(cursor))
+        return RowCollector(results.MAX_ROWS, self.output_bytes).add_all(value_rows(cursor))
 
 
 def _read_only(outcome: SqliteOutcome) -> bool:
-    """Say whether the engine refused because the connection cannot write."""
+    """Return whether the engine refused a write because the connection is read-only."""
     return outcome.error is not None and str(outcome.error.code).startswith("SQLITE_READONLY")

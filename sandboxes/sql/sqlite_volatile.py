@@ -1,8 +1,11 @@
-"""The clock and the lots of SQLite: noticed when a statement really uses them, or made to stand still.
+"""The clock and the random numbers of SQLite: their use is detected, and they can be frozen.
 
-Whatever reads the clock (`now`, `date()`, `CURRENT_TIMESTAMP`, in a view, a default or a trigger as well) asks the
-library's VFS for it, and there it is noticed: in the worker's memory the library's function is replaced. Lots
-(`random`, `randomblob`) are functions that a connection may replace.
+A result that depends on either is not shared between rollouts. Detection must not depend on a statement's text, because
+views, defaults and triggers read the clock too:
+
+- Every function of time asks the library's default VFS for the current time. This module replaces that one function
+  pointer in the memory of the worker (sqlite.org/c3ref/vfs.html).
+- `random` and `randomblob` are ordinary functions, which a connection may replace.
 """
 
 import _sqlite3
@@ -16,6 +19,7 @@ from hashlib import blake2b
 _UNIX_EPOCH_MS = 210_866_760_000_000
 """The Unix epoch in SQLite's time: milliseconds since noon of 24 November 4714 BC."""
 MAX_BLOB = 10 << 20
+"""Limit of one value in bytes. Larger values make single operations too long to interrupt."""
 
 _POINTERS = (
     "xOpen", "xDelete", "xAccess", "xFullPathname", "xDlOpen", "xDlError", "xDlSym", "xDlClose", "xRandomness",
@@ -24,7 +28,7 @@ _POINTERS = (
 
 
 class _Vfs(ctypes.Structure):
-    """`sqlite3_vfs` of sqlite3.h, version 2: part of the library's stable interface."""
+    """The structure `sqlite3_vfs` of sqlite3.h, version 2, which is part of the library's stable interface."""
 
     _fields_ = [
         ("iVersion", ctypes.c_int), ("szOsFile", ctypes.c_int), ("mxPathname", ctypes.c_int),
@@ -41,29 +45,36 @@ _DATE_FUNCTIONS = frozenset({
 
 
 class VolatileInputs:
-    """Clock and lots of one process. Make one, then `attach` every connection.
+    """The clock and the random numbers of all SQLite connections in a process.
 
-    noticed: whether either was used since `begin`.
+    Attributes:
+        used: A statement has used the clock or random numbers since `begin`, and they were not frozen.
+        sees_clock: The library's clock is replaced. False for a build that hides its symbols.
     """
 
     def __init__(self) -> None:
         self.used = False
         self._frozen_ms: int | None = None
-        self._seed, self._drawn = b"", 0
+        self._seed, self._block = b"", 0
         self._callback = _CurrentTime(self._now)
         self.sees_clock = self._replace_clock()
 
     def begin(self, frozen_ms: int | None, seed: bytes) -> None:
-        """Get ready for a statement. frozen_ms: what a clock that stands still shows; then lots come from seed."""
-        self.used, self._frozen_ms, self._seed, self._drawn = False, frozen_ms, seed, 0
+        """Prepare for a statement.
+
+        Args:
+            frozen_ms: The time that the clock shows, in milliseconds since the Unix epoch; None for the real one.
+            seed: If the clock is frozen, random numbers follow from this seed.
+        """
+        self.used, self._frozen_ms, self._seed, self._block = False, frozen_ms, seed, 0
 
     def attach(self, connection: sqlite3.Connection) -> None:
-        """Let this connection's lots come from here."""
+        """Replace the random functions of a connection."""
         connection.create_function("random", 0, self._random)
         connection.create_function("randomblob", 1, self._randomblob)
 
     def named(self, function: str) -> None:
-        """Note that a statement names a function; only where the clock cannot be watched does that tell anything."""
+        """Note that a statement names a function. This is the fallback where the clock cannot be replaced."""
         if not self.sees_clock and function in _DATE_FUNCTIONS:
             self.used = True
 
@@ -82,35 +93,36 @@ class VolatileInputs:
         return 0
 
     def _random(self) -> int:
-        return int.from_bytes(self._lots(8), "big", signed=True)
+        return int.from_bytes(self._random_bytes(8), "big", signed=True)
 
     def _randomblob(self, size: object) -> bytes:
-        wanted = 0
+        # As in SQLite, an argument that is not a number counts as 0, and the blob has at least one byte.
+        length = 0
         with contextlib.suppress(TypeError, ValueError):
-            wanted = int(size)  # type: ignore[call-overload]
-        if wanted > MAX_BLOB:
+            length = int(size)  # type: ignore[call-overload]
+        if length > MAX_BLOB:
             raise ValueError("string or blob too big")
-        return self._lots(max(1, wanted))
+        return self._random_bytes(max(1, length))
 
-    def _lots(self, size: int) -> bytes:
+    def _random_bytes(self, size: int) -> bytes:
         if self._frozen_ms is None:
             self.used = True
             return os.urandom(size)
-        drawn = b""
-        while len(drawn) < size:
-            self._drawn += 1
-            drawn += blake2b(self._drawn.to_bytes(8, "big"), key=self._seed[:64]).digest()
-        return drawn[:size]
+        data = b""
+        while len(data) < size:
+            self._block += 1
+            data += blake2b(self._block.to_bytes(8, "big"), key=self._seed[:64]).digest()
+        return data[:size]
 
 
 def clock_can_be_set() -> bool:
-    """Say whether the library's clock can be watched and set; not where its symbols are hidden (a static build)."""
+    """Return whether the library's clock can be replaced. A static build hides the symbols that this needs."""
     return _default_vfs() is not None
 
 
 def _default_vfs() -> _Vfs | None:
     with contextlib.suppress(OSError, AttributeError):
-        # The symbols as `sqlite3` itself has them: another copy of the library would have another clock.
+        # Look the symbol up in the module `sqlite3` itself: another copy of the library would have another clock.
         library = ctypes.CDLL(getattr(_sqlite3, "__file__", None))
         library.sqlite3_vfs_find.restype = ctypes.c_void_p
         vfs = _Vfs.from_address(library.sqlite3_vfs_find(None))

@@ -1,9 +1,11 @@
-"""Values of a database as JSON and back, losing nothing (pure).
+"""Database values as JSON and back, without loss (pure).
 
-`None`, booleans, text, integers of 64 bits and finite floats are themselves. What JSON cannot say is an object with
-one member that names its kind: `{"base64": …}` (a blob), `{"float": "nan" | "inf" | "-inf"}`, `{"decimal": "1.10"}`,
-`{"date": "2026-01-01"}`, `time`, `timestamp`, `interval`, `uuid`, `{"json": "<its text>"}`, and `{"text_base64": …}`
-for text that is not UTF-8. `docs/sql.md` shows them.
+`None`, booleans, text, 64-bit integers and finite floats are JSON values. Every other value is a *tagged* value: an
+object with one member, whose name is the tag. The tags are listed in `docs/sql.md`:
+
+- `{"base64": …}` is a blob, and `{"text_base64": …}` is text that is not UTF-8.
+- `{"float": "nan" | "inf" | "-inf"}` is a float that JSON lacks, and `{"decimal": "1.10"}` an exact number.
+- `{"date": "2026-01-01"}`, `time`, `timestamp`, `interval`, `uuid` and `json` hold the text of their type.
 """
 
 import base64
@@ -13,29 +15,34 @@ from collections.abc import Mapping
 from typing import Any
 
 Value = str | int | float | bool | dict[str, str] | None
-"""A value as it stands in an answer or in `params`."""
+"""A value in a result or in a call's `params`."""
 
-_LARGEST = 1 << 64
+_INTEGER_RANGE = range(-(1 << 63), 1 << 64)
+"""Integers that common JSON readers keep exact: signed and unsigned 64 bits."""
 TEXTUAL = frozenset({"decimal", "date", "time", "timestamp", "interval", "uuid", "json"})
-"""Tags whose text is what an engine understands too."""
+"""Tags whose text an engine accepts as it is."""
 
 
 def encode(value: Any) -> Value:
-    """Return a value that an engine gave as JSON can carry it. `bytes` are a blob; what has a tag already keeps it."""
+    """Encode a value that an engine returned. `bytes` are a blob; a tagged value stays as it is.
+
+    Raises:
+        TypeError: No engine returns values of this type.
+    """
     match value:
         case float() if not math.isfinite(value):
             return {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
-        case int() if not -_LARGEST // 2 <= value < _LARGEST:
+        case int() if value not in _INTEGER_RANGE:
             return {"decimal": str(value)}
         case None | bool() | int() | float() | str() | dict():
             return value
         case bytes() | memoryview():
             return {"base64": base64.b64encode(value).decode()}
-    raise TypeError(f"{type(value).__name__} is no value of a database")
+    raise TypeError(f"{type(value).__name__} is not a type of database values")
 
 
 def encode_text(data: bytes) -> Value:
-    """Return text that an engine gave as bytes; not all of them are UTF-8 in a database that does not check."""
+    """Encode text that an engine returned as bytes. SQLite does not check that text is UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -43,10 +50,10 @@ def encode_text(data: bytes) -> Value:
 
 
 def decode(value: Value) -> str | int | float | bytes | bool | None:
-    """Return a parameter as an engine takes it; dates, decimals and the like as their text.
+    """Decode a parameter into the value that an engine takes. Dates, decimals and the like become their text.
 
     Raises:
-        ValueError: it is no value that a parameter can have; the message says what is.
+        ValueError: The value cannot be a parameter. The message lists what can.
     """
     if not isinstance(value, dict):
         return value
@@ -68,7 +75,7 @@ def decode(value: Value) -> str | int | float | bytes | bool | None:
 
 
 def plain(value: Value) -> str | int | float | bool | None:
-    """Return what a text format shows of a value: a tag's text without the tag, a blob in SQL's own x'…'."""
+    """Return what text formats show of a value: a tagged value's text, and a blob as SQL's literal x'…'."""
     if not isinstance(value, Mapping):
         return value
     ((kind, text),) = value.items()

@@ -43,7 +43,7 @@ def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
                 if error is not None:
                     shown = " ".join(statement.split())[:80]
                     raise BuildError(f"statement {number} ({shown}) fails: {error.message}")
-        if connection.in_transaction:
+        if connection.raw.in_transaction:
             raise BuildError("it ends within a transaction: end it with COMMIT")
         _finish(connection.raw)
     finally:
@@ -81,7 +81,7 @@ def settle(path: Path, inputs: VolatileInputs) -> None:
     Raises:
         BuildError: it is none, or a damaged one.
     """
-    connection = SqliteConnection(path.as_uri(), inputs, readonly=False)
+    connection = SqliteConnection(path.as_uri(), inputs)
     try:
         raw = connection.raw
         raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
@@ -113,7 +113,7 @@ def text_of(data: bytes) -> str:
 
 def _new(path: Path, inputs: VolatileInputs) -> SqliteConnection:
     inputs.begin(FROZEN_MS, b"root")
-    connection = SqliteConnection(path.as_uri(), inputs, readonly=False)
+    connection = SqliteConnection(path.as_uri(), inputs)
     connection.raw.execute("PRAGMA journal_mode=OFF").fetchall()
     return connection
 

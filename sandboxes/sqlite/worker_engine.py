@@ -74,7 +74,7 @@ class SqliteEngine:
 
     def warm(self) -> None:
         """Do everything once, ahead of the first request: after a fork the first time takes some ms longer."""
-        connection = SqliteConnection("file::memory:", self._inputs, readonly=False)
+        connection = SqliteConnection("file::memory:", self._inputs)
         connection.raw.execute("CREATE TABLE t (a)")
         told = Tools(connection, private=True, output_bytes=1 << 10).run("query", _WARMING)
         _fields(told, 0.0, self._inputs)
@@ -111,7 +111,7 @@ class SqliteEngine:
         still = "" if place["frames"] else "&immutable=1"
         if place["frames"]:
             self._close_logged()
-        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{still}", self._inputs, readonly=True)
+        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{still}", self._inputs)
         connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if place["frames"] and (frames := _frames(path)) != place["frames"]:
             connection.close()
@@ -162,7 +162,7 @@ class ForkConnection:
         wanted = wal_bytes(self._request["frames"], self.pages.page_size)
         if wal.exists() and wal.stat().st_size > wanted:
             os.truncate(wal, wanted)
-        self._connection = SqliteConnection(self._path.as_uri(), self._inputs, readonly=False)
+        self._connection = SqliteConnection(self._path.as_uri(), self._inputs)
         self._connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)

@@ -47,7 +47,7 @@ sys.path.insert(0, sys.argv[1])
 from sandboxes.sql.results import RowCollector, success
 for line in sys.stdin:
     rows = pickle.loads(base64.b64decode(line))
-    result = success(["a"], RowCollector(100, 1 << 20).take_all(rows))
+    result = success(["a"], RowCollector(100, 1 << 20).add_all(rows))
     print(base64.b64encode(result).decode(), flush=True)
 """
 
@@ -75,7 +75,7 @@ def guest_result() -> Iterator[Encode]:
 @example([FLOATS, [2**63, -(2**63), 2**64 - 1, CONTROLS]])
 def test_guest_and_proxy_give_equal_bytes(guest_result: Encode, values: list[list[Any]]) -> None:
     """The guest once used `json` and the proxy orjson, so that 1e-7 was 1e-07 in half of the answers."""
-    assert guest_result(values) == success(["a"], RowCollector(100, 1 << 20).take_all(values))
+    assert guest_result(values) == success(["a"], RowCollector(100, 1 << 20).add_all(values))
 
 
 @given(st.one_of(scalars, rows, st.dictionaries(st.text(), rows)))

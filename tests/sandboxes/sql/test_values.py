@@ -1,4 +1,4 @@
-"""Values as JSON and as text, losing nothing."""
+"""Values as JSON and as text, without loss."""
 
 import csv
 import io
@@ -23,7 +23,8 @@ values = st.one_of(st.none(), integers, st.floats(allow_nan=False), st.text(), s
 
 
 @given(values)
-def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
+def test_values_survive_a_round_trip(value: Any) -> None:
+    """Every value of an engine reads back from JSON with its type and, for a float, its sign."""
     sent = orjson.loads(orjson.dumps(encode(value)))
     back = decode(sent)
     assert (type(back), back) == (type(value), value)
@@ -32,11 +33,13 @@ def test_a_value_comes_back_from_json_as_it_was(value: Any) -> None:
 
 @given(st.binary())
 def test_text_that_is_not_utf8_survives(data: bytes) -> None:
-    told = encode_text(data)
-    assert (isinstance(told, str) and told.encode() == data) or set(told) == {"text_base64"}  # type: ignore[arg-type]
+    """SQLite does not check text; what is not UTF-8 travels in base64."""
+    value = encode_text(data)
+    assert (isinstance(value, str) and value.encode() == data) or set(value) == {"text_base64"}  # type: ignore[arg-type]
 
 
-def test_what_has_no_json_has_a_tag() -> None:
+def test_values_without_json_form_are_tagged() -> None:
+    """NaN, infinities, huge integers, blobs and dates are objects with one member."""
     assert encode(math.nan) == {"float": "nan"}
     assert encode(-math.inf) == {"float": "-inf"}
     assert encode(2**70) == {"decimal": str(2**70)}
@@ -46,12 +49,14 @@ def test_what_has_no_json_has_a_tag() -> None:
 
 
 @pytest.mark.parametrize("value", [{"base64": "?"}, {"unknown": "x"}, {"float": "x"}, {}, {"date": "a", "time": "b"}])
-def test_what_is_no_parameter_is_refused_with_a_word_on_what_is(value: dict[str, str]) -> None:
+def test_invalid_parameters_are_refused(value: dict[str, str]) -> None:
+    """The error says which values a parameter can have."""
     with pytest.raises(ValueError, match="parameter"):
         decode(value)
 
 
-def test_a_database_gives_back_what_it_was_given(tmp_path: Path) -> None:
+def test_database_returns_parameters_unchanged(tmp_path: Path) -> None:
+    """Values that were inserted as parameters are read back with their type."""
     given_values = [2**63 - 1, -0.0, 1e308, 5e-324, "\0 in the middle", "\U0010ffff", b"", b"\0", None, 1.0, 1]
 
     async def test(driver: SqliteDriver) -> None:
@@ -72,7 +77,8 @@ def test_a_database_gives_back_what_it_was_given(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_text_that_is_not_utf8_is_told_apart(tmp_path: Path) -> None:
+def test_non_utf8_text_is_tagged_in_results(tmp_path: Path) -> None:
+    """Valid text, blobs and invalid text have three different forms."""
     odd, even, joined = said(
         tmp_path, "SELECT CAST(x'66ff' AS TEXT)", "SELECT CAST(x'66' AS TEXT)", "SELECT 'a', x'62', CAST(x'ff' AS TEXT)"
     )
@@ -86,27 +92,31 @@ COLUMNS = ["id", "name", "share"]
 ROWS: list[list[Any]] = [[1, "Ann", 0.5], [22, None, 12.25], [3, "a|b\nc", None], [4, "", {"decimal": "1.10"}]]
 
 
-def test_a_table_has_columns_of_one_width() -> None:
-    told = RENDERERS["table"](COLUMNS, ROWS[:2])
-    assert told == "id | name | share\n---+------+------\n 1 | Ann  |   0.5\n22 | NULL | 12.25"
+def test_table_columns_are_aligned() -> None:
+    """Text is aligned to the left and numbers to the right."""
+    text = RENDERERS["table"](COLUMNS, ROWS[:2])
+    assert text == "id | name | share\n---+------+------\n 1 | Ann  |   0.5\n22 | NULL | 12.25"
 
 
-def test_markdown_keeps_a_cell_in_its_line() -> None:
-    told = RENDERERS["markdown"](COLUMNS, ROWS[2:3])
-    assert told == "| id | name | share |\n| ---: | --- | --- |\n| 3 | a\\|b<br>c | NULL |"
+def test_markdown_escapes_cells() -> None:
+    """A pipe or a line break in a cell does not end the cell."""
+    text = RENDERERS["markdown"](COLUMNS, ROWS[2:3])
+    assert text == "| id | name | share |\n| ---: | --- | --- |\n| 3 | a\\|b<br>c | NULL |"
 
 
-def test_csv_tells_nothing_from_empty_text() -> None:
+def test_csv_distinguishes_null_from_empty_text() -> None:
+    """NULL is an empty field, and empty text is quoted."""
     assert RENDERERS["csv"](COLUMNS, ROWS) == 'id,name,share\n1,Ann,0.5\n22,,12.25\n3,"a|b\nc",\n4,"",1.10\n'
 
 
 @given(st.lists(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0")), min_size=2, max_size=2)))
 def test_csv_reads_back(rows: list[list[str]]) -> None:
+    """Python's CSV reader returns the same cells."""
     text = RENDERERS["csv"](["a", "b"], rows)
     assert list(csv.reader(io.StringIO(text, newline="")))[1:] == rows
 
 
-def test_skyrl_is_what_pandas_shows() -> None:
+def test_skyrl_text_equals_pandas() -> None:
     """Each expectation was made with `pandas.DataFrame(rows, columns=columns).to_string(index=False)`, pandas 2.2."""
     frame = RENDERERS["skyrl"]
     assert frame(["name", "age"], [["Joe", 52], ["Ann-Marie", 7]]) == "     name  age\n      Joe   52\nAnn-Marie    7"
@@ -116,15 +126,18 @@ def test_skyrl_is_what_pandas_shows() -> None:
     assert frame(["x"], [[1e-9], [1.0]]) == "           x\n1.000000e-09\n1.000000e+00"
 
 
-def test_skyrl_shows_fifty_rows_of_what_is_too_long() -> None:
+def test_skyrl_cuts_long_text_to_fifty_rows() -> None:
+    """A text of more than 9,000 characters is cut, as in SkyRL-SQL."""
     rows: list[list[Any]] = [[n, "x" * 60] for n in range(200)]
-    told = RENDERERS["skyrl"](["n", "text"], rows)
-    assert told.startswith("Truncated to 50 lines since returned response too long:  n ")
-    assert len(told.splitlines()) == 51
+    text = RENDERERS["skyrl"](["n", "text"], rows)
+    assert text.startswith("Truncated to 50 lines since returned response too long:  n ")
+    assert len(text.splitlines()) == 51
     assert len(RENDERERS["skyrl"](["n", "text"], rows[:100]).splitlines()) == 101
 
 
-def test_formats_in_answers(tmp_path: Path) -> None:
+def test_results_carry_text_formats(tmp_path: Path) -> None:
+    """A text format replaces `rows` by `text`, for failures and timeouts too."""
+
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
         for shape in RENDERERS:
@@ -146,32 +159,36 @@ def test_formats_in_answers(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.lists(integers, min_size=1, max_size=3)), st.integers(0, 5), st.integers(0, 60))
-def test_rows_are_taken_up_to_the_first_limit(rows: list[list[int]], most: int, size: int) -> None:
-    taken = RowCollector(most, size).take_all(list(row) for row in rows)
-    assert taken.rows == rows[: len(taken.rows)]
-    assert len(taken.rows) <= most
-    assert sum(len(orjson.dumps(row)) + 1 for row in taken.rows) <= size
-    assert taken.truncated is (len(taken.rows) < len(rows))
+def test_collector_stops_at_first_limit(rows: list[list[int]], max_rows: int, max_bytes: int) -> None:
+    """Rows are collected in order up to the limit of rows or of bytes."""
+    collector = RowCollector(max_rows, max_bytes).add_all(list(row) for row in rows)
+    assert collector.rows == rows[: len(collector.rows)]
+    assert len(collector.rows) <= max_rows
+    assert sum(len(orjson.dumps(row)) + 1 for row in collector.rows) <= max_bytes
+    assert collector.truncated is (len(collector.rows) < len(rows))
 
 
-def test_a_text_that_alignment_makes_too_long_is_cut() -> None:
+def test_aligned_text_is_cut_to_its_limit() -> None:
+    """One wide value widens its whole column, so the text is larger than the values."""
     values: list[list[Any]] = [["x" * 1000, 1], *(["y", n] for n in range(100))]
-    rows = RowCollector(10_000, 5000).take_all(values)
-    told = orjson.loads(success(["a", "b"], rows, shape="table"))
-    assert told["truncated"]
-    assert len(told["text"].encode()) <= 5000
+    rows = RowCollector(10_000, 5000).add_all(values)
+    result = orjson.loads(success(["a", "b"], rows, shape="table"))
+    assert result["truncated"]
+    assert len(result["text"].encode()) <= 5000
 
 
-def test_what_fails_is_told_in_one_shape() -> None:
-    told = orjson.loads(failure(Failure("why", "sql", "X")))
-    assert told == {
+def test_failures_have_one_shape() -> None:
+    """Statements and comparisons report errors in the same member."""
+    result = orjson.loads(failure(Failure("why", "sql", "X")))
+    assert result == {
         "columns": [], "rows": [], "row_count": 0, "truncated": False,
         "error": {"message": "why", "kind": "sql", "code": "X"},
     }  # fmt: skip
-    told = orjson.loads(comparison({}, {"sql": None, "gold": Failure("why")}, ordered=False))
-    assert told == {"match": False, "why": "gold fails", "error": {"message": "why", "kind": "sql", "of": "gold"}}
+    result = orjson.loads(comparison({}, {"sql": None, "gold": Failure("why")}, ordered=False))
+    assert result == {"match": False, "why": "gold fails", "error": {"message": "why", "kind": "sql", "of": "gold"}}
 
 
-def test_what_a_text_format_shows_of_a_tag() -> None:
+def test_plain_text_of_tagged_values() -> None:
+    """Text formats show a tagged value without its tag."""
     tagged: list[Any] = [{"base64": "AP8="}, {"decimal": "1.10"}, {"text_base64": "/w=="}, None, True]
     assert [plain(value) for value in tagged] == ["x'00ff'", "1.10", "\ufffd", None, True]
