@@ -45,7 +45,7 @@ async def ours(folder: Path, image: str, state: str, count: int) -> Timings:
             await execute(source, f"echo {number} > /tmp/last")
             with timed(timings, FREEZE):
                 frozen = await source.freeze()
-            await driver.stock.restocked()
+            await driver.spares.background.wait()
             with timed(timings, RESTORE):
                 sandbox = await driver.restore(spec, frozen)
                 await execute(sandbox, f"test $(cat /tmp/last) = {number}")

@@ -17,7 +17,7 @@ from sandboxes.container.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Dae
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.root_images import RootImage, RootImages
 from sandboxes.container.sandbox import ContainerSandbox
-from sandboxes.container.spares import Stock
+from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import States
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
@@ -25,6 +25,7 @@ from sandboxes.host.provision import furnish
 from sandboxes.host.source_digest import SourceDigests
 from sandboxes.linux.dir_lock import Ownership, is_unowned
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 VERSION = 2
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
@@ -47,7 +48,7 @@ class ContainerDriver:
         self.data_dir = data_dir.resolve()
         self.daemon = Daemon()
         self.states = States(self.data_dir / "states")
-        self.stock = Stock(self.daemon, self.data_dir, spares=spares)
+        self.spares = Spares(self.daemon, self.data_dir, spares=spares)
         self.roots = RootImages(self.data_dir / "roots")
         self.checkpointer = checkpointer or NoCheckpointer()
         self._sources = SourceDigests()
@@ -70,8 +71,8 @@ class ContainerDriver:
         self._ownership.take()
         try:
             await asyncio.to_thread(self._get_ready)
-            await self.stock.open(self._instance)
-            self._reaper = asyncio.create_task(self._reap())
+            await self.spares.open(self._instance)
+            self._reaper = start(self._reap(), name="remove dead containers")
         except BaseException:
             await self.aclose()
             raise
@@ -107,13 +108,13 @@ class ContainerDriver:
         """
         for container, labels in self.daemon.labelled():
             if labels.get(INSTANCE) == self._instance:
-                dead = labels.get(SANDBOX) not in self.stock.names
+                dead = labels.get(SANDBOX) not in self.spares.names
             else:
                 dead = labels.get(HOST) == socket.gethostname() and is_unowned(Path(labels.get(PLACE, "/")))
             if dead:
                 with contextlib.suppress(SandboxError):
                     self.daemon.remove(container)
-        kill_orphans(self.stock.boxes, self.stock.names)
+        kill_orphans(self.spares.boxes, self.spares.names)
         for image, labels in self.daemon.images():
             if labels.get(HOST) == socket.gethostname() and not Path(labels.get(PLACE, "/")).exists():
                 with contextlib.suppress(SandboxError):
@@ -141,7 +142,7 @@ class ContainerDriver:
             await asyncio.wait([self._reaper])
             self._reaper = None
         await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
-        await self.stock.close()
+        await self.spares.close()
         await asyncio.to_thread(self.daemon.close)
         self._ownership.release()
 
@@ -257,7 +258,7 @@ class ContainerDriver:
             state = await sandbox.freeze()
             # Only its digest was wanted.
             await asyncio.to_thread(self.states.drop, state.parts)
-            labels = {**self.stock.labels, ROOT: key}
+            labels = {**self.spares.labels, ROOT: key}
             made = await asyncio.to_thread(
                 self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
             )
@@ -276,8 +277,8 @@ class ContainerDriver:
         self, spec: EnvironmentSpec, image: str, born_ns: int, frozen: FrozenState | None, *, spare: bool = True
     ) -> ContainerSandbox:
         born_with = variables(await self.config(image))
-        box = await (self.stock.take if spare else self.stock.make)(image, spec.limits)
-        sandbox = ContainerSandbox(box, spec, image, born_ns, self.stock, self.states, self.checkpointer, born_with)
+        box = await (self.spares.take if spare else self.spares.make)(image, spec.limits)
+        sandbox = ContainerSandbox(box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with)
         self._sandboxes.add(sandbox)
         try:
             await sandbox.begin(frozen)
@@ -285,7 +286,7 @@ class ContainerDriver:
             await sandbox.close()
             raise
         if spare:
-            self.stock.restock()
+            self.spares.restock()
         return sandbox
 
 

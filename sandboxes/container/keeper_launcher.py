@@ -1,6 +1,8 @@
-"""The process that every keeper is forked from: root on the machine of the containers. One thread, few imports.
+"""The keeper launcher: the process that every container's keeper is forked from.
 
-It ends when the driver's end of its socket closes.
+It runs as root on the machine of the Docker daemon, in a mount namespace of its own, so that what keepers mount stays
+invisible to everybody else. It has one thread and few imports, so that a fork is cheap and safe. It exits when the
+driver's end of its socket closes.
 """
 
 import contextlib
@@ -8,28 +10,23 @@ import gc
 import os
 import signal
 import socket
-import sys
 
 from sandboxes.container import keeper
-from sandboxes.ipc.frames import Inbox, Message, pack, receive
+from sandboxes.ipc.fork_child import connect, freeze_heap, requests
+from sandboxes.ipc.frames import Message, pack
 from sandboxes.linux import syscalls as kernel
 
 
 def _serve(driver: socket.socket) -> None:
-    inbox = Inbox()
-    while True:
-        data, fds = receive(driver)
-        if not data:
-            return
-        inbox.feed(data, fds)
-        while (message := inbox.take()) is not None:
-            pid = os.fork()
-            if pid == 0:
-                driver.close()
-                _become_keeper(message)
-            for fd in message.fds:
-                os.close(fd)
-            driver.sendall(pack({"pid": pid}))
+    """Fork a keeper for each request, until the driver is gone."""
+    for message in requests(driver):
+        pid = os.fork()
+        if pid == 0:
+            driver.close()
+            _become_keeper(message)
+        for fd in message.fds:
+            os.close(fd)
+        driver.sendall(pack({"pid": pid}))
 
 
 def _become_keeper(message: Message) -> None:
@@ -42,18 +39,14 @@ def _become_keeper(message: Message) -> None:
         with contextlib.suppress(OSError):
             os.write(channel, pack({"error": f"{type(error).__name__}: {error}"}))
     finally:
+        # _exit: no handler of the launcher's may run in its fork.
         os._exit(0)
 
 
 def main() -> None:
-    """Serve on the descriptor that argv names."""
-    driver = socket.socket(fileno=int(sys.argv[1]))
-    driver.set_inheritable(False)
-    os.closerange(3, driver.fileno())
-    os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-    # The terminal's Ctrl-C is for the driver, who closes the sandboxes in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Children are reaped by the kernel; the driver sees their channels end.
+    """Run the keeper launcher. Argument: the socket's descriptor."""
+    driver = connect()
+    # The kernel reaps keepers; the driver sees their channels close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -61,9 +54,7 @@ def main() -> None:
     except OSError as error:
         driver.sendall(pack({"error": str(error)}))
         return
-    # Forked memory stays shared as long as nobody writes to it; the collector would.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     gc.disable()
     driver.sendall(pack({"ready": True}))
     _serve(driver)

@@ -42,7 +42,7 @@ def ready(name: str) -> str:
 
 
 def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
-    """Return exit status, session and jobs, as `sandboxes.localbox.session.parse_dump` does.
+    """Return exit status, session and jobs, as `sandboxes.guest.bash_session.parse_dump` does.
 
     Raises:
         MalformedDump: a command has interfered with it.

@@ -6,7 +6,7 @@ from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpointing import Checkpointer, MappedFiles
-from sandboxes.container.spares import Box, Stock
+from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import States
 from sandboxes.driver import SETTLE_S, FrozenState
 from sandboxes.effects import Effect
@@ -20,6 +20,7 @@ from sandboxes.inspection import StateLook
 from sandboxes.ipc.frames import Message
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 
 class ContainerSandbox(Hosting):
@@ -31,19 +32,19 @@ class ContainerSandbox(Hosting):
         spec: EnvironmentSpec,
         image: str,
         born_ns: int,
-        stock: Stock,
+        spares: Spares,
         states: States,
         checkpointer: Checkpointer,
         born_with: Mapping[str, str],
     ) -> None:
         super().__init__(box.id, box.channel)
         # Its environment is the image's, which the keeper knows, and below that the spec's and the server's.
-        self.hosts(spec, {}, states.folder, stock.read_only, born_with)
+        self.hosts(spec, {}, states.folder, spares.read_only, born_with)
         self.image = image
         self.closed = False
         self.parts: tuple[str, ...] = ()
         self._box, self._spec, self._born_ns = box, spec, born_ns
-        self._stock, self._states, self._checkpointer = stock, states, checkpointer
+        self._spares, self._states, self._checkpointer = spares, states, checkpointer
         self._frozen: FrozenState | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -82,10 +83,10 @@ class ContainerSandbox(Hosting):
                 raise SandboxError(f"sandbox {self.id} died: {begun.fields['cannot_start']}")
             return
 
-        async def start(program: list[str], files: list[int]) -> None:
+        async def start_criu(program: list[str], files: list[int]) -> None:
             await self._talk({**fields, "program": program}, b"", files)
 
-        await self._checkpointer.restore(frozen.payload["images"], start, [])
+        await self._checkpointer.restore(frozen.payload["images"], start_criu, [])
         await self._talk({"op": "restored"})
 
     # -- calls -------------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class ContainerSandbox(Hosting):
         """Dump the processes below tree, and copy the files of the same moment; they run on."""
         told: dict[str, Any] = {}
 
-        async def start(program: list[str], files: list[int]) -> None:
+        async def start_criu(program: list[str], files: list[int]) -> None:
             await self._talk({"op": "dump", "program": program}, b"", files)
 
         async def held(mapped: MappedFiles) -> None:
@@ -202,7 +203,7 @@ class ContainerSandbox(Hosting):
             if mapped:
                 raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
-        return told, (await self._checkpointer.dump(start, tree, held),)
+        return told, (await self._checkpointer.dump(start_criu, tree, held),)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
@@ -210,10 +211,10 @@ class ContainerSandbox(Hosting):
         """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
         if self._closing is None:
             self._dead = self._dead or "it was closed"
-            self._closing = asyncio.create_task(self._close())
+            self._closing = start(self._close(), name=f"close {self.id}")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self.close_sockets()
-        await self._stock.throw_away(self._box)
+        await self._spares.throw_away(self._box)
         self.closed = True

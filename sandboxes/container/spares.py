@@ -1,42 +1,67 @@
-"""Containers, from their start to their removal, and spare ones that wait at an image's state."""
+"""Containers with their keepers, from start to removal, and spare ones that wait at an image's root state.
+
+Docker takes 0.4 s to start a container, so `Spares` keeps some started for each combination of image and limits that
+was used last. Taking one starts another in the background.
+
+A container is made in three steps, and each can fail or be cancelled:
+
+1. The box is made: a directory that the container sees as its own, with pipes and programs for the keeper's use.
+2. Docker starts the container with a label that holds its name. `names` has the name from before this step, and the
+   driver's sweep removes labelled containers whose name is not in `names`. So a killed proxy leaves nothing behind.
+3. The keeper launcher forks a keeper, which enters the container's namespaces and then says that it is ready.
+
+Removing reverses them: the channel to the keeper closes, and the keeper kills the container at once; then Docker
+removes it; then the box goes.
+"""
 
 import asyncio
 import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
-import sys
 from collections import OrderedDict
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sandboxes import IMPORT_ROOT
 from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, SANDBOX, Daemon
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import Limits
+from sandboxes.task_owner import TaskOwner, start
 
-STARTS = 2
-"""Containers being started at once: dockerd takes longer, not shorter, with more."""
+MAX_STARTS = 2
+"""Limits the containers that are being started at once: with more, dockerd takes longer for all of them together."""
+
 READY_S = 30.0
-STOP_S = 10.0
-KINDS = 4
-"""Combinations of image and limits for which spares are kept: those asked for last."""
+"""Longest wait for a keeper to enter its container; on an idle machine it takes some ten milliseconds."""
+
+MAX_KINDS = 4
+"""Limits the combinations of image and limits that have spares; the ones used last keep theirs."""
+
 _INITS = ("docker-init", "tini-static")
+"""Names of a static `tini` on the host; Docker's packages bring the first, Debian's the second."""
 
 SpareKind = tuple[str, Limits]
+"""An image and the limits that its container was started with."""
 
 
 @dataclass(slots=True)
 class Box:
-    """A running container and its keeper. bash: what its sessions run in; otherwise /bin/sh."""
+    """A running container and its keeper.
+
+    Attributes:
+        id: The sandbox's id.
+        container: Docker's id of the container.
+        channel: The channel to the keeper.
+        folder: The directory of the box on the host.
+        bash: Whether sessions run in bash; otherwise they run in /bin/sh.
+    """
 
     id: str
     container: str
@@ -45,100 +70,80 @@ class Box:
     bash: bool = True
 
 
-class Stock:
-    """Makes, keeps and removes containers. spares: how many wait for each kind.
+class Spares:
+    """Makes, keeps and removes the containers of one driver.
 
-    names: of those that are being made or live. A container of this instance under another name is nobody's.
+    Attributes:
+        labels: Labels of every container of this instance.
+        names: Ids of the boxes that are being made or in use. A container of this instance with any other name belongs
+            to a dead process.
+        background: Tasks that remove and make containers; `close` waits for them.
     """
 
     def __init__(self, daemon: Daemon, data_dir: Path, *, spares: int) -> None:
+        """Describe the stock; `open` starts the keeper launcher.
+
+        Args:
+            daemon: The connection to the Docker daemon.
+            data_dir: The driver's own directory.
+            spares: How many spare containers wait for each combination of image and limits.
+        """
         self.daemon = daemon
         self.boxes = data_dir / "boxes"
         self.labels = {PLACE: str(data_dir), HOST: socket.gethostname()}
         self.names: set[str] = set()
-        # By definition of an MCP server: the tools that it says change nothing.
+        # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
-        self._wanted = spares
+        self.background = TaskOwner()
+        self._spares_per_kind = spares
         self._spares: OrderedDict[SpareKind, list[Box]] = OrderedDict()
-        self._starts = asyncio.Semaphore(STARTS)
+        self._starts = asyncio.Semaphore(MAX_STARTS)
         self._restocking: asyncio.Task[None] | None = None
-        self._background: set[asyncio.Task[None]] = set()
-        self._doorman: Channel | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._launcher = ForkServer(
+            "the launcher of containers' keepers",
+            "sandboxes.container.keeper_launcher",
+            hint="Run the proxy as root on the machine of the Docker daemon. If it runs in a container itself, see "
+            "docs/containers.md.",
+        )
         self._closing = False
 
     async def open(self, instance: str) -> None:
-        """Start the doorman.
+        """Start the keeper launcher.
+
+        Args:
+            instance: The id of this data directory's instance, which labels its containers.
 
         Raises:
-            SandboxError: it does not start: this is not root, or mounts are refused.
+            SandboxError: The launcher does not start: the proxy is not root, or the kernel refuses mounts.
         """
         self._closing = False
         self.labels[INSTANCE] = instance
-        await asyncio.to_thread(self._tidy)
-        ours, theirs = socket.socketpair()
-        start = "from sandboxes.container.keeper_launcher import main; main()"
-        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); {start}"
-        try:
-            # -I -S: nothing from the user's site and environment; -B: nothing is written next to the sources.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", "-B", "-c", program, str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}, cwd="/",
-                stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-        finally:
-            theirs.close()
-        self._doorman = Channel(ours)
-        try:
-            async with asyncio.timeout(READY_S):
-                ready = await self._doorman.receive()
-        except (ChannelClosedError, TimeoutError) as error:
-            raise SandboxError(f"containers cannot be looked after here: {error}") from error
-        if "error" in ready.fields:
-            raise SandboxError(
-                f"containers cannot be looked after here: {ready.fields['error']}. Run the proxy as root on the "
-                "machine of the Docker daemon; in a container of its own see docs/containers.md."
-            )
+        await asyncio.to_thread(self._clear_boxes)
+        await self._launcher.start()
 
-    def _tidy(self) -> None:
+    def _clear_boxes(self) -> None:
         remove_tree(self.boxes)
         self.boxes.mkdir(parents=True)
+        # Any user of a container must be able to pass through to its own box.
         self.boxes.chmod(0o711)
 
     async def close(self) -> None:
-        """Remove the spares, and wait for all that still runs. Idempotent."""
+        """Remove the spares, wait for all background tasks, and end the keeper launcher. Idempotent."""
         self._closing = True
         spares = [box for boxes in self._spares.values() for box in boxes]
         self._spares.clear()
         await asyncio.gather(*(self.throw_away(box) for box in spares))
-        while self._background:
-            await asyncio.wait(self._background)
-        if self._doorman is not None:
-            self._doorman.close()
-            self._doorman = None
-        if self._process is not None:
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await self._process.wait()
-            except TimeoutError:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.send_signal(signal.SIGKILL)
-            self._process = None
-
-    def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine that nobody waits for, until close does."""
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
+        await self.background.wait()
+        await self._launcher.close()
 
     # -- containers --------------------------------------------------------------------------------------------------
 
     async def take(self, image: str, limits: Limits) -> Box:
-        """Return a container at its image's state: a spare one, or a new one.
+        """Return a container at its image's root state: a spare one, or a new one.
 
         Raises:
-            SpecError: the image cannot be used. SandboxError: Docker failed.
+            SpecError: The image cannot be used.
+            SandboxError: Docker failed.
         """
         kind = (image, limits)
         waiting = self._spares.setdefault(kind, [])
@@ -147,43 +152,41 @@ class Stock:
             box = waiting.pop(0)
             if box.channel.lost is None:
                 return box
-            self.later(self.throw_away(box))
+            self._discard(box)
         return await self.make(image, limits)
 
     def restock(self) -> None:
-        """Have new spares made, while nobody waits."""
+        """Make spares in the background until each kind has its number."""
         if not self._closing and (self._restocking is None or self._restocking.done()):
-            self._restocking = self.later(self._fill())
-
-    async def restocked(self) -> None:
-        """Wait until there are as many spares as there should be, or none can be made."""
-        if self._restocking is not None:
-            await asyncio.wait([self._restocking])
+            self._restocking = self.background.spawn("make spare containers", self._fill())
 
     async def _fill(self) -> None:
-        while len(self._spares) > KINDS:
+        while len(self._spares) > MAX_KINDS:
             for box in self._spares.popitem(last=False)[1]:
-                self.later(self.throw_away(box))
-        # None where Docker fails: whoever needs a sandbox then is told why.
+                self._discard(box)
+        # A failure of Docker's is not reported here: the next sandbox that needs a container meets it and reports it.
         with contextlib.suppress(SandboxError, SpecError):
+            # The kind that was used last comes first.
             for kind, waiting in reversed(list(self._spares.items())):
-                while len(waiting) < self._wanted and not self._closing:
+                while len(waiting) < self._spares_per_kind and not self._closing:
                     box = await self.make(*kind)
+                    # Meanwhile the driver may have closed, or the kind may have been dropped.
                     if self._closing or self._spares.get(kind) is not waiting:
                         await self.throw_away(box)
                         break
                     waiting.append(box)
 
     async def make(self, image: str, limits: Limits) -> Box:
-        """Start a container and its keeper. 0.4 s on an idle machine; no more than `STARTS` at once.
+        """Start a container and its keeper, in 0.4 s on an idle machine; at most `MAX_STARTS` run at once.
 
         Raises:
-            SpecError: the image cannot be used. SandboxError: Docker failed.
+            SpecError: The image cannot be used.
+            SandboxError: Docker failed.
         """
         name = secrets.token_hex(6)
         folder = self.boxes / name
-        # Cancelled midway, the container must not stay: the making ends, and is then undone.
-        making = asyncio.ensure_future(self._make(image, limits, name, folder))
+        # A thread that talks to Docker cannot be cancelled: a cancelled caller waits for the container and removes it.
+        making = start(self._make(image, limits, name, folder), name=f"make container {name}")
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -192,7 +195,7 @@ class Stock:
             raise
 
     async def _make(self, image: str, limits: Limits, name: str, folder: Path) -> Box:
-        await asyncio.to_thread(_furnish_box, folder)
+        await asyncio.to_thread(_make_box, folder)
         self.names.add(name)
         try:
             async with self._starts:
@@ -218,11 +221,11 @@ class Stock:
         }
         try:
             async with asyncio.timeout(READY_S):
-                await self._fork(fields, theirs)
+                await self._fork_keeper(fields, theirs)
                 ready = await box.channel.receive()
-        except (ChannelClosedError, TimeoutError, OSError) as error:
+        except (SandboxError, ChannelClosedError, TimeoutError, OSError) as error:
             await self.throw_away(box)
-            raise SandboxError(f"a container could not be set up: {error or 'no answer in time'}") from error
+            raise SandboxError(f"a container could not be set up: {error or 'no response in time'}") from error
         finally:
             theirs.close()
         if "error" in ready.fields:
@@ -231,28 +234,29 @@ class Stock:
         box.bash = bool(ready.fields["bash"])
         return box
 
-    async def _fork(self, fields: dict[str, Any], theirs: socket.socket) -> None:
-        if self._doorman is None:
-            raise SandboxError("the driver is not open")
+    async def _fork_keeper(self, fields: dict[str, Any], theirs: socket.socket) -> None:
         if not fields["upper"] or not os.path.isdir(fields["upper"]):  # noqa: ASYNC240, PTH112 - a few microseconds
             raise SandboxError(
-                f"Docker's directory {fields['upper'] or '(none told)'} is not visible here. The container driver has "
-                "to run on the daemon's machine, as root, with the overlay2 storage driver; see docs/containers.md."
+                f"Docker's directory {fields['upper'] or '(none reported)'} is not visible here. The container driver "
+                "has to run on the daemon's machine, as root, with the overlay2 storage driver; see docs/containers.md."
             )
-        await self._doorman.request(fields, fds=[theirs.fileno()])
+        await self._launcher.request(fields, [theirs.fileno()])
+
+    def _discard(self, box: Box) -> None:
+        self.background.spawn(f"remove container {box.id}", self.throw_away(box))
 
     async def throw_away(self, box: Box) -> None:
-        """Kill a container, and return when nothing is left of it. Its keeper kills it when its channel closes."""
+        """Kill a container and remove it with its box. Its keeper kills it when its channel closes."""
         box.channel.close()
-        # What fails here is swept later.
+        # The driver's sweep removes later what Docker refuses to remove now.
         with contextlib.suppress(SandboxError):
             await asyncio.to_thread(self.daemon.remove, box.container)
         self.names.discard(box.id)
         await asyncio.to_thread(remove_tree, box.folder)
 
 
-def _furnish_box(folder: Path) -> None:
-    """Make what a container sees as its box, and the place where its keeper mounts for a moment."""
+def _make_box(folder: Path) -> None:
+    """Make the directory that a container sees as its box, and the directory where its keeper mounts for a moment."""
     folder.mkdir(mode=0o711)
     (folder / "view").mkdir()
     box = folder / "box"
@@ -261,11 +265,12 @@ def _furnish_box(folder: Path) -> None:
         path.chmod(0o755)
     for name in FIFOS:
         os.mkfifo(box / name)
+        # The umask does not apply to chmod; any user of the image must be able to open the pipes.
         (box / name).chmod(0o666)
     for name, text in PROGRAMS.items():
         (box / name).write_text(text)
         (box / name).chmod(0o644)
-    if init := next((found for name in _INITS if (found := shutil.which(name))), None):
-        # 0.7 MB, in the page cache once for all but copied: it may lie on another file system.
+    if init := next(filter(None, map(shutil.which, _INITS)), None):
+        # A copy, not a link, because the box may be on another file system. 0.7 MB.
         shutil.copyfile(init, box / "tini")
         (box / "tini").chmod(0o755)

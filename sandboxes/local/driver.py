@@ -211,9 +211,9 @@ class LocalDriver:
         try:
             return await self._launch_in_one(spec, base, root, layers, state, images=images, seals=seals)
         except SandboxError:
-            if not self.machine.fallen:
+            if not self.machine.launcher.has_died:
                 raise
-        # The launcher took its spares along, and nobody had heard of that yet.
+        # The launcher died and took its spares along, which shows only now. The next spare has another launcher.
         return await self._launch_in_one(spec, base, root, layers, state, images=images, seals=seals)
 
     async def _launch_in_one(

@@ -1,7 +1,15 @@
-"""The process that every sandbox's pid 1 is forked from: it makes mounts, and forks. One thread, few imports.
+"""The launcher: the process that every local sandbox's pid 1 is forked from.
 
-It is root, or, where the driver is not, root of a user namespace of its own: whatever follows is the same code.
-It ends when the driver's end of its socket closes, and with it, by their death signal, all sandboxes.
+It does what needs rights that a sandbox must not have: it forks pid 1s into new pid namespaces, mounts layers, moves a
+running sandbox to new layers, and starts CRIU in a sandbox's namespaces. It has one thread and few imports, so that a
+fork is cheap and safe.
+
+The launcher is root. If the driver is not, the launcher is root of a user namespace of its own; the code is the same.
+It exits when the driver's end of its socket closes, and all pid 1s exit with it, by their parent-death signal.
+
+Some operations need another namespace for a moment. The launcher then enters it (setns), works, and returns to its own
+with a descriptor that it opened at the start. A process can return only to namespaces that its own user namespace owns,
+which is why an unprivileged launcher is pid 1 of a pid namespace of its own.
 """
 
 import gc
@@ -12,14 +20,23 @@ import sys
 from typing import Any
 
 from sandboxes.guest.criu_launch import operate
-from sandboxes.ipc.frames import Inbox, Message, pack, receive
+from sandboxes.ipc.fork_child import connect, freeze_heap, requests
+from sandboxes.ipc.frames import Message, pack
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
 from sandboxes.local import init
 
 
 class Launcher:
+    """Serves the driver's requests, one at a time."""
+
     def __init__(self, driver: socket.socket, *, privileged: bool) -> None:
+        """Remember the namespaces to come back to.
+
+        Args:
+            driver: The socket to the driver.
+            privileged: Whether the driver is root, so that no user namespace is involved.
+        """
         self.driver = driver
         self.privileged = privileged
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
@@ -27,14 +44,8 @@ class Launcher:
 
     def serve(self) -> None:
         """Answer requests until the driver is gone."""
-        inbox = Inbox()
-        while True:
-            data, fds = receive(self.driver)
-            if not data:
-                return
-            inbox.feed(data, fds)
-            while (message := inbox.take()) is not None:
-                self._answer(message)
+        for message in requests(self.driver):
+            self._answer(message)
 
     def _answer(self, message: Message) -> None:
         reply: dict[str, Any] = {}
@@ -59,7 +70,8 @@ class Launcher:
             os.close(fd)
 
     def _fork(self, message: Message) -> int:
-        """Fork a pid 1; return its process descriptor. The rest of its setting up is its own and in parallel."""
+        """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
+        # unshare(CLONE_NEWPID) changes where children are born, not this process; setns undoes it for the next child.
         kernel.unshare(kernel.CLONE_NEWPID)
         try:
             pid = os.fork()
@@ -85,7 +97,7 @@ class Launcher:
             os._exit(code)
 
     def _switch(self, message: Message) -> list[int]:
-        """Give a sandbox, named by its mount namespace, new layers; return its new upper and lower directories."""
+        """Move a sandbox, named by its mount namespace, to new layers; return its new upper and lower directories."""
         overlay, *rest = self._mount(message.fields["stack"])
         try:
             kernel.setns(message.fds[0], kernel.CLONE_NEWNS)
@@ -103,7 +115,7 @@ class Launcher:
         return rest
 
     def _operate(self, message: Message) -> None:
-        """Start CRIU inside a sandbox, named by its pid 1, in a child that talks to the driver itself."""
+        """Start CRIU inside a sandbox, named by its pid 1, in a child that replies to the driver itself."""
         pid = os.fork()
         if pid:
             return
@@ -119,9 +131,11 @@ class Launcher:
             os._exit(1)
 
     def _mount(self, stack: dict[str, Any]) -> list[int]:
-        """Return descriptors: the whole stack as one detached mount, its upper directory, and what lies below that.
+        """Mount a stack of layers.
 
-        Where stack names the root state's layers, what these show comes fourth.
+        Returns:
+            Descriptors of the whole stack as a detached mount, its upper directory, and a mount of the layers below
+            the upper. If the stack names the root state's layers, a mount of these comes fourth.
         """
         fds = [kernel.overlay(stack["lowers"], stack["upper"], stack["work"])]
         try:
@@ -138,9 +152,9 @@ class Launcher:
 
 
 def _become_root_of_a_namespace() -> None:
-    """Go on as root of a new user namespace, and as pid 1 of a pid namespace that it owns.
+    """Continue as root of a new user namespace, in a child that is pid 1 of a pid namespace that it owns.
 
-    Only in one of its own may this process come back from each sandbox's pid namespace that it makes.
+    The child can return from each sandbox's pid namespace only to a pid namespace that its own user namespace owns.
     """
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
@@ -149,6 +163,7 @@ def _become_root_of_a_namespace() -> None:
             file.write(text)
     pid = os.fork()
     if pid:
+        # The parent only waits: it is the process whose exit the driver sees. It must not hold the driver's socket.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.closerange(3, 1 << 16)
         os.waitpid(pid, 0)
@@ -156,30 +171,24 @@ def _become_root_of_a_namespace() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _show_host(place: str) -> None:
-    """Mount the host's root at place/root, in this process's mounts only.
+def _show_host(mount_point: str) -> None:
+    """Mount a view of the host's root at `mount_point`/root, in this process's mount namespace only.
 
-    An overlay of its own, because overlayfs refuses a layer that lies inside another one: our layers are in the host's
-    root, but not in this view of it.
+    The view is an overlay of its own because overlayfs refuses a layer that lies inside another layer. Our layers lie
+    in the host's root, but not in this view of it.
     """
-    kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k,nr_inodes=8")
+    kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k,nr_inodes=8")
     for name in ("empty", "root"):
-        os.mkdir(f"{place}/{name}")  # noqa: PTH102
-    mounted = kernel.overlay(["/", f"{place}/empty"], None, None)
-    kernel.attach(mounted, f"{place}/root")
+        os.mkdir(f"{mount_point}/{name}")  # noqa: PTH102
+    mounted = kernel.overlay(["/", f"{mount_point}/empty"], None, None)
+    kernel.attach(mounted, f"{mount_point}/root")
     os.close(mounted)
 
 
 def main() -> None:
-    """Serve on the descriptor, and with the directory for the host's view, that argv names."""
-    driver = socket.socket(fileno=int(sys.argv[1]))
-    driver.set_inheritable(False)
-    # Event loops pass on more than they are asked to; nothing of the driver's process may reach a sandbox.
-    os.closerange(3, driver.fileno())
-    os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-    # The terminal's Ctrl-C is for the driver, who closes the sandboxes in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Children are reaped by the kernel; the driver watches them by their process descriptors.
+    """Run the launcher. Arguments: the socket's descriptor, and the directory for the host's view."""
+    driver = connect()
+    # The kernel reaps children; the driver watches them by their process descriptors.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     privileged = os.geteuid() == 0
     try:
@@ -190,9 +199,7 @@ def main() -> None:
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         if privileged:
             _show_host(sys.argv[2])
-        # Forked memory stays shared as long as nobody writes to it; the collector would.
-        gc.collect()
-        gc.freeze()
+        freeze_heap()
         gc.disable()
         driver.sendall(pack({"ready": True, "privileged": privileged}))
     except OSError as error:

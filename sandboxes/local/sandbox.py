@@ -26,6 +26,7 @@ from sandboxes.local.layers import DEEP, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.local.root_states import RootState
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 
 class LocalSandbox(Hosting):
@@ -77,7 +78,7 @@ class LocalSandbox(Hosting):
         memory_bytes = limits.memory_mb << 20
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
         order = {**self._mount_order(), "root": self._lowers(self._root.layers)}
-        mounted = await self._machine.ask({"op": "mount", "stack": order}, [])
+        mounted = await self._machine.launcher.request({"op": "mount", "stack": order}, [])
         fields = {
             "binds": self._base.binds,
             "disk_bytes": limits.disk_mb << 20,
@@ -97,10 +98,10 @@ class LocalSandbox(Hosting):
                 ready = await self._talk(fields, b"", mounted.fds)
             else:
 
-                async def start(program: list[str], files: list[int]) -> None:
+                async def start_criu(program: list[str], files: list[int]) -> None:
                     await self._talk({**fields, "program": program}, b"", [*mounted.fds, *files])
 
-                await self._machine.checkpointer.restore(images, start, inherited(state["checkpoint"]))
+                await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
                 ready = await self._talk({"op": "restored"})
         finally:
             for fd in mounted.fds:
@@ -151,9 +152,11 @@ class LocalSandbox(Hosting):
             where = self._machine.data_dir
             raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free at {where}")
         if answer.fields["discard"]:
-            self._pending = self._machine.later(self._discard_upper())
+            self._pending = self._machine.background.spawn(
+                f"discard upper of {self.id}", self._discard_upper(), awaited=True
+            )
         elif answer.fields["seal"]:
-            self._pending = self._machine.later(self._seal())
+            self._pending = self._machine.background.spawn(f"seal layer of {self.id}", self._seal(), awaited=True)
         return answer
 
     async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
@@ -240,9 +243,9 @@ class LocalSandbox(Hosting):
         told: dict[str, Any] = {}
         copies: list[Upper] = []
 
-        async def start(program: list[str], files: list[int]) -> None:
+        async def start_criu(program: list[str], files: list[int]) -> None:
             assert self._process is not None
-            await self._machine.ask({"op": "operate", "program": program}, [self._process, *files])
+            await self._machine.launcher.request({"op": "operate", "program": program}, [self._process, *files])
 
         async def held(mapped: MappedFiles) -> None:
             told.update((await self._talk({"op": "look"})).fields)
@@ -260,7 +263,7 @@ class LocalSandbox(Hosting):
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
-            images = await checkpointer.dump(start, tree, held)
+            images = await checkpointer.dump(start_criu, tree, held)
         except BaseException:
             self._held = ()
             await asyncio.to_thread(layers.undo, copies)
@@ -333,7 +336,7 @@ class LocalSandbox(Hosting):
                 await self._merge_when_deep()
             self._upper = layers.allocate()
             order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
-            switched = await self._machine.ask(order, [namespace])
+            switched = await self._machine.launcher.request(order, [namespace])
         except (SandboxError, OSError) as error:
             # Its shells are gone and its layers half moved; the frozen ones are whole.
             self._die(str(error))
@@ -345,7 +348,7 @@ class LocalSandbox(Hosting):
             for fd in switched.fds:
                 os.close(fd)
         gone = left.path if meta is None else layers.frozen / left.id / "work"
-        self._machine.later(asyncio.to_thread(remove_tree, gone))
+        self._machine.background.spawn(f"remove {gone}", asyncio.to_thread(remove_tree, gone))
 
     async def _merge_when_deep(self) -> None:
         """Let one layer stand for many small ones. At once, not later: depth, too, must follow from the calls."""
@@ -368,7 +371,7 @@ class LocalSandbox(Hosting):
         """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
         if self._closing is None:
             self._dead = self._dead or "it was closed"
-            self._closing = asyncio.create_task(self._close())
+            self._closing = start(self._close(), name=f"close {self.id}")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:

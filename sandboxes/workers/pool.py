@@ -19,24 +19,19 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.fork_server import START_S, ForkServer
 from sandboxes.ipc.frames import Message
 from sandboxes.task_owner import TaskOwner
 from sandboxes.workers.worker import OUT_OF_MEMORY
 
-START_S = 30.0
-"""Time limit for starting the zygote or one worker. Both take milliseconds; this is for a machine under heavy load."""
-STOP_S = 10.0
-"""How long the zygote may take to exit after its socket is closed, before it is killed."""
 GRACE_S = 1.0
 """How long a request may overrun its time limit before its worker is killed. Engines stop most statements in time."""
 MAX_READERS = 16
@@ -151,10 +146,15 @@ class WorkerPool:
             data_dir: The directory below which workers may use files.
             network: Workers may use the network. Such workers are not confined to `data_dir`.
         """
-        self._engine, self._data_dir, self._network = engine, data_dir, network
         self.confined = False
-        self._zygote: Channel | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._zygote = ForkServer(
+            "the zygote of workers",
+            "sandboxes.workers.zygote",
+            [engine, str(data_dir), "network" if network else "alone"],
+            site_packages=True,
+            # Answers must not depend on the environment that the proxy was started with.
+            environment={"LANG": "C.UTF-8", "TZ": "UTC0", "SQLITE_TMPDIR": str(data_dir / "tmp")},
+        )
         self._max_idle = max(2, os.cpu_count() or 2)
         self._readers = self._waiting = 0
         self._dedicated: set[Worker] = set()
@@ -163,7 +163,6 @@ class WorkerPool:
         self.started = 0
         self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         self._free = asyncio.Semaphore(MAX_READERS)
-        self._restarting = asyncio.Lock()
         self._restocks, self._endings = TaskOwner(), TaskOwner()
 
     async def open(self) -> None:
@@ -172,26 +171,7 @@ class WorkerPool:
         Raises:
             SandboxError: The zygote does not start.
         """
-        ours, theirs = socket.socketpair()
-        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from sandboxes.workers.zygote import main; main()"
-        arguments = [str(theirs.fileno()), self._engine, str(self._data_dir), "network" if self._network else "alone"]
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-B", "-c", program, *arguments, pass_fds=[theirs.fileno()], cwd="/",
-                # Answers must not depend on the environment that the proxy was started with.
-                env={"LANG": "C.UTF-8", "TZ": "UTC0", "SQLITE_TMPDIR": str(self._data_dir / "tmp")},
-                stdin=asyncio.subprocess.DEVNULL,
-            )  # fmt: skip
-        finally:
-            theirs.close()
-        self._zygote = Channel(ours)
-        try:
-            async with asyncio.timeout(START_S):
-                ready = (await self._zygote.receive()).fields
-        except (ChannelClosedError, TimeoutError) as error:
-            raise SandboxError(f"query workers cannot be started: {error}") from error
-        if "error" in ready:
-            raise SandboxError(f"query workers cannot be started: {ready['error']}")
+        ready = await self._zygote.start()
         self.confined = bool(ready["confined"])
 
     async def aclose(self) -> None:
@@ -201,7 +181,8 @@ class WorkerPool:
         while self._spares:
             await self._spares.popleft().close()
         await self.renew()
-        await self._end_zygote()
+        await self._endings.wait()
+        await self._zygote.close()
 
     async def renew(self) -> None:
         """End the idle readers, which may hold deleted files open."""
@@ -300,49 +281,15 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                fields = (await self._ask_zygote({"op": "fork"}, theirs)).fields
+                await self._zygote.ensure_running()
+                response = await self._zygote.request({"op": "fork"}, [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
-        if "error" in fields:
-            ours.close()
-            raise SandboxError(f"a query worker cannot be started: {fields['error']}")
-        return Worker(int(fields["pid"]), Channel(ours), self)
+        return Worker(int(response.fields["pid"]), Channel(ours), self)
 
     async def _end(self, pid: int) -> dict[str, Any]:
-        if self._zygote is None:
-            return {}
         try:
             return (await self._zygote.request({"op": "end", "pid": pid})).fields
-        except ChannelClosedError:
+        except SandboxError:
             return {}
-
-    async def _ask_zygote(self, fields: dict[str, Any], end: socket.socket) -> Message:
-        """Send a request to the zygote, after restarting it if it was killed."""
-        async with self._restarting:
-            if self._zygote is None or self._zygote.lost is not None:
-                await self._end_zygote()
-                await self.open()
-            zygote = self._zygote
-            assert zygote is not None
-        try:
-            async with asyncio.timeout(START_S):
-                return await zygote.request(fields, fds=[end.fileno()])
-        except (ChannelClosedError, TimeoutError) as error:
-            raise SandboxError(f"a query worker cannot be started: {error}") from error
-
-    async def _end_zygote(self) -> None:
-        await self._endings.wait()
-        zygote, self._zygote = self._zygote, None
-        if zygote is not None:
-            zygote.close()
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            async with asyncio.timeout(STOP_S):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()

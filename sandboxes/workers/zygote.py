@@ -13,7 +13,6 @@ Theory of operation:
 """
 
 import contextlib
-import gc
 import os
 import resource
 import signal
@@ -22,7 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sandboxes.ipc.frames import Inbox, Message, pack, receive
+from sandboxes.ipc.fork_child import connect, freeze_heap, requests
+from sandboxes.ipc.frames import Message, pack
 from sandboxes.linux import confine, landlock
 from sandboxes.linux import syscalls as kernel
 from sandboxes.workers import worker
@@ -41,14 +41,8 @@ class Zygote:
 
     def serve(self) -> None:
         """Answer requests until the driver closes its end, then kill the workers."""
-        inbox = Inbox()
-        while True:
-            data, fds = receive(self.driver)
-            if not data:
-                break
-            inbox.feed(data, fds)
-            while (message := inbox.take()) is not None:
-                self.driver.sendall(pack(self._answer(message)))
+        for message in requests(self.driver):
+            self.driver.sendall(pack(self._answer(message)))
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
 
@@ -118,15 +112,9 @@ def drop_privileges(data_dir: Path, *, network: bool) -> bool:
 
 def main() -> None:
     """Serve the driver: argv is its descriptor, the engine, the data directory, and "network" or "alone"."""
-    driver = socket.socket(fileno=int(sys.argv[1]))
-    driver.set_inheritable(False)
+    driver = connect()
     engine, data_dir, network = sys.argv[2], Path(sys.argv[3]), sys.argv[4] == "network"
-    # Close every inherited descriptor but the standard streams and the socket.
-    os.closerange(3, driver.fileno())
-    os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C in a terminal signals the whole process group. The driver handles it and ends the workers in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (worker.MAX_DESCRIPTORS, worker.MAX_DESCRIPTORS))
     try:
@@ -138,9 +126,7 @@ def main() -> None:
     except (OSError, ImportError) as error:
         driver.sendall(pack({"error": str(error)}))
         return
-    # Forked memory stays shared until it is written. The garbage collector writes to every object it visits.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     driver.sendall(pack({"ready": True, "confined": confined}))
     Zygote(driver, engine).serve()
 

@@ -252,7 +252,7 @@ def test_a_spare_that_waits_makes_a_restore_fast_and_is_not_used_twice(container
         sandbox = await driver.start(SPEC)
         await run(sandbox, "echo a > a; x=1")
         frozen = await sandbox.freeze()
-        await driver.stock.restocked()
+        await driver.spares.background.wait()
         started = time.perf_counter()
         one = await driver.restore(SPEC, frozen)
         took = time.perf_counter() - started
@@ -300,13 +300,13 @@ def test_a_cancelled_call_leaves_a_dead_sandbox_and_a_time_limit_a_live_one(cont
 
 PROXY = """
 import asyncio, sys, pathlib
-from sandboxes.container import ContainerDriver
+from sandboxes.container.driver import ContainerDriver
 from sandboxes.spec import EnvironmentSpec
 async def go():
     driver = ContainerDriver(pathlib.Path(sys.argv[1]), spares=1)
     await driver.open()
     await driver.start(EnvironmentSpec(driver="container", image=sys.argv[2]))
-    await driver.stock.restocked()
+    await driver.spares.background.wait()
     print("ready", flush=True)
     await asyncio.sleep(100)
 asyncio.run(go())
@@ -359,7 +359,7 @@ def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_sta
         sandbox = await driver.start(EnvironmentSpec(setup=("echo 1 > /root/a",)))
         assert (await run(sandbox, "cat /root/a")).out == "1\n"
         return {
-            image for image, labels in driver.daemon.images() if labels.get(INSTANCE) == driver.stock.labels[INSTANCE]
+            image for image, labels in driver.daemon.images() if labels.get(INSTANCE) == driver.spares.labels[INSTANCE]
         }
 
     async def unnoted(driver: ContainerDriver) -> None:
@@ -379,8 +379,8 @@ def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(c
     async def test(driver: ContainerDriver) -> None:
         living, forgotten = await driver.start(SPEC), await driver.start(SPEC)
         # As after a kill of the daemon: it runs on, and nobody knows its name.
-        driver.stock.names.discard(forgotten.id)
-        assert kill_orphans(driver.stock.boxes, driver.stock.names) == 1
+        driver.spares.names.discard(forgotten.id)
+        assert kill_orphans(driver.spares.boxes, driver.spares.names) == 1
         with pytest.raises(SandboxError, match="died"):
             await run(forgotten, "echo on")
         assert (await run(living, "echo on")).out == "on\n"
@@ -391,7 +391,7 @@ def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(c
 def test_a_container_that_the_daemon_made_without_saying_so_is_removed_while_others_live(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
-        labels = {**driver.stock.labels, "forkpoint.sandbox": "lost"}
+        labels = {**driver.spares.labels, "forkpoint.sandbox": "lost"}
         options = [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
         create = ["docker", "create", *options, BASH_IMAGE, "true"]
         await asyncio.to_thread(subprocess.run, create, capture_output=True, check=True)

@@ -134,7 +134,7 @@ def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
                 )
                 await run(sandbox, f"rm -f d0/f{number - 4}; test {number} = 20 && rm -r d1 && mkdir d1; true")
                 frozen = await sandbox.freeze()
-                await driver.machine.idle()
+                await driver.machine.background.wait()
             assert len(frozen.parts) < 30
             look = "find . -exec stat -c '%n %F %h %s %a' {} + | sort; cat d*/f*"
             one, two = await run(sandbox, look), await run(await driver.restore(SPEC, frozen), look)
@@ -173,8 +173,8 @@ def test_a_launcher_that_died_is_started_anew_and_takes_only_its_sandboxes_along
             sandbox = await driver.start(SPEC)
             await run(sandbox, "echo 1 > f")
             frozen = await sandbox.freeze()
-            assert driver.machine._process is not None
-            os.kill(driver.machine._process.pid, signal.SIGKILL)
+            assert driver.machine.launcher.pid is not None
+            os.kill(driver.machine.launcher.pid, signal.SIGKILL)
             with pytest.raises(SandboxError):
                 await run(sandbox, "cat f")
             assert not sandbox.alive
@@ -397,7 +397,7 @@ def test_a_killed_driver_leaves_nothing_that_the_next_does_not_remove(data_dir: 
     program = textwrap.dedent(f"""
         import asyncio
         from pathlib import Path
-        from sandboxes.local import LocalDriver
+        from sandboxes.local.driver import LocalDriver
         from tests.sandboxes.box import run, SPEC_FOR_KILL as SPEC
         async def go():
             driver = LocalDriver(Path({str(own)!r}))

@@ -1,0 +1,48 @@
+"""The child's end of a fork server: its socket to the driver, its requests, and memory that its forks share.
+
+`sandboxes.ipc.fork_server` starts the child. This module loads the standard library only.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+from sandboxes.ipc.frames import Inbox, Message, receive
+
+
+def connect() -> socket.socket:
+    """Return the socket to the driver, whose descriptor is the first argument, and close every other descriptor.
+
+    An event loop may pass on more descriptors than it was asked to. None of the driver's own may reach a sandbox.
+    """
+    driver = socket.socket(fileno=int(sys.argv[1]))
+    driver.set_inheritable(False)
+    os.closerange(3, driver.fileno())
+    os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+    # Ctrl-C in the terminal reaches the whole process group. The driver handles it and ends its children in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return driver
+
+
+def freeze_heap() -> None:
+    """Keep the garbage collector away from all objects so far.
+
+    Forks share the pages of this process until they write to them, and a collection writes to every object's header.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def requests(driver: socket.socket) -> Iterator[Message]:
+    """Yield requests until the driver closes its end or dies. Descriptors of a request are the caller's to close."""
+    inbox = Inbox()
+    while True:
+        data, fds = receive(driver)
+        if not data:
+            return
+        inbox.feed(data, fds)
+        while (message := inbox.take()) is not None:
+            yield message

@@ -1,0 +1,160 @@
+"""Fork servers: child processes that have loaded everything once, and fork other processes on request.
+
+A fork takes a millisecond, a fresh interpreter some fifty. Three kinds exist: the launcher of `local` sandboxes, the
+launcher of keepers, and the zygote of query workers. Each has a module with a `main` that uses `ipc.fork_child`.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sandboxes import IMPORT_ROOT
+from sandboxes.errors import SandboxError
+from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.frames import Message
+
+START_S = 30.0
+"""Longest wait for a fork server to start or to respond: either takes milliseconds, seconds on a busy machine."""
+
+STOP_S = 10.0
+"""Longest wait for a fork server to exit after its socket was closed; it is killed then."""
+
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+
+
+class ForkServer:
+    """A child process that forks on request, and the channel to it.
+
+    The child exits when this process closes its end of their socket, or dies: the kernel then closes it. What the
+    child has forked ends with it, by death signals or by its own code.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        hint: str = "",
+        site_packages: bool = False,
+        environment: Mapping[str, str] = _ENVIRONMENT,
+    ) -> None:
+        """Describe a fork server; `start` starts it.
+
+        Args:
+            name: What error texts call the child.
+            module: The module whose `main` the child runs.
+            arguments: The child's arguments after the descriptor of its socket.
+            hint: What to do when the child does not start; ends the error text.
+            site_packages: Whether the child may import installed packages. Without them it starts faster.
+            environment: The child's whole environment.
+        """
+        self._name, self._module, self._arguments, self._hint = name, module, arguments, hint
+        self._site_packages, self._environment = site_packages, environment
+        self._channel: Channel | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._restarting = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's pid; None before `start` and after `close`."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the fork server was started and not closed; the child may have died all the same."""
+        return self._channel is not None
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the child exited without being closed, and everything that it forked with it."""
+        return self._channel is not None and self._channel.lost is not None
+
+    async def start(self) -> dict[str, Any]:
+        """Start the child.
+
+        Returns:
+            The fields of its first message, which says that it is ready.
+
+        Raises:
+            SandboxError: It does not start.
+        """
+        ours, theirs = socket.socketpair()
+        program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from {self._module} import main; main()"
+        # -I: nothing of the user's environment. -S: no site-packages. -B: no bytecode files beside the sources.
+        flags = ["-I", "-B"] if self._site_packages else ["-I", "-S", "-B"]
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, *flags, "-c", program, str(theirs.fileno()), *self._arguments,
+                pass_fds=[theirs.fileno()], env=dict(self._environment), cwd="/", stdin=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+        self._channel = Channel(ours)
+        try:
+            async with asyncio.timeout(START_S):
+                ready = (await self._channel.receive()).fields
+        except (ChannelClosedError, TimeoutError) as error:
+            raise SandboxError(self._start_failure(str(error) or f"no response within {START_S:g} s")) from error
+        if "error" in ready:
+            raise SandboxError(self._start_failure(ready["error"]))
+        return ready
+
+    def _start_failure(self, reason: str) -> str:
+        return f"{self._name} does not start: {reason}. {self._hint}".rstrip()
+
+    async def ensure_running(self) -> None:
+        """Start another child if this one died: a sandbox that starts now need not suffer for those that it took along.
+
+        Raises:
+            SandboxError: The other child does not start.
+        """
+        async with self._restarting:
+            if self.has_died:
+                if self._process is not None:
+                    await self._process.wait()
+                await self.start()
+
+    async def request(self, fields: dict[str, Any], fds: Sequence[int] = ()) -> Message:
+        """Send the child a request and return its response, whose descriptors are the caller's to close.
+
+        Args:
+            fields: The request.
+            fds: Descriptors that go with it; they stay open here.
+
+        Raises:
+            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's.
+        """
+        if self._channel is None:
+            raise SandboxError(f"{self._name} is not running: the driver is not open")
+        try:
+            async with asyncio.timeout(START_S):
+                response = await self._channel.request(fields, fds=fds)
+        except TimeoutError as error:
+            raise SandboxError(f"{self._name} gave no response within {START_S:g} s") from error
+        except ChannelClosedError as error:
+            raise SandboxError(f"{self._name} ended: {error}. Retry: the next sandbox starts another.") from error
+        if "error" in response.fields:
+            raise SandboxError(f"{self._name}: the kernel refused: {response.fields['error']}")
+        return response
+
+    def disconnect(self) -> None:
+        """Close the socket, which tells the child to exit. Idempotent."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    async def close(self) -> None:
+        """Disconnect and return when the child has exited; kill it after `STOP_S`. Idempotent."""
+        self.disconnect()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -1,0 +1,79 @@
+"""Fork servers: their start, their death, and their end."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from sandboxes.errors import SandboxError
+from sandboxes.ipc.fork_server import ForkServer
+from tests.machine import wait_until
+
+CHILD = "tests.sandboxes.ipc.echo_child"
+
+
+def served(test: Callable[[ForkServer], Awaitable[None]]) -> None:
+    async def go() -> None:
+        server = ForkServer("the echo", CHILD, hint="Try the next one.")
+        await server.start()
+        try:
+            await test(server)
+        finally:
+            await server.close()
+
+    asyncio.run(go())
+
+
+def test_requests_are_answered_by_the_child() -> None:
+    async def test(server: ForkServer) -> None:
+        assert (await server.request({"text": "a"})).fields == {"text": "a", "pid": server.pid}
+
+    served(test)
+
+
+def test_an_error_response_is_raised() -> None:
+    async def test(server: ForkServer) -> None:
+        with pytest.raises(SandboxError, match="the echo: the kernel refused: EPERM"):
+            await server.request({"error": "EPERM"})
+
+    served(test)
+
+
+def test_a_failed_start_names_reason_and_hint() -> None:
+    async def go() -> None:
+        server = ForkServer("the echo", CHILD, ["fail"], hint="Try the next one.")
+        with pytest.raises(SandboxError, match=r"the echo does not start: no luck\. Try the next one\."):
+            await server.start()
+        await server.close()
+
+    asyncio.run(go())
+
+
+def test_a_dead_child_is_replaced() -> None:
+    """The death shows at the next request; `ensure_running` then starts another child."""
+
+    async def test(server: ForkServer) -> None:
+        first = server.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="the echo ended"):
+            await server.request({})
+        assert server.has_died
+        await server.ensure_running()
+        assert (await server.request({})).fields["pid"] == server.pid != first
+
+    served(test)
+
+
+def test_closing_ends_the_child_and_refuses_requests() -> None:
+    async def test(server: ForkServer) -> None:
+        pid = server.pid
+        await server.close()
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the child runs on")
+        with pytest.raises(SandboxError, match="not open"):
+            await server.request({})
+
+    served(test)
