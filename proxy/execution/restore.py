@@ -48,7 +48,7 @@ class Attach:
 
     @asynccontextmanager
     async def standing_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
-        """Lease a sandbox that stands at node. After the block it stands where `roster.stand` put it, or is closed.
+        """Lease a sandbox that stands at node. After the block it stands where `roster.move` put it, or is closed.
 
         Raises:
             StateLost: no way leads to node.
@@ -118,11 +118,11 @@ class Attach:
             SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
         """
         while node.snapshot is None:
-            there = self._pool.roster.standing(node, NOBODY, shared=True)
+            there = self._pool.roster.find(node, NOBODY, shared=True)
             owner = None if there is None else there.owner
             if there is None:
                 slot = await self._bring(tree, node, NOBODY, Timing())
-            elif await self._pool.take(there, node, owner):
+            elif await self._pool.lease(there, node, owner):
                 slot = there
             else:
                 continue
@@ -132,7 +132,7 @@ class Attach:
 
     def moved(self, slot: Slot, node: Node) -> None:
         """Note that a leased sandbox stands at node now."""
-        self._pool.roster.stand(slot, node)
+        self._pool.roster.move(slot, node)
 
     async def _bring(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
         """Lease a sandbox that stands at node to a rollout, or a visitor.
@@ -176,7 +176,7 @@ class Attach:
         if owner is None or owner == VISITOR:
             return None
         # A state that lives in one sandbox only is left to its rollout: taking it could make it unreachable.
-        return self._pool.roster.standing(node, owner, shared=node.snapshot is not None or node.origin is None)
+        return self._pool.roster.find(node, owner, shared=node.snapshot is not None or node.origin is None)
 
     async def _acquire(
         self, plan: RestorePlan, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
@@ -192,7 +192,7 @@ class Attach:
         slot = self._standing(plan.start, owner)
         assert slot is not None
         warm = slot.warm
-        if not await self._pool.take(slot, plan.start, owner):
+        if not await self._pool.lease(slot, plan.start, owner):
             return None
         if warm:
             self._counts.warm_used += 1
@@ -285,7 +285,7 @@ class Attach:
                     await self._pool.close(slot)
                     return False
                 record.doubtful = False
-                self._pool.roster.stand(slot, record.target)
+                self._pool.roster.move(slot, record.target)
         except BaseException:
             await self._pool.close(slot)
             raise

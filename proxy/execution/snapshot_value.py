@@ -75,11 +75,11 @@ class Keeper:
 
     async def give_back(self, slot: Slot, tree: Tree) -> None:
         """End the lease on a sandbox; freeze its state in the background where that is worth it."""
-        node = slot.place
+        node = slot.position
         if not isinstance(node, Node) or tree.spec.cache == "never" or not self._worth_freezing(node, tree):
             await self._pool.release(slot)
             return
-        self._pool.hold_still(slot)
+        self._pool.begin_freeze(slot)
         freeze = asyncio.get_running_loop().create_task(self._freeze(slot, tree, node))
         self._freezes.add(freeze)
         freeze.add_done_callback(self._freezes.discard)
@@ -91,7 +91,7 @@ class Keeper:
             NotFreezable: the driver cannot freeze what lives there; the node remembers why.
             SandboxError, OSError: the sandbox failed, and is closed.
         """
-        self._pool.hold_still(slot)
+        self._pool.begin_freeze(slot)
         async with self._pool.freezing(slot) as sandbox:
             try:
                 await self.keep(sandbox, tree, node)
@@ -263,7 +263,7 @@ class Keeper:
     async def drain(self) -> None:
         """Wait for the freezes under way."""
         while self._freezes:
-            self._pool.hurry()
+            self._pool.flush_pending_freezes()
             await asyncio.wait(self._freezes)
 
     async def _freeze(self, slot: Slot, tree: Tree, node: Node) -> None:

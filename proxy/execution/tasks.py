@@ -186,7 +186,7 @@ class Tasks:
         if task is not None:
             task.rollouts.pop(rollout.name, None)
         if rollout.cached:
-            await self._pool.disown(rollout.id)
+            await self._pool.release_owner(rollout.id)
         else:
             await self._pool.close_where(lambda slot: slot.owner == rollout.id)
 
@@ -212,7 +212,7 @@ class Tasks:
             self._keeper.drop_tree(tree_id)
         self._store.tasks.delete(name)
         del self._tasks[name]
-        await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
+        await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
 
     async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> tuple[int, list[str], list[str]]:
         """Forget node and what came from it; return how many nodes no other rollout will come to, and which rollouts
@@ -279,7 +279,7 @@ class Tasks:
         self._store.records.forget(nodes, records)
         for lost in nodes:
             self._keeper.drop(lost)
-        await self._pool.close_where(lambda slot: isinstance(slot.place, Node) and slot.place.detached)
+        await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
         return len(nodes)
 
     async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
@@ -386,7 +386,7 @@ class Tasks:
             used = self._store.trees.ids_of(task.name)
             trees = [self._trees[i] for i in used if i in self._trees and i not in elsewhere]
             nodes = {node for tree in trees for node in tree.nodes.values()}
-            if any(slot.place in nodes for slot in self._pool.roster.slots):
+            if any(slot.position in nodes for slot in self._pool.roster.slots):
                 continue
             self._journal.fold()
             for rollout in task.rollouts.values():

@@ -208,7 +208,9 @@ class Warm:
         """Close the oldest warm fork at which nobody is expected; False where there is none."""
         before = time.monotonic() - _STALE_S
         stale = [
-            s for s in self.standing() if s.state is SandboxState.IDLE and s.place not in nodes and s.used_at < before
+            s
+            for s in self.standing()
+            if s.state is SandboxState.IDLE and s.position not in nodes and s.used_at < before
         ]
         if not stale:
             return False

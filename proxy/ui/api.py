@@ -119,7 +119,7 @@ def _tree_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
         tree = tree_of(engine, found, root)
         read = await columns_of(tree, after, limit)
         here = {node.id: names for node, names in standing(found).items() if tree.nodes.get(node.id) is node}
-        slots = [(slot.place, slot.warm) for slot in engine.pool.roster.slots]
+        slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
         places = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
         return Response(orjson.dumps(tree_columns(task, tree, read, here, places)), media_type="application/json")
 

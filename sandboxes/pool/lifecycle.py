@@ -1,10 +1,18 @@
-"""The states of a live sandbox, written down (pure)."""
+"""The states of a live sandbox and the events that change them, as a table (pure).
+
+```
+starting --started--> leased --release--> idle --lease--> leased
+                        |                  ^
+                        +--freeze--> freezing --frozen
+any of them --close--> closed
+```
+"""
 
 from enum import Enum
 
 
 class SandboxState(Enum):
-    """What is going on with a sandbox. A closed one is nowhere listed."""
+    """What happens with a sandbox at the moment. A closed sandbox is in no list."""
 
     STARTING = "starting"
     LEASED = "leased"
@@ -14,7 +22,7 @@ class SandboxState(Enum):
 
 
 class LifecycleEvent(Enum):
-    """What may happen to one."""
+    """What may happen to a sandbox."""
 
     STARTED = "started"
     LEASE = "lease"
@@ -25,11 +33,11 @@ class LifecycleEvent(Enum):
 
 
 NEXT: dict[tuple[SandboxState, LifecycleEvent], SandboxState] = {
-    # Whoever asked for a sandbox has it first.
+    # The caller that started a sandbox has the first lease on it.
     (SandboxState.STARTING, LifecycleEvent.STARTED): SandboxState.LEASED,
     (SandboxState.LEASED, LifecycleEvent.RELEASE): SandboxState.IDLE,
     (SandboxState.IDLE, LifecycleEvent.LEASE): SandboxState.LEASED,
-    # A snapshot needs still files, so nobody runs in a sandbox that freezes; who wants it waits some milliseconds.
+    # A snapshot needs files that do not change, so a freezing sandbox cannot be leased. Callers wait milliseconds.
     (SandboxState.LEASED, LifecycleEvent.FREEZE): SandboxState.FREEZING,
     (SandboxState.FREEZING, LifecycleEvent.FROZEN): SandboxState.IDLE,
     (SandboxState.STARTING, LifecycleEvent.CLOSE): SandboxState.CLOSED,
@@ -37,13 +45,14 @@ NEXT: dict[tuple[SandboxState, LifecycleEvent], SandboxState] = {
     (SandboxState.FREEZING, LifecycleEvent.CLOSE): SandboxState.CLOSED,
     (SandboxState.IDLE, LifecycleEvent.CLOSE): SandboxState.CLOSED,
 }
+"""The state after an event. Pairs that are missing cannot happen."""
 
 
 def after(state: SandboxState, event: LifecycleEvent) -> SandboxState:
-    """Return the state that event leads to.
+    """Return the state that follows an event.
 
     Raises:
-        ValueError: the table has no such step.
+        ValueError: The table has no such step.
     """
     try:
         return NEXT[state, event]

@@ -1,4 +1,16 @@
-"""The pool: leases on live sandboxes, within a budget."""
+"""The pool: leases on live sandboxes, within a budget.
+
+Theory of operation:
+
+1. Every sandbox has a slot in the roster from before its start until its close begins. While it closes it is counted
+   separately (`_closing`), because its processes still use the machine.
+2. A caller that needs a new sandbox closes idle ones until there is room. If none is idle, it waits for `_changed`,
+   which is notified after each release, freeze and close.
+3. A sandbox may be frozen after its lease. `begin_freeze` turns the lease into a freeze at once, so no other caller can
+   lease it in between, and `freezing` may then wait for more calls of its rollout. A caller that waits, for this
+   sandbox or for room, sets `freeze_now` and ends that wait.
+4. A caller that is cancelled never leaves a sandbox half closed: `close` runs to its end in a task of its own.
+"""
 
 import asyncio
 import contextlib
@@ -9,53 +21,67 @@ from contextlib import asynccontextmanager
 from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
 from sandboxes.pool.roster import Roster, Slot
+from sandboxes.task_owner import start as start_task
 
 
 class OverloadedError(RuntimeError):
-    """Every sandbox that the budget allows is at work, and none became free in time. Try again later."""
+    """Every sandbox of the budget was busy for too long. A later attempt may succeed."""
 
 
 class Pool:
     """Owns every live sandbox from its start to its close.
 
-    budget: how many may live at once. patience_s: how long a caller waits for one of them before `OverloadedError`.
-    starts: how many may be starting at the same time.
+    Attributes:
+        roster: Who is where; read by the proxy to plan and to show.
+        waiting: How many callers wait for room.
     """
 
     def __init__(self, *, budget: int, patience_s: float, starts: int = 4) -> None:
+        """Make an empty pool.
+
+        Args:
+            budget: How many sandboxes may be alive at once, closing ones included.
+            patience_s: How long a caller waits for room before it gets `OverloadedError`.
+            starts: How many sandboxes may be starting at once.
+        """
         self.roster = Roster()
+        self.waiting = 0
         self._budget, self._patience_s = budget, patience_s
         self._changed = asyncio.Condition()
         self._starts = asyncio.Semaphore(starts)
         self._closing = 0
-        self.waiting = 0
 
-    async def start(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable, owner: int | None) -> Slot:
-        """Make a sandbox that stands at place and lease it to owner; give up an idle one where the budget asks for it.
+    async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
+        """Make a sandbox and lease it; idle sandboxes are closed if the budget has no room.
+
+        Args:
+            make: Starts or restores the sandbox.
+            position: Where the sandbox is then.
+            owner: The rollout that needs it; None for the control plane.
 
         Raises:
-            Overloaded: no room within the patience.
+            OverloadedError: There was no room within the patience.
         """
-        return await self._start(await self._room(owner), make, place)
+        return await self._start(await self._make_room(owner), make, position)
 
-    async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], place: Hashable) -> Slot:
-        """Make a sandbox ahead of its use. Nobody waits for it or gives way: it takes no place that another may need.
+    async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
+        """Make a sandbox ahead of its use and lease it. Nothing is closed or delayed for it.
 
         Raises:
-            Overloaded: fewer than two places are free, or all that may start at once are starting.
+            OverloadedError: See `has_spare_room`.
         """
         if not self.has_spare_room:
-            raise OverloadedError("no place is free for a warm fork.")
+            raise OverloadedError("there is no room for a warm fork.")
         slot = Slot(None, warm=True)
-        self.roster.enter(slot)
-        return await self._start(slot, make, place)
+        self.roster.add(slot)
+        return await self._start(slot, make, position)
 
     @property
     def has_spare_room(self) -> bool:
-        """Say whether a sandbox may be made ahead: a place must stay free for who comes meanwhile."""
+        """Whether a sandbox may be made ahead: two slots and a start are free, so the next caller still has one."""
         return len(self.roster) + self._closing + 1 < self._budget and not self._starts.locked()
 
-    async def _start(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], place: Hashable) -> Slot:
+    async def _start(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         try:
             async with self._starts:
                 slot.sandbox = await make()
@@ -63,96 +89,100 @@ class Pool:
             await self.close(slot)
             raise
         slot.started_at = slot.used_at = time.monotonic()
-        self.roster.stand(slot, place)
-        self.roster.happen(slot, LifecycleEvent.STARTED)
+        self.roster.move(slot, position)
+        self.roster.apply(slot, LifecycleEvent.STARTED)
         return slot
 
-    async def take(self, slot: Slot, place: Hashable, owner: int | None) -> bool:
-        """Lease a slot that `roster.standing` named; False where it froze (after waiting for that) or went away.
+    async def lease(self, slot: Slot, position: Hashable, owner: int | None) -> bool:
+        """Lease the slot that `Roster.find` returned.
 
-        What may be taken, and what is cheapest, can have changed meanwhile: ask the roster again.
+        A freezing sandbox is waited for and then not leased: what is cheapest may have changed meanwhile, so the caller
+        plans again.
+
+        Returns:
+            False if the sandbox froze, moved, died, or was leased by another caller.
         """
         if slot.state is SandboxState.FREEZING:
-            slot.hurry.set()
+            slot.freeze_now.set()
             async with self._changed:
                 await self._changed.wait_for(lambda: slot.state is not SandboxState.FREEZING)
             return False
-        if (
-            slot.state is not SandboxState.IDLE
-            or slot.place is not place
-            or slot.sandbox is None
-            or not slot.sandbox.alive
-        ):
+        if slot.state is not SandboxState.IDLE or slot.position is not position:
             return False
-        self.roster.happen(slot, LifecycleEvent.LEASE)
+        if slot.sandbox is None or not slot.sandbox.alive:
+            return False
+        self.roster.apply(slot, LifecycleEvent.LEASE)
         slot.owner, slot.warm = owner, False
         return True
 
     async def release(self, slot: Slot) -> None:
-        """Give a leased sandbox back; where it stands was noted by `roster.stand`."""
+        """End a lease. `Roster.move` has recorded where the sandbox is now."""
         slot.used_at = time.monotonic()
-        self.roster.happen(slot, LifecycleEvent.RELEASE)
+        self.roster.apply(slot, LifecycleEvent.RELEASE)
         await self._notify()
 
-    def hold_still(self, slot: Slot) -> None:
-        """Turn a lease into a freeze without a moment between; `freezing` must follow."""
+    def begin_freeze(self, slot: Slot) -> None:
+        """Turn a lease into a freeze. `freezing` must follow."""
         slot.used_at = time.monotonic()
-        slot.hurry.clear()
-        self.roster.happen(slot, LifecycleEvent.FREEZE)
+        slot.freeze_now.clear()
+        self.roster.apply(slot, LifecycleEvent.FREEZE)
 
     @asynccontextmanager
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
-        """Give the sandbox that is held still, then give it back. It is closed where the freeze fails.
+        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed.
 
-        after_s: seconds to wait before, unless somebody wants the sandbox, or its place, meanwhile.
+        Args:
+            slot: A slot after `begin_freeze`.
+            after_s: How long to wait before the block. The wait ends early if a caller needs the sandbox or its room.
         """
         assert slot.sandbox is not None
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(after_s):
-                    await slot.hurry.wait()
+                    await slot.freeze_now.wait()
             yield slot.sandbox
         except BaseException:
             await self.close(slot)
             raise
-        self.roster.happen(slot, LifecycleEvent.FROZEN)
+        self.roster.apply(slot, LifecycleEvent.FROZEN)
         await self._notify()
 
     async def close(self, slot: Slot) -> None:
-        """Close a sandbox, whatever it is doing. Runs to its end even when the caller is cancelled."""
+        """Close a sandbox in any state. The close completes even if the caller is cancelled."""
         if slot.state is SandboxState.CLOSED:
             return
-        self.roster.happen(slot, LifecycleEvent.CLOSE)
-        # It lives until it has ended: the budget holds for the machine, not for the roster.
+        self.roster.apply(slot, LifecycleEvent.CLOSE)
+        # The budget is about the machine: until its processes have ended, the sandbox takes room.
         self._closing += 1
-        closing = asyncio.ensure_future(self._close(slot))
+        closing = start_task(self._close(slot))
         try:
             await asyncio.shield(closing)
         except asyncio.CancelledError:
             await asyncio.wait([closing])
             raise
 
-    def hurry(self) -> None:
-        """Let no freeze be put off any longer."""
+    def flush_pending_freezes(self) -> None:
+        """Start all delayed freezes now."""
         for slot in self.roster.slots:
-            slot.hurry.set()
+            slot.freeze_now.set()
 
-    async def disown(self, owner: int) -> None:
-        """Let everyone have what owner leaves behind."""
+    async def release_owner(self, owner: int) -> None:
+        """Let every rollout use the sandboxes that one rollout owned."""
         for slot in self.roster.slots:
             if slot.owner == owner:
                 slot.owner = None
 
     async def close_where(self, unwanted: Callable[[Slot], bool]) -> int:
-        """Close the idle sandboxes that are unwanted; return how many."""
-        found = [slot for slot in self.roster.slots if slot.state is SandboxState.IDLE and unwanted(slot)]
-        for slot in found:
+        """Close the idle sandboxes that are unwanted and return how many there were."""
+        idle = [slot for slot in self.roster.slots if slot.state is SandboxState.IDLE and unwanted(slot)]
+        for slot in idle:
+            # A close takes time, and another task may have leased the next sandbox meanwhile.
             if slot.state is SandboxState.IDLE:
                 await self.close(slot)
-        return len(found)
+        return len(idle)
 
     async def close_victim(self) -> bool:
-        """Close the idle sandbox that is missed least; False where none is idle."""
+        """Close the idle sandbox that is missed least. Return False if none is idle."""
         victim = self.roster.victim()
         if victim is None:
             return False
@@ -160,9 +190,9 @@ class Pool:
         return True
 
     async def close_unused(self, idle_s: float) -> int:
-        """Close what nobody has used for idle_s seconds, and what has died; return how many."""
-        old = set(self.roster.unused_since(time.monotonic() - idle_s))
-        return await self.close_where(old.__contains__)
+        """Close the sandboxes that were idle for `idle_s` seconds or have died, and return how many there were."""
+        unused = set(self.roster.unused_since(time.monotonic() - idle_s))
+        return await self.close_where(unused.__contains__)
 
     async def _close(self, slot: Slot) -> None:
         try:
@@ -172,16 +202,16 @@ class Pool:
             self._closing -= 1
             await self._notify()
 
-    async def _room(self, owner: int | None) -> Slot:
+    async def _make_room(self, owner: int | None) -> Slot:
+        """Wait for room in the budget and return a slot that takes it."""
         self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):
                 while len(self.roster) + self._closing >= self._budget:
-                    victim = self.roster.victim()
-                    if victim is not None:
-                        await self.close(victim)
+                    if await self.close_victim():
                         continue
-                    self.hurry()
+                    # A sandbox whose freeze is delayed could be closed, too.
+                    self.flush_pending_freezes()
                     async with self._changed:
                         await self._changed.wait()
         except TimeoutError:
@@ -191,8 +221,9 @@ class Pool:
             ) from None
         finally:
             self.waiting -= 1
+        # No await since the last look at the budget: no other caller can take this room.
         slot = Slot(owner)
-        self.roster.enter(slot)
+        self.roster.add(slot)
         return slot
 
     async def _notify(self) -> None:

@@ -1,6 +1,10 @@
-"""Which sandboxes live, where each stands, and which to give up first (pure).
+"""The roster: which sandboxes are alive, at which position each is, and which to close first (pure).
 
-A place is whatever the caller stands sandboxes at (the proxy: a node of a tree); equal places are interchangeable.
+A position is any hashable value of the caller: for the proxy, a node of a tree. Sandboxes at one position have the same
+state, so they are interchangeable.
+
+The roster decides and never waits; `Pool` waits and never decides. Every method is synchronous, so no other task runs
+between a decision and the lease that follows it.
 """
 
 import asyncio
@@ -13,87 +17,111 @@ from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState, after
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One live sandbox. `sandbox` is None while it starts; `owner` may alone take it where its state lives only in it.
+    """A place in the budget, and the sandbox that takes it.
 
-    used_at: seconds of a monotonic clock. warm: made ahead, and not used yet. hurry: set when somebody waits for the
-    end of its freeze.
+    Attributes:
+        owner: The rollout that the sandbox is reserved for while its state exists nowhere else; None for everybody.
+        position: Where the sandbox is.
+        sandbox: The sandbox; None while it starts.
+        state: The state of the lifecycle.
+        used_at: When the last lease ended, in seconds of the monotonic clock.
+        started_at: When the sandbox had started, on the same clock.
+        calls: How many calls ran in the sandbox.
+        warm: The sandbox was made ahead of its use and was not used yet.
+        freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
     """
 
     owner: int | None
-    place: Hashable = None
+    position: Hashable = None
     sandbox: Sandbox | None = None
     state: SandboxState = SandboxState.STARTING
     used_at: float = 0.0
     started_at: float = 0.0
     calls: int = 0
     warm: bool = False
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
 class Roster:
-    """All slots, found by place."""
+    """All slots in the order of their start, indexed by position.
+
+    Attributes:
+        slots: Every slot that is not closed.
+    """
 
     slots: list[Slot] = field(default_factory=list)
-    _by_place: dict[Hashable, list[Slot]] = field(default_factory=dict)
+    _by_position: dict[Hashable, list[Slot]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.slots)
 
-    def enter(self, slot: Slot) -> None:
+    def add(self, slot: Slot) -> None:
+        """Add a slot, which counts towards the budget from now on."""
         self.slots.append(slot)
 
-    def happen(self, slot: Slot, event: LifecycleEvent) -> None:
-        """Move slot on; one that closes leaves the roster."""
+    def apply(self, slot: Slot, event: LifecycleEvent) -> None:
+        """Change the state of a slot. A closed slot leaves the roster.
+
+        Raises:
+            ValueError: The lifecycle has no such step.
+        """
         slot.state = after(slot.state, event)
         if slot.state is SandboxState.CLOSED:
-            self._leave_place(slot)
+            self._leave_position(slot)
             self.slots.remove(slot)
 
-    def stand(self, slot: Slot, place: Hashable) -> None:
-        """Note that slot stands at place now."""
-        if slot.place is not place or slot not in self._by_place.get(place, ()):
-            self._leave_place(slot)
-            slot.place = place
-            self._by_place.setdefault(place, []).append(slot)
+    def move(self, slot: Slot, position: Hashable) -> None:
+        """Record that the sandbox of a slot is at a position now."""
+        if slot.position is not position or slot not in self._by_position.get(position, ()):
+            self._leave_position(slot)
+            slot.position = position
+            self._by_position.setdefault(position, []).append(slot)
 
-    def standing(self, place: Hashable, owner: int | None, *, shared: bool) -> Slot | None:
-        """Return a sandbox at place that owner may take: its own first, then, if shared, any.
+    def find(self, position: Hashable, owner: int | None, *, shared: bool) -> Slot | None:
+        """Return the sandbox at a position that a rollout should use, or None.
 
-        One that freezes is worth waiting for, whoever owns it: once it is frozen its state can be had again.
+        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for, whoever
+        owns it: once it is frozen, its state exists as a snapshot too.
+
+        Args:
+            position: Where the sandbox must be.
+            owner: The rollout that needs it.
+            shared: The state of the position exists elsewhere too, so other rollouts' sandboxes may be used.
         """
-        found = [s for s in self._by_place.get(place, ()) if _alive(s)]
-        idle = [s for s in found if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
-        takeable = idle or [s for s in found if s.state is SandboxState.FREEZING]
-        return max(takeable, key=lambda s: s.owner == owner, default=None)
+        alive = [s for s in self._by_position.get(position, ()) if _alive(s)]
+        idle = [s for s in alive if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
+        usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
+        return max(usable, key=lambda s: s.owner == owner, default=None)
 
     def victim(self) -> Slot | None:
-        """Return the idle sandbox to give up: of those that nobody owns, then of the others, the one idle longest."""
+        """Return the idle sandbox to close first: without an owner before owned, then the one idle longest."""
         idle = (s for s in self.slots if s.state is SandboxState.IDLE)
         return min(idle, key=lambda s: (s.owner is not None, s.used_at), default=None)
 
     def unused_since(self, moment: float) -> list[Slot]:
-        """Return the idle sandboxes, and the dead ones, that nobody has used since moment."""
+        """Return the idle sandboxes that were last used before a moment of the monotonic clock, or that died."""
         return [s for s in self.slots if s.state is SandboxState.IDLE and (s.used_at < moment or not _alive(s))]
 
-    def at(self, place: Hashable) -> Iterator[Slot]:
-        yield from list(self._by_place.get(place, ()))
+    def at(self, position: Hashable) -> Iterator[Slot]:
+        """Yield every slot at a position, whatever its state."""
+        yield from list(self._by_position.get(position, ()))
 
     def check(self) -> None:
-        """Assert that slots and places agree."""
-        placed = [slot for slots in self._by_place.values() for slot in slots]
-        assert len(placed) == len(set(placed))
-        assert set(placed) <= set(self.slots)
-        for place, slots in self._by_place.items():
+        """Assert that the slots and the index by position agree."""
+        indexed = [slot for slots in self._by_position.values() for slot in slots]
+        assert len(indexed) == len(set(indexed))
+        assert set(indexed) <= set(self.slots)
+        for position, slots in self._by_position.items():
             assert slots
-            assert all(slot.place is place for slot in slots)
+            assert all(slot.position is position for slot in slots)
 
-    def _leave_place(self, slot: Slot) -> None:
-        here = self._by_place.get(slot.place)
+    def _leave_position(self, slot: Slot) -> None:
+        here = self._by_position.get(slot.position)
         if here is not None and slot in here:
             here.remove(slot)
             if not here:
-                del self._by_place[slot.place]
+                del self._by_position[slot.position]
 
 
 def _alive(slot: Slot) -> bool:

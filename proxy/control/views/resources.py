@@ -159,7 +159,7 @@ def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> Snap
 
 def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -> SandboxView:
     """Return a live sandbox. tasks: of each running rollout's id its task and name."""
-    node = slot.place if isinstance(slot.place, Node) else None
+    node = slot.position if isinstance(slot.position, Node) else None
     task, rollout = tasks.get(slot.owner or 0, (None, None))
     return SandboxView(
         id=slot.sandbox.id if slot.sandbox is not None else None,

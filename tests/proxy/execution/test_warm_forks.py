@@ -51,7 +51,7 @@ async def begun(running: Engine, name: str, *commands: str) -> Rollout:
 
 
 def places(running: Engine) -> list[Node]:
-    return [slot.place for slot in running.warm.standing() if isinstance(slot.place, Node)]
+    return [slot.position for slot in running.warm.standing() if isinstance(slot.position, Node)]
 
 
 def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_state_that_lives_in_one_sandbox_is_not_taken_for_a_fork(tmp_path: Pat
         (own,) = [slot for slot in running.pool.roster.slots if slot.owner == first.id]
         await begun(running, "second", "sleep 9 &", "echo 1 > a")
         await settled(running)
-        assert own.place is first.node
+        assert own.position is first.node
         assert own.owner == first.id
         assert (await ask(running, first, "cat a"))[0]["stdout"] == "1\n"
 

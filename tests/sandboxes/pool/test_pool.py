@@ -191,7 +191,7 @@ def test_a_close_that_fails_keeps_nobody_waiting() -> None:
 def test_a_freeze_that_fails_closes_its_sandbox() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
-        pool.hold_still(slot)
+        pool.begin_freeze(slot)
         with pytest.raises(SandboxError):
             async with pool.freezing(slot):
                 raise SandboxError("the disk failed")
@@ -204,14 +204,14 @@ def test_a_freeze_that_fails_closes_its_sandbox() -> None:
 def test_who_wants_a_sandbox_that_freezes_waits_and_looks_again() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
-        pool.hold_still(slot)
-        taking = asyncio.ensure_future(pool.take(slot, "n1", 2))
+        pool.begin_freeze(slot)
+        taking = asyncio.ensure_future(pool.lease(slot, "n1", 2))
         await settled()
         assert not taking.done()
         async with pool.freezing(slot):
             pass
         assert await taking is False
-        assert await pool.take(slot, "n1", 2) is True
+        assert await pool.lease(slot, "n1", 2) is True
 
     pooled(test)
 
@@ -227,8 +227,8 @@ def test_what_was_named_may_be_gone_when_it_is_taken() -> None:
         await pool.release(dead)
         await gone(dead)
         await pool.release(away)
-        pool.roster.stand(away, "n2")
-        assert [await pool.take(slot, "n1", 2) for slot in (dead, away, leased)] == [False] * 3
+        pool.roster.move(away, "n2")
+        assert [await pool.lease(slot, "n1", 2) for slot in (dead, away, leased)] == [False] * 3
 
     pooled(test, budget=3)
 
@@ -253,9 +253,9 @@ def test_unused_and_dead_sandboxes_are_closed_and_busy_ones_are_not() -> None:
 
 def test_a_freeze_is_put_off_until_somebody_wants_the_sandbox_or_its_place() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
-        for wants in (lambda slot: pool.take(slot, "n1", 2), lambda _: pool.start(driver.make, "n1", 3)):
+        for wants in (lambda slot: pool.lease(slot, "n1", 2), lambda _: pool.start(driver.make, "n1", 3)):
             slot = await pool.start(driver.make, "n1", 1)
-            pool.hold_still(slot)
+            pool.begin_freeze(slot)
             frozen = asyncio.Event()
 
             async def freeze(slot: Slot = slot, frozen: asyncio.Event = frozen) -> None:
@@ -284,7 +284,7 @@ def test_a_sandbox_is_made_ahead_only_where_a_place_stays_free() -> None:
         with pytest.raises(OverloadedError):
             await pool.start_warm(driver.make, "n1")
         assert driver.most == 2
-        assert await pool.take(warm, "n1", 7)
+        assert await pool.lease(warm, "n1", 7)
         assert (warm.warm, warm.owner) == (False, 7)
 
     pooled(test, budget=3)

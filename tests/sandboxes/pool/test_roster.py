@@ -32,8 +32,8 @@ class Yard:
 
     def add(self, place: str, owner: int | None, state: SandboxState = SandboxState.IDLE, used_at: float = 0.0) -> Slot:
         slot = Slot(owner, sandbox=cast("Sandbox", Body()), state=state, used_at=used_at)
-        self.roster.enter(slot)
-        self.roster.stand(slot, place)
+        self.roster.add(slot)
+        self.roster.move(slot, place)
         return slot
 
 
@@ -42,31 +42,31 @@ def test_a_rollout_takes_its_own_sandbox_before_another_s() -> None:
     yard.add("n1", 2)
     own = yard.add("n1", 1)
     yard.add("n1", None)
-    assert yard.roster.standing("n1", 1, shared=True) is own
+    assert yard.roster.find("n1", 1, shared=True) is own
 
 
 def test_where_a_state_lives_in_one_sandbox_only_nobody_else_may_take_it() -> None:
     yard = Yard()
     slot = yard.add("n1", 2)
-    assert yard.roster.standing("n1", 1, shared=False) is None
-    assert yard.roster.standing("n1", 1, shared=True) is slot
+    assert yard.roster.find("n1", 1, shared=False) is None
+    assert yard.roster.find("n1", 1, shared=True) is slot
     slot.owner = None
-    assert yard.roster.standing("n1", 1, shared=False) is slot
+    assert yard.roster.find("n1", 1, shared=False) is slot
 
 
 def test_one_that_freezes_is_named_only_where_none_is_idle() -> None:
     yard = Yard()
     frozen = yard.add("n1", 2, SandboxState.FREEZING)
-    assert yard.roster.standing("n1", 1, shared=False) is frozen
+    assert yard.roster.find("n1", 1, shared=False) is frozen
     idle = yard.add("n1", 3)
-    assert yard.roster.standing("n1", 1, shared=True) is idle
+    assert yard.roster.find("n1", 1, shared=True) is idle
 
 
 def test_a_dead_sandbox_is_never_named_and_counts_as_unused() -> None:
     yard = Yard()
     slot = yard.add("n1", 1, used_at=100.0)
     cast("Body", slot.sandbox).alive = False
-    assert yard.roster.standing("n1", 1, shared=True) is None
+    assert yard.roster.find("n1", 1, shared=True) is None
     assert yard.roster.unused_since(50.0) == [slot]
 
 
@@ -92,7 +92,7 @@ class AgainstAList(RuleBasedStateMachine):
     def enter(self, owner: int) -> None:
         slot = Slot(owner)
         self.slots.append(slot)
-        self.roster.enter(slot)
+        self.roster.add(slot)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), event=st.sampled_from(LifecycleEvent), place=st.sampled_from(PLACES))
@@ -103,8 +103,8 @@ class AgainstAList(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(possible))
         if event is LifecycleEvent.STARTED:
             slot.sandbox = cast("Sandbox", Body())
-            self.roster.stand(slot, place)
-        self.roster.happen(slot, event)
+            self.roster.move(slot, place)
+        self.roster.apply(slot, event)
         if slot.state is SandboxState.CLOSED:
             self.slots.remove(slot)
 
@@ -113,7 +113,7 @@ class AgainstAList(RuleBasedStateMachine):
     def move(self, data: st.DataObject, place: str) -> None:
         leased = [slot for slot in self.slots if slot.state is SandboxState.LEASED]
         if leased:
-            self.roster.stand(data.draw(st.sampled_from(leased)), place)
+            self.roster.move(data.draw(st.sampled_from(leased)), place)
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data())
@@ -136,16 +136,16 @@ class AgainstAList(RuleBasedStateMachine):
     def it_names_a_sandbox_exactly_where_one_may_be_taken(self) -> None:
         for place in PLACES:
             for shared in (True, False):
-                here = [s for s in self.slots if s.place == place and s.sandbox is not None and s.sandbox.alive]
+                here = [s for s in self.slots if s.position == place and s.sandbox is not None and s.sandbox.alive]
                 idle = [s for s in here if s.state is SandboxState.IDLE and (shared or s.owner == 1)]
                 allowed = idle or [s for s in here if s.state is SandboxState.FREEZING]
-                named = self.roster.standing(place, 1, shared=shared)
+                named = self.roster.find(place, 1, shared=shared)
                 assert named in allowed if allowed else named is None
 
     @invariant()
     def it_finds_all_that_stand_at_a_place(self) -> None:
         for place in PLACES:
-            assert set(self.roster.at(place)) == {slot for slot in self.slots if slot.place == place}
+            assert set(self.roster.at(place)) == {slot for slot in self.slots if slot.position == place}
 
 
 AgainstAList.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
