@@ -12,7 +12,7 @@ from functools import partial
 
 import structlog
 
-from proxy.compat.docker.endpoint import DockerFront
+from proxy.compat.docker.endpoint import DockerEndpoint
 from proxy.dataplane.addressing import Addressing, request_of
 from proxy.dataplane.dispatch import Dispatch
 from proxy.dataplane.hit_path import HitPath
@@ -42,7 +42,7 @@ class DataPlane:
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
         self._addressing, self._count = Addressing(engine), partial(count_problem, engine.counts)
-        self.docker = DockerFront(engine, engine.answers, self._addressing.address, self._count)
+        self.docker = DockerEndpoint(engine, engine.answers, self._addressing.address, self._count)
         self._hit_path = HitPath(engine, self._addressing)
         self._dispatch = Dispatch(engine, self._addressing, self.docker)
         self._sockets = Sockets(engine, engine.answers)
@@ -77,9 +77,9 @@ class DataPlane:
             return self.docker.known(scope, body)
         return self._hit_path.known(scope, body)
 
-    def hijacks(self, scope: Scope) -> bool:
-        """Return whether an authorised request may take its connection over as a stream (Docker's `hijack`)."""
-        return self.docker.hijacks(scope) and self._authorise(scope) is None
+    def may_stream(self, scope: Scope) -> bool:
+        """Return whether an authorised request may take its connection over as a stream."""
+        return self.docker.may_stream(scope) and self._authorise(scope) is None
 
     def _authorise(self, scope: Scope) -> RefusalError | None:
         """Note in the scope what a request may see; return why it may see nothing, or None. Idempotent."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from proxy.compat.docker.endpoint import DockerFront
+from proxy.compat.docker.endpoint import DockerEndpoint
 from proxy.compat.e2b.endpoint import E2b
 from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
 from proxy.dataplane.retries import Retries
@@ -57,7 +57,7 @@ _CACHE_STATUS = {
 class Dispatch:
     """Serves the requests that the hit path does not answer."""
 
-    def __init__(self, engine: Engine, addressing: Addressing, docker: DockerFront) -> None:
+    def __init__(self, engine: Engine, addressing: Addressing, docker: DockerEndpoint) -> None:
         self._engine, self._addressing, self._docker = engine, addressing, docker
         self._answers, self._e2b, self._retries = engine.answers, E2b(engine), Retries()
         self._constants: LruCache[tuple[int, CallKey], Answer] = LruCache(MAX_REMEMBERED)

@@ -2,7 +2,7 @@
 
 A hit needs no task, no event and no second write; they cost more than finding the answer does. Whatever is not a plain
 complete request with a known answer takes uvicorn's ordinary way. Docker's clients take some connections over for
-streams both ways, which are a `HijackedConnection` from then on. All this leans on names of uvicorn's protocol
+streams both ways, which are a `StreamConnection` from then on. All this leans on names of uvicorn's protocol
 class, so pyproject.toml bounds its version, and tests hold them.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from proxy.compat.docker.stream import HijackedConnection
+from proxy.compat.docker.stream import StreamConnection
 from proxy.dataplane.app import DataPlane
 from proxy.telemetry.histogram import Histogram
 
@@ -69,7 +69,7 @@ class HitFirst(HttpToolsProtocol):
     _parsing = False
     _begun: _Begun | None = None
     _held: _Begun | None = None
-    _wire: HijackedConnection | None = None
+    _wire: StreamConnection | None = None
     _beyond: bytearray | None = None
     _data = b""
 
@@ -101,7 +101,7 @@ class HitFirst(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         cycle.transport = cast("asyncio.Transport", Joining(cycle.transport, self.loop))
-        if self.data_plane.hijacks(cast("Scope", cycle.scope)) and not cycle.waiting_for_100_continue:
+        if self.data_plane.may_stream(cast("Scope", cycle.scope)) and not cycle.waiting_for_100_continue:
             self._held = cycle, app
             self._take_over_when_whole()
         # uvicorn starts when it has the headers; the body is mostly in the same bytes, so wait for their end.
@@ -161,18 +161,18 @@ class HitFirst(HttpToolsProtocol):
             self._beyond = self._beyond[length:]
         self._held = None
         body, docker = bytes(cycle.body), self.data_plane.docker
-        if not docker.takes_over(cycle.scope, body):
+        if not docker.takes_connection(cycle.scope, body):
             super()._start_asgi_task(cycle, app)
             return
         self.flow.resume_reading()
-        self._wire = wire = HijackedConnection(
+        self._wire = wire = StreamConnection(
             self.transport.write, self.flow.drain, self._hold, self.transport.close,
-            upgrade=self._get_upgrade() is not None, hasty=docker.is_hasty(cycle.scope),
+            upgrade=self._get_upgrade() is not None, padded=docker.needs_padding(cycle.scope),
         )  # fmt: skip
         if self._beyond:
             wire.feed(bytes(self._beyond))
-        if not docker.answered(cycle.scope, body, wire):
-            task = self.loop.create_task(docker.hijack(cycle.scope, body, wire))
+        if not docker.stream_known(cycle.scope, body, wire):
+            task = self.loop.create_task(docker.stream(cycle.scope, body, wire))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
 
@@ -183,12 +183,12 @@ class HitFirst(HttpToolsProtocol):
         if self._wire is None:
             return super().eof_received()
         # It sends no more, and goes on listening.
-        self._wire.ended()
+        self._wire.end_input()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._wire is not None:
-            self._wire.lost()
+            self._wire.lose()
         super().connection_lost(exc)
 
 

@@ -1,6 +1,12 @@
-"""Docker's Engine API before the tree: what is answered at once, what opens, runs and ends a rollout.
+"""Routes requests of Docker's Engine API to the services of this room.
 
-An exec's creation and inspection are answered here; its start is the call. Nothing is started before the first miss.
+Three ways lead in, so that what can be answered without an await is:
+
+1. `known` answers whole requests from memory, without a task: inspection, lists, creation of exec instances.
+2. `answer` answers every other request. It may run calls, and may return a response that is sent piece by piece.
+3. `stream_known` and `stream` answer requests whose connection becomes a stream: `exec start` and `attach`.
+
+Creating a container begins a rollout, but no sandbox is started before the first miss.
 """
 
 import secrets
@@ -10,15 +16,14 @@ from typing import Any, Protocol, cast
 
 import orjson
 
-from proxy.compat.docker import requests as docker
-from proxy.compat.docker import responses as docker_told
+from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
+from proxy.compat.docker.containers import Container
 from proxy.compat.docker.execs import ContainerExecs
-from proxy.compat.docker.lifecycle import ContainerLives
-from proxy.compat.docker.registry import Containers
+from proxy.compat.docker.lifecycle import ContainerLifecycle, StreamedResponse
+from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import NO_PAGE, DockerRequest
-from proxy.compat.docker.responses import Container
-from proxy.compat.docker.stream import HijackedConnection
+from proxy.compat.docker.stream import StreamConnection
 from proxy.dialects.base import Local
 from proxy.engine import Engine
 from proxy.http.address import Address
@@ -32,35 +37,38 @@ from sandboxes.spec import SHELLLESS_DRIVERS
 
 
 class Images(Protocol):
-    """What a driver of containers knows of images."""
+    """The part of the container driver that knows images."""
 
     async def config(self, image: str) -> dict[str, Any]:
-        """Return an image's id and defaults. Raises SpecError."""
+        """Return an image's ID and defaults.
+
+        Raises:
+            SpecError: The image does not exist.
+        """
         ...
 
 
-class EngineApi:
-    """Answers what comes below the endpoint `docker`."""
+class DockerApi:
+    """Answers the requests below the endpoint `docker` of all tasks."""
 
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine = engine
-        self.containers = Containers(engine.store, engine.tasks)
-        max_input = engine.settings.max_body_bytes
+        self._registry = ContainerRegistry(engine.store, engine.tasks)
+        max_stdin_bytes = engine.settings.max_body_bytes
         self._calls = ContainerCalls(engine, answers)
-        self._execs = ContainerExecs(self.containers, self._calls, max_input=max_input)
-        self._lives = ContainerLives(
-            self.containers, self._execs, self._calls, max_input=max_input, closing=engine.closing
+        self._execs = ContainerExecs(self._registry, self._calls, max_stdin_bytes=max_stdin_bytes)
+        self._lifecycle = ContainerLifecycle(
+            self._registry, self._execs, self._calls, max_stdin_bytes=max_stdin_bytes, closing=engine.closing
         )
-        self._reserved: set[tuple[str, str, str]] = set()
-        self._beginning: set[tuple[str, str]] = set()
-
-    # -- ways in -----------------------------------------------------------------------------------------------------
+        # Names of containers and of rollouts that creations under way have taken: a creation awaits several times.
+        self._reserved_names: set[tuple[str, str, str]] = set()
+        self._reserved_rollouts: set[tuple[str, str]] = set()
 
     def known(self, method: str, address: Address, query: bytes, body: bytes) -> bytes | None:
-        """Return the whole HTTP response where no await is needed; None where one is, or something is wrong."""
+        """Return the whole HTTP response; None if it needs an await, or if the request is invalid: see `answer`."""
         try:
-            asked = docker.asked(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
-            local = self._at_once(asked, address.task, address.rollout)
+            request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
+            local = self._from_memory(request, address.task, address.rollout)
         except RefusalError:
             return None
         if local is None:
@@ -70,208 +78,226 @@ class EngineApi:
             headers.append((b"content-length", b"%d" % len(local.body)))
         return response(local.status, headers, local.body)
 
-    async def answer(self, method: str, address: Address, query: bytes, body: bytes) -> Local:
-        """Answer a request that is no stream.
+    async def answer(self, method: str, address: Address, query: bytes, body: bytes) -> Local | StreamedResponse:
+        """Answer a request that does not take its connection over.
 
         Raises:
-            Streaming: it is one after all.
+            RefusalError: The request is refused, in Docker's words where Docker has some.
         """
-        asked = docker.asked(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
+        request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
         task, owner = address.task, address.rollout
-        if asked.words[:1] == ("_ping",):
-            return docker_told.ping(method)
+        if request.segments[:1] == ("_ping",):
+            return responses.ping(method)
         await self._load(task)
-        return self._at_once(asked, task, owner) or await self._act(asked, task, owner)
+        return self._from_memory(request, task, owner) or await self._act(request, task, owner)
 
-    async def hijacked(self, address: Address, query: bytes, body: bytes, wire: HijackedConnection) -> None:
-        """Answer a request whose connection becomes a stream. What goes wrong after its head is told in the stream."""
-        asked = docker.asked("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
+    async def stream(self, address: Address, query: bytes, body: bytes, connection: StreamConnection) -> None:
+        """Answer a request whose connection becomes a stream.
+
+        Raises:
+            RefusalError: The request is refused. If the stream is open, the caller reports it there.
+        """
+        request = requests.read("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
         await self._load(address.task)
-        match asked.words:
+        match request.segments:
             case ("exec", name, "start"):
-                await self._execs.start(self._execs.find(address.task, address.rollout, name), wire)
+                await self._execs.start(self._execs.find(address.task, address.rollout, name), connection)
             case ("containers", name, "attach"):
-                container = self.containers.find(address.task, address.rollout, name)
-                await self._lives.attach(asked, container, wire)
+                container = self._registry.find(address.task, address.rollout, name)
+                await self._lifecycle.attach(request, container, connection)
             case _:
                 raise NO_PAGE
 
-    def hijacked_at_once(self, address: Address, body: bytes, wire: HijackedConnection) -> bool:
-        """Answer the start of an exec that wants no input and that the tree knows; False where it is none."""
-        match docker.asked("POST", address.raw.decode("latin-1"), "", body).words:
+    def stream_known(self, address: Address, body: bytes, connection: StreamConnection) -> bool:
+        """Answer the start of an exec that the tree knows, without an await; return False for any other request."""
+        match requests.read("POST", address.raw.decode("latin-1"), "", body).segments:
             case ("exec", name, "start"):
-                return self._execs.start_known(self._execs.find(address.task, address.rollout, name), wire)
+                return self._execs.start_known(self._execs.find(address.task, address.rollout, name), connection)
         return False
 
     async def aclose(self) -> None:
-        """See `ContainerLives.aclose`."""
-        await self._lives.aclose()
+        """Stop watching main commands, at shutdown."""
+        await self._lifecycle.aclose()
 
-    # -- answered at once --------------------------------------------------------------------------------------------
+    # -- answered from memory ----------------------------------------------------------------------------------------
 
-    def _at_once(self, asked: DockerRequest, task: str, owner: str) -> Local | None:
-        match (asked.method, *asked.words):
+    def _from_memory(self, request: DockerRequest, task: str, owner: str) -> Local | None:
+        match (request.method, *request.segments):
             case ("GET" | "HEAD", "_ping"):
-                return docker_told.ping(asked.method)
+                return responses.ping(request.method)
             case ("GET", "version"):
-                return docker_told.version()
+                return responses.version()
             case ("GET", "images", "json") | ("GET", "networks"):
-                return docker_told.told([])
+                return responses.json_response([])
             case ("GET", "volumes"):
-                return docker_told.told({"Volumes": [], "Warnings": None})
-        return self._of_containers(asked, task, owner) if self.containers.known(task) else None
+                return responses.json_response({"Volumes": [], "Warnings": None})
+        return self._container_from_memory(request, task, owner) if self._registry.is_loaded(task) else None
 
-    def _of_containers(self, asked: DockerRequest, task: str, owner: str) -> Local | None:
-        match (asked.method, *asked.words):
+    def _container_from_memory(self, request: DockerRequest, task: str, owner: str) -> Local | None:
+        match (request.method, *request.segments):
             case ("GET", "info"):
-                return docker_told.info(self.containers.of(task, owner))
+                return responses.info(self._registry.of(task, owner))
             case ("GET", "containers", "json"):
-                return self._list(asked, task, owner)
+                return self._list(request, task, owner)
             case ("GET", "containers", name, "json"):
-                container = self.containers.find(task, owner, name)
-                return docker_told.inspected(container) if self.containers.rollout(container) else None
+                container = self._registry.find(task, owner, name)
+                return responses.container_details(container) if self._registry.rollout(container) else None
             case ("POST", "containers", name, "exec"):
-                container = self.containers.find(task, owner, name)
-                return self._execs.new(asked, container) if self.containers.rollout(container) else None
+                container = self._registry.find(task, owner, name)
+                return self._execs.create(request, container) if self._registry.rollout(container) else None
             case ("GET", "exec", name, "json"):
-                return docker_told.execution_inspected(self._execs.find(task, owner, name))
+                return responses.exec_details(self._execs.find(task, owner, name))
         return None
 
-    def _list(self, asked: DockerRequest, task: str, owner: str) -> Local:
+    def _list(self, request: DockerRequest, task: str, owner: str) -> Local:
         try:
-            filters = orjson.loads(asked.query.get("filters") or b"{}")
+            filters = orjson.loads(request.query.get("filters") or b"{}")
         except orjson.JSONDecodeError:
             raise RefusalError(400, "docker", "invalid filter") from None
         if not isinstance(filters, dict):
             raise RefusalError(400, "docker", "invalid filter")
         # Older clients send {"label": {"a": true}}, newer ones {"label": ["a"]}.
-        wanted = {name: list(values) for name, values in filters.items() if isinstance(values, list | dict)}
-        every = asked.flag("all") or "status" in wanted
-        found = [one for one in self.containers.of(task, owner) if every or one.state == "running"]
-        return docker_told.listed([one for one in found if docker_told.fits(one, wanted)], time.time())
+        filters = {name: list(values) for name, values in filters.items() if isinstance(values, list | dict)}
+        with_stopped = request.flag("all") or "status" in filters
+        containers = [
+            container
+            for container in self._registry.of(task, owner)
+            if (with_stopped or container.is_running) and responses.matches(container, filters)
+        ]
+        return responses.container_list(containers, time.time())
 
-    # -- asked for with an await -------------------------------------------------------------------------------------
+    # -- answered with an await --------------------------------------------------------------------------------------
 
-    async def _act(self, asked: DockerRequest, task: str, owner: str) -> Local:
-        match (asked.method, *asked.words):
+    async def _act(self, request: DockerRequest, task: str, owner: str) -> Local | StreamedResponse:
+        match (request.method, *request.segments):
             case ("POST", "images", "create"):
-                return await self._pull(asked, task)
+                return await self._pull(request, task)
             case ("GET", "images", *name, "json") if name:
-                return docker_told.image("/".join(name), await self._config(task, "/".join(name)))
+                return responses.image("/".join(name), await self._config(task, "/".join(name)))
             case ("POST", "containers", "create"):
-                return await self._create(asked, task, owner)
+                return await self._create(request, task, owner)
             case ("POST", "exec", name, "start"):
-                return await self._execs.start_detached(self._execs.find(task, owner, name), asked)
+                return await self._execs.start_detached(self._execs.find(task, owner, name), request)
             case ("POST", "exec", name, "resize"):
                 self._execs.find(task, owner, name)
                 return Local(200, headers=())
             case (_, "containers", name, *_) if name not in {"json", "create", "prune"}:
-                container = self.containers.find(task, owner, name)
-                rollout = await self.containers.standing(container)
-                return self._of_containers(asked, task, owner) or await self._in_container(asked, container, rollout)
+                container = self._registry.find(task, owner, name)
+                rollout = await self._registry.require_rollout(container)
+                return self._container_from_memory(request, task, owner) or await self._in_container(
+                    request, container, rollout
+                )
         raise NO_PAGE
 
-    async def _in_container(self, asked: DockerRequest, container: Container, rollout: Rollout) -> Local:
-        lives = self._lives
-        match (asked.method, *asked.words[2:]):
+    async def _in_container(
+        self, request: DockerRequest, container: Container, rollout: Rollout
+    ) -> Local | StreamedResponse:
+        match (request.method, *request.segments[2:]):
             case ("POST", "start" | "stop" | "restart" | "kill" | "wait" as verb):
-                return await lives.tell(verb, asked, container)
+                return await self._lifecycle.change(verb, request, container)
             case ("POST", "resize"):
                 return Local(200, headers=())
             case ("GET", "logs"):
-                raise await lives.logs(asked, container)
+                return await self._lifecycle.logs(request, container)
             case ("GET", "top"):
-                return await lives.top(asked, container)
+                return await self._lifecycle.top(request, container)
             case ("HEAD" | "GET" | "PUT", "archive"):
-                return await self._calls.copy(asked, container, rollout)
+                return await self._calls.copy(request, container, rollout)
             case ("DELETE",):
-                return await lives.remove(asked, container)
+                return await self._lifecycle.remove(request, container)
         raise NO_PAGE
 
     async def _load(self, task: str) -> None:
-        if not self.containers.known(task):
-            await self.containers.load(task)
+        if not self._registry.is_loaded(task):
+            await self._registry.load(task)
         opened = await self._engine.tasks.open(task)
         if opened.spec.driver in SHELLLESS_DRIVERS or opened.spec.upstreams:
-            raise RefusalError(404, "docker", f"this task's driver, {opened.spec.driver!r}, runs no processes")
+            raise RefusalError(404, "docker", f"This task's driver, {opened.spec.driver!r}, runs no processes.")
 
     # -- images ------------------------------------------------------------------------------------------------------
 
     async def _config(self, task: str, image: str) -> Mapping[str, Any]:
-        """Return the defaults of what a container of this image would really be made of.
+        """Return the defaults of an image.
+
+        A task that was created with an environment decides what its containers are made of, whatever image the client
+        names. Then the defaults are those of the environment's image, or empty if its driver has no images.
 
         Raises:
-            Refused: 404, there is no such image.
+            RefusalError: 404, the image does not exist.
         """
         opened = await self._engine.tasks.open(task)
-        given = opened.spec if opened.origin is not None else None
-        driver = given.driver if given is not None else "container"
+        spec = opened.spec if opened.origin is not None else None
+        driver = spec.driver if spec is not None else "container"
         if driver == "container" and driver in self._engine.drivers:
-            real = given.image if given is not None and given.image else image
+            real_image = spec.image if spec is not None and spec.image else image
             try:
-                return await cast("Images", self._engine.drivers[driver]).config(real)
+                return await cast("Images", self._engine.drivers[driver]).config(real_image)
             except SpecError:
-                raise RefusalError(404, "docker", f"No such image: {real}") from None
-        if given is None and not self._engine.settings.any_image:
+                raise RefusalError(404, "docker", f"No such image: {real_image}") from None
+        if spec is None and not self._engine.settings.any_image:
             raise RefusalError(
                 404, "docker", f"No such image: {image}. PUT the task with an environment, or serve with the driver "
                 "container (FORKPOINT_DRIVERS), or with any_image."
             )  # fmt: skip
         return {}
 
-    async def _pull(self, asked: DockerRequest, task: str) -> Local:
-        name, tag = asked.query.get("fromImage", ""), asked.query.get("tag", "")
+    async def _pull(self, request: DockerRequest, task: str) -> Local:
+        name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
         full = f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}" if tag else name
         if not name:
-            raise RefusalError(400, "docker", "Forkpoint imports no images: fromImage names none")
+            raise RefusalError(400, "docker", "Forkpoint imports no images. Name one in fromImage.")
         try:
             await self._config(task, full)
         except RefusalError as error:
             raise RefusalError(
-                404, "docker", f"{error} Forkpoint pulls nothing: docker pull it where it serves."
+                404, "docker", f"{error} Forkpoint pulls no images. Run docker pull on its host."
             ) from None
-        return docker_told.pulled(full)
+        return responses.pulled(full)
 
     # -- containers --------------------------------------------------------------------------------------------------
 
-    async def _create(self, asked: DockerRequest, task: str, owner: str) -> Local:
-        body, name = asked.json(), docker.name_of(asked.query)
+    async def _create(self, request: DockerRequest, task: str, owner: str) -> Local:
+        body, name = request.json(), requests.name_of(request.query)
         image = body.get("Image")
         config = await self._config(task, image) if isinstance(image, str) and image else {}
-        made = docker.created(body, config)
-        number = secrets.token_hex(32)
-        name = name or f"forkpoint_{number[:12]}"
+        spec = requests.container_spec(body, config)
+        container_id = secrets.token_hex(32)
+        name = name or f"forkpoint_{container_id[:12]}"
         self._require_free(task, owner, name)
-        place = (task, owner, name)
-        self._reserved.add(place)
+        self._reserved_names.add((task, owner, name))
         try:
-            rollout = await self._begin(task, owner, number, docker.wanted(body, config))
-            container = Container(number, name, task, owner, rollout, made, time.time())
-            self.containers.add(container)
+            rollout = await self._begin(task, owner, container_id, requests.environment(body, config))
+            self._registry.add(Container(container_id, name, task, owner, rollout, spec, time.time()))
         finally:
-            self._reserved.discard(place)
-        return docker_told.told({"Id": number, "Warnings": []}, 201)
+            self._reserved_names.discard((task, owner, name))
+        return responses.json_response({"Id": container_id, "Warnings": []}, 201)
 
     def _require_free(self, task: str, owner: str, name: str) -> None:
-        if (task, owner, name) in self._reserved:
+        if (task, owner, name) in self._reserved_names:
             raise RefusalError(
                 409, "docker", f'Conflict. The container name "/{name}" is being taken by another request.'
             )
-        for other in self.containers.of(task, owner):
+        for other in self._registry.of(task, owner):
             if other.name == name:
                 raise RefusalError(
                     409, "docker", f'Conflict. The container name "/{name}" is already in use by container '
                     f'"{other.id}". You have to remove (or rename) that container to be able to reuse that name.',
                 )  # fmt: skip
 
-    async def _begin(self, task: str, owner: str, number: str, wanted: EnvironmentRequest) -> str:
-        """Begin the rollout that a container is, and return its name: the URL's, if no other container is that yet."""
-        taken = {*self.containers.names(task), *(name for other, name in self._beginning if other == task)}
+    async def _begin(self, task: str, owner: str, container_id: str, environment: EnvironmentRequest) -> str:
+        """Begin the rollout that a container is.
+
+        Returns:
+            The rollout's name: the URL's rollout if no other container is that yet, else that name with a number. If
+            the URL has no rollout, the container's ID.
+        """
+        reserved = (name for reserved_task, name in self._reserved_rollouts if reserved_task == task)
+        taken = {*self._registry.rollout_names(task), *reserved}
         names = (owner if n == 1 else f"{owner}~{n}" for n in range(1, 1 << 16))
-        name = next(name for name in names if name not in taken) if owner else number
-        self._beginning.add((task, name))
+        name = next(name for name in names if name not in taken) if owner else container_id
+        self._reserved_rollouts.add((task, name))
         try:
-            await self._engine.tasks.opened(task, name, wanted=wanted)
+            await self._engine.tasks.opened(task, name, wanted=environment)
         finally:
-            self._beginning.discard((task, name))
+            self._reserved_rollouts.discard((task, name))
         return name

@@ -1,4 +1,4 @@
-"""Archives as Docker copies them in and out: their keys, and what is told of a path (pure)."""
+"""Archives that Docker's clients copy in and out: the keys of calls, and the description of a path (pure)."""
 
 import base64
 import datetime as dt
@@ -15,25 +15,29 @@ from proxy.tree.keys import CallKey, call_key
 from sandboxes.calls import ToolCall
 from sandboxes.guest.docker_archive import require_whole
 
-MAX_BYTES = 256 << 20
-"""Unpacked; an archive that holds more is known by its bytes."""
-_KINDS = {
+MAX_UNPACKED_BYTES = 256 << 20
+"""Largest unpacked size of an archive whose key is made from its members; a larger one is identified by its bytes.
+
+The members are read on the thread that serves all hits, and a small compressed body may unpack to any size.
+"""
+_GO_TYPES = {
     stat.S_IFDIR: 1 << 31, stat.S_IFLNK: 1 << 27, stat.S_IFIFO: 1 << 25, stat.S_IFSOCK: 1 << 24, stat.S_IFBLK: 1 << 26,
     stat.S_IFCHR: (1 << 26) | (1 << 21),
 }  # fmt: skip
-_BITS = ((stat.S_ISUID, 1 << 23), (stat.S_ISGID, 1 << 22), (stat.S_ISVTX, 1 << 20))
+"""Bits of Go's os.FileMode for each Unix file type (Go documentation, io/fs.FileMode)."""
+_GO_BITS = ((stat.S_ISUID, 1 << 23), (stat.S_ISGID, 1 << 22), (stat.S_ISVTX, 1 << 20))
 
 
 def extract_key(call: ToolCall) -> CallKey:
-    """Return the key of a call that unpacks call.body: the archive counts by what it holds, not by its bytes.
+    """Return the key of a call that unpacks an archive, which is the call's body.
 
-    Names, kinds, modes, owners, links and contents count; times do not, for clients pack with the time of day.
+    Names, types, modes, owners, links and contents of the members are in the key. Times are not, because clients pack
+    with the time of day.
     """
-    known = ToolCall(call.endpoint, call.tool, {**call.arguments, "holds": _form(call.body)})
-    return call_key(known)
+    return call_key(ToolCall(call.endpoint, call.tool, {**call.arguments, "holds": _identity(call.body)}))
 
 
-def _form(body: bytes) -> Any:
+def _identity(body: bytes) -> Any:
     try:
         with tarfile.open(fileobj=io.BytesIO(body), mode="r:*") as archive:
             return _members(archive)
@@ -42,34 +46,34 @@ def _form(body: bytes) -> Any:
 
 
 def _members(archive: tarfile.TarFile) -> list[list[Any]]:
-    found: list[list[Any]] = []
+    members: list[list[Any]] = []
     size = 0
-    # Half of an archive is refused where it is unpacked: it must not share a key with a whole one.
+    # A truncated archive is refused when it is unpacked, so it must not share a key with a whole one.
     require_whole(archive)
     for member in archive:
         size += member.size
-        if size > MAX_BYTES:
-            raise ValueError("it holds too much")
+        if size > MAX_UNPACKED_BYTES:
+            raise ValueError("The archive is too large to be read for its key.")
         file = archive.extractfile(member) if member.isreg() else None
         content = sha256(file.read()).hexdigest() if file is not None else ""
-        kind, owners = member.type.decode("latin-1"), [member.uid, member.gid]
-        found.append([member.name, kind, member.mode, owners, member.linkname, content])
-    # Whatever comes later under one name is what stays: only members of different names change places.
-    return sorted(found, key=lambda one: str(one[0]))
+        file_type, owners = member.type.decode("latin-1"), [member.uid, member.gid]
+        members.append([member.name, file_type, member.mode, owners, member.linkname, content])
+    # The sort is stable: of several members with one name the last one stays, so their order matters.
+    return sorted(members, key=lambda fields: str(fields[0]))
 
 
-def path_stat(told: Mapping[str, Any]) -> str:
-    """Return the header in which Docker tells of a path, of what a sandbox says of it."""
-    seconds, nanoseconds = divmod(told["mtime_ns"], 1_000_000_000)
-    at = dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S")
+def path_stat(fields: Mapping[str, Any]) -> str:
+    """Return the header with which Docker describes a path, from the sandbox's description."""
+    seconds, nanoseconds = divmod(fields["mtime_ns"], 1_000_000_000)
+    second = dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S")
     value = {
-        "name": told["name"], "size": told["size"], "mode": go_mode(told["mode"]),
-        "mtime": f"{at}.{nanoseconds:09d}".rstrip("0").rstrip(".") + "Z", "linkTarget": told["link"],
+        "name": fields["name"], "size": fields["size"], "mode": go_mode(fields["mode"]),
+        "mtime": f"{second}.{nanoseconds:09d}".rstrip("0").rstrip(".") + "Z", "linkTarget": fields["link"],
     }  # fmt: skip
     return base64.b64encode(orjson.dumps(value)).decode()
 
 
 def go_mode(mode: int) -> int:
-    """Return a mode as Go's os.FileMode has it."""
-    bits = sum(go for unix, go in _BITS if mode & unix)
-    return (mode & 0o777) | _KINDS.get(stat.S_IFMT(mode), 0) | bits
+    """Return a Unix mode as Go's os.FileMode."""
+    bits = sum(go for unix, go in _GO_BITS if mode & unix)
+    return (mode & 0o777) | _GO_TYPES.get(stat.S_IFMT(mode), 0) | bits

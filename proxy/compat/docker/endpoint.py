@@ -1,4 +1,4 @@
-"""Docker's endpoint on its connections: requests, streams in their answers, and connections that become streams."""
+"""The docker endpoint: HTTP requests, responses that are sent piece by piece, and connections that become streams."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -6,12 +6,13 @@ from typing import Any
 
 import orjson
 import structlog
+from typing_extensions import override
 
-from proxy.compat.docker.api import EngineApi
-from proxy.compat.docker.lifecycle import Streaming
-from proxy.compat.docker.responses import fault
-from proxy.compat.docker.stream import HijackedConnection
-from proxy.dialects.base import Local, Meaning, Request, Response
+from proxy.compat.docker.api import DockerApi
+from proxy.compat.docker.lifecycle import StreamedResponse
+from proxy.compat.docker.responses import error_response
+from proxy.compat.docker.stream import StreamConnection
+from proxy.dialects.base import Dialect, Local, Meaning, Request, Response
 from proxy.engine import Engine
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
@@ -20,58 +21,66 @@ from proxy.http.problems import problem_of
 from proxy.refusals import Problem, RefusalError
 from sandboxes.process_output import ERR, frame
 
-_STREAMS = re.compile(rb"/docker(?:/v[0-9.]+)?/(?:exec/[^/]+/start|containers/[^/]+/attach)/?")
+_STREAM_PATHS = re.compile(rb"/docker(?:/v[0-9.]+)?/(?:exec/[^/]+/start|containers/[^/]+/attach)/?")
 _NAME = "docker"
 
 log = structlog.get_logger()
 
 
-class _Form:
-    """See `Dialect`: errors in Docker's form. What requests mean is `EngineApi`'s matter."""
+class _DockerErrors(Dialect):
+    """Gives problems Docker's form. `DockerApi` parses the requests of this endpoint."""
 
     headers_matter = True
 
+    @override
     def read(self, request: Request) -> Meaning:
-        """See `Dialect.read`."""
         raise NotImplementedError
 
-    def answer(self, told: Response, request: Request) -> Response:  # noqa: ARG002 - nothing here depends on it
-        """See `Dialect.answer`."""
+    @override
+    def answer(self, told: Response, request: Request) -> Response:
         return told
 
-    def problem(self, problem: Problem, request: Request) -> Local:  # noqa: ARG002
-        """See `Dialect.problem`."""
-        return fault(problem.status, problem.detail)
+    @override
+    def problem(self, problem: Problem, request: Request) -> Local:
+        return error_response(problem.status, problem.detail)
 
 
-FORM = _Form()
+_ERRORS = _DockerErrors()
 
 
-class DockerFront:
-    """named: returns the address of a request. count: takes note of a problem."""
+class DockerEndpoint:
+    """Serves the docker endpoint of all tasks."""
 
     def __init__(
         self,
         engine: Engine,
         answers: Answers,
-        named: Callable[[Mapping[str, Any]], Address],
+        address_of: Callable[[Mapping[str, Any]], Address],
         count: Callable[[Problem], None],
     ) -> None:
-        self.api = EngineApi(engine, answers)
-        self._named, self._count, self._most = named, count, engine.settings.max_requests
-        self._under_way = 0
-        engine.beside.append(self.api.aclose)
+        """Create the endpoint.
+
+        Args:
+            engine: The running engine.
+            answers: Recorded results in the form of responses.
+            address_of: Returns the address of a request, given its ASGI scope. Raises RefusalError.
+            count: Counts a problem that is reported within a stream.
+        """
+        self._api = DockerApi(engine, answers)
+        self._address_of, self._count, self._max_streams = address_of, count, engine.settings.max_requests
+        self._open_streams = 0
+        engine.beside.append(self._api.aclose)
 
     def owns(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request is for this endpoint."""
+        """Return whether a request is for this endpoint."""
         try:
-            return self._named(scope).endpoint == _NAME
+            return self._address_of(scope).endpoint == _NAME
         except RefusalError:
             return False
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
-        """Return the whole response to a request that needs no await; None for any other."""
-        return self.api.known(scope["method"], self._named(scope), scope["query_string"], bytes(body))
+        """Return the whole HTTP response to a request; None if it needs an await."""
+        return self._api.known(scope["method"], self._address_of(scope), scope["query_string"], bytes(body))
 
     async def serve(
         self,
@@ -80,72 +89,81 @@ class DockerFront:
         body: bytes,
         exchange: Exchange,
     ) -> None:
-        """Answer a request in HTTP's own way."""
-        exchange.understood(FORM, Request(scope["method"], "/", (), b""))
-        try:
-            local = await self.api.answer(scope["method"], address, scope["query_string"], body)
-        except Streaming as streaming:
-            await exchange.stream(streaming.headers, streaming.content)
-            return
-        await exchange.local(local)
+        """Answer an HTTP request.
+
+        Raises:
+            RefusalError: The request is refused; the exchange then reports it in Docker's form.
+        """
+        exchange.understood(_ERRORS, Request(scope["method"], "/", (), b""))
+        answer = await self._api.answer(scope["method"], address, scope["query_string"], body)
+        if isinstance(answer, StreamedResponse):
+            await exchange.stream(answer.headers, answer.content)
+        else:
+            await exchange.local(answer)
 
     async def refuse(self, scope: Mapping[str, Any], problem: Problem, exchange: Exchange) -> None:
-        """Tell a problem that was met before the request was read."""
-        exchange.understood(FORM, Request(scope["method"], "/", (), b""))
+        """Answer a request with a problem that was noticed before the request was read."""
+        exchange.understood(_ERRORS, Request(scope["method"], "/", (), b""))
         await exchange.problem(problem)
 
     # -- connections that become streams -----------------------------------------------------------------------------
+    # The protocol class asks in this order: `may_stream` when it has the head of a request, `takes_connection` when it
+    # has the body, then `stream_known`, and `stream` if that returns False.
 
-    def hijacks(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request, of which the head is there, may take its connection over."""
-        return scope["method"] == "POST" and _STREAMS.search(scope["raw_path"]) is not None
+    def may_stream(self, scope: Mapping[str, Any]) -> bool:
+        """Return whether the connection of a request may become a stream, given the request's head."""
+        return scope["method"] == "POST" and _STREAM_PATHS.search(scope["raw_path"]) is not None
 
-    def takes_over(self, scope: Mapping[str, Any], body: bytes) -> bool:
-        """Whether it does, now that all of it is there."""
+    def takes_connection(self, scope: Mapping[str, Any], body: bytes) -> bool:
+        """Return whether the connection of a request becomes a stream, given the whole request."""
         try:
             detached = scope["raw_path"].endswith(b"/start") and bool(orjson.loads(body or b"{}").get("Detach"))
             return not detached and self.owns(scope)
         except (orjson.JSONDecodeError, AttributeError):
-            # It gets its error as any request does.
+            # The body is invalid. As an ordinary request it gets an ordinary error.
             return False
 
-    def is_hasty(self, scope: Mapping[str, Any]) -> bool:
-        """Whether a request's client loses what comes with the head of a stream."""
+    def needs_padding(self, scope: Mapping[str, Any]) -> bool:
+        """Return whether a client loses what arrives with the head of a stream; see `PADDED_HEAD_BYTES`."""
         return any(name == b"user-agent" and value.startswith(b"docker-sdk-python") for name, value in scope["headers"])
 
-    def answered(self, scope: Mapping[str, Any], body: bytes, wire: HijackedConnection) -> bool:
-        """Answer at once, if no await is needed; otherwise False, and `hijack` it."""
+    def stream_known(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> bool:
+        """Answer a request that needs no await; return False for any other."""
         try:
-            return self.api.hijacked_at_once(self._named(scope), body, wire)
-        except Exception as error:  # noqa: BLE001 - the ordinary way meets it again, and tells it
+            return self._api.stream_known(self._address_of(scope), body, connection)
+        except Exception as error:  # noqa: BLE001 - `stream` meets the same error again, and reports it
             log.debug("not answered at once", error=repr(error))
             return False
 
-    async def hijack(self, scope: Mapping[str, Any], body: bytes, wire: HijackedConnection) -> None:
-        """Answer a request that has taken its connection over; end the connection after it."""
-        self._under_way += 1
+    async def stream(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> None:
+        """Answer a request whose connection has become a stream, and close the connection."""
+        self._open_streams += 1
         try:
-            self._require_room()
-            await self.api.hijacked(self._named(scope), scope["query_string"], body, wire)
+            self._require_free_stream()
+            await self._api.stream(self._address_of(scope), scope["query_string"], body, connection)
         except Exception as error:  # noqa: BLE001 - a request ends here
-            await self._tell(scope, error, wire)
+            await self._report(scope, error, connection)
         finally:
-            self._under_way -= 1
-            wire.close()
+            self._open_streams -= 1
+            connection.close()
 
-    def _require_room(self) -> None:
-        if self._under_way > self._most:
-            raise RefusalError(429, "too-many-requests", "more calls are under way than max_requests allows.")
+    def _require_free_stream(self) -> None:
+        if self._open_streams > self._max_streams:
+            raise RefusalError(
+                429, "too-many-requests", f"The limit of {self._max_streams} requests (max_requests) is reached. Retry "
+                "later, or raise it."
+            )  # fmt: skip
 
-    async def _tell(self, scope: Mapping[str, Any], error: Exception, wire: HijackedConnection) -> None:
+    async def _report(self, scope: Mapping[str, Any], error: Exception, connection: StreamConnection) -> None:
+        """Report an error: in the stream if it is open, else as an HTTP response."""
         problem = problem_of(error)
         self._count(problem)
         if problem.status >= 500:
             unforeseen = error if problem.slug == "defect" else None
             log.error("call failed", path=scope["path"], problem=problem.slug, error=repr(error), exc_info=unforeseen)
-        if wire.opened:
-            await wire.send(frame(ERR, f"forkpoint: {problem.detail}\n".encode()))
+        if connection.opened:
+            await connection.send(frame(ERR, f"forkpoint: {problem.detail}\n".encode()))
             return
-        local = fault(problem.status, problem.detail)
+        local = error_response(problem.status, problem.detail)
         headers = [*raw(local.headers), (b"content-length", b"%d" % len(local.body)), (b"connection", b"close")]
-        wire.refuse(response(local.status, headers, local.body))
+        connection.refuse(response(local.status, headers, local.body))

@@ -1,153 +1,175 @@
-"""Docker's exec instances: made here, run once, remembered with how they ended."""
+"""Docker's exec instances.
+
+Docker runs a command in two requests: the first creates an instance, the second starts it. Only the start is a call of
+the rollout. An instance is kept in memory after its end, because clients then ask for its exit code.
+"""
 
 import asyncio
 import secrets
 
-from proxy.compat.docker import requests as docker
-from proxy.compat.docker import responses as docker_told
+from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
-from proxy.compat.docker.registry import EXECS, Containers
+from proxy.compat.docker.containers import Container, Exec, ExecState
+from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
-from proxy.compat.docker.responses import Container, Exec
-from proxy.compat.docker.stream import Audience, HijackedConnection, Sink, shown
+from proxy.compat.docker.stream import OutputListener, OutputSink, StreamConnection, client_output
 from proxy.dialects.base import Local
 from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.process_output import OUT, ending, output
 
-HEAD_S = 10.0
-"""A client whose command waits for a sandbox hears that its stream is open after this: some wait for 60 s at most."""
-BROKEN = 125
-"""The exit code of an exec that failed for reasons of ours, as Docker's own command line has it."""
+HEAD_DELAY_S = 10.0
+"""Delay after which the stream is opened although its command waits for a sandbox: some clients time out after 60 s."""
+FAILED_EXIT_CODE = 125
+"""Exit code of a command that Forkpoint could not run, as `docker run` reports it for the daemon's failures."""
+MAX_EXECS = 256
+"""How many exec instances a container remembers, the latest ones."""
 
 
 class ContainerExecs:
-    """Those of all containers, by id. max_input: bytes of stdin."""
+    """The exec instances of all containers, by ID."""
 
-    def __init__(self, containers: Containers, calls: ContainerCalls, *, max_input: int) -> None:
-        self._containers, self._calls, self._max_input = containers, calls, max_input
+    def __init__(self, registry: ContainerRegistry, calls: ContainerCalls, *, max_stdin_bytes: int) -> None:
+        self._registry, self._calls, self._max_stdin_bytes = registry, calls, max_stdin_bytes
         self._execs: dict[str, Exec] = {}
 
-    def new(self, asked: DockerRequest, container: Container) -> Local:
-        """Make an instance; nothing runs yet.
+    def create(self, request: DockerRequest, container: Container) -> Local:
+        """Create an instance.
 
         Raises:
-            Refused: 409, the container does not run; 400, there is no such command.
+            RefusalError: 409, the container does not run; 400, the request names no command.
         """
         require_running(container)
-        body = asked.json()
-        execution = docker.execution(body, container.made.user)
-        one = Exec(secrets.token_hex(32), container, execution, str(body.get("DetachKeys") or ""))
-        self._execs[one.id] = container.execs[one.id] = one
-        if len(container.execs) > EXECS:
+        body = request.json()
+        spec = requests.exec_spec(body, container.spec.user)
+        instance = Exec(secrets.token_hex(32), container, spec, str(body.get("DetachKeys") or ""))
+        self._execs[instance.id] = container.execs[instance.id] = instance
+        if len(container.execs) > MAX_EXECS:
             oldest = next(iter(container.execs))
             del container.execs[oldest]
             self._execs.pop(oldest, None)
-        return docker_told.told({"Id": one.id}, 201)
+        return responses.json_response({"Id": instance.id}, 201)
 
-    def find(self, task: str, owner: str, name: str) -> Exec:
+    def find(self, task: str, owner: str, exec_id: str) -> Exec:
         """Return an instance.
 
         Raises:
-            Refused: 404, there is none: not of this rollout, or no more since the proxy was started again.
+            RefusalError: 404, this URL has no such instance, or the proxy was restarted since.
         """
-        one = self._execs.get(name)
-        if one is None or (one.container.task, one.container.owner) != (task, owner):
-            raise RefusalError(404, "docker", f"No such exec instance: {name}")
-        return one
+        instance = self._execs.get(exec_id)
+        if instance is None or (instance.container.task, instance.container.owner) != (task, owner):
+            raise RefusalError(404, "docker", f"No such exec instance: {exec_id}")
+        return instance
 
     def forget(self, container: Container) -> None:
-        """Forget a container's instances."""
-        for one in container.execs.values():
-            self._execs.pop(one.id, None)
+        """Forget the instances of a container."""
+        for exec_id in container.execs:
+            self._execs.pop(exec_id, None)
 
-    def start_known(self, one: Exec, wire: HijackedConnection) -> bool:
-        """Answer the start of one that wants no input and that the tree knows; False where it does not."""
-        container = one.container
-        rollout, life = self._containers.rollout(container), self._containers.life(container)
-        ready = container.state == "running" and life.main is None and not (one.started or one.execution.stdin)
-        known = self._calls.known(rollout, one.execution.call()) if rollout is not None and ready else None
+    def start_known(self, instance: Exec, connection: StreamConnection) -> bool:
+        """Start an instance whose result the tree knows, without an await.
+
+        Returns:
+            False if the instance has to be started by `start`: it reads stdin, is not known, or cannot be started.
+        """
+        container = instance.container
+        rollout = self._registry.rollout(container)
+        # While the main command runs its call is not recorded, so the tree does not know the node after it.
+        waits_for_main = self._registry.activity(container).main is not None
+        can_start = container.is_running and instance.state is ExecState.CREATED and not instance.spec.stdin
+        if rollout is None or waits_for_main or not can_start:
+            return False
+        known = self._calls.known(rollout, instance.spec.call())
         if known is None:
             return False
         record, body = known
-        one.started = True
+        instance.exit(ending(body).exit_code)
         headers = (("cache-status", "forkpoint; hit"), ("x-forkpoint-node", f"n{record.target.id}"))
-        wire.answer(self._ended(one, body), tty=one.execution.tty, headers=headers)
+        connection.answer(_client_output(instance, body), tty=instance.spec.tty, headers=headers)
         return True
 
-    async def start(self, one: Exec, wire: HijackedConnection) -> None:
-        """Run one for the client behind wire."""
-        rollout, execution = await self._begin(one), one.execution
-        life = self._containers.life(one.container)
-        sink = Sink(wire.send, execution.streams, tty=execution.tty)
-
-        def begun() -> None:
-            wire.open(tty=execution.tty)
-
-        audience = Audience([sink], begun, wire.disconnected)
-        patience = asyncio.get_running_loop().call_later(HEAD_S, begun)
-        life.running.add(audience)
-        try:
-            if execution.stdin:
-                begun()
-            stdin = await wire.input(self._max_input) if execution.stdin else b""
-            body = await self._calls.run(rollout, execution.call(stdin), audience)
-        except BaseException:
-            one.running, one.exit_code = False, BROKEN
-            raise
-        finally:
-            patience.cancel()
-            life.running.discard(audience)
-        told = self._ended(one, body)
-        begun()
-        await wire.send(b"" if sink.heard else told)
-
-    async def start_detached(self, one: Exec, asked: DockerRequest) -> Local:
-        """Start one that nobody listens to.
+    async def start(self, instance: Exec, connection: StreamConnection) -> None:
+        """Start an instance, and send its output until it ends or its client disconnects.
 
         Raises:
-            Refused: 400, it cannot be started, or it is to be listened to.
+            RefusalError: 409, it was started already or its container does not run; 400 or 413, invalid stdin.
         """
-        if not asked.json().get("Detach"):
-            raise RefusalError(
-                400, "docker", "an exec that is not detached takes its connection over: use HTTP/1.1, POST"
-            )
-        rollout = await self._begin(one)
+        rollout, spec = await self._begin(instance), instance.spec
+        activity = self._registry.activity(instance.container)
+        sink = OutputSink(connection.send, spec.streams, tty=spec.tty)
+
+        def open_stream() -> None:
+            connection.open(tty=spec.tty)
+
+        listener = OutputListener([sink], open_stream, connection.disconnected)
+        opening = asyncio.get_running_loop().call_later(HEAD_DELAY_S, open_stream)
+        activity.running.add(listener)
         try:
-            body = await self._calls.run(rollout, one.execution.call(detach=True))
+            if spec.stdin:
+                # The client sends stdin once it has the head.
+                open_stream()
+            stdin = await connection.input(self._max_stdin_bytes) if spec.stdin else b""
+            body = await self._calls.run(rollout, spec.call(stdin), listener)
         except BaseException:
-            one.running, one.exit_code = False, BROKEN
+            instance.exit(FAILED_EXIT_CODE)
             raise
-        self._ended(one, body)
-        if one.exit_code is not None:
+        finally:
+            opening.cancel()
+            activity.running.discard(listener)
+        instance.exit(ending(body).exit_code)
+        open_stream()
+        if not sink.has_output:
+            await connection.send(_client_output(instance, body))
+
+    async def start_detached(self, instance: Exec, request: DockerRequest) -> Local:
+        """Start an instance in the background, without a stream.
+
+        Raises:
+            RefusalError: 400, the command cannot be started, or the request wants a stream; 409 as in `start`.
+        """
+        if not request.json().get("Detach"):
+            raise RefusalError(
+                400, "docker", "An exec that is not detached takes its connection over. Use POST with HTTP/1.1."
+            )
+        rollout = await self._begin(instance)
+        try:
+            body = await self._calls.run(rollout, instance.spec.call(detach=True))
+        except BaseException:
+            instance.exit(FAILED_EXIT_CODE)
+            raise
+        instance.exit(ending(body).exit_code)
+        if instance.exit_code is not None:
+            # A detached call returns an exit code only if the command could not be started.
             raise RefusalError(400, "docker", output(body, OUT).decode(errors="replace").strip())
         return Local(200, headers=())
 
-    async def _begin(self, one: Exec) -> Rollout:
-        if one.started:
-            raise RefusalError(409, "docker", f"Error: Exec command {one.id} is already running")
-        require_running(one.container)
-        one.started = True
-        rollout = await self._containers.standing(one.container)
-        main = self._containers.life(one.container).main
+    async def _begin(self, instance: Exec) -> Rollout:
+        """Claim an instance, and return its rollout."""
+        if instance.state is not ExecState.CREATED:
+            raise RefusalError(409, "docker", f"Error: Exec command {instance.id} is already running")
+        require_running(instance.container)
+        instance.state = ExecState.RUNNING
+        try:
+            rollout = await self._registry.require_rollout(instance.container)
+        except BaseException:
+            instance.exit(FAILED_EXIT_CODE)
+            raise
+        main = self._registry.activity(instance.container).main
         if main is not None:
-            # It would keep all others waiting to its end.
+            # Calls of a rollout run one at a time: the main command would block every exec until it exits.
             main.detach()
-        one.running = True
         return rollout
 
-    def _ended(self, one: Exec, body: bytes) -> bytes:
-        """Note how one ended; return its output as its client reads it."""
-        one.exit_code = ending(body).exit_code
-        one.running = one.exit_code is None
-        return shown(body, one.execution.streams, tty=one.execution.tty)
+
+def _client_output(instance: Exec, body: bytes) -> bytes:
+    return client_output(body, instance.spec.streams, tty=instance.spec.tty)
 
 
 def require_running(container: Container) -> None:
-    """Raise where a container does not run.
+    """Refuse a request if its container does not run.
 
     Raises:
-        Refused: 409.
+        RefusalError: 409.
     """
-    if container.state != "running":
+    if not container.is_running:
         raise RefusalError(409, "docker", f"Container {container.id} is not running")

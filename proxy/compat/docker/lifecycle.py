@@ -1,259 +1,299 @@
-"""From a container's start to its end: its main command, who is attached to it, who waits for it, its log."""
+"""From the start of a container to its end: its main command, attached clients, logs, waiting and removal.
+
+Theory of operation. `containers` has the table of states. What runs as the main command decides what a start does:
+
+1. *Nothing* (`ContainerSpec.main` is empty): the command would only wait, so it is never executed. The container is
+   RUNNING until it is stopped.
+2. *A command* (`_run_main`): it is the first call of the rollout, runs in a task of its own, and the container exits
+   with it. The first exec detaches it, because calls of a rollout run one at a time.
+3. *An entrypoint before a command that only waits* (`_start_background_main`): it is started as a background process
+   and belongs to the state. Its end is not observed.
+
+Clients may attach before the start. They are kept in `ContainerActivity.attached` until the main command begins.
+"""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 import structlog
 
-from proxy.compat.docker import requests as docker
-from proxy.compat.docker import responses as docker_told
+from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
-from proxy.compat.docker.execs import BROKEN, ContainerExecs, require_running
-from proxy.compat.docker.registry import KILLED, Containers, Life
+from proxy.compat.docker.containers import Container, ContainerChange, ContainerState
+from proxy.compat.docker.execs import FAILED_EXIT_CODE, ContainerExecs, require_running
+from proxy.compat.docker.registry import KILLED_EXIT_CODE, ContainerActivity, ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
-from proxy.compat.docker.responses import Container
-from proxy.compat.docker.stream import Audience, HijackedConnection, Sink, shown
+from proxy.compat.docker.stream import OutputListener, OutputSink, StreamConnection, client_output
 from proxy.dialects.base import Local
 from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, ending, output
+from sandboxes.task_owner import TaskOwner, start
 
 _FRAMES = (("content-type", "application/vnd.docker.multiplexed-stream"),)
 _RAW = (("content-type", "application/vnd.docker.raw-stream"),)
 _JSON = (("content-type", "application/json"),)
-_NOTHING = Local(204, headers=())
+_NO_CONTENT = Local(204, headers=())
+_NOT_MODIFIED = Local(304, headers=())
 
 log = structlog.get_logger()
 
-
-class Streaming(Exception):  # noqa: N818 - a way to answer
-    """This request is answered by what content sends, piece by piece."""
-
-    def __init__(
-        self, content: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]], headers: Headers
-    ) -> None:
-        super().__init__()
-        self.content, self.headers = content, headers
+SendPiece = Callable[[bytes], Awaitable[None]]
 
 
-class ContainerLives:
-    """Those of all containers. max_input: bytes of stdin. closing: set when the proxy ends."""
+@dataclass(frozen=True, slots=True)
+class StreamedResponse:
+    """A response that is sent piece by piece.
+
+    Attributes:
+        content: Sends the pieces with the function that it is given, and returns at the end.
+        headers: The headers of the response.
+    """
+
+    content: Callable[[SendPiece], Awaitable[None]]
+    headers: Headers
+
+
+class ContainerLifecycle:
+    """Starts, stops, watches and removes the containers of all tasks."""
 
     def __init__(
         self,
-        containers: Containers,
+        registry: ContainerRegistry,
         execs: ContainerExecs,
         calls: ContainerCalls,
         *,
-        max_input: int,
+        max_stdin_bytes: int,
         closing: asyncio.Event,
     ) -> None:
-        self._containers, self._execs, self._calls = containers, execs, calls
-        self._max_input, self._closing = max_input, closing
-        self._tasks: set[asyncio.Task[None]] = set()
+        """Create the service.
+
+        Args:
+            registry: The containers.
+            execs: Their exec instances.
+            calls: Runs their calls.
+            max_stdin_bytes: Largest stdin of a main command.
+            closing: Set when the proxy shuts down; waiting responses then end.
+        """
+        self._registry, self._execs, self._calls = registry, execs, calls
+        self._max_stdin_bytes, self._closing = max_stdin_bytes, closing
+        self._tasks = TaskOwner()
 
     async def aclose(self) -> None:
-        """Let go of main commands: they end on their own, and `Step.drain` waits for that."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Stop watching main commands. Their calls continue until `Step.drain` has waited for them."""
+        self._tasks.cancel()
+        await self._tasks.wait()
 
-    async def tell(self, verb: str, asked: DockerRequest, container: Container) -> Local:
-        """Do what a POST to a container says.
+    async def change(self, verb: str, request: DockerRequest, container: Container) -> Local | StreamedResponse:
+        """Start, stop, restart, kill or wait for a container.
 
         Raises:
-            Refused: 409, it does not run. Streaming: this one waits.
+            RefusalError: 409, a container that does not run cannot be killed.
         """
         if verb == "wait":
-            raise self._wait(asked, container)
-        if verb == "kill" and container.state != "running":
-            name = asked.words[1]
+            return self._wait(request, container)
+        if verb == "kill" and not container.is_running:
+            name = request.segments[1]
             raise RefusalError(409, "docker", f"Cannot kill container: {name}: Container {container.id} is not running")
         if verb != "start":
-            stopped = await self.stop(container)
+            response = await self._stop(container)
             if verb != "restart":
-                return stopped
-        return await self.start(container)
+                return response
+        return await self._start(container)
 
-    async def start(self, container: Container) -> Local:
-        """Start a container: its main command, where it has one that does something."""
-        if container.state == "running":
-            return Local(304, headers=())
-        rollout = await self._containers.standing(container)
-        if container.state == "exited":
-            # What its stop ended: here it ends when that would be seen.
-            await self._calls.run(rollout, docker.ends_all(container.made.user))
-            self._containers.life(container).exited = asyncio.Event()
-        container.state, container.started_at = "running", time.time()
-        self._containers.save(container)
-        if container.made.background:
-            await self._background(container, rollout)
-        elif container.made.main:
-            self._later(self._main(container, rollout))
-        return _NOTHING
+    async def _start(self, container: Container) -> Local:
+        if container.is_running:
+            return _NOT_MODIFIED
+        rollout = await self._registry.require_rollout(container)
+        if container.state is ContainerState.EXITED:
+            # A stop ends every process. Nothing can observe that before the next start, so they are killed only now.
+            await self._calls.run(rollout, requests.kill_all(container.spec.user))
+            self._registry.activity(container).exited = asyncio.Event()
+        container.change(ContainerChange.START)
+        container.started_at = time.time()
+        self._registry.save(container)
+        if container.spec.background:
+            await self._start_background_main(container, rollout)
+        elif container.spec.main:
+            self._tasks.spawn("run main command of container", self._run_main(container, rollout))
+        return _NO_CONTENT
 
-    async def _background(self, container: Container, rollout: Rollout) -> None:
-        """Start a main command that stays, as part of the state; one that cannot be started ends its container."""
-        body = await self._calls.run(rollout, docker.main_of(container.made).call(detach=True))
-        code = ending(body).exit_code
-        if code is not None:
-            self._containers.life(container).log = body
-            await self._exited(container, code)
+    async def _start_background_main(self, container: Container, rollout: Rollout) -> None:
+        body = await self._calls.run(rollout, requests.main_command(container.spec).call(detach=True))
+        exit_code = ending(body).exit_code
+        if exit_code is not None:
+            # A detached call returns an exit code only if the command could not be started.
+            self._registry.activity(container).log = body
+            await self._exit(container, exit_code)
 
-    async def _main(self, container: Container, rollout: Rollout) -> None:
-        """Run a container's main command, as its first call, and end the container with it."""
-        life, execution = self._containers.life(container), docker.main_of(container.made)
-        sinks = [Sink(wire.send, streams, tty=execution.tty) for wire, streams in life.attached]
-        audience = life.main = Audience(sinks, lambda: None, None)
+    async def _run_main(self, container: Container, rollout: Rollout) -> None:
+        activity, command = self._registry.activity(container), requests.main_command(container.spec)
+        sinks = [OutputSink(connection.send, streams, tty=command.tty) for connection, streams in activity.attached]
+        listener = activity.main = OutputListener(sinks)
         try:
-            stdin = await life.stdin.input(self._max_input) if life.stdin is not None else b""
-            call = execution.call(stdin)
-            body = await self._calls.run(rollout, call, audience)
+            stdin = await activity.stdin.input(self._max_stdin_bytes) if activity.stdin is not None else b""
+            body = await self._calls.run(rollout, command.call(stdin), listener)
             for sink in sinks:
-                if not sink.heard:
-                    await sink.take_all(body)
-            code = ending(body).exit_code
-            life.log = body
+                # On a hit nothing ran, so the sinks get the recorded output.
+                if not sink.has_output:
+                    await sink.put_result(body)
+            exit_code = ending(body).exit_code
+            activity.log = body
         except Exception as error:  # noqa: BLE001 - a background task ends here
-            log.warning("a container's main command failed", container=container.id, error=repr(error))
+            log.warning("main command of a container failed", container=container.id, error=repr(error))
             for sink in sinks:
-                await sink.take(ERR, f"forkpoint: {error}\n".encode())
-            code = BROKEN
-        life.main = None
-        if code is not None and container.state == "running":
-            await self._exited(container, code)
+                await sink.put(ERR, f"forkpoint: {error}\n".encode())
+            exit_code = FAILED_EXIT_CODE
+        activity.main = None
+        # None: an exec has detached the command, so its end is not observed.
+        if exit_code is not None:
+            await self._exit(container, exit_code)
 
-    async def _exited(self, container: Container, code: int) -> None:
-        container.state, container.exit_code, container.finished_at = "exited", code, time.time()
-        self._containers.save(container)
-        life = self._containers.life(container)
-        life.exited.set()
-        for wire, _ in life.attached:
-            wire.close()
-        life.attached.clear()
-        if container.made.auto_remove:
-            await self._forget(container)
+    async def _exit(self, container: Container, exit_code: int) -> None:
+        if not container.is_running:
+            # The container was stopped while its main command ended.
+            return
+        container.change(ContainerChange.EXIT)
+        container.exit_code, container.finished_at = exit_code, time.time()
+        self._registry.save(container)
+        activity = self._registry.activity(container)
+        activity.exited.set()
+        for connection, _ in activity.attached:
+            connection.close()
+        activity.attached.clear()
+        if container.spec.auto_remove:
+            await self._remove(container)
 
-    async def stop(self, container: Container) -> Local:
-        """Stop a container; its files stay."""
-        if container.state != "running":
-            return Local(304, headers=())
-        self._containers.life(container).detach()
-        await self._exited(container, KILLED)
-        return _NOTHING
+    async def _stop(self, container: Container) -> Local:
+        if not container.is_running:
+            return _NOT_MODIFIED
+        self._registry.activity(container).detach()
+        await self._exit(container, KILLED_EXIT_CODE)
+        return _NO_CONTENT
 
-    async def remove(self, asked: DockerRequest, container: Container) -> Local:
-        """Remove a container, and end the rollout that it is.
+    async def remove(self, request: DockerRequest, container: Container) -> Local:
+        """Remove a container, and finish its rollout.
 
         Raises:
-            Refused: 409, it runs.
+            RefusalError: 409, the container runs, and the request does not force its removal.
         """
-        if container.state == "running" and not asked.flag("force"):
+        if container.is_running and not request.flag("force"):
             raise RefusalError(
                 409, "docker", f'cannot remove container "/{container.name}": container is running: stop the container '
                 "before removing or force remove",
             )  # fmt: skip
-        await self._forget(container)
-        return _NOTHING
+        await self._remove(container)
+        return _NO_CONTENT
 
-    async def _forget(self, container: Container) -> None:
-        await self._containers.remove(container)
+    async def _remove(self, container: Container) -> None:
+        await self._registry.remove(container)
         self._execs.forget(container)
 
-    def _wait(self, asked: DockerRequest, container: Container) -> Streaming:
-        life, condition = self._containers.life(container), asked.query.get("condition", "")
+    def _wait(self, request: DockerRequest, container: Container) -> StreamedResponse:
+        activity, condition = self._registry.activity(container), request.query.get("condition", "")
 
-        async def content(send: Callable[[bytes], Awaitable[None]]) -> None:
-            # The head at once: clients go on to start the container when they have it.
+        async def content(send: SendPiece) -> None:
+            # Send the head at once: clients start the container only when they have it.
             await send(b"")
             if condition == "removed":
-                await self._first(life.removed.wait())
-            elif condition == "next-exit" or container.state == "running":
-                await self._first(life.exited.wait())
-            if not (self._closing.is_set() and container.state == "running"):
+                await self._first_of(activity.removed.wait())
+            elif condition == "next-exit" or container.is_running:
+                await self._first_of(activity.exited.wait())
+            if not (self._closing.is_set() and container.is_running):
                 await send(orjson.dumps({"StatusCode": container.exit_code}) + b"\n")
 
-        return Streaming(content, _JSON)
+        return StreamedResponse(content, _JSON)
 
-    async def logs(self, asked: DockerRequest, container: Container) -> Streaming:
-        """Return what tells what the main command said."""
-        life, tty = self._containers.life(container), container.made.tty
-        streams = frozenset(place for place, name in ((1, "stdout"), (2, "stderr")) if asked.flag(name))
+    async def logs(self, request: DockerRequest, container: Container) -> StreamedResponse:
+        """Return the output of the main command.
+
+        Raises:
+            RefusalError: 400, the request selects no stream.
+        """
+        activity, tty = self._registry.activity(container), container.spec.tty
+        streams = _streams(request)
         if not streams:
             raise RefusalError(400, "docker", "Bad parameters: you must choose at least one stream")
-        if life.log is None and life.main is None and container.made.main:
-            rollout = await self._containers.standing(container)
-            life.log = self._calls.recorded(rollout, docker.main_of(container.made).call())
+        if activity.log is None and activity.main is None and container.spec.main:
+            # The proxy was restarted since the command ended: its result is still in the tree.
+            rollout = await self._registry.require_rollout(container)
+            activity.log = self._calls.recorded(rollout, requests.main_command(container.spec).call())
 
-        async def content(send: Callable[[bytes], Awaitable[None]]) -> None:
-            main = life.main
-            if main is None or life.log is not None:
-                body = docker_told.tail(life.log or b"", asked.query.get("tail", "all"))
-                await send(shown(body, streams, tty=tty) if body else b"")
+        async def content(send: SendPiece) -> None:
+            main = activity.main
+            if main is None or activity.log is not None:
+                body = responses.tail(activity.log or b"", request.query.get("tail", "all"))
+                await send(client_output(body, streams, tty=tty) if body else b"")
                 return
+            # None ends the queue: at once, or when the container exits.
             pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-            pieces.put_nowait(shown(main.kept.end(0), streams, tty=tty))
-            if asked.flag("follow"):
-                main.sinks.append(Sink(pieces.put, streams, tty=tty, heard=main.begun))
-                self._later(self._end_of(life, pieces))
+            pieces.put_nowait(client_output(main.output.end(0), streams, tty=tty))
+            if request.flag("follow"):
+                main.sinks.append(OutputSink(pieces.put, streams, tty=tty, has_output=main.has_output))
+                self._tasks.spawn("end followed log", self._end_log(activity, pieces))
             else:
                 pieces.put_nowait(None)
             while (piece := await pieces.get()) is not None:
                 await send(piece)
 
-        return Streaming(content, _RAW if tty else _FRAMES)
+        return StreamedResponse(content, _RAW if tty else _FRAMES)
 
-    async def top(self, asked: DockerRequest, container: Container) -> Local:
-        """Tell who lives in a container, as its own `ps` does."""
-        require_running(container)
-        rollout = await self._containers.standing(container)
-        argv = ["ps", *(asked.query.get("ps_args") or "-ef").split()]
-        told: dict[str, Any] = {"argv": argv, "env": {}, "cwd": "/", "user": None, "tty": False}
-        body = await self._calls.run(rollout, ToolCall("process", "run", told))
-        if ending(body).exit_code:
-            raise RefusalError(500, "docker", f"ps: {output(body, OUT).decode(errors='replace').strip()}")
-        return docker_told.topped(output(body, OUT).decode(errors="replace"))
-
-    async def attach(self, asked: DockerRequest, container: Container, wire: HijackedConnection) -> None:
-        """Let a client hear, and feed, a main command; until that ends.
+    async def top(self, request: DockerRequest, container: Container) -> Local:
+        """List the processes of a container with its own `ps`.
 
         Raises:
-            Refused: 409, it has ended.
+            RefusalError: 409, the container does not run; 500, it has no working `ps`.
         """
-        if container.state == "exited":
-            raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")
-        life, tty = self._containers.life(container), container.made.tty
-        streams = frozenset(place for place, name in ((1, "stdout"), (2, "stderr")) if asked.flag(name))
-        wire.open(tty=tty)
-        life.attached.append((wire, streams))
-        if asked.flag("stdin") and container.made.stdin:
-            life.stdin = wire
-        if life.main is not None:
-            life.main.sinks.append(Sink(wire.send, streams, tty=tty, heard=life.main.begun))
-        try:
-            await self._first(life.exited.wait(), wire.disconnected())
-        finally:
-            life.attached = [entry for entry in life.attached if entry[0] is not wire]
+        require_running(container)
+        rollout = await self._registry.require_rollout(container)
+        argv = ["ps", *(request.query.get("ps_args") or "-ef").split()]
+        arguments: dict[str, Any] = {"argv": argv, "env": {}, "cwd": "/", "user": None, "tty": False}
+        body = await self._calls.run(rollout, ToolCall("process", "run", arguments))
+        if ending(body).exit_code:
+            raise RefusalError(500, "docker", f"ps: {output(body, OUT).decode(errors='replace').strip()}")
+        return responses.process_table(output(body, OUT).decode(errors="replace"))
 
-    async def _end_of(self, life: Life, pieces: "asyncio.Queue[bytes | None]") -> None:
-        await self._first(life.exited.wait())
+    async def attach(self, request: DockerRequest, container: Container, connection: StreamConnection) -> None:
+        """Connect a client to the main command, until the container exits or the client disconnects.
+
+        Raises:
+            RefusalError: 409, the container has exited.
+        """
+        if container.state is ContainerState.EXITED:
+            raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")
+        activity, tty, streams = self._registry.activity(container), container.spec.tty, _streams(request)
+        connection.open(tty=tty)
+        activity.attached.append((connection, streams))
+        if request.flag("stdin") and container.spec.stdin:
+            activity.stdin = connection
+        if activity.main is not None:
+            has_output = activity.main.has_output
+            activity.main.sinks.append(OutputSink(connection.send, streams, tty=tty, has_output=has_output))
+        try:
+            await self._first_of(activity.exited.wait(), connection.disconnected())
+        finally:
+            activity.attached = [entry for entry in activity.attached if entry[0] is not connection]
+
+    async def _end_log(self, activity: ContainerActivity, pieces: "asyncio.Queue[bytes | None]") -> None:
+        await self._first_of(activity.exited.wait())
         pieces.put_nowait(None)
 
-    async def _first(self, *coming: Coroutine[Any, Any, object]) -> None:
-        """Wait for the first of these, or for the end of the proxy."""
-        waiting = {asyncio.ensure_future(one) for one in (*coming, self._closing.wait())}
+    async def _first_of(self, *events: Coroutine[Any, Any, object]) -> None:
+        """Wait for the first of these events, or for the proxy's shutdown."""
+        waiting = {start(event) for event in (*events, self._closing.wait())}
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in waiting:
                 task.cancel()
 
-    def _later(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+def _streams(request: DockerRequest) -> frozenset[int]:
+    """Return the streams that a request selects: stdout (1), stderr (2)."""
+    return frozenset(number for number, name in ((1, "stdout"), (2, "stderr")) if request.flag(name))

@@ -1,4 +1,4 @@
-"""Docker's containers of each task: found by name or id, kept over a restart beside the rollouts that they are."""
+"""Docker's containers of each task: found by name or ID, and stored beside the rollouts that they are."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,69 +7,100 @@ from typing import Any
 
 import orjson
 
-from proxy.compat.docker.requests import Created
-from proxy.compat.docker.responses import Container
-from proxy.compat.docker.stream import Audience, HijackedConnection
+from proxy.compat.docker.containers import Container, ContainerChange, ContainerState
+from proxy.compat.docker.requests import ContainerSpec
+from proxy.compat.docker.stream import OutputListener, StreamConnection
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
 from proxy.storage.store import Store
 from proxy.tree.rollout import Rollout
 
-_KEPT = ("id", "name", "owner", "created_at", "state", "exit_code", "started_at", "finished_at")
-_OF_BODY = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "background", "body")
+_STORED = ("id", "name", "owner", "created_at", "state", "exit_code", "started_at", "finished_at")
+_STORED_OF_SPEC = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "background", "body")
 _PROTOCOL = "docker"
-KILLED = 137
-EXECS = 256
-"""Instances that a container remembers: the last ones."""
+KILLED_EXIT_CODE = 137
+"""Exit code of a stopped container, as Docker reports it for SIGKILL: 128 + 9."""
 
 
 @dataclass(slots=True, eq=False)
-class Life:
-    """What is under way in a container: who hears its processes, and who waits for its end.
+class ContainerActivity:
+    """What is under way in a container. It concerns connections, so it is not stored.
 
-    main: who hears its main command. attached: the connections that want that before it is started; stdin: the one that
-    has its input. log: the main command's answer.
+    Attributes:
+        main: The listener of the main command; None while that does not run.
+        running: The listeners of the execs that run.
+        attached: The connections that are attached to the main command, and the streams that each wants.
+        stdin: The connection that sends the main command's stdin; None if none does.
+        log: The recorded result of the main command; None before its end.
+        exited: Set when the container exits; replaced when it is started again.
+        removed: Set when the container is removed.
     """
 
-    main: Audience | None = None
-    running: set[Audience] = field(default_factory=set)
-    attached: list[tuple[HijackedConnection, frozenset[int]]] = field(default_factory=list)
-    stdin: HijackedConnection | None = None
+    main: OutputListener | None = None
+    running: set[OutputListener] = field(default_factory=set)
+    attached: list[tuple[StreamConnection, frozenset[int]]] = field(default_factory=list)
+    stdin: StreamConnection | None = None
     log: bytes | None = None
     exited: asyncio.Event = field(default_factory=asyncio.Event)
     removed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def detach(self) -> None:
         """Detach every running process, so that the rollout's next call does not wait for it."""
-        for audience in (*self.running, *([self.main] if self.main is not None else [])):
-            audience.detach()
+        for listener in (*self.running, *([self.main] if self.main is not None else [])):
+            listener.detach()
 
 
-class Containers:
-    """All that running rollouts are containers, by task; a task's are read back when they are first asked for."""
+class ContainerRegistry:
+    """The containers of all tasks. A task's containers are read from the store when the task is first used."""
 
     def __init__(self, store: Store, tasks: Tasks) -> None:
         self._store, self._tasks = store, tasks
         self._by_task: dict[str, dict[str, Container]] = {}
-        self._lives: dict[str, Life] = {}
+        self._activities: dict[str, ContainerActivity] = {}
 
-    def known(self, task: str) -> bool:
-        """Whether a task's containers are in memory."""
+    def is_loaded(self, task: str) -> bool:
+        """Return whether a task's containers are in memory."""
         return task in self._by_task
 
     async def load(self, task: str) -> None:
-        """Read a task's containers back."""
+        """Read a task's containers from the store, once."""
         await self._tasks.open(task)
         if task not in self._by_task:
             notes = self._store.rollouts.notes(task, _PROTOCOL)
-            found = [_read(task, name, orjson.loads(note)) for name, note in notes.items()]
-            self._by_task[task] = {container.id: container for container in found}
+            containers = [_decode(task, rollout, note) for rollout, note in notes.items()]
+            self._by_task[task] = {container.id: container for container in containers}
 
-    async def standing(self, container: Container) -> Rollout:
-        """Return the rollout that a container is.
+    def of(self, task: str, owner: str) -> list[Container]:
+        """Return the containers that a URL shows.
+
+        Args:
+            task: The task in the URL.
+            owner: The rollout in the URL; empty shows the containers that were created without one.
+        """
+        return [container for container in self._by_task[task].values() if container.owner == owner]
+
+    def find(self, task: str, owner: str, name: str) -> Container:
+        """Return the container with this ID, name, or unique beginning of an ID.
 
         Raises:
-            Refused: 404, it has been finished otherwise; then so is the container.
+            RefusalError: 404, no container matches, or several IDs begin like this.
+        """
+        shown = self.of(task, owner)
+        exact = [container for container in shown if name in {container.id, container.name, f"/{container.name}"}]
+        matches = exact or [container for container in shown if name and container.id.startswith(name)]
+        if len(matches) != 1:
+            raise RefusalError(404, "docker", f"No such container: {name}")
+        return matches[0]
+
+    def rollout(self, container: Container) -> Rollout | None:
+        """Return the rollout of a container; None if it is not in memory."""
+        return self._tasks.rollouts.get((container.task, container.rollout))
+
+    async def require_rollout(self, container: Container) -> Rollout:
+        """Return the rollout of a container.
+
+        Raises:
+            RefusalError: 404, the rollout was finished through another protocol. The container is then removed, too.
         """
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is None:
@@ -77,49 +108,31 @@ class Containers:
             raise RefusalError(404, "docker", f"No such container: {container.id}")
         return rollout
 
-    def of(self, task: str, owner: str) -> list[Container]:
-        """Return the containers that this URL shows: the task's, or those of the one rollout that it names."""
-        return [one for one in self._by_task[task].values() if one.owner == owner]
+    def rollout_names(self, task: str) -> Iterator[str]:
+        """Return the names of the rollouts that are containers of a task."""
+        return (container.rollout for container in self._by_task[task].values())
 
-    def find(self, task: str, owner: str, name: str) -> Container:
-        """Return the container of this id, name, or beginning of an id.
-
-        Raises:
-            Refused: 404, there is none, or several begin so.
-        """
-        mine = self.of(task, owner)
-        exact = [one for one in mine if name in {one.id, one.name, f"/{one.name}"}]
-        found = exact or [one for one in mine if name and one.id.startswith(name)]
-        if len(found) != 1:
-            raise RefusalError(404, "docker", f"No such container: {name}")
-        return found[0]
-
-    def rollout(self, container: Container) -> Rollout | None:
-        """Return a container's rollout if it is in memory."""
-        return self._tasks.rollouts.get((container.task, container.rollout))
-
-    def life(self, container: Container) -> Life:
+    def activity(self, container: Container) -> ContainerActivity:
         """Return what is under way in a container."""
-        return self._lives.setdefault(container.id, Life())
+        return self._activities.setdefault(container.id, ContainerActivity())
 
     def add(self, container: Container) -> None:
-        """Take a new container in."""
+        """Add a new container, and store it."""
         self._by_task[container.task][container.id] = container
         self.save(container)
 
     def save(self, container: Container) -> None:
-        """Write what a restart must find again."""
+        """Store a container. Without its rollout there is nothing to store it beside."""
         rollout = self.rollout(container)
         if rollout is None:
             return
-        told = {name: getattr(container, name) for name in _KEPT}
-        told["made"] = {name: getattr(container.made, name) for name in _OF_BODY}
-        self._store.rollouts.put_note(rollout.id, _PROTOCOL, orjson.dumps(told).decode())
+        note = {name: getattr(container, name) for name in _STORED}
+        note["made"] = {name: getattr(container.spec, name) for name in _STORED_OF_SPEC}
+        self._store.rollouts.put_note(rollout.id, _PROTOCOL, orjson.dumps(note).decode())
 
     async def remove(self, container: Container) -> None:
-        """End a container, and the rollout that it is, when the calls under way have ended."""
-        life = self.life(container)
-        life.detach()
+        """Remove a container and finish its rollout, once the calls under way have ended."""
+        self.activity(container).detach()
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is not None:
             await self._tasks.finish_in_turn(rollout)
@@ -127,21 +140,20 @@ class Containers:
 
     def _drop(self, container: Container) -> None:
         self._by_task[container.task].pop(container.id, None)
-        container.state = "removed"
-        life = self._lives.pop(container.id, Life())
-        life.exited.set()
-        life.removed.set()
-
-    def names(self, task: str) -> Iterator[str]:
-        """Yield the names of the rollouts that are containers of a task."""
-        return (container.rollout for container in self._by_task[task].values())
+        container.change(ContainerChange.REMOVE)
+        activity = self._activities.pop(container.id, ContainerActivity())
+        activity.exited.set()
+        activity.removed.set()
 
 
-def _read(task: str, rollout: str, note: dict[str, Any]) -> Container:
-    made = note.pop("made")
-    created = Created(**{**made, "main": tuple(made["main"])})
-    container = Container(task=task, rollout=rollout, made=created, **note)
-    if container.state == "running" and created.main and not created.background:
-        # Its main command ran in a process that is gone: as after a crash of a Docker daemon.
-        container.state, container.exit_code = "exited", KILLED
+def _decode(task: str, rollout: str, text: str) -> Container:
+    """Read a stored container."""
+    note: dict[str, Any] = orjson.loads(text)
+    stored = note.pop("made")
+    spec = ContainerSpec(**{**stored, "main": tuple(stored["main"])})
+    container = Container(task=task, rollout=rollout, spec=spec, **{**note, "state": ContainerState(note["state"])})
+    if container.is_running and spec.main and not spec.background:
+        # The client of the main command was connected to a process that is gone, as after a crash of a Docker daemon.
+        container.change(ContainerChange.EXIT)
+        container.exit_code = KILLED_EXIT_CODE
     return container

@@ -1,8 +1,8 @@
-"""Docker's Engine API: what its requests ask for, which calls they make, and what is refused (pure).
+"""Reads requests of Docker's Engine API, and builds the calls that they make (pure).
 
-A container is a rollout; one that was only created or started has run nothing. What runs is an exec, a copy, or a main
-command that is more than waiting: its words, variables, directory, user, terminal and input are its key. Ids, names and
-labels are in no key.
+A container is a rollout. Creating and starting it runs nothing: calls are execs, copies, and a main command that does
+more than wait. The key of a command consists of its arguments, variables, directory, user, terminal and stdin. Ids,
+names and labels are in no key.
 """
 
 import re
@@ -19,12 +19,13 @@ from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
 
 API, OLDEST_API = (1, 44), (1, 24)
+"""Newest and oldest version of the Engine API that are served, major and minor."""
 ENGINE = "25.0.5"
-"""What is claimed: new enough for today's clients, and nothing in it that they would look for and not find."""
+"""The engine's announced version: new enough for today's clients, without features that are missing here."""
 _VERSION = re.compile(r"v(\d{1,3})\.(\d{1,3})")
 _NAME = re.compile(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]+")
-_LONG_S = 60
-"""A main command that sleeps for this long, or longer, is there to wait."""
+_WAITING_SLEEP_S = 60
+"""Shortest `sleep` as a main command that counts as waiting. A shorter one is executed: its end is of interest."""
 _SLEEP = re.compile(r"(?:exec +)?(?:/(?:usr/)?bin/)?sleep +(?:(inf\w*)|(\d+)(?:\.\d*)?([smhd]?))")
 _WAITS = re.compile(
     r"(?:exec +)?tail +(?:-f|-F|--follow) +/dev/null|"
@@ -37,22 +38,29 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True, slots=True)
 class DockerRequest:
-    """A request below the endpoint: its words without the API's version, and its query."""
+    """A request below the endpoint.
+
+    Attributes:
+        method: The HTTP method.
+        segments: The decoded segments of the path, without the version of the API.
+        query: The query of the URL.
+        body: The body.
+    """
 
     method: str
-    words: tuple[str, ...]
+    segments: tuple[str, ...]
     query: Mapping[str, str]
     body: bytes
 
     def flag(self, name: str) -> bool:
-        """Whether a boolean of the query is set, as Docker reads one."""
+        """Return whether a boolean of the query is set, by Docker's rules."""
         return self.query.get(name, "").strip().lower() not in {"", "0", "no", "false", "none"}
 
     def json(self) -> dict[str, Any]:
-        """Return the body, an object; an empty one is one without members.
+        """Return the body's JSON object; an empty body is an empty object.
 
         Raises:
-            Refused: 400, it is none.
+            RefusalError: 400, the body is not a JSON object.
         """
         if not self.body.strip():
             return {}
@@ -61,34 +69,37 @@ class DockerRequest:
         except orjson.JSONDecodeError as error:
             raise RefusalError(400, "docker", f"invalid JSON: {error}") from None
         if not isinstance(value, dict):
-            raise RefusalError(400, "docker", "invalid JSON: an object is wanted")
+            raise RefusalError(400, "docker", "invalid JSON: the body must be an object")
         return value
 
 
-def asked(method: str, path: str, query: str, body: bytes) -> DockerRequest:
-    """Read a request. path: as it was sent; words are told apart before they are decoded.
+def read(method: str, path: str, query: str, body: bytes) -> DockerRequest:
+    """Parse a request.
+
+    Args:
+        method: The HTTP method.
+        path: The path below the endpoint, as sent: an encoded slash does not separate segments.
+        query: The query of the URL.
+        body: The body.
 
     Raises:
-        Refused: 400, the client's version of the API is too new or too old.
+        RefusalError: 400, the client's version of the API is too new or too old.
     """
-    words = [unquote(word) for word in path.split("/") if word]
-    if words and (version := _VERSION.fullmatch(words[0])):
-        words = words[1:]
-        told = (int(version[1]), int(version[2]))
-        if told > API:
+    segments = [unquote(segment) for segment in path.split("/") if segment]
+    if segments and (match := _VERSION.fullmatch(segments[0])):
+        segments = segments[1:]
+        version = (int(match[1]), int(match[2]))
+        if version > API:
             raise RefusalError(
-                400,
-                "docker",
-                f"client version {told[0]}.{told[1]} is too new. Maximum supported API version is {_dotted(API)}",
-            )
-        if told < OLDEST_API:
+                400, "docker", f"client version {_dotted(version)} is too new. Maximum supported API version is "
+                f"{_dotted(API)}",
+            )  # fmt: skip
+        if version < OLDEST_API:
             raise RefusalError(
-                400,
-                "docker",
-                f"client version {told[0]}.{told[1]} is too old. Minimum supported API version is "
+                400, "docker", f"client version {_dotted(version)} is too old. Minimum supported API version is "
                 f"{_dotted(OLDEST_API)}, please upgrade your client to a newer version",
-            )
-    return DockerRequest(method, tuple(words), dict(parse_qsl(query, keep_blank_values=True)), body)
+            )  # fmt: skip
+    return DockerRequest(method, tuple(segments), dict(parse_qsl(query, keep_blank_values=True)), body)
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -96,15 +107,23 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 NO_PAGE = RefusalError(404, "docker", "page not found")
+"""Docker's answer to a path that it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
-class Created:
-    """What a create request says of its container. main: its own command, where that is more than waiting.
+class ContainerSpec:
+    """What a create request says about its container.
 
-    background: whether main is an entrypoint before a command that only waits: it is started, and nobody waits for its
-    end. image_id: what its image is called where names may change. body: the request's, as its client finds it again
-    when it inspects the container.
+    Attributes:
+        image: The image, as the client named it.
+        image_id: The ID of the image, which does not change when the name does.
+        main: The arguments of the main command; empty if that would only wait.
+        user: The user of its processes; empty for the image's own.
+        tty: The main command runs on a terminal.
+        stdin: The main command reads stdin.
+        auto_remove: Remove the container when it exits.
+        background: `main` is an entrypoint before a command that only waits. It is started in the background.
+        body: The request's body, which the client sees again when it inspects the container.
     """
 
     image: str
@@ -119,10 +138,10 @@ class Created:
 
 
 def name_of(query: Mapping[str, str]) -> str:
-    """Return the name that a create request gives its container; empty where it gives none.
+    """Return the name in a create request; empty if there is none.
 
     Raises:
-        Refused: 400, no container can have it.
+        RefusalError: 400, the name is invalid.
     """
     name = query.get("name", "")
     if name and _NAME.fullmatch(name) is None:
@@ -134,74 +153,82 @@ def name_of(query: Mapping[str, str]) -> str:
     return name.removeprefix("/")
 
 
-def created(body: dict[str, Any], config: Mapping[str, Any]) -> Created:
-    """Read a create request; config: what its image's containers are started with by default.
+def container_spec(body: dict[str, Any], config: Mapping[str, Any]) -> ContainerSpec:
+    """Parse a create request.
+
+    Args:
+        body: The body of the request.
+        config: The image's defaults.
 
     Raises:
-        Refused: 400, it asks for what Forkpoint does not have.
+        RefusalError: 400, the request needs a feature that Forkpoint does not have.
     """
     image = body.get("Image")
     if not isinstance(image, str) or not image:
         raise RefusalError(400, "docker", "config cannot be empty in order to create a container: name an Image")
     host = body.get("HostConfig") or {}
     _refuse(host, body)
-    own = _words(body, "Cmd")
-    entry = _words(body, "Entrypoint")
-    if entry is None:
-        entry = _words(config, "Entrypoint") or []
-        own = _words(config, "Cmd") or [] if own is None else own
-    argv = tuple(word for word in (*entry, *(own or [])) if word or len(entry) + len(own or []) > 1)
+    command, entrypoint = _arguments(body, "Cmd"), _arguments(body, "Entrypoint")
+    if entrypoint is None:
+        entrypoint = _arguments(config, "Entrypoint") or []
+        # As in Docker, an entrypoint in the request also discards the image's command.
+        command = _arguments(config, "Cmd") if command is None else command
+    command = command or []
+    # Docker's clients send [""] to clear an entrypoint or a command.
+    argv = tuple(argument for argument in (*entrypoint, *command) if argument or len(entrypoint) + len(command) > 1)
     stdin, tty = bool(body.get("OpenStdin")), bool(body.get("Tty"))
-    # With its input attached it has something to read; on a terminal, or detached, it waits for somebody who types.
-    fed = bool(body.get("AttachStdin")) and not tty
-    main = () if waits(argv, interactive=(stdin or tty) and not fed) else argv
-    number, background = (
-        str(config.get("Id") or image_id(image)),
-        bool(main and entry and own) and waits(tuple(own or ()), interactive=False),
-    )
-    return Created(
-        image, number, main, str(body.get("User") or ""), tty, stdin, bool(host.get("AutoRemove")), background, body
-    )
+    # With stdin attached the command has input to read. On a terminal, or detached, it would wait for a person.
+    has_input = bool(body.get("AttachStdin")) and not tty
+    main = () if waits(argv, interactive=(stdin or tty) and not has_input) else argv
+    return ContainerSpec(
+        image=image, image_id=str(config.get("Id") or image_id(image)), main=main, user=str(body.get("User") or ""),
+        tty=tty, stdin=stdin, auto_remove=bool(host.get("AutoRemove")),
+        background=bool(main and entrypoint and command) and waits(tuple(command), interactive=False), body=body,
+    )  # fmt: skip
 
 
 def image_id(name: str) -> str:
-    """Return the id of an image that only has a name here."""
+    """Return an ID for an image of which only the name is known."""
     return name if name.startswith("sha256:") else f"sha256:{sha256(name.encode()).hexdigest()}"
 
 
-def _words(body: Mapping[str, Any], name: str) -> list[str] | None:
+def _arguments(body: Mapping[str, Any], name: str) -> list[str] | None:
     value = body.get(name)
     if value is None:
         return None
-    words = [value] if isinstance(value, str) else value
-    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+    arguments = [value] if isinstance(value, str) else value
+    if not (isinstance(arguments, list) and all(isinstance(argument, str) for argument in arguments)):
         raise RefusalError(400, "docker", f"{name} must be a list of strings")
-    return words
+    return arguments
 
 
 _UNSUPPORTED = {
-    "Binds": "mounts nothing of the host: copy files in (docker cp), or give them in the task's spec",
-    "Mounts": "mounts nothing of the host: copy files in (docker cp), or give them in the task's spec",
-    "VolumesFrom": "has no volumes: copy files in (docker cp)",
-    "PortBindings": "publishes no ports: reach servers by docker exec, or as `servers` of the task's spec",
-    "Devices": "passes no devices on",
+    "Binds": "mounts nothing of the host. Copy files in (docker cp), or list them in the task's spec.",
+    "Mounts": "mounts nothing of the host. Copy files in (docker cp), or list them in the task's spec.",
+    "VolumesFrom": "has no volumes. Copy files in (docker cp).",
+    "PortBindings": "publishes no ports. Reach servers by docker exec, or as `servers` of the task's spec.",
+    "Devices": "passes no devices on.",
 }
+"""Members of HostConfig that are refused, and why."""
 
 
 def _refuse(host: Mapping[str, Any], body: Mapping[str, Any]) -> None:
     for name, why in _UNSUPPORTED.items():
         if host.get(name):
-            raise RefusalError(400, "docker", f"HostConfig.{name}: Forkpoint {why}.")
+            raise RefusalError(400, "docker", f"HostConfig.{name}: Forkpoint {why}")
     if str(host.get("NetworkMode") or "").startswith("container:"):
-        raise RefusalError(
-            400, "docker", "HostConfig.NetworkMode: Forkpoint's containers share no network with others."
-        )
+        raise RefusalError(400, "docker", "HostConfig.NetworkMode: Forkpoint's containers cannot share a network.")
     if not isinstance(body.get("Env") or [], list):
         raise RefusalError(400, "docker", "Env must be a list of strings")
 
 
 def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
-    """Whether a main command is only there to keep its container alive, so that nothing has to run it."""
+    """Return whether a main command only keeps its container running, so that it need not be executed.
+
+    Args:
+        argv: The command's arguments.
+        interactive: The command's stdin is open and nothing sends input, so that a shell would wait for ever.
+    """
     if not argv:
         return True
     name = argv[0].rpartition("/")[2]
@@ -209,14 +236,14 @@ def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
         return interactive
     script = argv[2] if name in _SHELLS and len(argv) == 3 and argv[1] in {"-c", "-lc", "-ec"} else " ".join(argv)
     script = script.strip().rstrip(";").strip()
-    slept = _SLEEP.fullmatch(script)
-    if slept is not None:
-        return bool(slept[1]) or int(slept[2]) * _UNITS[slept[3]] >= _LONG_S
+    sleep = _SLEEP.fullmatch(script)
+    if sleep is not None:
+        return bool(sleep[1]) or int(sleep[2]) * _UNITS[sleep[3]] >= _WAITING_SLEEP_S
     return _WAITS.fullmatch(script) is not None
 
 
 def variables(entries: object) -> dict[str, str]:
-    """Return `NAME=value` entries as a mapping; a name without a value is left out, as Docker removes it."""
+    """Return `NAME=value` entries as a mapping. A name without a value is omitted, as Docker unsets it."""
     if entries is None:
         return {}
     if not (isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)):
@@ -224,20 +251,30 @@ def variables(entries: object) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def wanted(body: Mapping[str, Any], config: Mapping[str, Any]) -> EnvironmentRequest:
-    """Return the environment that a create request names."""
+def environment(body: Mapping[str, Any], config: Mapping[str, Any]) -> EnvironmentRequest:
+    """Return the environment that a create request names, with the image's default directory."""
     host = body.get("HostConfig") or {}
     memory, pids = host.get("Memory") or 0, host.get("PidsLimit") or 0
-    folder = body.get("WorkingDir") or config.get("WorkingDir") or None
+    workdir = body.get("WorkingDir") or config.get("WorkingDir") or None
     return EnvironmentRequest(
-        str(body["Image"]), variables(body.get("Env")), folder,
+        str(body["Image"]), variables(body.get("Env")), workdir,
         memory_mb=max(16, memory >> 20) if memory > 0 else None, pids=max(8, pids) if pids > 0 else None,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ExecSpec:
-    """What an exec instance is to run."""
+    """What an exec instance or a main command runs.
+
+    Attributes:
+        argv: The command's arguments.
+        env: Variables beside the container's own.
+        cwd: The directory; None for the container's own.
+        user: The user; None for the container's own.
+        tty: The command runs on a terminal.
+        stdin: The command reads stdin.
+        streams: The streams that the client wants: stdout (1), stderr (2).
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -246,41 +283,49 @@ class ExecSpec:
     tty: bool
     stdin: bool
     streams: frozenset[int]
-    """Which of stdout (1) and stderr (2) its client wants."""
 
     def call(self, stdin: bytes = b"", *, detach: bool = False) -> ToolCall:
-        """Return the call that runs it."""
-        told: dict[str, Any] = {
+        """Return the call that runs the command.
+
+        Args:
+            stdin: The whole stdin.
+            detach: Start the command in the background, and do not wait for its end.
+        """
+        arguments: dict[str, Any] = {
             "argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd, "user": self.user, "tty": self.tty,
         }  # fmt: skip
-        return ToolCall("process", "run", told | ({"detach": True} if detach else {}), stdin)
+        return ToolCall("process", "run", arguments | ({"detach": True} if detach else {}), stdin)
 
 
-def execution(body: Mapping[str, Any], user: str) -> ExecSpec:
-    """Read an exec create request; user: the container's own.
+def exec_spec(body: Mapping[str, Any], user: str) -> ExecSpec:
+    """Parse a request that creates an exec instance.
+
+    Args:
+        body: The body of the request.
+        user: The container's user.
 
     Raises:
-        Refused: 400, it names no command.
+        RefusalError: 400, the request names no command.
     """
-    argv = _words(body, "Cmd")
+    argv = _arguments(body, "Cmd")
     if not argv or not argv[0]:
         raise RefusalError(400, "docker", "No exec command specified")
     env = variables(body.get("Env"))
-    if any("\0" in word for word in (*argv, *env.values())):
-        raise RefusalError(400, "docker", "a command and its variables cannot contain NUL")
-    streams = frozenset(place for place, name in ((1, "AttachStdout"), (2, "AttachStderr")) if body.get(name, False))
+    if any("\0" in text for text in (*argv, *env.values())):
+        raise RefusalError(400, "docker", "A command and its variables must not contain NUL.")
+    streams = frozenset(number for number, name in ((1, "AttachStdout"), (2, "AttachStderr")) if body.get(name, False))
     return ExecSpec(
         tuple(argv), env, str(body.get("WorkingDir") or "") or None, str(body.get("User") or "") or user or None,
         bool(body.get("Tty")), bool(body.get("AttachStdin")), streams,
     )  # fmt: skip
 
 
-def main_of(container: Created) -> ExecSpec:
+def main_command(spec: ContainerSpec) -> ExecSpec:
     """Return what runs a container's main command."""
-    return ExecSpec(container.main, {}, None, container.user or None, container.tty, container.stdin, frozenset({1, 2}))
+    return ExecSpec(spec.main, {}, None, spec.user or None, spec.tty, spec.stdin, frozenset({1, 2}))
 
 
-def ends_all(user: str) -> ToolCall:
-    """Return the call that leaves no process of a container alive, as stopping it does."""
+def kill_all(user: str) -> ToolCall:
+    """Return the call that kills every process of a container, as stopping it does."""
     argv = ["/bin/sh", "-c", "kill -9 -1"]
     return ToolCall("process", "run", {"argv": argv, "env": {}, "cwd": "/", "user": user or None, "tty": False})

@@ -1,77 +1,44 @@
-"""What Forkpoint tells Docker's clients of itself, of images, containers and exec instances (pure)."""
+"""Responses of Docker's Engine API: about the engine, images, containers and exec instances (pure)."""
 
 import datetime as dt
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from proxy.compat.docker.requests import API, ENGINE, OLDEST_API, Created, ExecSpec, image_id
+from proxy.compat.docker.containers import Container, Exec
+from proxy.compat.docker.requests import API, ENGINE, OLDEST_API, image_id
 from proxy.dialects.base import Local
 from sandboxes.listener import Headers
 from sandboxes.process_output import END, Frames, ending, frames
 
 NEVER = "0001-01-01T00:00:00Z"
+"""The zero value of Go's time, which Docker shows for what has not happened yet."""
 _JSON = (("content-type", "application/json"),)
 _ABOUT = (("api-version", f"{API[0]}.{API[1]}"), ("docker-experimental", "false"), ("ostype", "linux"),
           ("server", f"Docker/{ENGINE} (forkpoint)"))  # fmt: skip
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
-@dataclass(slots=True)
-class Container:
-    """A container as its clients see it. rollout: its name; owner: the rollout that the URL named, if it did.
-
-    state: "created", "running" or "exited". times are seconds since 1970.
-    """
-
-    id: str
-    name: str
-    task: str
-    owner: str
-    rollout: str
-    made: Created
-    created_at: float
-    state: str = "created"
-    exit_code: int = 0
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    execs: dict[str, "Exec"] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Exec:
-    """An exec instance. exit_code: None until it has ended. started: whether it has been, for it runs once."""
-
-    id: str
-    container: Container
-    execution: ExecSpec
-    detach_keys: str = ""
-    started: bool = False
-    running: bool = False
-    exit_code: int | None = None
-
-
-def told(value: Any, status: int = 200, headers: Headers = ()) -> Local:
-    """Return a value as JSON."""
+def json_response(value: Any, status: int = 200, headers: Headers = ()) -> Local:
+    """Return a response with a JSON body."""
     return Local(status, orjson.dumps(value) + b"\n", (*_JSON, *headers))
 
 
-def fault(status: int, message: str) -> Local:
-    """Return an error in Docker's form."""
-    return told({"message": message}, status)
+def error_response(status: int, message: str) -> Local:
+    """Return an error response."""
+    return json_response({"message": message}, status)
 
 
 def ping(method: str) -> Local:
-    """Say that the engine answers."""
+    """Return the response to a ping."""
     headers = (("content-type", "text/plain; charset=utf-8"), ("cache-control", "no-cache, no-store"), *_ABOUT)
     return Local(200, b"" if method == "HEAD" else b"OK", headers)
 
 
 def version() -> Local:
-    """Say which engine this is."""
+    """Return the description of the engine's version."""
     about = {
         "Version": ENGINE, "ApiVersion": f"{API[0]}.{API[1]}", "MinAPIVersion": f"{OLDEST_API[0]}.{OLDEST_API[1]}",
         "Os": "linux", "Arch": _MACHINES.get(platform.machine(), platform.machine()), "GitCommit": "forkpoint",
@@ -82,16 +49,16 @@ def version() -> Local:
         "Version": ENGINE,
         "Details": {name: value for name, value in about.items() if value},
     }
-    return told({"Platform": {"Name": "Forkpoint"}, "Components": [component], **about}, headers=_ABOUT)
+    return json_response({"Platform": {"Name": "Forkpoint"}, "Components": [component], **about}, headers=_ABOUT)
 
 
 def info(containers: Sequence[Container]) -> Local:
-    """Say what there is."""
-    states = [container.state for container in containers]
-    return told({
+    """Return the description of the system, with the containers that the URL shows."""
+    running = sum(container.is_running for container in containers)
+    return json_response({
         "ID": "forkpoint", "Name": "forkpoint", "ServerVersion": ENGINE, "OSType": "linux",
-        "Containers": len(states), "ContainersRunning": states.count("running"), "ContainersPaused": 0,
-        "ContainersStopped": len(states) - states.count("running"), "Images": 0, "Driver": "forkpoint",
+        "Containers": len(containers), "ContainersRunning": running, "ContainersPaused": 0,
+        "ContainersStopped": len(containers) - running, "Images": 0, "Driver": "forkpoint",
         "OperatingSystem": "Forkpoint", "Architecture": platform.machine(), "KernelVersion": platform.release(),
         "NCPU": 1, "MemTotal": 0, "SecurityOptions": [], "Warnings": None, "IndexServerAddress": "", "Labels": [],
         "RegistryConfig": {"InsecureRegistryCIDRs": [], "IndexConfigs": {}, "Mirrors": []}, "Plugins": {},
@@ -100,51 +67,56 @@ def info(containers: Sequence[Container]) -> Local:
 
 
 def image(name: str, config: Mapping[str, Any]) -> Local:
-    """Tell of an image; config: what Docker says of it where a container is made of it, nothing elsewhere."""
-    number = config.get("Id") or image_id(name)
+    """Return the description of an image.
+
+    Args:
+        name: The image's name.
+        config: What the Docker daemon knows about the image; empty if sandboxes are not made from it.
+    """
     tag = name if ":" in name.rpartition("/")[2] or "@" in name else f"{name}:latest"
-    return told({
-        "Id": number, "RepoTags": [tag], "RepoDigests": [], "Parent": "", "Comment": "", "Created": NEVER,
-        "Config": {word: value for word, value in config.items() if word != "Id"}, "Os": "linux",
+    return json_response({
+        "Id": config.get("Id") or image_id(name), "RepoTags": [tag], "RepoDigests": [], "Parent": "", "Comment": "",
+        "Created": NEVER,
+        "Config": {key: value for key, value in config.items() if key != "Id"}, "Os": "linux",
         "Architecture": _MACHINES.get(platform.machine(), platform.machine()), "Size": 0, "VirtualSize": 0,
         "RootFS": {"Type": "layers", "Layers": []}, "GraphDriver": {"Name": "forkpoint", "Data": {}}, "Metadata": {},
     })  # fmt: skip
 
 
 def pulled(name: str) -> Local:
-    """Say that an image is there: nothing is pulled."""
+    """Return the response to a pull of an image that exists already."""
     line = orjson.dumps({"status": f"Status: Image is up to date for {name}"})
     return Local(200, line + b"\r\n", _JSON)
 
 
-def when(seconds: float) -> str:
-    """Return a time as Docker writes one."""
+def timestamp(seconds: float) -> str:
+    """Return a time in seconds since 1970 as Docker writes it; 0 stands for never."""
     if not seconds:
         return NEVER
     return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def inspected(container: Container) -> Local:
-    """Tell all of a container."""
-    body, running = container.made.body, container.state == "running"
-    argv = [*_listed(body.get("Entrypoint")), *_listed(body.get("Cmd"))] or [""]
-    asked = {name: value for name, value in body.items() if name not in {"HostConfig", "NetworkingConfig"}}
+def container_details(container: Container) -> Local:
+    """Return the full description of a container."""
+    body, running = container.spec.body, container.is_running
+    argv = [*_as_list(body.get("Entrypoint")), *_as_list(body.get("Cmd"))] or [""]
+    requested = {name: value for name, value in body.items() if name not in {"HostConfig", "NetworkingConfig"}}
     config = {
         "Hostname": "sandbox", "Labels": {}, "Env": [], "Cmd": None, "Entrypoint": None, "WorkingDir": "", "User": "",
-        "Tty": False, "OpenStdin": False, **{name: value for name, value in asked.items() if value is not None},
+        "Tty": False, "OpenStdin": False, **{name: value for name, value in requested.items() if value is not None},
     }  # fmt: skip
     state = {
         "Status": container.state, "Running": running, "Paused": False, "Restarting": False, "OOMKilled": False,
         "Dead": False, "Pid": 1 if running else 0, "ExitCode": container.exit_code, "Error": "",
-        "StartedAt": when(container.started_at), "FinishedAt": when(container.finished_at),
+        "StartedAt": timestamp(container.started_at), "FinishedAt": timestamp(container.finished_at),
     }  # fmt: skip
-    running_execs = [one.id for one in container.execs.values() if one.running]
+    running_execs = [instance.id for instance in container.execs.values() if instance.is_running]
     host = {"NetworkMode": "none", "AutoRemove": False, **(body.get("HostConfig") or {})}
-    # The SDK reads logs only of drivers that it knows to keep them.
+    # Docker's SDK reads logs only if it knows that the logging driver keeps them.
     host["LogConfig"] = {"Type": "json-file", "Config": {}}
-    return told({
-        "Id": container.id, "Name": f"/{container.name}", "Created": when(container.created_at), "State": state,
-        "Path": argv[0], "Args": argv[1:], "Image": container.made.image_id, "Config": config,
+    return json_response({
+        "Id": container.id, "Name": f"/{container.name}", "Created": timestamp(container.created_at), "State": state,
+        "Path": argv[0], "Args": argv[1:], "Image": container.spec.image_id, "Config": config,
         "HostConfig": host,
         "NetworkSettings": {"Networks": {}, "Ports": {}, "IPAddress": ""}, "Mounts": [], "RestartCount": 0,
         "Driver": "forkpoint", "Platform": "linux", "ExecIDs": running_execs or None,
@@ -152,42 +124,47 @@ def inspected(container: Container) -> Local:
     })  # fmt: skip
 
 
-def _listed(words: Any) -> list[str]:
-    return [words] if isinstance(words, str) else list(words or [])
+def _as_list(arguments: Any) -> list[str]:
+    return [arguments] if isinstance(arguments, str) else list(arguments or [])
 
 
-def listed(containers: Sequence[Container], now: float) -> Local:
-    """Tell of several containers, the newest first."""
+def container_list(containers: Sequence[Container], now: float) -> Local:
+    """Return a list of containers, the newest first.
+
+    Args:
+        containers: The containers.
+        now: Seconds since 1970.
+    """
     ordered = sorted(containers, key=lambda container: container.created_at, reverse=True)
-    return told([_line(container, now) for container in ordered])
+    return json_response([_summary(container, now) for container in ordered])
 
 
-def _line(container: Container, now: float) -> dict[str, Any]:
-    body, made = container.made.body, container.made
-    since = int(now - (container.started_at or container.created_at))
-    status = {"running": f"Up {since} seconds", "created": "Created"}.get(
-        container.state, f"Exited ({container.exit_code}) {int(now - container.finished_at)} seconds ago"
+def _summary(container: Container, now: float) -> dict[str, Any]:
+    spec, body = container.spec, container.spec.body
+    up_s, exited_s = int(now - (container.started_at or container.created_at)), int(now - container.finished_at)
+    status = {"running": f"Up {up_s} seconds", "created": "Created"}.get(
+        container.state, f"Exited ({container.exit_code}) {exited_s} seconds ago"
     )
     return {
-        "Id": container.id, "Names": [f"/{container.name}"], "Image": made.image, "ImageID": made.image_id,
-        "Command": " ".join([*_listed(body.get("Entrypoint")), *_listed(body.get("Cmd"))]),
+        "Id": container.id, "Names": [f"/{container.name}"], "Image": spec.image, "ImageID": spec.image_id,
+        "Command": " ".join([*_as_list(body.get("Entrypoint")), *_as_list(body.get("Cmd"))]),
         "Created": int(container.created_at), "Ports": [], "Labels": body.get("Labels") or {},
         "State": container.state, "Status": status, "HostConfig": {"NetworkMode": "none"},
         "NetworkSettings": {"Networks": {}}, "Mounts": [],
     }  # fmt: skip
 
 
-def fits(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
-    """Whether a container is among those that a list's filters leave: by id, name, label, status and image.
+def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a container passes the filters of a list: id, name, status, ancestor and label.
 
-    Those that Forkpoint does not know leave it there.
+    Other filters are ignored.
     """
-    labels = container.made.body.get("Labels") or {}
+    labels = container.spec.body.get("Labels") or {}
     checks: dict[str, Callable[[str], bool]] = {
         "id": container.id.startswith,
         "name": lambda value: value.removeprefix("/").strip("^$") in container.name,
         "status": lambda value: container.state == value,
-        "ancestor": lambda value: container.made.image.partition(":")[0] == value.partition(":")[0],
+        "ancestor": lambda value: container.spec.image.partition(":")[0] == value.partition(":")[0],
         "label": lambda value: (
             value.partition("=")[0] in labels
             and ("=" not in value or labels[value.partition("=")[0]] == value.partition("=")[2])
@@ -195,40 +172,43 @@ def fits(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
     }
     for name, check in checks.items():
         values = list(filters.get(name) or ())
-        together = all if name == "label" else any
-        if values and not together(check(value) for value in values):
+        # Docker's rule: a container must have all labels, but only one of several names or states.
+        combine = all if name == "label" else any
+        if values and not combine(check(value) for value in values):
             return False
     return True
 
 
-def execution_inspected(one: Exec) -> Local:
-    """Tell of an exec instance."""
-    execution = one.execution
-    process = {
-        "tty": execution.tty, "entrypoint": execution.argv[0], "arguments": list(execution.argv[1:]),
-        "privileged": False,
-    }  # fmt: skip
-    return told({
-        "ID": one.id, "Running": one.running, "ExitCode": one.exit_code, "ProcessConfig": process,
-        "OpenStdin": execution.stdin, "OpenStdout": 1 in execution.streams, "OpenStderr": 2 in execution.streams,
-        "CanRemove": False, "ContainerID": one.container.id, "DetachKeys": one.detach_keys,
-        "Pid": 1 if one.running else 0,
+def exec_details(instance: Exec) -> Local:
+    """Return the description of an exec instance."""
+    spec = instance.spec
+    process = {"tty": spec.tty, "entrypoint": spec.argv[0], "arguments": list(spec.argv[1:]), "privileged": False}
+    return json_response({
+        "ID": instance.id, "Running": instance.is_running, "ExitCode": instance.exit_code, "ProcessConfig": process,
+        "OpenStdin": spec.stdin, "OpenStdout": 1 in spec.streams, "OpenStderr": 2 in spec.streams,
+        "CanRemove": False, "ContainerID": instance.container.id, "DetachKeys": instance.detach_keys,
+        "Pid": 1 if instance.is_running else 0,
     })  # fmt: skip
 
 
-def tail(body: bytes, wanted: str) -> bytes:
-    """Return a main command's answer without all but its last lines; wanted: how many, "all" for all of them."""
-    if not body or not wanted.isdigit():
+def tail(body: bytes, count: str) -> bytes:
+    """Return a recorded result with the last lines of its output only.
+
+    Args:
+        body: The result.
+        count: The number of lines; anything but digits, as `all`, keeps every line.
+    """
+    if not body or not count.isdigit():
         return body
     lines = [(kind, line) for kind, data in frames(body) if kind != END for line in data.splitlines(keepends=True)]
     kept = Frames(len(body))
-    for kind, line in lines[len(lines) - int(wanted) if int(wanted) <= len(lines) else 0 :]:
+    for kind, line in lines[max(0, len(lines) - int(count)) :]:
         kept.add(kind, line)
     return kept.end(ending(body).exit_code)
 
 
-def topped(out: str) -> Local:
-    """Tell what `ps` told: the last column takes the rest of its line."""
-    lines = [line for line in out.splitlines() if line.strip()]
+def process_table(output: str) -> Local:
+    """Return the output of `ps` as a table. The last column takes the rest of its line, because it has spaces."""
+    lines = [line for line in output.splitlines() if line.strip()]
     titles = lines[0].split() if lines else []
-    return told({"Titles": titles, "Processes": [line.split(None, len(titles) - 1) for line in lines[1:]]})
+    return json_response({"Titles": titles, "Processes": [line.split(None, len(titles) - 1) for line in lines[1:]]})

@@ -1,40 +1,56 @@
-"""A connection that a client of Docker has taken out of HTTP: its input until it closes that side, then our output.
+"""Connections that become streams, and the output that is sent over them.
 
-`proxy.protocol` feeds it.
+Theory of operation. Docker's clients run `exec start` and `attach` over a connection that leaves HTTP ("hijacking" in
+Docker's API reference): after the head of the response, the client's bytes are stdin and ours are output.
+
+1. `proxy.dataplane.hit_protocol` gives the connection away and from then on calls `feed`, `end_input` and `lose`.
+2. A service reads the whole stdin with `input`, because stdin is part of a call's key, and opens the stream.
+3. Output reaches the client through an `OutputSink`: framed by stream (stdout, stderr), or raw for a terminal.
+4. One process may have several clients (`attach`, `logs --follow`). `OutputListener` is the listener of its call. It
+   distributes the output to the sinks, and keeps it for clients that connect later.
+
+A client can die without closing its side. While a stream is open, `_probe` writes empty frames: the kernel of the
+client's machine then resets the connection, and `lose` is called.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from proxy.refusals import RefusalError
 from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, Frames, ending, frame, frames
+from sandboxes.task_owner import TaskOwner, start
 
-PATIENCE_S = 30.0
-"""A client that takes nothing for so long is one that went away."""
-SILENCE_S = 30.0
-"""Input that comes to no end, and from which nothing more comes for so long, is somebody at a terminal."""
-HELD_BYTES = 1 << 20
+WRITE_TIMEOUT_S = 30.0
+"""How long a client may accept no bytes. After that it is treated as disconnected."""
+STDIN_TIMEOUT_S = 30.0
+"""How long stdin may be silent before it ends. A longer silence means a person at a terminal, which is refused."""
+MAX_BUFFERED_BYTES = 1 << 20
+"""Unread bytes of stdin at which reading from the connection pauses."""
 PROBE_S = 1.0
-"""How often an empty frame is sent: a client that was killed is silent, but its machine refuses what comes then.
+"""Interval of the empty frames that reveal a dead client.
 
-Its input had mostly ended before, so no end of that can tell.
+Its stdin usually ended before, so the end of stdin reveals nothing. A background process is detached this late.
 """
-PAUSE_S = 0.02
-HEAD_BYTES = 8192
-"""Docker's Python SDK reads what follows the head past the buffer that it has read the head with: what came with the
-head is lost to it. Its head fills that buffer, so that no more is read, and what follows comes a little later.
+HEAD_PAUSE_S = 0.02
+"""Delay between head and output for clients that lose what arrives with the head; two packets then stay apart."""
+PADDED_HEAD_BYTES = 8192
+"""Size of the head for clients that lose what arrives with the head.
+
+Docker's Python SDK reads the head through a buffer of this size and the stream without it. What the buffer contains
+after the head is lost. A head that fills the buffer leaves no room, and the output follows `HEAD_PAUSE_S` later.
 """
 _UPGRADED = "HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
 _RAW, _FRAMES = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 
 
-class HijackedConnection:
-    """One such connection. upgrade: its client asked for one; older ones take the answer's body instead.
+class StreamConnection:
+    """A connection that has left HTTP.
 
-    write, drain, hold, end: of the transport; drain returns once the client takes more, hold stops and resumes reading.
-    hasty: whether its client loses what comes with the head.
+    Attributes:
+        opened: The head of the response was sent.
+        gone: The connection is lost, or its client accepts no more bytes.
     """
 
     def __init__(
@@ -45,54 +61,64 @@ class HijackedConnection:
         end: Callable[[], None],
         *,
         upgrade: bool,
-        hasty: bool,
+        padded: bool,
     ) -> None:
+        """Take over a connection.
+
+        Args:
+            write: Queues bytes for the client.
+            drain: Returns once the client accepts more bytes.
+            hold: Pauses reading from the client with True, resumes it with False.
+            end: Closes the connection after the queued bytes.
+            upgrade: The client requested an upgrade. Older clients take the response's body as the stream.
+            padded: The client loses what arrives with the head; see `PADDED_HEAD_BYTES`.
+        """
         self._write, self._drain, self._hold, self._end = write, drain, hold, end
-        self._upgrade, self._hasty, self._opened_at = upgrade, hasty, 0.0
-        self._input, self._ended, self._more = bytearray(), False, asyncio.Event()
+        self._upgrade, self._padded, self._opened_at = upgrade, padded, 0.0
+        self._input, self._input_ended, self._input_changed = bytearray(), False, asyncio.Event()
         self._lost = asyncio.Event()
-        self._probing: asyncio.Task[None] | None = None
+        self._tasks = TaskOwner()
         self.opened = self.gone = False
 
-    # -- from the connection -----------------------------------------------------------------------------------------
+    # -- called by the connection ------------------------------------------------------------------------------------
 
     def feed(self, data: bytes) -> None:
-        """Take what the client sent."""
+        """Take bytes that the client sent."""
         self._input += data
-        if len(self._input) > HELD_BYTES:
+        if len(self._input) > MAX_BUFFERED_BYTES:
             self._hold(True)
-        self._more.set()
+        self._input_changed.set()
 
-    def ended(self) -> None:
-        """Note that the client sends no more."""
-        self._ended = True
-        self._more.set()
+    def end_input(self) -> None:
+        """Note that the client closed its side: stdin has ended."""
+        self._input_ended = True
+        self._input_changed.set()
 
-    def lost(self) -> None:
-        """Note that the connection is gone."""
-        self.gone = self._ended = True
+    def lose(self) -> None:
+        """Note that the connection is lost."""
+        self.gone = self._input_ended = True
         self._lost.set()
-        self._more.set()
-        self._stop_probing()
+        self._input_changed.set()
+        self._tasks.cancel()
 
-    # -- for who answers ---------------------------------------------------------------------------------------------
+    # -- called by services ------------------------------------------------------------------------------------------
 
     def open(self, *, tty: bool, headers: Headers = ()) -> None:
-        """Send the head of the answer, once. From then on all is the stream's."""
+        """Send the head of the response, once. Everything sent after it belongs to the stream."""
         if self.opened or self.gone:
             return
         self.opened, self._opened_at = True, asyncio.get_running_loop().time()
         self._write(self._head(tty=tty, headers=headers))
         if not tty:
-            # A terminal's stream has no frames, and nothing that would be nothing.
-            self._probing = asyncio.get_running_loop().create_task(self._probe())
+            # A terminal's stream has no frames, so every byte of a probe would be visible.
+            self._tasks.spawn("probe Docker stream", self._probe())
 
     def answer(self, data: bytes, *, tty: bool, headers: Headers) -> None:
-        """Send a whole stream at once, and end the connection."""
+        """Send a whole stream at once and close the connection. Needs no await, so that a hit is one write."""
         self.opened, head = True, self._head(tty=tty, headers=headers)
-        if self._hasty:
+        if self._padded:
             self._write(head)
-            asyncio.get_running_loop().call_later(PAUSE_S, self._finish, data)
+            asyncio.get_running_loop().call_later(HEAD_PAUSE_S, self._finish, data)
         else:
             self._finish(head + data)
 
@@ -102,68 +128,68 @@ class HijackedConnection:
         self.close()
 
     def _head(self, *, tty: bool, headers: Headers) -> bytes:
-        first = _UPGRADED if self._upgrade else "HTTP/1.1 200 OK\r\n"
-        told = "".join(f"{name}: {value}\r\n" for name, value in headers)
-        head = f"{first}Content-Type: {_RAW if tty else _FRAMES}\r\n{told}"
-        if self._hasty:
-            # The name, its colon and the two ends of lines are 14 bytes.
-            head += f"X-Padding: {'-' * (HEAD_BYTES - len(head) - 15)}\r\n"
+        status = _UPGRADED if self._upgrade else "HTTP/1.1 200 OK\r\n"
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        head = f"{status}Content-Type: {_RAW if tty else _FRAMES}\r\n{lines}"
+        if self._padded:
+            # "X-Padding: ", the end of its line and the empty line are 15 bytes.
+            head += f"X-Padding: {'-' * (PADDED_HEAD_BYTES - len(head) - 15)}\r\n"
         return f"{head}\r\n".encode("latin-1")
 
     def refuse(self, response: bytes) -> None:
-        """Send an answer that opens no stream."""
+        """Send a whole HTTP response in place of a stream."""
         if not self.gone:
             self.opened = True
             self._write(response)
 
     async def send(self, data: bytes) -> None:
-        """Send what is the stream's, and wait while the client takes nothing."""
+        """Send bytes of the stream, and wait until the client accepts more."""
         if self.gone or not data:
             return
-        if self._hasty:
-            await asyncio.sleep(self._opened_at + PAUSE_S - asyncio.get_running_loop().time())
+        if self._padded:
+            await asyncio.sleep(self._opened_at + HEAD_PAUSE_S - asyncio.get_running_loop().time())
         self._write(data)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._drain()
         except TimeoutError:
             self.gone = True
 
-    async def input(self, most: int) -> bytes:
-        """Return all that the client sends until it closes its side.
+    async def input(self, max_bytes: int) -> bytes:
+        """Return the whole stdin: everything that the client sends until it closes its side.
 
         Raises:
-            Refused: it is more than most bytes, or comes to no end.
+            RefusalError: 413, stdin is larger than max_bytes; 400, stdin does not end.
         """
         data = bytearray()
-        while not self._ended or self._input:
+        while not self._input_ended or self._input:
             data += self._input
             self._input.clear()
             self._hold(False)
-            if len(data) > most:
-                raise RefusalError(413, "body", f"stdin is larger than max_body_bytes, {most}. Send less, or raise it.")
-            if self._ended:
+            if len(data) > max_bytes:
+                raise RefusalError(
+                    413, "body", f"stdin is larger than max_body_bytes, {max_bytes}. Send less, or raise the setting."
+                )
+            if self._input_ended:
                 break
-            self._more.clear()
+            self._input_changed.clear()
             try:
-                async with asyncio.timeout(SILENCE_S):
-                    await self._more.wait()
+                async with asyncio.timeout(STDIN_TIMEOUT_S):
+                    await self._input_changed.wait()
             except TimeoutError:
                 raise RefusalError(
-                    400,
-                    "stdin",
-                    f"stdin did not end, and nothing came for {SILENCE_S:g} s: Forkpoint runs a command when it has "
-                    "all of its input. Leave -i out, or close stdin.",
-                ) from None
+                    400, "stdin", f"stdin did not end, and was silent for {STDIN_TIMEOUT_S:g} s. Forkpoint runs a "
+                    "command when it has the whole stdin. Leave -i out, or close stdin.",
+                ) from None  # fmt: skip
         return bytes(data)
 
     async def disconnected(self) -> None:
-        """Return once the connection is gone."""
+        """Return once the connection is lost."""
         await self._lost.wait()
 
     def close(self) -> None:
-        """Send what is not sent yet, then end the connection."""
-        self._stop_probing()
+        """Send the queued bytes, then close the connection."""
+        self._tasks.cancel()
         if not self.gone:
             self._end()
 
@@ -173,65 +199,91 @@ class HijackedConnection:
             if not self.gone:
                 self._write(frame(OUT, b""))
 
-    def _stop_probing(self) -> None:
-        if self._probing is not None:
-            self._probing.cancel()
-            self._probing = None
 
+class OutputSink:
+    """One client's end of a process's output.
 
-class Sink:
-    """Where a process's output goes for one client. streams: those that it wants. heard: whether it has had some."""
-
-    def __init__(
-        self, send: Callable[[bytes], Awaitable[None]], streams: frozenset[int], *, tty: bool, heard: bool = False
-    ) -> None:
-        self._send, self._streams, self._tty, self.heard = send, streams, tty, heard
-
-    async def take(self, kind: int, data: bytes) -> None:
-        """Pass on what came on one stream."""
-        self.heard = True
-        if kind in self._streams:
-            await self._send(data if self._tty else frame(kind, data))
-
-    async def take_all(self, body: bytes) -> None:
-        """Pass on a whole recorded answer."""
-        await self._send(shown(body, self._streams, tty=self._tty))
-
-
-class Audience:
-    """The clients attached to one process. When the client disconnects or `detach` is called, it continues by itself.
-
-    gone: returns when the client has. begun: called when the process runs.
+    Attributes:
+        has_output: The client has received output already.
     """
 
     def __init__(
-        self, sinks: list[Sink], begun: Callable[[], None], gone: Callable[[], Awaitable[None]] | None
+        self,
+        send: Callable[[bytes], Awaitable[None]],
+        streams: frozenset[int],
+        *,
+        tty: bool,
+        has_output: bool = False,
     ) -> None:
-        self.sinks, self._begun, self._gone = sinks, begun, gone
-        self._released = asyncio.Event()
-        self.kept = Frames()
+        """Create a sink.
 
-    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - of a process they say nothing
-        """See `Listener.head`."""
-        self._begun()
+        Args:
+            send: Sends bytes to the client.
+            streams: The streams that the client wants: stdout (1), stderr (2).
+            tty: Send raw bytes; False sends frames.
+            has_output: The client has received the earlier output in another way.
+        """
+        self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output
+
+    async def put(self, kind: int, data: bytes) -> None:
+        """Send a piece of one stream."""
+        self.has_output = True
+        if kind in self._streams:
+            await self._send(data if self._tty else frame(kind, data))
+
+    async def put_result(self, body: bytes) -> None:
+        """Send the whole output of a recorded result."""
+        await self._send(client_output(body, self._streams, tty=self._tty))
+
+
+class OutputListener:
+    """The listener of a process's call (see `Detachable`): distributes the output to the attached clients.
+
+    Attributes:
+        sinks: The attached clients.
+        output: The output so far, for clients that attach later.
+    """
+
+    def __init__(
+        self,
+        sinks: list[OutputSink],
+        started: Callable[[], None] | None = None,
+        disconnected: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        """Create a listener.
+
+        Args:
+            sinks: The clients that are attached from the beginning.
+            started: Called when the process runs.
+            disconnected: Returns once the client that started the process is gone; the process is then detached. None
+                for a process that no client waits for.
+        """
+        self.sinks, self._started, self._disconnected = sinks, started, disconnected
+        self._detach = asyncio.Event()
+        self.output = Frames()
+
+    async def head(self, _status: int, _headers: Headers) -> None:
+        """Note that the process runs."""
+        if self._started is not None:
+            self._started()
 
     async def data(self, chunk: bytes) -> None:
-        """See `Listener.data`."""
+        """Send a piece of output to every sink."""
         for kind, data in frames(chunk):
-            self.kept.add(kind, data)
+            self.output.add(kind, data)
             for sink in list(self.sinks):
-                await sink.take(kind, data)
+                await sink.put(kind, data)
 
     @property
-    def begun(self) -> bool:
-        """Whether anything came yet."""
-        return self.kept.size > 0
+    def has_output(self) -> bool:
+        """Whether the process has produced output."""
+        return self.output.size > 0
 
     async def detached(self) -> None:
         """Return once the client has disconnected or `detach` was called."""
-        waiting: set[asyncio.Future[Any]] = {asyncio.ensure_future(self._released.wait())}
-        if self._gone is not None:
-            waiting.add(asyncio.ensure_future(self._gone()))
+        waiting: set[asyncio.Task[Any]] = {start(self._detach.wait())}
+        if self._disconnected is not None:
+            waiting.add(start(self._disconnected()))
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -239,14 +291,20 @@ class Audience:
                 task.cancel()
 
     def detach(self) -> None:
-        """Let the process continue in the background."""
-        self._released.set()
+        """Let the process continue in the background, so that the rollout's next call does not wait for it."""
+        self._detach.set()
 
 
-def shown(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
-    """Return a recorded answer as a client that wants streams reads it (pure)."""
-    told = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)
+def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
+    """Return a recorded result in the form of a client's stream.
+
+    Args:
+        body: The result.
+        streams: The streams that the client wants: stdout (1), stderr (2).
+        tty: Return raw bytes; False returns frames.
+    """
+    output = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)
     if not ending(body).timed_out:
-        return told
+        return output
     note = b"\n[forkpoint: killed: it ran for longer than the task's limits.timeout_s]\n"
-    return told + (note if tty else frame(ERR, note))
+    return output + (note if tty else frame(ERR, note))

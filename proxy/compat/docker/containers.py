@@ -1,0 +1,136 @@
+"""What a container and an exec instance are, and the states of a container as a table (pure).
+
+```
+CREATED ──start──▶ RUNNING ──exit──▶ EXITED ──start──▶ RUNNING
+any state but REMOVED ──remove──▶ REMOVED
+```
+A container is a rollout. It needs no process to be RUNNING: a main command that only waits is never executed.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from proxy.compat.docker.requests import ContainerSpec, ExecSpec
+
+
+class ContainerState(StrEnum):
+    """The state of a container. The values are Docker's, and are stored."""
+
+    CREATED = "created"
+    """The rollout exists, and nothing has run in it."""
+    RUNNING = "running"
+    """Execs are accepted."""
+    EXITED = "exited"
+    """The main command has ended, or the container was stopped. Its files stay."""
+    REMOVED = "removed"
+    """The rollout is finished. The container is not listed any more."""
+
+
+class ContainerChange(Enum):
+    """What can happen to a container."""
+
+    START = "start"
+    EXIT = "exit"
+    REMOVE = "remove"
+
+
+NEXT: dict[tuple[ContainerState, ContainerChange], ContainerState] = {
+    (ContainerState.CREATED, ContainerChange.START): ContainerState.RUNNING,
+    (ContainerState.EXITED, ContainerChange.START): ContainerState.RUNNING,
+    (ContainerState.RUNNING, ContainerChange.EXIT): ContainerState.EXITED,
+    (ContainerState.CREATED, ContainerChange.REMOVE): ContainerState.REMOVED,
+    # A rollout may be finished through another protocol while its container runs.
+    (ContainerState.RUNNING, ContainerChange.REMOVE): ContainerState.REMOVED,
+    (ContainerState.EXITED, ContainerChange.REMOVE): ContainerState.REMOVED,
+    # Two requests may notice at the same time that the rollout is finished.
+    (ContainerState.REMOVED, ContainerChange.REMOVE): ContainerState.REMOVED,
+}
+
+
+class ExecState(Enum):
+    """The state of an exec instance, which runs at most once: each state follows the one before it."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    """Started. A detached instance stays in this state, because its end is not observed."""
+    EXITED = "exited"
+
+
+@dataclass(slots=True, eq=False)
+class Container:
+    """A container as its clients see it.
+
+    Attributes:
+        id: 64 hexadecimal digits.
+        name: The name that the client chose, or one made from the ID.
+        task: The task in the URL.
+        owner: The rollout in the URL that created the container; empty if the URL had none. Only this URL shows it.
+        rollout: The name of the rollout that the container is.
+        spec: What the create request said.
+        created_at: Seconds since 1970.
+        state: Where the container stands.
+        exit_code: Exit code of the main command; meaningful once EXITED.
+        started_at: Seconds since 1970; 0 before the first start.
+        finished_at: Seconds since 1970; 0 before the first exit.
+        execs: The latest exec instances by ID.
+    """
+
+    id: str
+    name: str
+    task: str
+    owner: str
+    rollout: str
+    spec: ContainerSpec
+    created_at: float
+    state: ContainerState = ContainerState.CREATED
+    exit_code: int = 0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    execs: dict[str, "Exec"] = field(default_factory=dict)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the container is in the state RUNNING."""
+        return self.state is ContainerState.RUNNING
+
+    def change(self, change: ContainerChange) -> None:
+        """Move to the next state.
+
+        Raises:
+            ValueError: The table has no such transition.
+        """
+        try:
+            self.state = NEXT[self.state, change]
+        except KeyError:
+            raise ValueError(f"A container that is {self.state.value} cannot {change.value}.") from None
+
+
+@dataclass(slots=True, eq=False)
+class Exec:
+    """An exec instance.
+
+    Attributes:
+        id: 64 hexadecimal digits.
+        container: The container in which it runs.
+        spec: What it runs.
+        detach_keys: The client's key sequence, which is only shown back.
+        state: Where the instance stands.
+        exit_code: Exit code; None until it has exited, and for detached instances.
+    """
+
+    id: str
+    container: Container
+    spec: ExecSpec
+    detach_keys: str = ""
+    state: ExecState = ExecState.CREATED
+    exit_code: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the instance is in the state RUNNING."""
+        return self.state is ExecState.RUNNING
+
+    def exit(self, code: int | None) -> None:
+        """Note how the instance ended; None leaves it running in the background."""
+        self.exit_code = code
+        self.state = ExecState.RUNNING if code is None else ExecState.EXITED
