@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
-from sandboxes.checkpointing import Checkpointer
+from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import Driver
 
 DRIVERS = "forkpoint.drivers"
@@ -37,18 +37,23 @@ class CheckpointerFactory(Protocol):
         ...
 
 
+def no_checkpointer(*, outer_session: bool = False) -> Checkpointer:  # noqa: ARG001 - see `CheckpointerFactory`
+    """Make a checkpointer that saves nothing."""
+    return NoCheckpointer()
+
+
 @dataclass(frozen=True, slots=True)
 class DriverContext:
     """What a driver's factory is given.
 
     Attributes:
         directory: The driver's own data directory. It may not exist yet, and nothing else writes to it.
-        checkpointer: Makes the checkpointer for drivers that freeze live processes.
+        checkpointer: Makes the checkpointer for drivers that freeze live processes. The proxy gives CRIU's.
         spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
     """
 
     directory: Path
-    checkpointer: CheckpointerFactory
+    checkpointer: CheckpointerFactory = no_checkpointer
     spares: int = 0
 
 

@@ -1,26 +1,69 @@
-"""Hypothesis profiles: no deadline on noisy machines; in CI the same examples every time. The longest tests begin."""
+"""Which tests run, in which order, and with which Hypothesis profile.
+
+Without `--all`, and without a path on the command line, the tests that take minutes or need other software are left
+out, so that the default run takes less than two minutes. The summary names what was left out. Hypothesis has no
+deadline, because machines are noisy; in CI it draws the same examples every time.
+"""
 
 import os
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# What fails in a part that several test modules share tells what it saw, too.
+# Failed assertions in modules that tests share are explained like those in tests.
 pytest.register_assert_rewrite("tests.sandboxes", "tests.proxy", "tests.agents", "tests.machine", "tests.storm")
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+LEFT_OUT = {
+    "tests/agents/": "real clients of other products",
+    "tests/ui/": "a browser",
+    "tests/sandboxes/container/": "Docker",
+    "tests/test_containers_through_proxy.py": "Docker",
+    "tests/sandboxes/postgres/": "PostgreSQL",
+    "tests/proxy/test_transparency_postgres.py": "PostgreSQL",
+    "tests/proxy/test_transparency_local.py": "minutes",
+    "tests/proxy/test_transparency_sqlite.py": "minutes",
+    "tests/proxy/test_transparency_video.py": "minutes",
+    "tests/proxy/transfer/test_service.py": "minutes",
+    "tests/proxy/control/test_dataplane_openapi.py": "minutes",
+    "tests/sandboxes/guest/": "minutes",
+    "tests/sandboxes/local/": "minutes",
+    "tests/sandboxes/sqlite/test_driver.py": "minutes",
+    "tests/sandboxes/video/": "minutes",
+    "tests/test_kill": "minutes",
+    "tests/test_machine_faults.py": "minutes",
+    "tests/test_examples.py": "minutes",
+    "tests/test_run.py": "the package index",
+    "tests/test_wheel.py": "the package index",
+}
+"""Prefixes of the tests that only `--all` runs, with what they need. Measured on two cores: the rest takes 70 s."""
+
+LONGEST = (
+    "tests/test_kill_storm.py", "tests/test_kill.py", "tests/agents/", "tests/sandboxes/container/",
+    "tests/proxy/test_transparency", "tests/test_run.py",
+)  # fmt: skip
+"""Tests that begin first, so that no worker process waits for them at the end."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--all`: without it, the tests that take minutes or need other software are left out."""
-    parser.addoption("--all", action="store_true", help="run every test, also the slow ones")
+    """Add `--all`."""
+    parser.addoption("--all", action="store_true", help="run every test, the slow ones too")
 
 
-_LONGEST = ("tests/test_kill_storm.py", "tests/test_kill.py", "tests/agents/", "tests/proxy/test_transparency")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the default run leaves out, and sort the longest tests to the front."""
+    if not config.getoption("all") and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid.startswith(tuple(LEFT_OUT))])
+        items[:] = [item for item in items if not item.nodeid.startswith(tuple(LEFT_OUT))]
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let what takes minutes begin first, so that no process waits for it at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was left out, and how to run it."""
+    if config.getoption("all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    names = ", ".join(sorted(set(LEFT_OUT.values())))
+    terminalreporter.write_line(f"Left out: tests that need {names}. Run them with: ./run test --all")

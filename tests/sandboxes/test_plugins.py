@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.checkpointing import NoCheckpointer
 from sandboxes.plugins import DIALECTS, DRIVERS, DriverContext, PluginError, installed, load, make_driver
 
 OURS = {"container", "http", "local", "postgres", "sqlite", "video"}
@@ -33,7 +32,7 @@ def distribution(folder: Path, name: str, entries: str) -> None:
 
 
 def context(folder: Path) -> DriverContext:
-    return DriverContext(folder, lambda **_: NoCheckpointer())
+    return DriverContext(folder)
 
 
 def test_our_own_parts_are_entry_points_too() -> None:

@@ -14,7 +14,7 @@ from tests.sandboxes.videos import ask, driven, entries, make, parts, prepared, 
 HELD = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from sandboxes.video import VideoDriver
+from sandboxes.video.driver import VideoDriver
 from tests.sandboxes.videos import ask, spec_of, until
 
 async def go():
