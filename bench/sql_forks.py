@@ -25,7 +25,7 @@ from proxy.workloads.ephemeral_proxy import PrivateProxy, private_proxy
 from sandboxes.calls import ToolCall
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
-from sandboxes.sqlite.file_clone import Method, choose, hold, place
+from sandboxes.sqlite.file_clone import Method, choose, clone, hold
 
 ROLLOUTS = 64
 ROW_BYTES = 1000
@@ -170,7 +170,7 @@ def bare_writes(folder: Path, database: Path) -> list[float]:
         time.sleep(0.1)
         began = time.perf_counter()
         fork = folder / f"fork-{number}.db"
-        place(Method.LINK, base, fork)
+        clone(Method.LINK, base, fork)
         lock = hold(fork)
         connection = sqlite3.connect(fork, isolation_level=None)
         connection.execute("PRAGMA synchronous = OFF")

@@ -1,6 +1,6 @@
-"""Making a root state's database in a worker: from a script, from CSV, or by settling a copied file.
+"""Builders of a root state's database, in a worker: from a script, from CSV, or from a copied file.
 
-Clock and lots stand still meanwhile, so that the same source gives the same bytes.
+The clock and the random numbers are frozen meanwhile, so that the same source gives the same bytes.
 """
 
 import codecs
@@ -17,23 +17,26 @@ from sandboxes.sql.sqlite_connection import SqliteConnection, statements
 from sandboxes.sql.sqlite_volatile import VolatileInputs
 
 SCRIPT_S = 600.0
+"""Time limit in seconds for a script that builds a database."""
 CHECK_S = 2.0
-"""How long a database file is checked; a large one is then taken as it is, and tells of its faults in answers."""
+"""Time limit in seconds for checking a database file. If a large one is damaged further on, its statements fail."""
 FROZEN_MS = 1_767_225_600_000
+"""The time that scripts see, in milliseconds since the Unix epoch: 1 January 2026, 00:00 UTC."""
 _INTEGER = re.compile(r"-?(?:0|[1-9]\d*)", re.ASCII)
 _EXACT_DIGITS = 16
+"""A float keeps every integer of fewer digits exactly."""
 _REAL = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
 
 
 class BuildError(ValueError):
-    """The source is no database, or does not make one; the message says what is wrong and where."""
+    """The source does not make a database; the message says what is wrong, and where."""
 
 
 def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
     """Run a script on a new database at path.
 
     Raises:
-        BuildError: a statement fails; the message names it.
+        BuildError: A statement fails; the message names it.
     """
     connection = _new(path, inputs)
     try:
@@ -44,17 +47,17 @@ def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
                     shown = " ".join(statement.split())[:80]
                     raise BuildError(f"statement {number} ({shown}) fails: {error.message}")
         if connection.raw.in_transaction:
-            raise BuildError("it ends within a transaction: end it with COMMIT")
+            raise BuildError("the script ends inside a transaction: end it with COMMIT")
         _finish(connection.raw)
     finally:
         connection.close()
 
 
 def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> None:
-    """Add a table to the database at path: headings from the first row, a type for each column from all its values.
+    """Add a table to the database at path, with column names from the first row and types from the values.
 
     Raises:
-        BuildError: it is no CSV, or a row has more or fewer fields than the heading.
+        BuildError: The data is not CSV, or a row has more or fewer fields than the first.
     """
     columns, rows = _read_csv(data)
     kinds = [_kind(rows, n) for n in range(len(columns))]
@@ -76,10 +79,10 @@ def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> No
 
 
 def settle(path: Path, inputs: VolatileInputs) -> None:
-    """Bring what lies in a journal beside the database at path into it, and look whether it is one.
+    """Merge the journals of the database at path into it, and check the database.
 
     Raises:
-        BuildError: it is none, or a damaged one.
+        BuildError: The file is not a database, or is damaged.
     """
     connection = SqliteConnection(path.as_uri(), inputs)
     try:
@@ -89,9 +92,9 @@ def settle(path: Path, inputs: VolatileInputs) -> None:
             raw.execute("PRAGMA journal_mode=DELETE").fetchall()
         deadline = time.monotonic() + CHECK_S
         raw.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
-        found = raw.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise BuildError(f"it is damaged: {' '.join(str(found).split())}")
+        result = raw.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if result != "ok":
+            raise BuildError(f"the file is damaged: {' '.join(str(result).split())}")
     except sqlite3.OperationalError as error:
         if getattr(error, "sqlite_errorname", "") != "SQLITE_INTERRUPT":
             raise BuildError(str(error)) from error
@@ -102,12 +105,12 @@ def settle(path: Path, inputs: VolatileInputs) -> None:
 
 
 def text_of(data: bytes) -> str:
-    """Return the text of a file in UTF-8, without the mark that some programs put before it.
+    """Decode a file in UTF-8, with or without a byte order mark.
 
     Raises:
-        UnicodeDecodeError: it is something else.
+        UnicodeDecodeError: The data is not UTF-8.
     """
-    # The codec that does this is a file of its own, and a worker can open none any more.
+    # The codec utf-8-sig is a module of its own, and a confined worker can no longer import it.
     return data.removeprefix(codecs.BOM_UTF8).decode()
 
 
@@ -119,7 +122,7 @@ def _new(path: Path, inputs: VolatileInputs) -> SqliteConnection:
 
 
 def _finish(raw: sqlite3.Connection) -> None:
-    # A database without a table is no file yet; writing a value that it has makes it one.
+    # SQLite creates the file with the first write, and a script without tables writes nothing.
     version = raw.execute("PRAGMA user_version").fetchone()[0]
     raw.execute(f"PRAGMA user_version={version}")
 
@@ -130,11 +133,11 @@ def _read_csv(data: bytes) -> tuple[list[str], list[list[str]]]:
         lines = csv.reader(io.StringIO(text_of(data), newline=""), strict=True)
         columns, *rows = [row for row in lines if row]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise BuildError(f"it is no CSV in UTF-8: {error}") from error
+        raise BuildError(f"the file is not CSV in UTF-8: {error}") from error
     except ValueError:
-        raise BuildError("it is empty: its first row must name the columns") from None
+        raise BuildError("the file is empty: its first row must name the columns") from None
     if len({name.casefold() for name in columns}) < len(columns) or "" in columns:
-        raise BuildError(f"its first row must give each column a name of its own, and is {', '.join(columns)}")
+        raise BuildError(f"the first row must give each column a name of its own, and is {', '.join(columns)}")
     for number, row in enumerate(rows, 2):
         if len(row) != len(columns):
             raise BuildError(f"row {number} has {len(row)} fields, the first has {len(columns)}")
@@ -142,7 +145,7 @@ def _read_csv(data: bytes) -> tuple[list[str], list[list[str]]]:
 
 
 def _kind(rows: Sequence[Sequence[str]], column: int) -> tuple[str, Callable[[str], str | int | float]]:
-    """Return a column's type and what reads its values: a number only where that loses no digit of any value."""
+    """Return a column's type and the reader of its values. Numbers are used only if no value loses a digit."""
     values = [row[column] for row in rows if row[column]]
     integers = [value for value in values if _INTEGER.fullmatch(value)]
     if values and len(integers) == len(values):

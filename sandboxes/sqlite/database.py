@@ -1,15 +1,25 @@
-"""One SQLite database of a sandbox.
+"""One SQLite database of a sandbox: the state it is in, and the fork that it writes.
 
-As long as it is only read it is nothing but the name of a state: shared workers answer. With its first change it gets a
-fork and a worker of its own.
+Theory of operation:
+
+1. A database that is only read has no process and no file of its own. It is the name of a frozen state, and any shared
+   worker can answer for it.
+2. Every call runs read-only on a shared worker first. If the engine refuses (the call writes, or needs session state),
+   the same worker becomes dedicated to this sandbox, and the call runs again on a fork of the state. No statement is
+   parsed to decide this.
+3. A call on the fork reports the digest, the log's length, the connection's counters and settings, and whether there
+   is a session (a transaction, temporary tables). Comparing them with the state before gives the call's effect.
+4. A call that must leave nothing behind (it failed, or only reads) is undone if it did: the worker is ended, and the
+   next one opens the fork and cuts the log off at its former length. A fork without changes is dropped.
+5. Session state lives only in its worker. It cannot be frozen, and if the worker is lost, the sandbox is dead. The
+   `witness` names it: a hash chain over the calls that led to it.
 """
 
 import asyncio
-import os
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -20,234 +30,226 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.frames import Message
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.sql import results
-from sandboxes.sql.results import Failure
 from sandboxes.sql.sqlite_tools import READING
 from sandboxes.sqlite.counters import UNTOUCHED, Counters
 from sandboxes.sqlite.file_clone import Method
 from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
+from sandboxes.sqlite.worker_calls import CIRCUMSTANTIAL, CallAbortedError, CallOutcome, WorkerCalls
 from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 _OPEN_S = 60.0
-_RESERVE_BYTES = 16 << 20
-"""With less than this free, a write that found no room found none on the machine, and not in its limit."""
-_ONCE = frozenset({"timeout", "limit"})
-"""Failures that another run, with more time or memory at hand, may not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
-    """What came of one call on one database."""
-
-    body: bytes
-    effect: Effect = Effect.NONE
-    seconds: float = 0.0
-    shareable: bool = True
-
-
-class DatabaseLostError(Exception):
-    """A worker ended in a call, and the agent is told why."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
+"""Time limit in seconds for opening a fork, and for reading its list of changed pages."""
 
 
 class SandboxDatabase:
-    """One database of a sandbox, and the session that the rollout has on it.
+    """One database of a sandbox, and the session that its rollout has on it.
 
-    place: the state it is in; its files are those of a kept state while `kept`, otherwise the fork's. witness: names
-    what the rollout's session holds beyond that (a transaction, temporary tables); empty where it holds nothing.
-    alive: False once a session is lost that nobody but its worker held.
+    Attributes:
+        state: The state it is in. While `frozen`, its files are those of a frozen state, otherwise those of the fork.
+        witness: Names the session state beyond `state`; empty if there is none.
+        alive: False once session state is lost, or the database is closed.
     """
 
     def __init__(
-        self, store: SqliteStore, worker_pool: WorkerPool, spec: EnvironmentSpec, place: DatabaseState
+        self, store: SqliteStore, worker_pool: WorkerPool, spec: EnvironmentSpec, state: DatabaseState
     ) -> None:
-        self._store, self._worker_pool, self._spec = store, worker_pool, spec
-        self.place = self._last_kept = place
+        self._store, self._worker_pool = store, worker_pool
+        self._calls = WorkerCalls(spec, store.folder)
+        self.state = self._last_frozen = state
         self.witness = b""
         self.alive = True
         self._fork: Fork | None = None
         self._worker: Worker | None = None
         self._opened = False
-        limits = spec.limits
-        self._limits = {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb}
-        self._frozen_ms = spec.frozen_ms
 
     @property
-    def kept(self) -> bool:
-        """Whether its state is one that has been kept, with nothing besides."""
-        return self.place is self._last_kept and not self.witness
+    def frozen(self) -> bool:
+        """Whether the state is a frozen one, without session state."""
+        return self.state is self._last_frozen and not self.witness
 
     @property
     def parts(self) -> set[str]:
-        """The kept states that it needs."""
-        return {*self.place.parts, *self._last_kept.parts, *(self._fork.origin.parts if self._fork else ())}
+        """Names of the frozen states that the database needs."""
+        return {*self.state.parts, *self._last_frozen.parts, *(self._fork.origin.parts if self._fork else ())}
 
     def digest(self) -> bytes:
-        """Return what names its state: the content, and what a later statement can see of earlier ones."""
-        place = self.place
-        told = orjson.dumps([place.digest, list(place.counters), place.settings], option=orjson.OPT_SORT_KEYS)
-        return blake2b(told + self.witness, digest_size=32).digest()
+        """Return the digest of the content and of all that later statements can see of earlier ones."""
+        state = self.state
+        visible = orjson.dumps([state.digest, list(state.counters), state.settings], option=orjson.OPT_SORT_KEYS)
+        return blake2b(visible + self.witness, digest_size=32).digest()
 
     async def run(self, call: ToolCall) -> CallOutcome:
-        """Run a call: on a shared worker where that will do, on the fork where the engine refuses.
+        """Run a call: on a shared worker if possible, else on the fork.
 
         Raises:
-            SandboxError: a worker or the machine failed.
+            SandboxError: A worker or the machine failed.
         """
         began = time.perf_counter()
         try:
             if self._fork is None:
-                ran = await self._read(call)
-                if ran is not None:
-                    return ran
+                outcome = await self._read(call)
+                if outcome is not None:
+                    return outcome
             return await self._write(call)
-        except DatabaseLostError as lost:
-            seconds = time.perf_counter() - began
-            return CallOutcome(_failed(call, lost.failure), seconds=seconds, shareable=False)
+        except CallAbortedError as error:
+            return error.outcome(call, time.perf_counter() - began)
+
+    async def freeze(self) -> tuple[DatabaseState, int]:
+        """Save the state.
+
+        Returns:
+            The frozen state, and the bytes that it added to the disk.
+
+        Raises:
+            NotFreezableError: A transaction is open, or there are temporary tables.
+            SandboxError: The worker failed.
+        """
+        if self.witness:
+            raise NotFreezableError(
+                "the rollout's SQL session holds a transaction, temporary tables or attached databases"
+            )
+        if self.frozen:
+            return self.state, self._store.size_bytes(self.state.part)
+        worker, to_open = await self._dedicated_worker()
+        try:
+            if to_open is not None:
+                self._require_intact((await worker.request({"op": "open", **to_open}, timeout_s=_OPEN_S)).fields)
+                self._opened = True
+            pages = (await worker.request({"op": "run", "tool": "pages"}, timeout_s=_OPEN_S)).body
+        except (WorkerLostError, WorkerStuckError) as error:
+            raise SandboxError(f"the state of a database cannot be saved: {error}") from error
+        assert self._fork is not None
+        frames = self.state.frames
+        self.state, added = await asyncio.to_thread(self._store.freeze, self._fork, self.state, pages)
+        self._last_frozen = self.state
+        if self.state.frames != frames:
+            # The log was written into a new database file. The next change forks that one.
+            await self._drop_fork()
+        return self.state, added
+
+    async def close(self) -> None:
+        """End the worker and remove the fork."""
+        self.alive = False
+        await self._drop_fork()
+
+    # -- calls -------------------------------------------------------------------------------------------------------
 
     async def _read(self, call: ToolCall) -> CallOutcome | None:
-        """Run call on a shared worker; None where it needs one of its own."""
-        place = self.place
-        told = {
-            "key": f"{place.part} {orjson.dumps(place.settings).decode()}",
-            "path": str(self._store.path(place.part)),
-            "frames": place.frames,
-            "settings": place.settings,
-            "counted": place.counters != UNTOUCHED,
+        """Run a call on a shared worker; None if it needs a fork."""
+        state = self.state
+        location = {
+            "key": f"{state.part} {orjson.dumps(state.settings).decode()}",
+            "path": str(self._store.path(state.part)),
+            "frames": state.frames,
+            "settings": state.settings,
+            "counted": state.counters != UNTOUCHED,
         }
         for last in (False, True):
             async with self._worker_pool.reader() as worker:
                 try:
-                    answer = await self._ask(worker, call, place=told)
+                    answer = await self._calls.run(worker, call, self.digest(), state=location)
                 except WorkerLostError as error:
                     if error.cause != "killed" or last:
-                        raise self._lost(error) from error
-                    # It was not this query that killed it: once more.
+                        raise self._calls.error_of(error) from error
+                    # Something else killed the shared worker. The call itself is not to blame, so try once more.
                     continue
                 if answer.fields.get("needs_private"):
-                    # It has the state at hand, so it is the one to go on.
+                    # This worker has just opened the state, so it opens the fork fastest.
                     self._worker_pool.dedicate(worker)
                     self._worker, self._opened = worker, False
                     return None
-            self._require_whole(answer.fields)
-            return self._ran(answer)
+            self._require_intact(answer.fields)
+            return self._calls.outcome(answer)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _write(self, call: ToolCall, *, again: bool = True) -> CallOutcome:
-        """Run call on the fork; where one was made for it and it changed nothing after all, nothing is left of it."""
+    async def _write(self, call: ToolCall, *, retry: bool = True) -> CallOutcome:
+        """Run a call on the fork."""
         new = self._fork is None
-        worker, to_open = await self._own_worker()
-        before, session = self.place, self.witness
+        worker, to_open = await self._dedicated_worker()
+        before, session = self.state, self.witness
         try:
-            answer = await self._ask(worker, call, open=to_open)
+            answer = await self._calls.run(worker, call, self.digest(), open=to_open)
             self._opened = True
-        except (WorkerLostError, DatabaseLostError) as error:
+        except (WorkerLostError, CallAbortedError) as error:
             if session:
                 self.alive = False
             await self._roll_back()
-            if isinstance(error, DatabaseLostError):
+            if isinstance(error, CallAbortedError):
                 raise
             if error.cause == "killed" and session:
                 raise SandboxError(f"{error}, and the session that it held is lost") from error
-            if error.cause == "killed" and again:
-                return await self._write(call, again=False)
-            raise self._lost(error) from error
+            if error.cause == "killed" and retry:
+                return await self._write(call, retry=False)
+            raise self._calls.error_of(error) from error
         fields = answer.fields
-        self._require_whole(fields)
-        await self._check_room(fields)
-        if fields["kind"] in _ONCE or fields["lost"] or (call.tool in READING and not session):
-            await self._take_back(fields, session, new=new)
-            return self._ran(answer)
+        self._require_intact(fields)
+        await self._calls.check_disk(fields)
+        # Case 1: the call must not have an effect. A failure that depends on time or memory is not reproducible, a
+        # failed script rolls back, and a reading tool changes nothing.
+        if fields["kind"] in CIRCUMSTANTIAL or fields["lost"] or (call.tool in READING and not session):
+            await self._undo(fields, session, new=new)
+            return self._calls.outcome(answer)
         after = replace(
             before, frames=fields["frames"], digest=fields["digest"], counters=Counters(*fields["counters"]),
             settings=fields["settings"],
         )  # fmt: skip
         failed = fields["kind"] is not None
+        # Case 2: a failed statement leaves nothing, not even in the counters.
         if failed and not session and not fields["session"] and before.digest == after.digest:
-            # A statement that fails leaves nothing, not even in what `changes()` tells.
-            await self._take_back(fields, session, new=new)
-            return self._ran(answer)
-        return await self._moved(call, answer, after, new=new)
+            await self._undo(fields, session, new=new)
+            return self._calls.outcome(answer)
+        # Case 3: whatever the call changed is its effect.
+        return await self._advance(call, answer, after, new=new)
 
-    async def _moved(self, call: ToolCall, answer: Message, after: DatabaseState, *, new: bool) -> CallOutcome:
-        before, session, fields = self.place, self.witness, answer.fields
+    async def _advance(self, call: ToolCall, answer: Message, after: DatabaseState, *, new: bool) -> CallOutcome:
+        before, session, fields = self.state, self.witness, answer.fields
         effect = Effect.DATABASE if after.digest != before.digest else Effect.NONE
         if (after.counters, after.settings) != (before.counters, before.settings):
             effect |= Effect.SESSION
         if bool(session) != fields["session"] or (session and fields["wrote"] and fields["kind"] is None):
             effect |= Effect.SESSION
         if effect and fields["session"]:
-            told = orjson.dumps([call.tool, call.arguments], option=orjson.OPT_SORT_KEYS)
-            # What the clock or lots put into a session no replay will bring back, and nobody could see that.
+            statement = orjson.dumps([call.tool, call.arguments], option=orjson.OPT_SORT_KEYS)
+            # A replay cannot reproduce what the clock or random numbers put into a session, so its name is unique.
             unique = secrets.token_bytes(16) if fields["volatile"] else b""
-            self.witness = blake2b(self.digest() + told + unique, digest_size=32).digest()
+            self.witness = blake2b(self.digest() + statement + unique, digest_size=32).digest()
         elif not fields["session"]:
             self.witness = b""
         if effect:
-            self.place = after
-        if not self.witness and (new or effect) and _same(self.place, self._last_kept):
-            # Nothing happened, or it was undone.
-            self.place = self._last_kept
-            await self._give_up_fork()
-        return replace(self._ran(answer), effect=effect)
+            self.state = after
+        if not self.witness and (new or effect) and _same_state(self.state, self._last_frozen):
+            # The call changed nothing, or undid earlier changes.
+            self.state = self._last_frozen
+            await self._drop_fork()
+        return replace(self._calls.outcome(answer), effect=effect)
 
-    async def _take_back(self, fields: Mapping[str, Any], session: bytes, *, new: bool) -> None:
-        """After a call that is to have changed nothing: make sure that it has not."""
-        place = self.place
+    async def _undo(self, fields: Mapping[str, Any], session: bytes, *, new: bool) -> None:
+        """Restore the state before a call that must not have an effect."""
+        state = self.state
         now = fields["digest"], Counters(*fields["counters"]), fields["settings"], fields["frames"]
-        same = now == (place.digest, place.counters, place.settings, place.frames)
+        same = now == (state.digest, state.counters, state.settings, state.frames)
         if session:
-            # Of a session, only its own connection knows what is gone.
+            # Session state has no copy to restore from: it is intact, or it is lost.
             self.alive = not fields["lost"] and fields["session"] and same
         elif not same or fields["session"]:
             await self._roll_back()
         elif new:
-            await self._give_up_fork()
+            await self._drop_fork()
 
-    async def freeze(self) -> tuple[DatabaseState, int]:
-        """Keep the state; return where, and the bytes that this added.
-
-        Raises:
-            NotFreezable: a transaction is open, or there are temporary tables.
-            SandboxError: its worker failed.
-        """
-        if self.witness:
-            raise NotFreezableError(
-                "the rollout's SQL session holds a transaction, temporary tables or attached databases"
-            )
-        if self.kept:
-            return self.place, self._store.size_bytes(self.place.part)
-        worker, to_open = await self._own_worker()
-        try:
-            if to_open is not None:
-                self._require_whole((await worker.request({"op": "open", **to_open}, timeout_s=_OPEN_S)).fields)
-                self._opened = True
-            pages = (await worker.request({"op": "run", "tool": "pages"}, timeout_s=_OPEN_S)).body
-        except (WorkerLostError, WorkerStuckError) as error:
-            raise SandboxError(f"a database cannot be kept: {error}") from error
-        assert self._fork is not None
-        frames = self.place.frames
-        self.place, added = await asyncio.to_thread(self._store.freeze, self._fork, self.place, pages)
-        self._last_kept = self.place
-        if self.place.frames != frames:
-            # The log became part of the database: whoever writes next forks that.
-            await self._give_up_fork()
-        return self.place, added
-
-    async def close(self) -> None:
-        self.alive = False
-        await self._give_up_fork()
+    def _require_intact(self, fields: Mapping[str, Any]) -> None:
+        if "gone" in fields:
+            raise StateGoneError(f"database state {self.state.part} is damaged: {fields['gone']}")
 
     # -- the fork ----------------------------------------------------------------------------------------------------
 
-    async def _own_worker(self) -> tuple[Worker, dict[str, Any] | None]:
-        """Return the worker on the fork, and what it must be told to open first, if anything; make what is missing.
+    async def _dedicated_worker(self) -> tuple[Worker, dict[str, Any] | None]:
+        """Return the worker of the fork; create the fork and the worker if they are missing.
+
+        Returns:
+            The worker, and the `open` request that it needs first, or None if it has the fork open.
 
         Raises:
-            SandboxError: the session is lost with its worker, or the machine failed.
+            SandboxError: The session was lost with its worker, or the machine failed.
         """
         if self._worker is not None and self._worker.alive and self._opened:
             return self._worker, None
@@ -255,31 +257,33 @@ class SandboxDatabase:
             self.alive = False
             raise SandboxError("the worker that held the rollout's SQL session was killed")
         if self._fork is None and self._store.method is Method.COPY:
-            self._fork = await asyncio.to_thread(self._store.fork, self.place)
-        fork, place = self._fork or self._store.fork(self.place), self.place
+            # Copying a large file takes long, so it runs in a thread. The other methods take 0.2 ms.
+            self._fork = await asyncio.to_thread(self._store.fork, self.state)
+        fork, state = self._fork or self._store.fork(self.state), self.state
         self._fork = fork
         if self._worker is None or not self._worker.alive:
             self._worker, self._opened = await self._worker_pool.dedicated(), False
         if not self.alive:
-            await self._give_up_fork()
+            # The sandbox was closed during an await above, when there was no fork yet to remove.
+            await self._drop_fork()
             raise SandboxError("the sandbox was closed meanwhile")
         return self._worker, {
-            "path": str(fork.path), "root": str(self._store.path(place.root)),
+            "path": str(fork.path), "root": str(self._store.path(state.root)),
             "pages": str(fork.pages) if fork.pages else None, "saved_frames": fork.origin.frames,
-            "frames": place.frames, "counters": place.counters, "settings": place.settings,
+            "frames": state.frames, "counters": state.counters, "settings": state.settings,
         }  # fmt: skip
 
     async def _roll_back(self) -> None:
-        """End the worker; the next one begins with the fork as it was before the call."""
+        """End the worker. The next one opens the fork as it was before the call."""
         worker, self._worker = self._worker, None
         if worker is not None:
             await worker.close()
-        if self.kept:
-            await self._give_up_fork()
+        if self.frozen:
+            await self._drop_fork()
         elif self._fork is not None:
             self._fork.forget_index()
 
-    async def _give_up_fork(self) -> None:
+    async def _drop_fork(self) -> None:
         worker, self._worker = self._worker, None
         fork, self._fork = self._fork, None
         if worker is not None:
@@ -287,55 +291,7 @@ class SandboxDatabase:
         if fork is not None:
             await asyncio.to_thread(fork.remove)
 
-    # -- calls -------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, worker: Worker, call: ToolCall, **more: Any) -> Message:
-        request = {
-            "op": "run", "tool": call.tool, "arguments": dict(call.arguments), "limits": self._limits,
-            "output_bytes": self._spec.limits.output_bytes, "frozen_ms": self._frozen_ms,
-            "seed": self.digest().hex() if self._frozen_ms is not None else "", **more,
-        }  # fmt: skip
-        try:
-            return await worker.request(request, timeout_s=call.arguments["timeout_s"])
-        except WorkerStuckError as error:
-            raise DatabaseLostError(
-                Failure("the statement took longer than timeout_s and was stopped", "timeout")
-            ) from error
-
-    def _lost(self, error: WorkerLostError) -> Exception:
-        memory_mb = self._spec.limits.memory_mb
-        if error.cause == "memory":
-            return DatabaseLostError(Failure(f"the statement needs more than {memory_mb} MB of memory", "limit"))
-        if error.cause == "killed":
-            return DatabaseLostError(
-                Failure("the statement was stopped: the machine has too little memory for it", "limit")
-            )
-        return SandboxError(str(error))
-
-    def _require_whole(self, fields: Mapping[str, Any]) -> None:
-        if "gone" in fields:
-            raise StateGoneError(f"database state {self.place.part} is damaged: {fields['gone']}")
-
-    async def _check_room(self, fields: Mapping[str, Any]) -> None:
-        if fields["kind"] == "limit":
-            found = await asyncio.to_thread(os.statvfs, self._store.folder)
-            if found.f_bavail * found.f_frsize < _RESERVE_BYTES:
-                raise SandboxError(f"the disk of {self._store.folder} is full. Free some room.")
-
-    def _ran(self, answer: Message) -> CallOutcome:
-        fields = answer.fields
-        once = fields["kind"] in _ONCE and not fields["repeatable"]
-        volatile = fields["volatile"] and self._spec.volatile == "never"
-        return CallOutcome(answer.body, seconds=fields["seconds"], shareable=not once and not volatile)
-
-
-def _same(one: DatabaseState, other: DatabaseState) -> bool:
-    """Say whether two places are one state, wherever their files are."""
-    return (one.digest, one.counters, one.settings) == (other.digest, other.counters, other.settings)
-
-
-def _failed(call: ToolCall, failure: Failure) -> bytes:
-    arguments = call.arguments
-    if call.tool == "compare":
-        return results.comparison({}, {"sql": failure, "gold": None}, ordered=arguments["ordered"])
-    return results.failure(failure, shape=arguments.get("format", "json"), sql=arguments.get("sql", ""))
+def _same_state(a: DatabaseState, b: DatabaseState) -> bool:
+    """Return whether two states have equal content, wherever their files are."""
+    return (a.digest, a.counters, a.settings) == (b.digest, b.counters, b.settings)

@@ -1,4 +1,4 @@
-"""The `sqlite` driver: databases as sandboxes, embedded, with the Python's own SQLite. Reads never fork."""
+"""The `sqlite` driver: a sandbox is a set of SQLite databases, run by Python's own SQLite library. Reads never fork."""
 
 import asyncio
 import hashlib
@@ -20,11 +20,11 @@ from sandboxes.sqlite.store import DatabaseState, SqliteStore
 from sandboxes.workers.pool import WorkerPool
 
 VERSION = 1
-"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
+"""Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 
 
 class SqliteDriver:
-    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out."""
+    """The driver for SQLite databases. One instance owns its data directory; a lock in it keeps a second one out."""
 
     name = "sqlite"
 
@@ -41,10 +41,10 @@ class SqliteDriver:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """See `Driver.open`. Workers are started by the first call that needs one.
+        """Take the data directory. The first call that needs a worker starts the workers.
 
         Raises:
-            SandboxError: another process uses this data directory.
+            SandboxError: Another process uses this data directory.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._ownership.take()
@@ -53,7 +53,7 @@ class SqliteDriver:
         self._sources.open()
 
     async def aclose(self) -> None:
-        """See `Driver.aclose`. Idempotent."""
+        """Close all sandboxes, end all workers and release the data directory. Idempotent."""
         for sandbox in list(self._sandboxes):
             await sandbox.close()
         await self.worker_pool.aclose()
@@ -62,7 +62,7 @@ class SqliteDriver:
     # -- states ------------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """See `Driver.identity`. The first time, what spec names is read and copied; later, some stats."""
+        """Return the identity of a spec. Sources are read and copied once; later calls only check their times."""
         if spec.volatile == "frozen" and not clock_can_be_set():
             raise SpecError("this Python's SQLite hides its clock, so `volatile` cannot be frozen: use never or once.")
         digest = hashlib.blake2b(f"sqlite\0{VERSION}\0{sqlite3.sqlite_version}".encode(), digest_size=32)
@@ -72,7 +72,7 @@ class SqliteDriver:
         return digest.hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> SqliteSandbox:
-        """See `Driver.start`. 0.3 ms: no process and no file."""
+        """Start a sandbox at the root state. 0.3 ms, without a process or a file."""
         parts: dict[str, str] = {}
         with self._holding(parts.values()):
             for name, database in spec.databases.items():
@@ -80,21 +80,21 @@ class SqliteDriver:
             return self._adopt(spec, {name: self.store.root(part) for name, part in parts.items()})
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> SqliteSandbox:
-        """See `Driver.restore`. As cheap as a start; its first change pays for its fork."""
-        places = {name: DatabaseState.from_json(told) for name, told in frozen.payload["databases"].items()}
+        """Start a sandbox at a frozen state. As cheap as a start; the first change creates the fork."""
+        states = {name: DatabaseState.from_json(value) for name, value in frozen.payload["databases"].items()}
         with self._holding(frozen.parts):
-            for place in places.values():
-                self.store.check(place)
-            return self._adopt(spec, places)
+            for state in states.values():
+                self.store.check(state)
+            return self._adopt(spec, states)
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """See `Driver.collect`."""
-        # What there was, and what was in use, before the first await: a sandbox that freezes meanwhile and ends has
-        # made a state that keep does not know of.
-        there, before, kept = self.store.all(), self._in_use(), set(keep)
-        unneeded = there - kept - before
+        """Delete the states that neither `keep` names nor a sandbox needs; return the bytes of the rest."""
+        # Read both sets before the first await: a sandbox may freeze and close meanwhile, and `keep` does not name the
+        # state that it makes.
+        existing, used_before, kept = self.store.all(), self._in_use(), set(keep)
+        unneeded = existing - kept - used_before
         if unneeded:
-            # They may hold open what is deleted, and then the disk stays full.
+            # Idle readers may hold deleted files open, which would keep the disk full.
             await self.worker_pool.renew()
             await asyncio.to_thread(self.store.drop, unneeded - self._in_use())
         return sum(self.store.size_bytes(part) for part in kept if self.store.has(part))
@@ -110,13 +110,13 @@ class SqliteDriver:
         finally:
             self._held.remove(parts)
 
-    def _adopt(self, spec: EnvironmentSpec, places: dict[str, DatabaseState]) -> SqliteSandbox:
-        databases = {name: SandboxDatabase(self.store, self.worker_pool, spec, place) for name, place in places.items()}
+    def _adopt(self, spec: EnvironmentSpec, states: dict[str, DatabaseState]) -> SqliteSandbox:
+        databases = {name: SandboxDatabase(self.store, self.worker_pool, spec, state) for name, state in states.items()}
         sandbox = SqliteSandbox(f"sqlite-{next(self._ids)}", databases, self._sandboxes.discard)
         self._sandboxes.add(sandbox)
         return sandbox
 
 
 def _source(database: Database) -> str | tuple[str, ...]:
-    assert database.source is not None  # the spec says so
+    assert database.source is not None  # The spec requires it for this driver.
     return database.source

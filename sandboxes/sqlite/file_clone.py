@@ -1,7 +1,14 @@
-"""Three ways to a second copy of a database file, and which of them a directory has.
+"""Second copies of a database file: the three methods, and which of them a directory supports.
 
-reflink: the file system shares the blocks until one of the two is written (XFS, btrfs). link: the same file under a
-second name, whose changes go to a log beside it, never into it. copy: all bytes.
+Theory of operation. A fork must cost the same for a large database as for a small one, so its file is not copied if
+the file system can avoid it:
+
+1. *Reflink* (XFS, btrfs): the file system shares the blocks until one of the two files is written.
+2. *Link*: the fork is a second name (hard link) of the same file. All changes go to a write-ahead log beside it, never
+   into the shared file. This holds only while nobody runs a checkpoint, which moves the log into the database.
+   Automatic checkpoints are off, but SQLite also runs one when the last connection closes. `hold` prevents that with
+   a lock that the checkpoint needs.
+3. *Copy*: all bytes are copied. This works everywhere.
 """
 
 import fcntl
@@ -14,22 +21,26 @@ from enum import Enum
 from pathlib import Path
 
 _FICLONE = 0x40049409
+"""The ioctl for a reflink (`linux/fs.h`)."""
 _F_OFD_SETLK = 37
+"""The fcntl command for a lock that belongs to an open file description (`fcntl.h`)."""
 _SHARED_FIRST, _SHARED_SIZE = 0x40000002, 510
-"""The bytes that every SQLite connection locks, shared, while it has a database open (its file format's document)."""
+"""Start and length of the bytes that every open SQLite connection locks, shared (SQLite source, `os.h`)."""
 
 
 class Method(Enum):
+    """A method to make a second copy of a file."""
+
     REFLINK = "reflink"
     LINK = "WAL fork"
     COPY = "copy"
 
 
-def place(method: Method, source: Path, target: Path) -> None:
-    """Make target a second source. A link may never be written to: see `hold`.
+def clone(method: Method, source: Path, target: Path) -> None:
+    """Create `target` as a second copy of `source`. A linked copy must never be written: see `hold`.
 
     Raises:
-        OSError: this file system has no such way, or no room.
+        OSError: The file system does not support the method, or is full.
     """
     match method:
         case Method.REFLINK:
@@ -41,7 +52,13 @@ def place(method: Method, source: Path, target: Path) -> None:
 
 
 def best_copy(source: Path, target: Path, *, length: int | None = None) -> None:
-    """Make target a file of its own with source's content, or its first length bytes; by reflink where there is one."""
+    """Create `target` as an independent file, by reflink if possible.
+
+    Args:
+        source: The file to copy.
+        target: The new file.
+        length: Bytes of the source to keep; None for all.
+    """
     try:
         _reflink(source, target)
     except OSError:
@@ -51,10 +68,14 @@ def best_copy(source: Path, target: Path, *, length: int | None = None) -> None:
 
 
 def hold(path: Path) -> int:
-    """Keep any connection from writing its log into the database at path while the descriptor returned is open.
+    """Keep SQLite from writing a log into the database at `path`.
 
-    SQLite does so when the last connection closes, and only if it gets a lock that this one rules out. The lock goes
-    with the open file, so that it also holds against this process.
+    SQLite does that when the last connection closes, and needs an exclusive lock for it. A shared lock on the same
+    bytes rules the exclusive lock out. It belongs to the open file and not to the process, so it also works against
+    connections of this process.
+
+    Returns:
+        A descriptor. The lock ends when it is closed.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, _SHARED_FIRST, _SHARED_SIZE, 0)
@@ -67,13 +88,13 @@ def hold(path: Path) -> int:
 
 
 def choose(folder: Path) -> Method:
-    """Return the best way that works between files in folder. 1 ms."""
+    """Return the fastest method that works between files in `folder`, by trying them. 1 ms."""
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-", dir=folder) as trial:
         source = Path(trial) / "source"
         source.write_bytes(b"\0" * 4096)
         for method in (Method.REFLINK, Method.LINK):
             try:
-                place(method, source, Path(trial) / method.name)
+                clone(method, source, Path(trial) / method.name)
             except OSError:
                 continue
             return method
@@ -81,16 +102,16 @@ def choose(folder: Path) -> Method:
 
 
 def measure(folder: Path, method: Method, size_bytes: int) -> float:
-    """Return the seconds that method takes for a file of this size in folder, median of five."""
+    """Return the seconds that a method takes for one file in `folder`, as the median of five."""
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-", dir=folder) as trial:
         source = Path(trial) / "source"
         source.write_bytes(os.urandom(1 << 20) * (size_bytes >> 20))
-        took = []
+        durations = []
         for number in range(5):
             began = time.perf_counter()
-            place(method, source, Path(trial) / f"{number}")
-            took.append(time.perf_counter() - began)
-    return sorted(took)[2]
+            clone(method, source, Path(trial) / f"{number}")
+            durations.append(time.perf_counter() - began)
+    return sorted(durations)[2]
 
 
 def _reflink(source: Path, target: Path) -> None:

@@ -1,7 +1,16 @@
-"""Which pages of a database differ from those of its root state, read from the write-ahead log.
+"""The pages of a database that differ from those of its root state, read from the write-ahead log.
 
-That is what the digest of a state is made of: the same changes give the same pages, and a change that is undone leaves
-none. Each commit costs one look at the pages that it wrote.
+Theory of operation. The digest of a state must be cheap after every commit, and must not depend on history: equal
+changes give equal digests, and undoing a change gives the earlier digest again.
+
+1. A fork starts from a state whose changed pages are known. Its own changes are in a write-ahead log: a header of 32
+   bytes, then frames of 24 bytes and one page each (sqlite.org/fileformat2.html#walformat).
+2. After each commit, `Pages.take` reads the new frames only. The last frame of a page number is its current version.
+3. A page that equals the root's page is not a change, so undone changes disappear. Other pages are remembered by a hash
+   of 16 bytes.
+4. Page 1 contains counters that every write increments. They are zeroed before pages are compared or hashed.
+5. The digest is a hash of the page count and of the changed pages in order. It therefore names the content relative
+   to the root, whose own digest is part of its name.
 """
 
 import os
@@ -12,24 +21,36 @@ from hashlib import blake2b
 from pathlib import Path
 
 WAL_HEADER, FRAME_HEADER = 32, 24
+"""Lengths in bytes of the log's header and of the header of each frame."""
 _FRAME = struct.Struct(">II")
+"""Start of a frame's header: the page number, and the database's size in pages after a commit, else 0."""
 _ENTRY = struct.Struct(">I16s")
+"""Saved form of a changed page: its number and its hash."""
 _INDEX_HEADER = struct.Struct("=IIIBBHII")
-_COUNTS_OF_WRITES = ((24, 28), (92, 100))
-"""Of page 1: the change counter, the number of the change that "version-valid-for" is about, the library's version."""
+"""Start of the log's index: version, padding, change counter, two flags, page size, frames, pages."""
+_WRITE_COUNTERS = ((24, 28), (92, 100))
+"""Byte ranges of page 1 that every write changes: the change counter, "version-valid-for" and the library's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class WalIndex:
-    """The head of the shared index of a write-ahead log (`-shm`): committed frames, and pages of the database then."""
+    """The header of a log's shared index (`-shm`).
+
+    Attributes:
+        frames: Committed frames in the log.
+        pages: Pages of the database after the last commit.
+    """
 
     frames: int
     pages: int
 
     @classmethod
     def read(cls, fd: int) -> "WalIndex":
-        """Read it from an open `-shm` between transactions. The descriptor must stay open as long as the connection
-        does: closing any descriptor of a file gives up the process's locks on it."""
+        """Read the header from an open `-shm`, between transactions.
+
+        The caller must keep the descriptor open as long as the connection: when a process closes any descriptor of a
+        file, it loses all its POSIX locks on that file.
+        """
         data = os.pread(fd, _INDEX_HEADER.size, 0)
         if len(data) < _INDEX_HEADER.size:
             return cls(0, 0)
@@ -38,30 +59,38 @@ class WalIndex:
 
 
 def wal_bytes(frames: int, page_size: int) -> int:
-    """Return the length of a log with so many frames."""
+    """Return the length in bytes of a log with this many frames."""
     return WAL_HEADER + frames * (FRAME_HEADER + page_size) if frames else 0
 
 
 def page_size_of(header: bytes) -> int:
     """Return the page size that a database's first 100 bytes name."""
     size = int.from_bytes(header[16:18], "big")
+    # The field has two bytes, so 65536 is stored as 1.
     return 65536 if size == 1 else size
 
 
 def last_versions(wal: int, first: int, last: int, page_size: int) -> Mapping[int, int]:
-    """Return the pages that frames first+1..last hold, and at which offset the newest version of each begins."""
-    found: dict[int, int] = {}
+    """Map each page number in frames first+1..last to the offset of the page's newest version in the log."""
+    offsets: dict[int, int] = {}
     for number in range(first, last):
-        at = WAL_HEADER + number * (FRAME_HEADER + page_size)
-        page, _ = _FRAME.unpack(os.pread(wal, _FRAME.size, at))
-        found[page] = at + FRAME_HEADER
-    return found
+        frame_offset = WAL_HEADER + number * (FRAME_HEADER + page_size)
+        page, _ = _FRAME.unpack(os.pread(wal, _FRAME.size, frame_offset))
+        offsets[page] = frame_offset + FRAME_HEADER
+    return offsets
 
 
 class Pages:
-    """The pages of one database that differ from the root's, by number, with a 16-byte hash of each."""
+    """The pages of one database that differ from the root's.
+
+    Attributes:
+        page_size: Size of a page in bytes.
+        count: Pages of the database.
+        changed: Hash of each page that differs, by page number.
+    """
 
     def __init__(self, root: Path, saved: bytes = b"") -> None:
+        """Start from a saved result of `save`; without one, from the root itself."""
         self._root = os.open(root, os.O_RDONLY | os.O_CLOEXEC)
         self.page_size = page_size_of(os.pread(self._root, 100, 0))
         self.count = os.fstat(self._root).st_size // self.page_size
@@ -72,37 +101,46 @@ class Pages:
         self._digest: bytes | None = None
 
     def close(self) -> None:
+        """Close the root's file."""
         os.close(self._root)
 
     def take(self, wal: int, first: int, last: int, count: int) -> None:
-        """Take frames first+1..last of a log, after which the database has count pages."""
-        for page, at in last_versions(wal, first, last, self.page_size).items():
-            new = _without_counts(page, os.pread(wal, self.page_size, at))
-            old = _without_counts(page, os.pread(self._root, self.page_size, (page - 1) * self.page_size))
+        """Apply committed frames.
+
+        Args:
+            wal: Descriptor of the log.
+            first: Frames that were applied before.
+            last: Frames in the log now.
+            count: Pages of the database after the last frame.
+        """
+        for page, offset in last_versions(wal, first, last, self.page_size).items():
+            new = _without_counters(page, os.pread(wal, self.page_size, offset))
+            old = _without_counters(page, os.pread(self._root, self.page_size, (page - 1) * self.page_size))
             if new == old:
                 self.changed.pop(page, None)
             else:
                 self.changed[page] = blake2b(new, digest_size=16).digest()
         if count < self.count:
+            # VACUUM and truncation remove pages from the end.
             self.changed = {page: value for page, value in self.changed.items() if page <= count}
         self.count = count
         self._digest = None
 
     def save(self) -> bytes:
-        """Return what a later `Pages` begins with."""
+        """Return the pages in the form that the constructor reads."""
         return self.count.to_bytes(4, "big") + b"".join(_ENTRY.pack(*entry) for entry in sorted(self.changed.items()))
 
     def digest(self) -> bytes:
-        """Return 32 bytes that name the content relative to the root. 1 us for each page that differs, then nothing."""
+        """Return 32 bytes that name the content relative to the root. 1 us for each changed page, then cached."""
         if self._digest is None:
             self._digest = blake2b(self.save(), digest_size=32).digest()
         return self._digest
 
 
-def _without_counts(page: int, data: bytes) -> bytes:
+def _without_counters(page: int, data: bytes) -> bytes:
     if page != 1 or len(data) < 100:
         return data
     blank = bytearray(data)
-    for start, end in _COUNTS_OF_WRITES:
+    for start, end in _WRITE_COUNTERS:
         blank[start:end] = bytes(end - start)
     return bytes(blank)

@@ -1,4 +1,4 @@
-"""A sandbox that is one or several SQLite databases."""
+"""A sandbox that consists of one or several SQLite databases."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,36 +12,36 @@ from sandboxes.sqlite.database import SandboxDatabase
 
 
 class SqliteSandbox:
-    """See `sandboxes.driver.Sandbox`."""
+    """A sandbox of the `sqlite` driver."""
 
     def __init__(
-        self, name: str, databases: dict[str, SandboxDatabase], gone: Callable[["SqliteSandbox"], None]
+        self, name: str, databases: dict[str, SandboxDatabase], on_close: Callable[["SqliteSandbox"], None]
     ) -> None:
         self.id = name
-        self._databases, self._gone = databases, gone
+        self._databases, self._on_close = databases, on_close
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        """See `Sandbox.alive`."""
+        """False once the sandbox is closed, or a database has lost its session."""
         return not self._closed and all(database.alive for database in self._databases.values())
 
     @property
     def parts(self) -> set[str]:
-        """The kept states that it needs."""
+        """Names of the frozen states that the sandbox needs."""
         return {part for database in self._databases.values() for part in database.parts}
 
     async def execute(self, call: ToolCall) -> Execution:
-        """See `Sandbox.execute`."""
+        """Run a call on the database that it names."""
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
-        ran = await self._databases[call.arguments["database"]].run(call)
-        result = ToolResult(200, "application/json", ran.body)
+        outcome = await self._databases[call.arguments["database"]].run(call)
+        result = ToolResult(200, "application/json", outcome.body)
         state, witness = self._state()
-        return Execution(result, ran.effect, ran.seconds, state, witness, ran.shareable)
+        return Execution(result, outcome.effect, outcome.seconds, state, witness, outcome.shareable)
 
     async def freeze(self) -> FrozenState:
-        """See `Sandbox.freeze`."""
+        """Save the state of every database."""
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         state, _ = self._state()
@@ -49,27 +49,27 @@ class SqliteSandbox:
             raise NotFreezableError(
                 "the rollout's SQL session holds a transaction, temporary tables or attached databases"
             )
-        kept = {name: await database.freeze() for name, database in self._databases.items()}
-        payload = {"databases": {name: place.to_json() for name, (place, _) in kept.items()}}
-        parts = sorted({part for place, _ in kept.values() for part in place.parts})
-        size_bytes = sum(added for _, added in kept.values())
+        frozen = {name: await database.freeze() for name, database in self._databases.items()}
+        payload = {"databases": {name: database.to_json() for name, (database, _) in frozen.items()}}
+        parts = sorted({part for database, _ in frozen.values() for part in database.parts})
+        size_bytes = sum(added for _, added in frozen.values())
         return FrozenState("sqlite", "files", payload, size_bytes, state, tuple(parts))
 
     async def close(self) -> None:
-        """See `Sandbox.close`."""
+        """Close all databases. Idempotent."""
         if not self._closed:
             self._closed = True
             for database in self._databases.values():
                 with contextlib.suppress(OSError):
                     await database.close()
-            self._gone(self)
+            self._on_close(self)
 
     def _state(self) -> tuple[StateDigest | None, bytes | None]:
-        """Return the digest of all databases together, or, beside an open session, the witness."""
+        """Return the digest of all databases together as the state, or, if a session is open, as the witness."""
         digest = blake2b(digest_size=32)
         for name in sorted(self._databases):
             digest.update(name.encode() + b"\0" + self._databases[name].digest())
-        named = digest.digest()
+        combined = digest.digest()
         if any(database.witness for database in self._databases.values()):
-            return None, named
-        return StateDigest(named, named), None
+            return None, combined
+        return StateDigest(combined, combined), None

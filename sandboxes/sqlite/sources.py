@@ -1,4 +1,4 @@
-"""From what a spec names to a root state: a database file, a script or CSV, brought in once for equal content."""
+"""Root states from what a spec names: a database file, a script or CSV files. Equal content makes one root state."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,20 @@ from sandboxes.workers.pool import WorkerLostError, WorkerPool, WorkerStuckError
 
 _MAGIC = b"SQLite format 3\0"
 _VERSIONS_AT, _WAL = 18, b"\2\2"
-"""Where a database says who may read and write it, and the value that makes it one with a write-ahead log."""
+"""Offset of the file format's write and read versions, and the value that selects a write-ahead log."""
 _ATTEMPTS = 3
+"""How often a source that changes while it is read is read again."""
 _TICK_NS = 20_000_000
-"""A file that changed less than this ago may change again without its times telling."""
-_BESIDE = ("-wal", "-journal")
+"""Resolution of file times. A file that changed more recently may change again without a new time."""
+_JOURNALS = ("-wal", "-journal")
+"""Endings of the files in which SQLite keeps changes beside a database."""
 
 SourceStamp = list[list[str | int]]
+"""Path, size, times and inode of each file of a source."""
 
 
 class Sources:
-    """Knows which root state each source makes, as long as its files stay as they are."""
+    """Maps each source to its root state, as long as the source's files do not change."""
 
     def __init__(self, store: SqliteStore, worker_pool: WorkerPool) -> None:
         self._store, self._worker_pool = store, worker_pool
@@ -39,16 +42,16 @@ class Sources:
         self._busy: dict[str, asyncio.Lock] = {}
 
     def open(self) -> None:
-        """Read back what earlier instances found out."""
+        """Read what earlier instances saved."""
         with contextlib.suppress(OSError, ValueError):
             self._known = {key: (stamp, part) for key, stamp, part in orjson.loads(self._file.read_bytes())}
 
     async def part(self, source: str | Sequence[str]) -> str:
-        """Return the part that holds source's root state; it is made where it is not there. 0.1 ms if it is.
+        """Return the name of a source's root state, and create the state if necessary. 0.1 ms if it exists.
 
         Raises:
-            SpecError: source is not there, is none of the three kinds, or is damaged.
-            SandboxError: the machine failed.
+            SpecError: The source is missing, damaged, or none of the three kinds.
+            SandboxError: The machine failed.
         """
         paths = [source] if isinstance(source, str) else list(source)
         key = "\0".join(paths)
@@ -58,14 +61,14 @@ class Sources:
                 known = self._known.get(key)
                 if known is not None and known[0] == _stamp(files) and self._store.has(known[1]):
                     return known[1]
-                stamp, part = await self._bring_in(files)
+                stamp, part = await self._import(files)
             except OSError as error:
                 raise SpecError(f"database source {error.filename}: {error.strerror}") from error
             self._known[key] = stamp, part
             await asyncio.to_thread(self._save)
             return part
 
-    async def _bring_in(self, files: list[Path]) -> tuple[SourceStamp, str]:
+    async def _import(self, files: list[Path]) -> tuple[SourceStamp, str]:
         folder = self._store.forks / f"source-{secrets.token_hex(8)}"
         folder.mkdir()
         try:
@@ -94,7 +97,7 @@ class Sources:
             await self._run(first, {"tool": "build_file", "path": str(target)}, b"")
 
     async def _run(self, source: Path, request: dict[str, str], data: bytes) -> None:
-        """Let a worker of its own make the database: it may be anything, and must not harm this process."""
+        """Build the database in a dedicated worker: a source may be anything, and must not harm this process."""
         worker = await self._worker_pool.dedicated()
         try:
             answer = await worker.request({"op": "run", **request}, data, timeout_s=SCRIPT_S)
@@ -121,10 +124,10 @@ class Sources:
 
 
 def _files(paths: list[str]) -> list[Path]:
-    """Return the files that paths name; a directory stands for the CSV files in it, by name.
+    """Return the files that paths name. A directory stands for its CSV files, in the order of their names.
 
     Raises:
-        SpecError: they cannot make one database.
+        SpecError: The files cannot make one database.
     """
     files = [Path(path) for path in paths]
     if len(files) == 1 and files[0].is_dir():
@@ -137,27 +140,27 @@ def _files(paths: list[str]) -> list[Path]:
         raise SpecError(f"several files make a database only if all are .csv; these are {', '.join(map(str, files))}.")
     tables = [file.stem.casefold() for file in files]
     if len(set(tables)) < len(tables):
-        raise SpecError("two CSV files have one name, and would be one table. Rename one of them.")
+        raise SpecError("two CSV files have the same name, and would be one table. Rename one of them.")
     return files
 
 
 def _stamp(files: list[Path]) -> SourceStamp:
-    """Return what changes when a file does, or a journal beside it comes or goes."""
+    """Return a value that changes whenever a file or a journal beside it does."""
     stamp: SourceStamp = []
     for file in files:
-        for path in (file, *(file.with_name(file.name + end) for end in _BESIDE)):
+        for path in (file, *(file.with_name(file.name + end) for end in _JOURNALS)):
             try:
-                found = path.stat()
+                stat = path.stat()
             except FileNotFoundError:
                 if path is file:
                     raise
                 continue
-            stamp.append([str(path), found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns])
+            stamp.append([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns])
     return stamp
 
 
 async def _settled(files: list[Path]) -> SourceStamp:
-    """Return the stamp once its times are old enough to tell of the next change."""
+    """Return the stamp of files once their times are old enough that the next change gives other times."""
     while True:
         stamp = _stamp(files)
         age_ns = time.time_ns() - max(int(entry[4]) for entry in stamp)
@@ -167,20 +170,20 @@ async def _settled(files: list[Path]) -> SourceStamp:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a database and the journals beside it: opening it where it is would leave files there."""
+    """Copy a database and its journals. SQLite is not run on the original, because it would leave files there."""
     best_copy(source, target)
-    for end in _BESIDE:
+    for end in _JOURNALS:
         journal = source.with_name(source.name + end)
         if journal.exists() and journal.stat().st_size:
             best_copy(journal, target.with_name(target.name + end))
 
 
 def _make_wal(database: Path) -> None:
-    """Let forks of a database keep their changes in a log beside it; all other bytes stay as they are."""
+    """Switch a database to a write-ahead log, which forks need. All other bytes stay the same."""
     fd = os.open(database, os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(fd, len(_MAGIC), 0) != _MAGIC:
-            raise SandboxError(f"{database} was to become a database, and is none")
+            raise SandboxError(f"{database} was built as a database, but is not one")
         os.pwrite(fd, _WAL, _VERSIONS_AT)
     finally:
         os.close(fd)

@@ -1,8 +1,13 @@
-"""States of SQLite databases on disk, and the forks that are made of them.
+"""States of SQLite databases on disk, and the forks made from them.
 
-A state is a directory below `states`: `db`, a database file that never changes; `db-wal`, the changes since (none for a
-root); `pages`, which pages differ from the root's; and, written last, `manifest.json`. A fork, below `forks`, is a
-second copy of `db` with a log of its own, which a worker writes.
+A state is a directory below `states` with these files:
+
+- `db`: a database file that never changes.
+- `db-wal`: a log with the changes since; a root state has none.
+- `pages`: which pages differ from the root's (`sandboxes.sqlite.pages`).
+- `manifest.json`: sizes and times of the others. It is written last, so a directory without it is incomplete.
+
+A fork is a directory below `forks`: a second copy of `db`, and a log of its own, which one worker writes.
 """
 
 import contextlib
@@ -17,19 +22,28 @@ import orjson
 
 from sandboxes.errors import StateGoneError
 from sandboxes.sqlite.counters import UNTOUCHED, Counters
-from sandboxes.sqlite.file_clone import Method, best_copy, choose, hold, place
+from sandboxes.sqlite.file_clone import Method, best_copy, choose, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
 
 COMPACT_BYTES = 8 << 20
-"""A log longer than this, and than half of its database, becomes a database file of its own when it is kept."""
+"""A longer log is written into a database file of its own when its state is frozen, if it exceeds half of its database.
+
+Every fork of a state copies its log, so long logs make forks slow; a new file costs disk space once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseState:
-    """A state of one database: where its files are, and what else belongs to it.
+    """A state of one database: its files, and what a new connection needs besides.
 
-    part: its directory below `states`. base: that of the state whose `db` it has. root: that of the root state. frames:
-    length of its log. digest: of its content, relative to the root, in hex.
+    Attributes:
+        part: Name of its directory below `states`; while it is not frozen, that of the state it was forked from.
+        base: Directory of the state that it shares its `db` with.
+        root: Directory of the root state.
+        frames: Length of its log in frames.
+        digest: Digest of its content relative to the root, in hexadecimal.
+        counters: Counters that the rollout's statements left in its connection.
+        settings: Pragmas that differ from their defaults.
     """
 
     part: str
@@ -42,19 +56,21 @@ class DatabaseState:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All directories that it needs."""
+        """Names of all directories that the state needs."""
         return tuple(dict.fromkeys((self.root, self.base, self.part)))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON members."""
         return {name: getattr(self, name) for name in self.__slots__} | {"counters": list(self.counters)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DatabaseState":
+        """Read what `to_json` returned."""
         return cls(**value | {"counters": Counters(*value["counters"])})
 
 
 class SqliteStore:
-    """Knows the directories. Everything here is fast but for large logs and, where there is no better way, copies."""
+    """The directories of one driver's states and forks. Only large logs and copies take more than a millisecond."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +79,7 @@ class SqliteStore:
         self._manifests: dict[str, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Get the directories ready, and remove what was half written or a killed instance's."""
+        """Create the directories, and remove incomplete states and the forks of a killed instance."""
         for folder in (self.forks, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.states, self.forks, self.temporary):
@@ -76,68 +92,82 @@ class SqliteStore:
     # -- states ------------------------------------------------------------------------------------------------------
 
     def all(self) -> set[str]:
+        """Return the names of all states."""
         return {path.name for path in self.states.iterdir() if not path.name.startswith("new-")}
 
     def path(self, part: str) -> Path:
+        """Return the database file of a state."""
         return self.states / part / "db"
 
     def has(self, part: str) -> bool:
+        """Return whether a complete state of this name exists."""
         return (self.states / part / "manifest.json").exists()
 
     def size_bytes(self, part: str) -> int:
+        """Return the bytes on disk that the state added when it was frozen."""
         return int(self._manifest(part)["size_bytes"])
 
     def drop(self, parts: set[str]) -> None:
+        """Delete states."""
         for part in parts:
             self._manifests.pop(part, None)
-            # Without its manifest it is nothing, should the rest of it take long.
+            # Manifest first: if the process is killed meanwhile, the next start deletes the rest.
             (self.states / part / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(self.states / part, ignore_errors=True)
 
     def adopt(self, database: Path, part: str) -> None:
-        """Make the database file a root state; it moves there."""
+        """Move a database file into a new root state."""
         folder = self._new()
         database.rename(folder / "db")
         self._finish(folder, part, frames=0, size_bytes=(folder / "db").stat().st_size)
 
     def root(self, part: str) -> DatabaseState:
-        """Return the place of a root state."""
+        """Return a root state by name."""
         pages = Pages(self.path(part))
         pages.close()
         return DatabaseState(part, part, part, 0, pages.digest().hex())
 
-    def check(self, place: DatabaseState) -> None:
-        """Look whether a state is all there and as it was when it was made.
+    def check(self, state: DatabaseState) -> None:
+        """Check that all files of a state exist and are unchanged.
 
         Raises:
-            StateGone: it is not.
+            StateGoneError: A file is missing or was changed.
         """
-        for part in place.parts:
+        for part in state.parts:
             try:
                 manifest = self._manifest(part)
-                found = self.path(part).stat()
+                stat = self.path(part).stat()
                 log = wal_of(self.path(part))
                 log_bytes = log.stat().st_size if manifest["frames"] else 0
             except (OSError, ValueError) as error:
                 raise StateGoneError(f"database state {part} is gone ({error}); replay its path instead") from error
-            if [found.st_size, found.st_mtime_ns, log_bytes] != manifest["stamp"]:
-                raise StateGoneError(f"database state {part} was changed by somebody else; replay its path instead")
+            if [stat.st_size, stat.st_mtime_ns, log_bytes] != manifest["stamp"]:
+                raise StateGoneError(f"database state {part} was changed from outside; replay its path instead")
 
-    def freeze(self, fork: "Fork", place: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
-        """Keep what fork holds, described by place, as a state; return where, and the bytes that it adds."""
+    def freeze(self, fork: "Fork", state: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
+        """Save a fork as a state.
+
+        Args:
+            fork: The fork; its worker must be between transactions.
+            state: Describes the content of the fork.
+            pages: Result of `Pages.save` for the content.
+
+        Returns:
+            The frozen state, and the bytes that it adds to the disk.
+        """
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         size = page_size_of(fork.header())
-        length = wal_bytes(place.frames, size)
+        length = wal_bytes(state.frames, size)
         (folder / "pages").write_bytes(pages)
         if length > max(COMPACT_BYTES, fork.path.stat().st_size // 2):
             best_copy(fork.path, folder / "db")
-            _write_into(folder / "db", wal_of(fork.path), place.frames, size, int.from_bytes(pages[:4], "big"))
-            kept, added = replace(place, part=part, base=part, frames=0), (folder / "db").stat().st_size
+            _write_into(folder / "db", wal_of(fork.path), state.frames, size, int.from_bytes(pages[:4], "big"))
+            kept, added = replace(state, part=part, base=part, frames=0), (folder / "db").stat().st_size
         else:
-            self._place(fork.path, folder / "db")
+            self._clone(fork.path, folder / "db")
             if length:
                 best_copy(wal_of(fork.path), wal_of(folder / "db"), length=length)
-            kept, added = replace(place, part=part), length
+            kept, added = replace(state, part=part), length
         added += len(pages)
         self._finish(folder, part, frames=kept.frames, size_bytes=added)
         return kept, added
@@ -155,7 +185,7 @@ class SqliteStore:
             "size_bytes": size_bytes,
             "stamp": [database.st_size, database.st_mtime_ns, log_bytes],
         }
-        # Manifest last: a state without one is half written, and is swept at the next start.
+        # Manifest last: a state without one is incomplete, and is deleted at the next start.
         (folder / "manifest.json").write_bytes(orjson.dumps(manifest))
         folder.rename(self.states / part)
 
@@ -168,37 +198,44 @@ class SqliteStore:
 
     # -- forks -------------------------------------------------------------------------------------------------------
 
-    def fork(self, place: DatabaseState) -> "Fork":
-        """Make a fork at place. 0.2 ms by reflink or link.
+    def fork(self, state: DatabaseState) -> "Fork":
+        """Create a fork of a state. 0.2 ms by reflink or link.
 
         Raises:
-            StateGone: the state is gone or damaged.
-            OSError: no room.
+            StateGoneError: The state is gone or damaged.
+            OSError: The disk is full.
         """
-        self.check(place)
+        self.check(state)
         folder = self.forks / secrets.token_hex(8)
         folder.mkdir()
-        source = self.path(place.part)
-        self._place(source, folder / "db")
-        if place.frames:
+        source = self.path(state.part)
+        self._clone(source, folder / "db")
+        if state.frames:
             best_copy(wal_of(source), wal_of(folder / "db"))
-        return Fork(folder / "db", hold(folder / "db"), self._pages(place), place)
+        return Fork(folder / "db", hold(folder / "db"), self._pages(state), state)
 
-    def _pages(self, place: DatabaseState) -> Path | None:
-        saved = self.states / place.part / "pages"
+    def _pages(self, state: DatabaseState) -> Path | None:
+        saved = self.states / state.part / "pages"
         return saved if saved.exists() else None
 
-    def _place(self, source: Path, target: Path) -> None:
+    def _clone(self, source: Path, target: Path) -> None:
         try:
-            place(self.method, source, target)
+            clone(self.method, source, target)
         except OSError:
-            # A file may have as many names as its file system allows (65,000 on ext4).
+            # File systems limit the links to one file (ext4: 65,000).
             best_copy(source, target)
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A database that one sandbox writes. origin: the state that it was made of."""
+    """A database that one sandbox writes.
+
+    Attributes:
+        path: The database file; the log lies beside it.
+        lock: Descriptor that keeps the log out of a linked database file (see `file_clone.hold`).
+        pages: The origin's saved pages; None if the origin is a root state.
+        origin: The state that the fork was made from.
+    """
 
     path: Path
     lock: int
@@ -206,30 +243,32 @@ class Fork:
     origin: DatabaseState
 
     def header(self) -> bytes:
+        """Return the first 100 bytes of the database."""
         with self.path.open("rb") as file:
             return file.read(100)
 
     def forget_index(self) -> None:
-        """Remove the log's index after its worker has ended: it may tell of what is cut off then."""
+        """Remove the log's index once the worker has ended. The index may list frames that a rollback cuts off."""
         self.path.with_name("db-shm").unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the fork's files; its worker has ended."""
+        """Remove the fork's files once its worker has ended."""
         shutil.rmtree(self.path.parent, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self.lock)
 
 
 def wal_of(database: Path) -> Path:
+    """Return the path of a database's log."""
     return database.with_name(database.name + "-wal")
 
 
 def _write_into(database: Path, log: Path, frames: int, page_size: int, pages: int) -> None:
-    """Write the newest versions of the pages in a log into a copy of its database, page by page as they are."""
+    """Write the newest version of each page in a log into a copy of its database (a checkpoint without SQLite)."""
     wal, target = os.open(log, os.O_RDONLY | os.O_CLOEXEC), os.open(database, os.O_RDWR | os.O_CLOEXEC)
     try:
-        for page, at in last_versions(wal, 0, frames, page_size).items():
-            os.pwrite(target, os.pread(wal, page_size, at), (page - 1) * page_size)
+        for page, offset in last_versions(wal, 0, frames, page_size).items():
+            os.pwrite(target, os.pread(wal, page_size, offset), (page - 1) * page_size)
         os.ftruncate(target, pages * page_size)
     finally:
         os.close(wal)

@@ -1,4 +1,16 @@
-"""SQLite in a worker: shared read-only connections, or the one connection of a sandbox that writes."""
+"""SQLite in a worker: shared read-only connections, or the one connection of a sandbox that writes.
+
+Theory of operation. A worker is in one of two modes:
+
+1. *Shared.* Each request names a state. The worker opens the state's files read-only and keeps a few of them open. The
+   engine refuses every write, and the guard stops statements that need session state; the driver then runs the call
+   again on a fork.
+2. *Dedicated*, after an `open`. The worker owns a fork. After each call it reads the new frames of the log and reports
+   the digest of the database, so that the driver knows what the call changed.
+
+A state without a log never changes, so it is opened as immutable: SQLite then takes no locks and creates no files. The
+connection of a fork is never closed. Closing it would run a checkpoint; the process just ends.
+"""
 
 import functools
 import os
@@ -17,28 +29,33 @@ from sandboxes.sqlite.counters import Counters, prime
 from sandboxes.sqlite.pages import Pages, WalIndex, wal_bytes
 from sandboxes.workers.engine import Fields
 
-_OPEN_AT_ONCE = 4
-"""States that a shared worker keeps open: 2 MB of page cache each."""
+_MAX_OPEN = 4
+"""States that a shared worker keeps open, with up to 2 MB of page cache each."""
 _LIKE = "case_sensitive_like"
-_WARMING = {"sql": "INSERT INTO t VALUES (1)", "params": [], "max_rows": 1, "timeout_s": 1.0, "format": "json"}
+"""The one setting that SQLite cannot report."""
+_WARM_UP = {"sql": "INSERT INTO t VALUES (1)", "params": [], "max_rows": 1, "timeout_s": 1.0, "format": "json"}
 
 
 @functools.cache
 def prepare() -> VolatileInputs:
-    """Put the clock in its place, once before the forks; it takes 2 ms."""
+    """Replace the library's clock, once in the zygote. 2 ms."""
     return VolatileInputs()
 
 
 def make_engine() -> "SqliteEngine":
+    """Create the engine of a worker."""
     return SqliteEngine(prepare())
 
 
 class SqliteEngine:
-    """See `sandboxes.sqlbox.engine.Engine`.
+    """The worker engine of the `sqlite` driver (`sandboxes.workers.engine.WorkerEngine`).
 
-    `run` without an `open` before reads at the state that its `place` names: `{"key", "path", "frames", "settings",
-    "counted"}`. After an `open`, or with its request as `open`, it runs on that fork. Its answer's fields: `seconds`,
-    `volatile`, `kind` (of the error), `needs_private`; on a fork also what `ForkConnection.state` says.
+    Without an earlier `open`, `run` reads the state that its member `state` describes: `key`, `path`, `frames`,
+    `settings`, and `counted` (the rollout's counters are not those of a new connection). After an `open`, or with an
+    open request as its member `open`, `run` uses that fork.
+
+    The answer's members are `seconds`, `volatile`, `kind` (of the error), `repeatable` and `needs_private`; on a fork,
+    also those of `ForkConnection.state`, and `lost` (a script failed and left changes that only the driver can undo).
     """
 
     def __init__(self, inputs: VolatileInputs) -> None:
@@ -48,17 +65,22 @@ class SqliteEngine:
         self._fork: ForkConnection | None = None
 
     def open(self, request: Fields) -> Fields:
-        """Open a fork: `{"path", "root", "pages", "saved_frames", "frames", "counters", "settings"}`.
+        """Open a fork.
 
-        The answer is `{}`, or `{"gone": why}` where the files are not what request says.
+        Args:
+            request: `path` of the fork; `root`, the root state's database; `pages`, the origin's saved pages, and
+                `saved_frames`, the log's length then; `frames`, `counters` and `settings` of the state to open.
+
+        Returns:
+            Nothing, or the member `gone` with a reason if the files do not match the request.
         """
-        # A fork may be one file with a state that is open here: see `_close_logged`.
+        # The fork may be the same file as a state that is open here: see `_close_logged`.
         self.close()
         self._fork = ForkConnection(request, self._inputs)
         return self._fork.begin()
 
     def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        """See `Engine.run`. Tools are those of the endpoint, `pages`, and `build_…` for root states."""
+        """Run a tool: one of the sql endpoint's, `pages` (of the fork), or `build_…` (of a root state)."""
         tool = str(request["tool"])
         if tool.startswith("build_"):
             return self._build(tool, request, body), b""
@@ -73,59 +95,64 @@ class SqliteEngine:
         return self._read(tool, request)
 
     def warm(self) -> None:
-        """Do everything once, ahead of the first request: after a fork the first time takes some ms longer."""
+        """Use every code path once. The first use after a fork takes some milliseconds longer."""
         connection = SqliteConnection("file::memory:", self._inputs)
         connection.raw.execute("CREATE TABLE t (a)")
-        told = Tools(connection, private=True, output_bytes=1 << 10).run("query", _WARMING)
-        _fields(told, 0.0, self._inputs)
+        tool_run = Tools(connection, private=True, output_bytes=1 << 10).run("query", _WARM_UP)
+        _fields(tool_run, 0.0, self._inputs)
         Counters.read(connection.raw)
         apply_settings(connection, read_settings(connection))
         connection.has_session()
         connection.close()
 
     def close(self) -> None:
-        """Close the shared connections. A fork's is never closed: it ends with its worker, and writes nothing then."""
+        """Close the shared connections. The connection of a fork ends with its worker, without a checkpoint."""
         while self._shared:
             self._shared.popitem()[1].close()
 
     def _read(self, tool: str, request: Fields) -> tuple[Fields, bytes]:
-        place = request["place"]
-        connection = self._connection(place)
+        state = request["state"]
+        connection = self._connection(state)
         if isinstance(connection, str):
             return {"gone": connection}, b""
         began = time.perf_counter()
-        told = Tools(connection, private=False, output_bytes=request["output_bytes"]).run(tool, request["arguments"])
-        fields = _fields(told, began, self._inputs)
-        if place["counted"] and (told.reads_counters or (tool not in READING and told.acts - {Act.READ})):
-            # It reads what the rollout's earlier statements left there, or (EXPLAIN of a change) sets it back.
+        tool_run = Tools(connection, private=False, output_bytes=request["output_bytes"]).run(
+            tool, request["arguments"]
+        )
+        fields = _fields(tool_run, began, self._inputs)
+        if state["counted"] and (tool_run.reads_counters or (tool not in READING and tool_run.acts - {Act.READ})):
+            # The call reads the rollout's counters, which this connection lacks; EXPLAIN of a change resets them.
             fields["needs_private"] = True
-        return fields, b"" if fields["needs_private"] else told.body
+        return fields, b"" if fields["needs_private"] else tool_run.body
 
-    def _connection(self, place: Fields) -> SqliteConnection | str:
-        """Return the shared connection at a state, or say why there can be none."""
-        known = self._shared.get(place["key"])
-        if known is not None:
-            self._shared.move_to_end(place["key"])
-            return known
-        path = Path(place["path"])
-        still = "" if place["frames"] else "&immutable=1"
-        if place["frames"]:
+    def _connection(self, state: Fields) -> SqliteConnection | str:
+        """Return a shared connection to a state, or the reason why the state cannot be opened."""
+        cached = self._shared.get(state["key"])
+        if cached is not None:
+            self._shared.move_to_end(state["key"])
+            return cached
+        path = Path(state["path"])
+        immutable = "" if state["frames"] else "&immutable=1"
+        if state["frames"]:
             self._close_logged()
-        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{still}", self._inputs)
+        connection = SqliteConnection(f"{path.as_uri()}?mode=ro{immutable}", self._inputs)
         connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if place["frames"] and (frames := _frames(path)) != place["frames"]:
+        if state["frames"] and (frames := _frames(path)) != state["frames"]:
             connection.close()
-            return f"its log has {frames} frames, not {place['frames']}"
-        apply_settings(connection, place["settings"])
-        self._shared[place["key"]] = connection
-        self._logged = place["key"] if place["frames"] else self._logged
-        while len(self._shared) > _OPEN_AT_ONCE:
+            return f"its log has {frames} frames, not {state['frames']}"
+        apply_settings(connection, state["settings"])
+        self._shared[state["key"]] = connection
+        self._logged = state["key"] if state["frames"] else self._logged
+        while len(self._shared) > _MAX_OPEN:
             self._shared.popitem(last=False)[1].close()
         return connection
 
     def _close_logged(self) -> None:
-        """Close the state with a log that is open. States of one root may be one file by several names, and the library
-        knows a file by its number: in one process, two of their logs would be taken for one."""
+        """Close the open state that has a log, if any.
+
+        States of one root may be hard links of one file. SQLite identifies files by inode within a process, so it
+        would use one log for two such states.
+        """
         connection = self._shared.pop(self._logged, None)
         if connection is not None:
             connection.close()
@@ -146,7 +173,11 @@ class SqliteEngine:
 
 
 class ForkConnection:
-    """The connection of a sandbox that writes, on its fork."""
+    """The connection of a dedicated worker to its fork.
+
+    Attributes:
+        pages: The pages of the fork that differ from the root's.
+    """
 
     def __init__(self, request: Fields, inputs: VolatileInputs) -> None:
         self._request, self._inputs = request, inputs
@@ -157,13 +188,14 @@ class ForkConnection:
         self._settings: dict[str, int] = {}
 
     def begin(self) -> Fields:
-        """Open the fork at the state that it is to be in: what its log has beyond that is cut off."""
+        """Open the fork at its state. Later frames of its log belong to a call that was undone, and are cut off."""
         wal = self._path.with_name(self._path.name + "-wal")
-        wanted = wal_bytes(self._request["frames"], self.pages.page_size)
-        if wal.exists() and wal.stat().st_size > wanted:
-            os.truncate(wal, wanted)
+        length = wal_bytes(self._request["frames"], self.pages.page_size)
+        if wal.exists() and wal.stat().st_size > length:
+            os.truncate(wal, length)
         self._connection = SqliteConnection(self._path.as_uri(), self._inputs)
         self._connection.raw.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+        # These descriptors stay open as long as the connection: see `WalIndex.read`.
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
         prime(self._connection.raw, Counters(*self._request["counters"]))
@@ -176,19 +208,23 @@ class ForkConnection:
         return {}
 
     def run(self, tool: str, request: Fields) -> tuple[Fields, bytes]:
-        """Run a tool and say what the database and the session are then."""
+        """Run a tool, and report the state of the database and the session after it."""
         began = time.perf_counter()
         tools = Tools(self._connection, private=True, output_bytes=request["output_bytes"])
-        told, lost = self._atomic(tools, request["arguments"]) if tool == "script" else (None, False)
-        if told is None:
-            told = tools.run(tool, request["arguments"])
-        fields = _fields(told, began, self._inputs)
-        return fields | self.state(told) | {"lost": lost}, told.body
+        tool_run, lost = self._atomic(tools, request["arguments"]) if tool == "script" else (None, False)
+        if tool_run is None:
+            tool_run = tools.run(tool, request["arguments"])
+        fields = _fields(tool_run, began, self._inputs)
+        return fields | self.state(tool_run) | {"lost": lost}, tool_run.body
 
-    def state(self, told: ToolRun) -> Fields:
-        """Return `digest`, `frames`, `counters`, `settings`, whether there is a `session` besides, and whether the
-        call `wrote`, or may have: did other than read."""
-        if Act.SETTING in told.acts or Act.PRIVATE in told.acts:
+    def state(self, tool_run: ToolRun) -> Fields:
+        """Describe the fork after a call.
+
+        Returns:
+            `digest`, `frames`, `counters` and `settings` as in `DatabaseState`; `session`: there is session state
+            besides; `wrote`: the call may have written something.
+        """
+        if Act.SETTING in tool_run.acts or Act.PRIVATE in tool_run.acts:
             now = read_settings(self._connection)
             self._settings = {name: value for name, value in now.items() if value != self._defaults[name]}
         frames = self._take_commits()
@@ -198,27 +234,33 @@ class ForkConnection:
             "counters": Counters.read(self._connection.raw),
             "settings": self._settings,
             "session": self._connection.has_session(),
-            "wrote": bool(told.acts - {Act.READ}),
+            "wrote": bool(tool_run.acts - {Act.READ}),
         }
 
     def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[ToolRun, bool]:
-        """Run a script; say, too, whether it failed and left something that only the driver can take back."""
+        """Run a script so that a failure undoes it.
+
+        Returns:
+            The result, and whether the script failed and left changes that only the driver can undo.
+        """
         raw = self._connection.raw
         before = (self._take_commits(), Counters.read(raw), self._connection.has_session())
         nested = raw.in_transaction
         if nested:
+            # The agent's transaction is open: undo the script alone, and keep the transaction.
             raw.execute("SAVEPOINT forkpoint_script")
-        told = tools.run("script", arguments)
+        tool_run = tools.run("script", arguments)
         if nested and raw.in_transaction:
-            # Where the script ended the transaction, its savepoint has ended too.
-            gone = not self._leave_savepoint(undo=told.failure is not None)
-            return told, gone and told.failure is not None
-        if told.failure is None:
-            return told, False
+            # A script that ended the transaction has ended our savepoint with it.
+            missing = not self._leave_savepoint(undo=tool_run.failure is not None)
+            return tool_run, missing and tool_run.failure is not None
+        if tool_run.failure is None:
+            return tool_run, False
         after = (self._take_commits(), Counters.read(raw), self._connection.has_session())
-        return told, after != before or before[2]
+        return tool_run, after != before or before[2]
 
     def _leave_savepoint(self, *, undo: bool) -> bool:
+        """Release the savepoint; return False if it no longer exists."""
         raw = self._connection.raw
         try:
             if undo:
@@ -229,6 +271,7 @@ class ForkConnection:
         return True
 
     def _take_commits(self) -> int:
+        """Apply new frames of the log to `pages`, and return the log's length in frames."""
         index = WalIndex.read(self._index)
         if index.frames != self._frames:
             self.pages.take(self._wal, self._frames, index.frames, index.pages)
@@ -240,23 +283,24 @@ def read_settings(connection: SqliteConnection) -> dict[str, int]:
     """Return the connection's settings, by pragma."""
     raw = connection.raw
     read = {name: raw.execute(f"PRAGMA {name}").fetchone()[0] for name in SETTINGS if name != _LIKE}
-    # It cannot be read, only seen.
+    # Without a way to read it, observe its effect.
     return read | {_LIKE: 1 - raw.execute("SELECT 'a' LIKE 'A'").fetchone()[0]}
 
 
 def apply_settings(connection: SqliteConnection, settings: dict[str, int]) -> None:
+    """Set the connection's settings, by pragma."""
     for name, value in settings.items():
         connection.raw.execute(f"PRAGMA {name}={value}")
 
 
-def _fields(told: ToolRun, began: float, inputs: VolatileInputs) -> Fields:
+def _fields(tool_run: ToolRun, began: float, inputs: VolatileInputs) -> Fields:
     return {
         "seconds": time.perf_counter() - began,
         "volatile": inputs.used,
-        "kind": told.failure.kind if told.failure is not None else None,
-        # A value that is too large is too large on every machine.
-        "repeatable": told.failure is not None and told.failure.code == "SQLITE_TOOBIG",
-        "needs_private": told.needs_private,
+        "kind": tool_run.failure.kind if tool_run.failure is not None else None,
+        # A value beyond the length limit fails on every machine, so this failure may be shared.
+        "repeatable": tool_run.failure is not None and tool_run.failure.code == "SQLITE_TOOBIG",
+        "needs_private": tool_run.needs_private,
     }
 
 

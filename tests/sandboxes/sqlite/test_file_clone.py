@@ -96,7 +96,7 @@ def test_the_lock_is_what_keeps_a_closing_connection_from_the_base(tmp_path: Pat
     digest = hashlib.sha256(base.read_bytes()).digest()
     for locked in (True, False):
         fork = tmp_path / f"{locked}.db"
-        forking.place(Method.LINK, base, fork)
+        forking.clone(Method.LINK, base, fork)
         lock = forking.hold(fork) if locked else os.open(fork, os.O_RDONLY)
         subprocess.run(["python", "-c", program, str(fork)], check=True)
         os.close(lock)

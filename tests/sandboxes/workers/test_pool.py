@@ -38,7 +38,7 @@ def query(sql: str, place: str, *, timeout_s: float = 5.0, **limits: int) -> dic
     arguments = {"sql": sql, "params": None, "max_rows": 10, "timeout_s": timeout_s, "format": "json"}
     at = {"key": place, "path": place, "frames": 0, "settings": {}, "counted": False}
     return {
-        "op": "run", "tool": "query", "arguments": arguments, "place": at, "frozen_ms": None, "seed": "",
+        "op": "run", "tool": "query", "arguments": arguments, "state": at, "frozen_ms": None, "seed": "",
         "output_bytes": 1 << 20, "limits": {"memory_mb": 256, "disk_mb": 64} | limits,
     }  # fmt: skip
 

@@ -1,0 +1,125 @@
+"""Calls sent to a worker with the limits of their spec, and what becomes of a worker that fails."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandboxes.calls import ToolCall
+from sandboxes.effects import Effect
+from sandboxes.errors import SandboxError
+from sandboxes.ipc.frames import Message
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.sql import results
+from sandboxes.sql.results import Failure
+from sandboxes.workers.pool import Worker, WorkerLostError, WorkerStuckError
+
+_RESERVE_BYTES = 16 << 20
+"""If less is free, a failed write met the end of the machine's disk, and not the limit of its spec."""
+CIRCUMSTANTIAL = frozenset({"timeout", "limit"})
+"""Kinds of failure that another run, with more time or memory available, may not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """The outcome of one call on one database.
+
+    Attributes:
+        body: The result as the agent receives it.
+        effect: What the call changed.
+        seconds: How long it ran.
+        shareable: Whether the result may answer other rollouts.
+    """
+
+    body: bytes
+    effect: Effect = Effect.NONE
+    seconds: float = 0.0
+    shareable: bool = True
+
+
+class CallAbortedError(Exception):
+    """A worker ended during a call, and the failure is the agent's result."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+    def outcome(self, call: ToolCall, seconds: float) -> CallOutcome:
+        """Return the result of the call. It is not shared, because another run may succeed."""
+        arguments = call.arguments
+        if call.tool == "compare":
+            errors = {"sql": self.failure, "gold": None}
+            body = results.comparison({}, errors, ordered=arguments["ordered"])
+        else:
+            shape, sql = arguments.get("format", "json"), arguments.get("sql", "")
+            body = results.failure(self.failure, shape=shape, sql=sql)
+        return CallOutcome(body, seconds=seconds, shareable=False)
+
+
+class WorkerCalls:
+    """Sends the calls of one sandbox to workers."""
+
+    def __init__(self, spec: EnvironmentSpec, folder: Path) -> None:
+        """Create the sender.
+
+        Args:
+            spec: Limits, and whether the clock is frozen.
+            folder: A directory on the disk that the databases are on.
+        """
+        self._spec, self._folder = spec, folder
+        self._limits = {"memory_mb": spec.limits.memory_mb, "disk_mb": spec.limits.disk_mb}
+
+    async def run(self, worker: Worker, call: ToolCall, digest: bytes, **more: Any) -> Message:
+        """Run a call in a worker.
+
+        Args:
+            worker: A shared or a dedicated worker.
+            call: The call.
+            digest: Digest of the database's state. It seeds random numbers if the clock is frozen.
+            more: Further members of the request: `state` or `open`.
+
+        Raises:
+            CallAbortedError: The statement exceeded its time limit.
+            WorkerLostError: The worker ended.
+        """
+        frozen_ms = self._spec.frozen_ms
+        request = {
+            "op": "run", "tool": call.tool, "arguments": dict(call.arguments), "limits": self._limits,
+            "output_bytes": self._spec.limits.output_bytes, "frozen_ms": frozen_ms,
+            "seed": digest.hex() if frozen_ms is not None else "", **more,
+        }  # fmt: skip
+        try:
+            return await worker.request(request, timeout_s=call.arguments["timeout_s"])
+        except WorkerStuckError as error:
+            failure = Failure("the statement took longer than timeout_s and was stopped", "timeout")
+            raise CallAbortedError(failure) from error
+
+    def error_of(self, error: WorkerLostError) -> Exception:
+        """Return what a lost worker means: a result for the agent, or a failure of the sandbox."""
+        if error.cause == "memory":
+            memory_mb = self._spec.limits.memory_mb
+            return CallAbortedError(Failure(f"the statement needs more than {memory_mb} MB of memory", "limit"))
+        if error.cause == "killed":
+            message = "the statement was stopped: the machine has too little memory for it"
+            return CallAbortedError(Failure(message, "limit"))
+        return SandboxError(str(error))
+
+    async def check_disk(self, fields: Mapping[str, Any]) -> None:
+        """Check whether a statement reached a limit because the machine's disk is full.
+
+        Raises:
+            SandboxError: The disk is full. The agent's statement is not to blame, so there is no result.
+        """
+        if fields["kind"] == "limit":
+            disk = await asyncio.to_thread(os.statvfs, self._folder)
+            if disk.f_bavail * disk.f_frsize < _RESERVE_BYTES:
+                raise SandboxError(f"the disk of {self._folder} is full. Free some space.")
+
+    def outcome(self, answer: Message) -> CallOutcome:
+        """Return the outcome of a call without an effect."""
+        fields = answer.fields
+        circumstantial = fields["kind"] in CIRCUMSTANTIAL and not fields["repeatable"]
+        volatile = fields["volatile"] and self._spec.volatile == "never"
+        return CallOutcome(answer.body, seconds=fields["seconds"], shareable=not circumstantial and not volatile)
