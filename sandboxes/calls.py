@@ -1,7 +1,7 @@
-"""The values that cross between the proxy and a driver: calls, results, and what running one taught us (pure)."""
+"""The values that cross between the proxy and a driver: calls, results, and what an execution taught us (pure)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.effects import Effect, StateDigest
@@ -12,7 +12,14 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as a driver runs it: `endpoint` and `tool` say what, `arguments` how, `body` carries uploaded bytes."""
+    """One call as a driver runs it.
+
+    Attributes:
+        endpoint: The protocol or the tool server, such as `shell`, `sql`, `mcp` or the name of a server.
+        tool: The operation, such as `exec`.
+        arguments: The arguments of the operation.
+        body: Uploaded bytes.
+    """
 
     endpoint: str
     tool: str
@@ -22,9 +29,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the tool answered: an HTTP status, a media type and bytes. A tool's own failure is a result too.
+    """What a tool answered. A tool's own failure is a result too.
 
-    headers: all that a tool server sent, those of the connection aside, in its order and spelling; others send none.
+    Attributes:
+        status: An HTTP status.
+        media_type: The media type of the body.
+        body: The body.
+        headers: The end-to-end headers of a tool server, in their order and spelling; other tools have none.
     """
 
     status: int
@@ -34,35 +45,38 @@ class ToolResult:
 
 
 def content_type(headers: Iterable[tuple[str, str]]) -> str:
-    """Return the media type that headers tell; the one of bytes where they tell none."""
-    told = (value for name, value in headers if name.lower() == "content-type")
-    return next(told, "application/octet-stream")
+    """Return the media type that headers name; without one, the media type of arbitrary bytes."""
+    values = (value for name, value in headers if name.lower() == "content-type")
+    return next(values, "application/octet-stream")
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One call that was really run.
+    """The outcome of a call that really ran.
 
-    seconds: how long the tool itself took, without restoring and without finding out what it changed.
-    state: the sandbox's state after the call; None where it has no digest (live processes, too much changed).
-    witness: beside live processes, a digest of what else there is: files that none of them is writing, and sessions. A
-        replay must reach it; it names no state.
-    shareable: False where the answer holds for this rollout and moment alone: a timeout, the time of day. It is kept in
-        the rollout's own history, no other rollout is answered from it, and a state that the call made is private.
-    restless: beside live processes, whether files or the processes themselves changed lately: what lives may be writing
-        by itself, and then this state is another one moments later.
-    settling: processes came or went and may still be starting.
-    replay: what a replay has to run to get there, where that is not the call itself.
-    nothing: nothing has happened: there is nothing to record.
+    Attributes:
+        result: What the tool answered.
+        effect: What the call changed.
+        seconds: How long the tool took, without restoring the state before or detecting the effects after.
+        state: The state after the call. None if it has no digest: processes are running, or too much changed.
+        witness: While processes are running: a digest of the files that none of them writes, and of the sessions.
+            A replay must reach it, but it does not name a state.
+        shareable: False if the result holds for this rollout and moment only, such as a timeout or the time of day.
+            It stays in the rollout's own history, and a state that the call made is private.
+        restless: While processes are running: files or processes changed lately without a call, so the state may
+            differ a moment later.
+        settling: Processes started or ended and may still be starting.
+        replay: The call that a replay must run to reach the state, if that is not the call itself.
+        is_empty: Nothing happened since the last call, as for a poll without new output. It is not recorded.
     """
 
     result: ToolResult
     effect: Effect
     seconds: float
-    state: StateDigest | None = field(default=None)
-    witness: bytes | None = field(default=None)
+    state: StateDigest | None = None
+    witness: bytes | None = None
     shareable: bool = True
     restless: bool = False
     settling: bool = False
     replay: ToolCall | None = None
-    nothing: bool = False
+    is_empty: bool = False

@@ -1,4 +1,11 @@
-"""What every driver promises. `tests/sandboxes/contract.py` holds each of them to it."""
+"""The driver contract: what every kind of sandbox must do. `tests/sandboxes/contract.py` checks each driver against it.
+
+A driver starts sandboxes at the root state of a spec, runs calls in them, says what each call changed, and freezes and
+restores states. It knows nothing of trees, rollouts or requests. Optional abilities are protocols of their own:
+`ServingSandbox` and `Resting` here, `inspection` for views and terminals, `portability` for states that travel.
+
+All methods are coroutines of one event loop. Blocking work belongs into threads or processes.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,12 +19,15 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(frozen=True, slots=True)
 class FrozenState:
-    """A sandbox state that a driver can bring back, any number of times.
+    """A sandbox state that its driver can restore any number of times. Only metadata: the data stays with the driver.
 
-    payload: the driver's own JSON: layers, sessions.
-    size_bytes: bytes on disk that this state added to those it was built on.
-    parts: names of the driver's storage units (layers) that it needs; several states share most of theirs.
-    state: the digest that the sandbox had; None where it has none.
+    Attributes:
+        driver: The name of the driver that froze it.
+        kind: What the state consists of: `files` for plain data, `processes` for images of live processes.
+        payload: What the driver needs to restore it, as JSON members: layers, sessions.
+        size_bytes: The bytes on disk that this state added to the states it was built on.
+        state: The digest that the sandbox had; None if it had none.
+        parts: The names of the driver's storage units that hold the data. States share most of their parts.
     """
 
     driver: str
@@ -29,45 +39,65 @@ class FrozenState:
 
 
 class Sandbox(Protocol):
-    """One running sandbox. One caller at a time; the pool's leases see to that."""
+    """One live sandbox. It has one caller at a time; the pool's leases see to that."""
 
     @property
     def id(self) -> str:
-        """The name under which the machine knows it (cgroup, directory, container label)."""
+        """The name by which the machine knows the sandbox: of a cgroup, a directory, a container's label."""
         ...
 
     @property
     def alive(self) -> bool:
-        """False once it is known to be dead; a dead one only needs `close`."""
+        """False once the sandbox is known to be dead. A dead sandbox must only be closed."""
         ...
 
     async def execute(self, call: ToolCall) -> Execution:
-        """Run call and say what it changed.
+        """Run a call and detect what it changed.
+
+        A call that is cancelled kills the sandbox, because nobody knows how far it came.
+
+        Args:
+            call: A call of an endpoint that this driver supports.
+
+        Returns:
+            The result and the effects. A failure of the tool is a result.
 
         Raises:
-            SandboxError: the sandbox failed. It is of no further use: close it.
+            SandboxError: The sandbox failed and is dead. The caller closes it.
         """
         ...
 
     async def freeze(self) -> FrozenState:
-        """Freeze the state after the last call. The sandbox goes on from it, unharmed.
+        """Freeze the state after the last call. The sandbox continues unchanged.
+
+        Returns:
+            What `Driver.restore` needs. Its parts stay until `Driver.collect` is called without them.
 
         Raises:
-            NotFreezable: processes live; the sandbox goes on.
-            SandboxError: the sandbox failed.
+            NotFreezableError: The state cannot be frozen, for example because processes are running. The sandbox
+                continues.
+            SandboxError: The sandbox failed and is dead.
         """
         ...
 
     async def close(self) -> None:
-        """Kill every process, unmount, and free what no frozen state holds. Idempotent; never raises SandboxError."""
+        """Kill every process, unmount, and free whatever no frozen state needs. Idempotent; raises no SandboxError."""
         ...
 
 
 class ServingSandbox(Sandbox, Protocol):
-    """One in which tool servers run."""
+    """A sandbox in which tool servers run, whose responses may arrive over time."""
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """See `Sandbox.execute`; listener hears a server's answer while it comes."""
+        """Run a call, see `Sandbox.execute`.
+
+        Args:
+            call: A call of an endpoint that this driver supports.
+            listener: Receives a tool server's response while it arrives; None if only the result is wanted.
+
+        Raises:
+            SandboxError: The sandbox or its server failed; the sandbox is dead.
+        """
         ...
 
 
@@ -81,24 +111,34 @@ listens and diverge. Doubled, each replay of such a call waits up to five second
 
 @runtime_checkable
 class Resting(Protocol):
-    """A sandbox in which calls leave processes running, which may take a while to start."""
+    """A sandbox in which calls may leave processes running that take a while to start."""
 
-    async def rest(self, age_s: float) -> None:
-        """Let time pass until what was last left running has lived here for age_s, or counts as started."""
+    async def rest(self, dwell_s: float, /) -> None:
+        """Wait until background processes have had time to start.
+
+        Args:
+            dwell_s: How long the recorded rollout had stayed at this state before its next call. The wait ends earlier
+                once the processes count as started (`SETTLE_S`).
+        """
         ...
 
 
-async def rest(sandbox: Sandbox, age_s: float) -> None:
-    """Give what a call has left running in sandbox the age that it had, where the next call would come sooner."""
-    if age_s > 0 and isinstance(sandbox, Resting):
-        await sandbox.rest(age_s)
+async def rest(sandbox: Sandbox, dwell_s: float) -> None:
+    """Let a sandbox dwell at its state as long as the recorded rollout did, if it is a `Resting` one."""
+    if dwell_s > 0 and isinstance(sandbox, Resting):
+        await sandbox.rest(dwell_s)
 
 
 async def execute(sandbox: Sandbox, call: ToolCall, listener: Listener | None) -> Execution:
-    """Run call in sandbox. Only who serves tool servers is given a listener: others' answers come at once.
+    """Run a call in a sandbox.
+
+    Args:
+        sandbox: The sandbox.
+        call: The call.
+        listener: Passed only to sandboxes that run tool servers; the others return their result at once.
 
     Raises:
-        SandboxError: see `Sandbox.execute`.
+        SandboxError: See `Sandbox.execute`.
     """
     if listener is None:
         return await sandbox.execute(call)
@@ -106,45 +146,76 @@ async def execute(sandbox: Sandbox, call: ToolCall, listener: Listener | None) -
 
 
 class Driver(Protocol):
-    """Knows one kind of sandbox. Its directory is its own; nothing of a dead instance is left after `open`."""
+    """Starts and restores one kind of sandbox. One instance owns its data directory."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the driver in specs and settings."""
+        ...
 
     async def open(self) -> None:
-        """Get ready, and remove the processes, mounts, cgroups and half-written files that a killed instance left."""
+        """Prepare for the first sandbox. Called once, before every other method.
+
+        A killed instance may have left processes, mounts, cgroups and half-written files; `open` removes them.
+
+        Raises:
+            SandboxError: The driver cannot work here, for example because another process owns its directory.
+        """
         ...
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """Return a digest of all that spec names outside itself (base, archives) and of this driver's version.
+        """Return a digest of everything outside the spec that its root state depends on.
+
+        Tasks with equal specs and equal identities have the same root state and may share a tree.
+
+        Args:
+            spec: The environment of a task.
+
+        Returns:
+            A digest of what the spec only names (base, archives, images) and of the driver's own version. The version
+            changes when equal calls would give other results or digests than before.
 
         Raises:
-            SpecError: what spec names is not there or not usable.
+            SpecError: What the spec names does not exist or cannot be used.
         """
         ...
 
     async def start(self, spec: EnvironmentSpec) -> Sandbox:
-        """Start a sandbox at spec's root state: base, archives, files, set-up.
+        """Start a sandbox at the root state of a spec: base, archives, files, set-up commands.
+
+        Args:
+            spec: The environment of a task.
 
         Raises:
-            SpecError: spec cannot be built.
-            SandboxError: the machine failed.
+            SpecError: The spec cannot be built.
+            SandboxError: The machine failed; a later attempt may succeed.
         """
         ...
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> Sandbox:
-        """Start a new sandbox at frozen, a state of a sandbox of the same spec. Never harms the source.
+        """Start a new sandbox at a frozen state. The sandbox that was frozen, and its other copies, are not affected.
+
+        Args:
+            spec: The spec of the sandbox that was frozen.
+            frozen: The state, from `Sandbox.freeze` of this driver, possibly of an earlier process.
 
         Raises:
-            StateGone: what frozen holds is gone or damaged.
-            SandboxError: the machine failed; a later attempt may not.
+            StateGoneError: The data of the state is missing or damaged.
+            SandboxError: The machine failed; a later attempt may succeed.
         """
         ...
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Delete the parts that are not in keep and that no live sandbox needs; return the bytes that keep occupies."""
+        """Delete storage units that are no longer needed.
+
+        Args:
+            keep: The parts of all states that the proxy keeps. Parts of live sandboxes stay as well.
+
+        Returns:
+            The bytes on disk that the parts in `keep` occupy.
+        """
         ...
 
     async def aclose(self) -> None:
-        """Close every sandbox; frozen states stay."""
+        """Close every sandbox. Frozen states stay for the next instance. Idempotent."""
         ...

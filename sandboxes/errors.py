@@ -1,14 +1,16 @@
-"""Errors that every driver may raise."""
+"""The errors that every driver may raise."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox or the machine under it failed, not the tool: answered as an error, never recorded."""
+    """The sandbox or the machine failed, and not the tool. The call gets an error response and is never recorded."""
 
 
 class ServerError(SandboxError):
-    """A tool server failed: it crashed, is silent, or what it says is no HTTP.
+    """A tool server failed: it crashed, was silent, or broke its protocol.
 
-    status: of one elsewhere, what it answered itself, 429 or 500 and above; else 0.
+    Attributes:
+        silent: The server sent nothing for too long.
+        status: The status that a server elsewhere sent itself (429, or 500 and above); 0 if it sent none.
     """
 
     def __init__(self, text: str, *, silent: bool = False, status: int = 0) -> None:
@@ -17,12 +19,12 @@ class ServerError(SandboxError):
 
 
 class StateGoneError(SandboxError):
-    """What a frozen state holds is gone or damaged: no later attempt will restore it."""
+    """The data of a frozen state is missing or damaged, so no later attempt can restore it."""
 
 
 class SpecError(ValueError):
-    """The environment spec cannot be built: a base that is not there, a set-up command that fails."""
+    """The environment spec cannot be built: a base does not exist, or a set-up command fails."""
 
 
 class NotFreezableError(RuntimeError):
-    """This state cannot be frozen now (processes live, descriptors are open): its path is replayed instead."""
+    """This state cannot be frozen now, for example because processes are running. Its path is replayed instead."""

@@ -1,4 +1,4 @@
-"""What a sandbox may tell of its state to who looks at it, beside running calls. No driver has to."""
+"""Inspection: how people look at the state of a sandbox, beside running calls. A driver need not offer it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,14 @@ FileKind = Literal["file", "directory", "symlink", "other", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class SessionLook:
-    """A shell session. variables, functions: as the shell declares them, by name."""
+class SessionView:
+    """A shell session.
+
+    Attributes:
+        cwd: The working directory.
+        variables: The declarations of variables by name, as the shell prints them.
+        functions: The definitions of functions by name, as the shell prints them.
+    """
 
     cwd: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -17,21 +23,33 @@ class SessionLook:
 
 
 @dataclass(frozen=True, slots=True)
-class StateLook:
+class StateView:
     """How a state differs from its task's root state.
 
-    files: of each path that differs a word that equal entries share; None where too much differs to be told.
-    sessions: those in which something has happened; fresh: any other, where that is known.
+    Attributes:
+        files: For each path that differs, a fingerprint that equal entries share; None if too many paths differ.
+        sessions: The sessions that calls have changed, by name.
+        fresh: How every other session looks; None if that is not known.
     """
 
     files: Mapping[str, str] | None
-    sessions: Mapping[str, SessionLook]
-    fresh: SessionLook | None = None
+    sessions: Mapping[str, SessionView]
+    fresh: SessionView | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What is at a path. target: of a symbolic link. content: of a regular file, None where it was not read."""
+    """What a path leads to.
+
+    Attributes:
+        kind: The kind of the entry; `gone` if there is none.
+        mode: The permission bits.
+        uid: The owner's number.
+        gid: The group's number.
+        size_bytes: The size of a regular file.
+        target: Where a symbolic link points; None for other kinds.
+        content: The content of a regular file; None if it was not read.
+    """
 
     kind: FileKind
     mode: int = 0
@@ -43,44 +61,51 @@ class FileEntry:
 
 
 GONE = FileEntry("gone")
+"""The entry of a path that leads nowhere."""
 
 
 @runtime_checkable
 class Terminal(Protocol):
-    """A terminal with a shell in a sandbox, which goes on from the sandbox's main session."""
+    """A terminal with a shell in a sandbox. The shell continues from the sandbox's main session."""
 
     async def read(self) -> bytes:
-        """Return what is to be shown next; empty when the shell has ended."""
+        """Return the next output, or nothing once the shell has ended."""
         ...
 
     async def write(self, data: bytes) -> None:
-        """Pass on what was typed."""
+        """Pass on what a person typed."""
         ...
 
-    def resize(self, columns: int, rows: int) -> None: ...
+    def resize(self, columns: int, rows: int) -> None:
+        """Change the size of the window."""
+        ...
 
     def close(self) -> None:
-        """Let go of it; the shell is hung up. Idempotent."""
+        """Close the terminal, which hangs up the shell. Idempotent."""
         ...
 
 
 @runtime_checkable
-class LookingSandbox(Protocol):
-    """A sandbox that tells of its files and sessions."""
+class InspectableSandbox(Protocol):
+    """A sandbox whose files and sessions can be inspected."""
 
-    async def look(self) -> StateLook:
-        """Say how this state differs from the root state.
+    async def inspect(self) -> StateView:
+        """Return how the state differs from the root state.
 
         Raises:
-            SandboxError: the sandbox failed.
+            SandboxError: The sandbox failed.
         """
         ...
 
     async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
-        """Return what is at these paths, with the content of regular files up to content_bytes each.
+        """Return what paths lead to.
+
+        Args:
+            paths: Absolute paths in the sandbox.
+            content_bytes: The largest file whose content is returned.
 
         Raises:
-            SandboxError: the sandbox failed.
+            SandboxError: The sandbox failed.
         """
         ...
 
@@ -90,9 +115,13 @@ class TerminalSandbox(Protocol):
     """A sandbox in which terminals can be opened."""
 
     async def open_terminal(self, columns: int, rows: int) -> Terminal:
-        """Start a shell on a terminal. What happens in it is observed by nobody: the sandbox is of no other use then.
+        """Start a shell on a terminal. Its effects are not detected, so the sandbox must run no calls afterwards.
+
+        Args:
+            columns: The width of the window in characters.
+            rows: The height of the window in characters.
 
         Raises:
-            SandboxError: the sandbox failed, or has no shell.
+            SandboxError: The sandbox failed, or it has no shell.
         """
         ...

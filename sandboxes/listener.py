@@ -1,24 +1,32 @@
-"""Listeners: they receive a tool server's answer while it is still arriving."""
+"""Listeners: they receive a tool server's response while it is still arriving."""
 
 from typing import Protocol, runtime_checkable
 
 Headers = tuple[tuple[str, str], ...]
-"""In their order and spelling, latin-1."""
+"""Names and values of headers in their order and spelling, decoded as latin-1."""
 
 
 class Listener(Protocol):
-    """Hears an answer while it comes."""
+    """Receives a response while it arrives.
 
-    async def head(self, status: int, headers: Headers) -> None: ...
-    async def data(self, chunk: bytes) -> None: ...
+    The methods do not raise: a client that went away is no failure of the server.
+    """
+
+    async def head(self, status: int, headers: Headers) -> None:
+        """Receive the status and the headers, once and first."""
+        ...
+
+    async def data(self, chunk: bytes) -> None:
+        """Receive the next piece of the body."""
+        ...
 
 
 @runtime_checkable
 class Cancellable(Listener, Protocol):
-    """One whose client may want no answer any more, and wants the server to know."""
+    """A listener whose client may cancel the call, so that the server is told."""
 
     async def cancelled(self) -> None:
-        """Return once it is so."""
+        """Return once the client has cancelled."""
         ...
 
 

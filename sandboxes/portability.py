@@ -1,4 +1,4 @@
-"""What a driver offers whose frozen states may go to another machine. No driver has to."""
+"""Portability: frozen states that travel to another machine. A driver need not offer it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -8,55 +8,69 @@ from sandboxes.driver import FrozenState
 
 
 class NotPortableError(ValueError):
-    """What came from elsewhere is no part or state that `pack` made, and why."""
+    """Imported data is not a part or a state that `Porter.pack` made; the text says why."""
 
 
 class Unpacking(Protocol):
-    """Parts and states that come in together."""
+    """One import: takes parts first, then the states that consist of them."""
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
-        """Write a part under a name of this driver's own. Blocking. data: all that `pack` gave, at its beginning.
+        """Store a part under a new name of this driver. Blocking.
+
+        Args:
+            name: The name of the part on the machine that exported it.
+            data: Everything that `Porter.pack` yielded, positioned at its beginning.
+            sha256: The SHA-256 of data, in hexadecimal. A part that is packed again must have it.
 
         Raises:
-            Unusable: data is not what `pack` makes of a part, or packed again its digest is another.
-            OSError: the machine cannot hold it; nothing of it stays.
+            NotPortableError: The data is not a packed part.
+            OSError: The machine cannot store it; nothing of it stays.
         """
         ...
 
     def state(self, frozen: FrozenState) -> FrozenState:
-        """Return frozen in terms of the parts that came in.
+        """Return a state in terms of the parts that were stored.
+
+        Args:
+            frozen: The state as the exporting machine had it.
 
         Raises:
-            Unusable: it is no state that this driver froze, or one of its parts did not come.
+            NotPortableError: This driver did not freeze the state, or one of its parts was not imported.
         """
         ...
 
 
 @runtime_checkable
 class Porter(Protocol):
-    """Carries frozen states out and in."""
+    """Exports and imports frozen states."""
 
     def carries(self, kind: str) -> bool:
-        """Say whether states of this kind are plain data. Images of live processes hang on their machine's kernel."""
+        """Return whether states of a kind can travel. Images of live processes depend on their machine's kernel.
+
+        Args:
+            kind: See `FrozenState.kind`.
+        """
         ...
 
     def pack(self, part: str) -> Iterator[bytes]:
-        """Yield a part's bytes, the same ones whenever it is asked. Blocking.
+        """Yield the bytes of a part. They are the same each time. Blocking.
 
         Raises:
-            NotFreezable: something in it cannot travel.
-            OSError: it is gone, or cannot be read.
+            NotFreezableError: Something in the part cannot travel.
+            OSError: The part is missing or cannot be read.
         """
         ...
 
     def unpacking(self) -> AbstractContextManager[Unpacking]:
-        """Return what takes parts in. They are not collected before its end, and then only if nothing keeps them."""
+        """Return a context for one import. Its parts are not collected before the end of the context."""
         ...
 
 
 @runtime_checkable
 class PortableDriver(Protocol):
-    """A driver with a porter."""
+    """A driver whose frozen states can travel."""
 
     @property
-    def porter(self) -> Porter: ...
+    def porter(self) -> Porter:
+        """The part of the driver that exports and imports."""
+        ...

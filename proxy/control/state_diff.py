@@ -20,7 +20,7 @@ from proxy.control.views.diff import (
 )
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Sandbox
-from sandboxes.inspection import FileEntry, LookingSandbox
+from sandboxes.inspection import FileEntry, InspectableSandbox
 from sandboxes.spec import EnvironmentSpec
 
 _TABLES_SHOWN = 200
@@ -55,12 +55,12 @@ def _same(a: Node, b: Node) -> bool:
 
 
 async def _files(view: DiffView, one: Sandbox, other: Sandbox, driver: str) -> None:
-    if not (isinstance(one, LookingSandbox) and isinstance(other, LookingSandbox)):
+    if not (isinstance(one, InspectableSandbox) and isinstance(other, InspectableSandbox)):
         view.unshown.append(f"sandboxes of driver {driver!r} have no files or shell sessions to compare")
         return
-    looks = await one.look(), await other.look()
-    view.sessions = session_changes(*looks)
-    paths = differing_paths(*looks)
+    views = await one.inspect(), await other.inspect()
+    view.sessions = session_changes(*views)
+    paths = differing_paths(*views)
     if paths is None:
         view.unshown.append("files: too much differs from the task's root state to be compared")
         return
@@ -73,7 +73,7 @@ async def _files(view: DiffView, one: Sandbox, other: Sandbox, driver: str) -> N
     view.files = await asyncio.to_thread(file_changes, shown, before, after)
 
 
-async def _entries(sandbox: LookingSandbox, paths: Sequence[str]) -> Mapping[str, FileEntry]:
+async def _entries(sandbox: InspectableSandbox, paths: Sequence[str]) -> Mapping[str, FileEntry]:
     found: dict[str, FileEntry] = {}
     for at in range(0, len(paths), _AT_ONCE):
         found |= await sandbox.entries(paths[at : at + _AT_ONCE], content_bytes=CONTENT_BYTES)

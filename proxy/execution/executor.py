@@ -77,7 +77,7 @@ class Executor:
             execution = await execute(slot.sandbox, call, listener)
             timing.tool_s = execution.seconds
             slot.calls += 1
-            if execution.nothing:
+            if execution.is_empty:
                 return None
             record = self._record(rollout, node, call, key, execution, dwell_s)
             self._attach.moved(slot, record.target)

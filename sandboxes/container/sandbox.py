@@ -16,7 +16,7 @@ from sandboxes.host.inspect import state_look
 from sandboxes.host.pty import Pty
 from sandboxes.host.tool_calls import Hosting
 from sandboxes.host.translate import digest, execution, refuse, request, sql_execution
-from sandboxes.inspection import StateLook
+from sandboxes.inspection import StateView
 from sandboxes.ipc.frames import Message
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
@@ -139,8 +139,8 @@ class ContainerSandbox(Hosting):
         """
         return await self._run(fields, body, timeout_s, fds or [])
 
-    async def look(self) -> StateLook:
-        """See `LookingSandbox.look`."""
+    async def inspect(self) -> StateView:
+        """See `InspectableSandbox.inspect`."""
         return state_look(await self._talk({"op": "describe"}))
 
     async def open_terminal(self, columns: int, rows: int) -> Pty:

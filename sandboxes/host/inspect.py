@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandboxes.errors import SandboxError
-from sandboxes.inspection import GONE, FileEntry, SessionLook, StateLook
+from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
 from sandboxes.ipc.frames import Message
 from sandboxes.session_types import ShellSession
 
@@ -15,18 +15,18 @@ _VARIABLE = re.compile(r"(?:declare -\S+ )?([A-Za-z_][A-Za-z0-9_]*)")
 _FUNCTION = re.compile(r"^(\S+) \(\) *$", re.MULTILINE)
 
 
-def state_look(told: Message) -> StateLook:
+def state_look(told: Message) -> StateView:
     """Return the answer to `describe`. Paths are absolute."""
     delta = told.fields["delta"]
     files = None if delta is None else {f"/{path}": str(what) for path, (what, _) in delta.items()}
     fresh = told.fields["pristine"]
     sessions = {name: _session(session) for name, session in told.fields["sessions"].items()}
-    return StateLook(files, sessions, None if fresh is None else _session(fresh))
+    return StateView(files, sessions, None if fresh is None else _session(fresh))
 
 
-def _session(session: ShellSession) -> SessionLook:
+def _session(session: ShellSession) -> SessionView:
     variables = {match[1]: line for line in session["variables"] if (match := _VARIABLE.match(line)) is not None}
-    return SessionLook(
+    return SessionView(
         _text(session["cwd"]),
         {name: _text(line) for name, line in variables.items()},
         {name: _text(body) for name, body in _functions(session.get("functions", "")).items()},

@@ -51,7 +51,7 @@ def tended(call: ToolCall, answer: Message) -> Execution:
     until = {**said, "ended": told.exit_code is not None}
     replay = replace(call, arguments={**call.arguments, "until": until})
     nothing = not any(said.values()) and told.exit_code is None
-    return replace(done, effect=done.effect | Effect.PROCESSES, replay=replay, nothing=nothing)
+    return replace(done, effect=done.effect | Effect.PROCESSES, replay=replay, is_empty=nothing)
 
 
 def request(call: ToolCall, spec: EnvironmentSpec, base: Mapping[str, str], timeout_s: float) -> dict[str, Any]:

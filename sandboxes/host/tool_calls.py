@@ -71,7 +71,7 @@ class Hosting(Talk):
         raise NotImplementedError
 
     async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
-        """See `LookingSandbox.entries`."""
+        """See `InspectableSandbox.entries`."""
         arguments = {"paths": list(paths), "content_bytes": content_bytes}
         fields = {"op": "file", "tool": "entries", "arguments": arguments, "timeout_s": LOOK_S}
         return entries_of(self._concluded(await self.ask(fields, b"", LOOK_S)), paths)

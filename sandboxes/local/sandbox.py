@@ -16,7 +16,7 @@ from sandboxes.host.inspect import state_look
 from sandboxes.host.pty import Pty
 from sandboxes.host.tool_calls import Hosting
 from sandboxes.host.translate import digest, execution, refuse, request, sql_execution
-from sandboxes.inspection import StateLook
+from sandboxes.inspection import StateView
 from sandboxes.ipc.frames import Message
 from sandboxes.ipc.inherited import inherited
 from sandboxes.linux.files import remove_tree
@@ -169,8 +169,8 @@ class LocalSandbox(Hosting):
         self._sealed = None
         return await self._run(fields, body, timeout_s, fds or [])
 
-    async def look(self) -> StateLook:
-        """See `LookingSandbox.look`."""
+    async def inspect(self) -> StateView:
+        """See `InspectableSandbox.inspect`."""
         await self._settle()
         return state_look(await self._talk({"op": "describe"}))
 

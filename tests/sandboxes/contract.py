@@ -11,7 +11,7 @@ import pytest
 from sandboxes.driver import Driver, FrozenState, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SpecError
-from sandboxes.inspection import LookingSandbox
+from sandboxes.inspection import InspectableSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import file, opened, ran, run
 
@@ -67,10 +67,10 @@ class DriverContract:
     def test_whoever_looks_is_told_what_differs_from_the_root_state(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "echo one > /tmp/f", "mkdir /tmp/d", "cd /tmp; x=5")
-            assert isinstance(sandbox, LookingSandbox)
+            assert isinstance(sandbox, InspectableSandbox)
             twin = await driver.restore(SPEC, await sandbox.freeze())
-            assert isinstance(twin, LookingSandbox)
-            told, again = await sandbox.look(), await twin.look()
+            assert isinstance(twin, InspectableSandbox)
+            told, again = await sandbox.inspect(), await twin.inspect()
             assert told.files is not None
             assert {"/tmp/f", "/tmp/d"} <= told.files.keys()
             assert (told.sessions["main"].cwd, "x" in told.sessions["main"].variables) == ("/tmp", True)

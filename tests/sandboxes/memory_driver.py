@@ -24,7 +24,7 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
-from sandboxes.inspection import GONE, FileEntry, SessionLook, StateLook
+from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
 from sandboxes.listener import Listener
 from sandboxes.portability import NotPortableError
 from sandboxes.spec import EnvironmentSpec
@@ -222,19 +222,19 @@ class MemorySandbox:
         parts = _parts(payload)
         return FrozenState("memory", "files", payload, len(_canonical(payload)), self._state.digest(), parts)
 
-    async def look(self) -> StateLook:
-        """See `LookingSandbox.look`. The root state is the files of the spec."""
+    async def inspect(self) -> StateView:
+        """See `InspectableSandbox.inspect`. The root state is the files of the spec."""
         self._require_alive()
         root: dict[str, bytes | None] = {path: text.encode() for path, text in self._spec.files.items()}
         now = self._state.files
         files = {
             path: repr(now.get(path, "gone")) for path in root.keys() | now if root.get(path, b"-") != now.get(path)
         }
-        sessions = {name: SessionLook(s.cwd, dict(s.variables)) for name, s in self._state.sessions.items()}
-        return StateLook(files, sessions, SessionLook(self._spec.workdir, dict(self._spec.env)))
+        sessions = {name: SessionView(s.cwd, dict(s.variables)) for name, s in self._state.sessions.items()}
+        return StateView(files, sessions, SessionView(self._spec.workdir, dict(self._spec.env)))
 
     async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
-        """See `LookingSandbox.entries`."""
+        """See `InspectableSandbox.entries`."""
         self._require_alive()
         return {path: self._entry(path, content_bytes) for path in paths}
 

@@ -195,7 +195,7 @@ class ProcessesSuite:
                 "create new/h", "write new/h",
             ]  # fmt: skip
             attended = await sandbox.execute(ToolCall("process", "attend", {"process": 7}))
-            assert (attended.nothing, output(attended.result.body, OUT)) == (True, b"")
+            assert (attended.is_empty, output(attended.result.body, OUT)) == (True, b"")
             assert [await tend(sandbox, tool) for tool in ("close", "unwatch", "unwatch", "attend")] == [
                 404,
                 200,

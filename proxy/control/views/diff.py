@@ -9,7 +9,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel
 
-from sandboxes.inspection import FileEntry, SessionLook, StateLook
+from sandboxes.inspection import FileEntry, SessionView, StateView
 
 CONTENT_BYTES = 64 << 10
 """A file longer than this is told to differ, and not how."""
@@ -93,7 +93,7 @@ class DiffView(BaseModel):
     unshown: list[str] = []
 
 
-def differing_paths(one: StateLook, other: StateLook) -> list[str] | None:
+def differing_paths(one: StateView, other: StateView) -> list[str] | None:
     """Return the paths whose entries differ, sorted; None where either has too many to tell."""
     if one.files is None or other.files is None:
         return None
@@ -168,10 +168,10 @@ def _shown(text: str) -> str:
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def session_changes(one: StateLook, other: StateLook) -> list[SessionChange]:
+def session_changes(one: StateView, other: StateView) -> list[SessionChange]:
     """Return the sessions that differ; one in which nothing has happened is a fresh one."""
     found = []
-    fresh = one.fresh or other.fresh or SessionLook("")
+    fresh = one.fresh or other.fresh or SessionView("")
     for name in sorted(one.sessions.keys() | other.sessions):
         before, after = one.sessions.get(name, fresh), other.sessions.get(name, fresh)
         if before == after:
