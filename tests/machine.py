@@ -21,7 +21,7 @@ import pytest
 from proxy.cli.doctor import check
 from proxy.workloads.ephemeral_proxy import free_port
 from sandboxes.linux.files import remove_tree
-from snapshots.criu.rpc import Criu, CriuMissingError
+from snapshots.criu.binary import CriuBinary, CriuMissingError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
 
@@ -57,7 +57,7 @@ def require_criu() -> None:
 def _missing_criu() -> str:
     with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
         try:
-            Criu.prepare(Path(folder))
+            CriuBinary.prepare(Path(folder))
         except CriuMissingError as error:
             return str(error)
     return ""

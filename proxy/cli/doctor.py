@@ -25,7 +25,7 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.file_clone import Method, choose, measure
-from snapshots.criu.rpc import Criu, CriuMissingError
+from snapshots.criu.binary import CriuBinary, CriuMissingError
 
 OLDEST_KERNEL = (6, 5)
 """The first whose overlayfs takes its layers one by one (`lowerdir+`)."""
@@ -127,7 +127,7 @@ def _criu() -> Requirement:
     remedy += "slower. docs/operating.md, 'Checkpoints of live processes', says how to get it."
     with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
         try:
-            Criu.prepare(Path(folder))
+            CriuBinary.prepare(Path(folder))
         except CriuMissingError as error:
             return Requirement("checkpoints", False, str(error), remedy, required=False)
     return Requirement("checkpoints", True, "CRIU works: live processes are frozen and restored", "", required=False)

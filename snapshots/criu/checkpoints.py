@@ -29,7 +29,8 @@ from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
 from sandboxes.ipc.inherited import INHERITED_FD
 from sandboxes.linux.files import remove_tree
-from snapshots.criu.rpc import ARGUMENTS, Criu, CriuConversation, CriuError, CriuMissingError
+from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
+from snapshots.criu.rpc import CriuConversation, CriuError
 
 START_S = 10.0
 """Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine."""
@@ -66,7 +67,7 @@ class CriuCheckpointer:
         digest = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
         self._directory = data_dir / "checkpoints" if images_dir is None else images_dir / f"forkpoint-{digest}"
         self._program_dir = data_dir / "criu"
-        self._criu: Criu | None = None
+        self._binary: CriuBinary | None = None
         self._preparing = asyncio.Lock()
         self._unfinished: set[str] = set()
         self.unavailable_reason = ""
@@ -74,12 +75,12 @@ class CriuCheckpointer:
     async def is_available(self) -> bool:
         """Return whether CRIU works here. The first call copies CRIU and probes the kernel, in about 0.1 s."""
         async with self._preparing:
-            if self._criu is None and not self.unavailable_reason:
+            if self._binary is None and not self.unavailable_reason:
                 try:
-                    self._criu = await asyncio.to_thread(Criu.prepare, self._program_dir)
+                    self._binary = await asyncio.to_thread(CriuBinary.prepare, self._program_dir)
                 except (CriuMissingError, OSError) as error:
                     self.unavailable_reason = str(error)
-        return self._criu is not None
+        return self._binary is not None
 
     # -- on disk -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class CriuCheckpointer:
         Yields:
             The conversation with CRIU, and the mapped files that a dump has to list.
         """
-        assert self._criu is not None, "callers check is_available first"
+        assert self._binary is not None, "callers check is_available first"
         near, far = socket.socketpair()
         reply = Channel(near)
         # The order is that of `criu_launch.operate`: reply socket, host root, images, kernel features.
@@ -177,8 +178,8 @@ class CriuCheckpointer:
         try:
             fds.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
             fds.append(os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            fds.append(os.open(self._criu.kernel, os.O_RDONLY | os.O_CLOEXEC))
-            await start([str(self._criu.program), *ARGUMENTS], fds)
+            fds.append(os.open(self._binary.kernel, os.O_RDONLY | os.O_CLOEXEC))
+            await start([str(self._binary.program), *ARGUMENTS], fds)
             # Close our copy of the far end: only CRIU's parent holds one now, so its exit closes the socket.
             os.close(fds.pop(0))
             async with asyncio.timeout(START_S):

@@ -1,0 +1,106 @@
+"""CRIU's program: finds it, makes a copy that is safe to run inside a sandbox, and probes the kernel once.
+
+CRIU runs inside a sandbox's namespaces, where an agent may have put anything into the file system
+(docs/decisions/0011-criu-inside.md). It must load nothing from there:
+
+- No configuration file and no plug-in: `ARGUMENTS` turn the first off, and look for the second in /dev.
+- No other program: CRIU's search path is an empty directory (`criu_launch`).
+- Its cache of kernel features normally lies in /run. In our copy of the program that path is replaced by the
+  descriptor `KERNEL_FD`, through which the launch passes a file of the host.
+"""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandboxes.ipc.inherited import KERNEL_FD, SOCKET_FD
+
+ARGUMENTS = ("criu", "--no-default-config", "--libdir", "/dev", "swrk", str(SOCKET_FD))
+"""CRIU's arguments: serve one client on an inherited socket ("swrk", service worker)."""
+
+PROBE_TIMEOUT_S = 60
+"""Longest run of `criu check`, which takes 0.1 s."""
+
+_PATHS = ("/usr/local/sbin/criu", "/usr/sbin/criu")
+"""Where packages and docker/install-criu.sh install CRIU; a user's PATH often lacks these directories."""
+
+_CACHE_PATH = b"/run/criu.kdat\0"
+"""The path of the kernel feature cache, as the program contains it."""
+
+_CACHE_FD_PATH = f"/dev/fd/{KERNEL_FD}".encode().ljust(len(_CACHE_PATH), b"\0")
+"""Its replacement, of the same length, so that no other byte of the program moves."""
+
+
+class CriuMissingError(RuntimeError):
+    """No CRIU works here; the text says why, and how to get one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriuBinary:
+    """A CRIU that is ready to run in sandboxes.
+
+    Attributes:
+        program: Our copy of the program.
+        kernel: Its cache of this kernel's features.
+    """
+
+    program: Path
+    kernel: Path
+
+    @classmethod
+    def prepare(cls, directory: Path, criu: Path | None = None) -> "CriuBinary":
+        """Copy the machine's CRIU into a directory, and probe the kernel with it. Blocking: 0.1 s.
+
+        Args:
+            directory: Where to put the copy and the cache; made if missing.
+            criu: The program to copy; None looks for an installed one.
+
+        Raises:
+            CriuMissingError: None is installed, none works on this kernel, or the proxy is not root.
+        """
+        if os.geteuid() != 0:
+            raise CriuMissingError("checkpoints of live processes need root: CRIU restores processes with their pids")
+        candidates = [criu] if criu else [Path(path) for path in (shutil.which("criu"), *_PATHS) if path]
+        installed = [path for path in dict.fromkeys(candidates) if path.is_file()]
+        if not installed:
+            raise CriuMissingError("criu is not installed: run docker/install-criu.sh; Debian 13: apt install criu")
+        for path in installed:
+            try:
+                program, features = _patched(path), _probe_kernel(path)
+                break
+            except CriuMissingError:
+                # A distribution's old CRIU may be installed beside a newer one that works.
+                if path == installed[-1]:
+                    raise
+        directory.mkdir(parents=True, exist_ok=True)
+        binary = cls(directory / "criu", directory / "kernel")
+        binary.program.write_bytes(program)
+        binary.program.chmod(0o700)
+        binary.kernel.write_bytes(features)
+        return binary
+
+
+def _patched(criu: Path) -> bytes:
+    """Return the program with the cache's path replaced; see the module's docstring."""
+    program = criu.read_bytes()
+    if program.count(_CACHE_PATH) != 1:
+        raise CriuMissingError(f"{criu} is an unknown build of CRIU: it does not keep its kernel cache in /run")
+    return program.replace(_CACHE_PATH, _CACHE_FD_PATH)
+
+
+def _probe_kernel(criu: Path) -> bytes:
+    """Return the cache of kernel features that `criu check` writes."""
+    # CRIU writes the cache only where /run is a tmpfs. In a mount namespace of its own it always is, and the host's
+    # /run stays untouched.
+    script = 'mount -t tmpfs none /run && "$1" check >&2 && cat /run/criu.kdat'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(criu)]
+    try:
+        result = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CriuMissingError(f"{criu} check failed: {error}") from error
+    if result.returncode or not result.stdout:
+        output = result.stderr.decode(errors="replace").strip().splitlines() or ["it wrote no error"]
+        raise CriuMissingError(f"{criu} does not work on this kernel: {output[-1]}")
+    return result.stdout
