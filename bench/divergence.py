@@ -67,21 +67,21 @@ async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, f
     await asyncio.sleep(pause_s)
     used = engine.counts.warm_used
     stood: list[float] = []
-    attach, bring = engine.attach, engine.attach.standing_at
+    restorer, lease_at = engine.restorer, engine.restorer.lease_at
     call = shell(f"wc -l < /root/path; echo {number} > /root/own; cat /root/own")
     began = time.perf_counter()
 
     @asynccontextmanager
     async def timed(*arguments: object) -> AsyncIterator[object]:
-        async with bring(*arguments) as slot:  # type: ignore[arg-type]
+        async with lease_at(*arguments) as slot:  # type: ignore[arg-type]
             stood.append(time.perf_counter() - began)
             yield slot
 
-    attach.standing_at = timed  # type: ignore[method-assign,assignment]
+    restorer.lease_at = timed  # type: ignore[method-assign,assignment]
     try:
         total_s = await ask(engine, rollout, call)
     finally:
-        attach.standing_at = bring  # type: ignore[method-assign]
+        restorer.lease_at = lease_at  # type: ignore[method-assign]
     result = engine.store.records.result(rollout.node.origin).body if rollout.node.origin else b""
     if f'"stdout":"{depth}\\n{number}\\n"'.encode() not in result.replace(b" ", b""):
         raise RuntimeError(f"rollout {number} stood at a wrong state: {result!r}")
@@ -104,7 +104,7 @@ async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[t
             for way, engine in engines.items():
                 if way == "restored":
                     # What former rollouts left standing is no snapshot.
-                    await engine.keeper.drain()
+                    await engine.capture.drain()
                     await engine.pool.close_where(lambda _: True)
                 found[way].append(await diverge(engine, number, pause_s))
     return found

@@ -8,8 +8,8 @@ import structlog
 
 from proxy.audit.auditor import Auditor
 from proxy.execution.executor import Executor
-from proxy.execution.restore import Attach
-from proxy.execution.snapshot_value import Keeper
+from proxy.execution.restore import Restorer
+from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.tasks import Tasks
 from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import Warm, available_bytes
@@ -25,6 +25,8 @@ from proxy.tree.task import Walkers
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from sandboxes.task_owner import TaskOwner
+from snapshots.cache import SnapshotCache
+from snapshots.capture import Capture
 from snapshots.store import SnapshotStore
 
 log = structlog.get_logger()
@@ -65,30 +67,34 @@ class Engine:
         self.snapshots = SnapshotStore(settings.data / "snapshots")
         self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
         walkers = self.walkers = Walkers()
-        self.keeper = Keeper(
-            self.snapshots, drivers, self.pool, self.store.records, self.counts, walkers,
+        self.cache = SnapshotCache(
+            self.snapshots, drivers, self.counts,
             budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
         )  # fmt: skip
-        self.attach = Attach(drivers, self.pool, self.keeper, self.store.records, self.counts)
+        self.snapshot_value = SnapshotValue(self.cache, self.counts, walkers)
+        self.capture = Capture(self.cache, self.pool, self.counts, self.store.records.save_node)
+        self.restorer = Restorer(
+            drivers, self.pool, self.cache, self.capture, self.snapshot_value, self.store.records, self.counts
+        )
         self.warm = Warm(
-            self.attach, self.pool, self.keeper, self.counts, walkers,
+            self.restorer, self.pool, self.cache.costs, self.counts, walkers,
             most=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
             reserve_bytes=settings.memory_reserve_bytes,
         )  # fmt: skip
         self.answers = Answers(self.store.records, budget_bytes=settings.answer_memory_bytes)
         self.traces = None if settings.otel_endpoint is None else Traces(self.store.records, settings.otel_endpoint)
-        self.executor = Executor(self.attach, self.store.records)
+        self.executor = Executor(self.restorer, self.store.records)
         self.step = Step(self.executor, self.journal, self.counts, self.warm, self.traces)
         self.tasks = Tasks(
-            self.store, self.journal, self.keeper, self.pool, drivers, walkers, self.step.order, settings.default_spec,
+            self.store, self.journal, self.cache, self.pool, drivers, walkers, self.step.order, settings.default_spec,
             any_image=settings.any_image,
         )  # fmt: skip
         self.audit = Auditor(
-            self.attach, self.store, self.counts, lambda: len(self.step.calls), self.tasks.in_memory,
+            self.restorer, self.store, self.counts, lambda: len(self.step.calls), self.tasks.in_memory,
             share=settings.audit_share, quarantine=settings.audit_quarantine,
         )  # fmt: skip
         self.carrying = Carrying(
-            self.store, self.journal, self.tasks, self.keeper, drivers, settings.data / "imports",
+            self.store, self.journal, self.tasks, self.cache, self.capture, drivers, settings.data / "imports",
             max_bytes=settings.import_bytes,
         )  # fmt: skip
         self.names = None if self.access.needs_token else settings.names
@@ -118,11 +124,15 @@ class Engine:
             await driver.open()
         self.carrying.open()
         steps, kept = self.journal.open(), self.snapshots.open()
-        await self.keeper.fit(self.tasks.node)
+        await self.evict_snapshots()
         for work in self.background:
             self._running.spawn(work.name, self._repeat(work))
         self.ready = True
         log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
+
+    async def evict_snapshots(self) -> int:
+        """Evict snapshots until their budgets hold, and return how many were evicted."""
+        return await self.cache.fit(self.tasks.node, self.snapshot_value.prospect)
 
     def hang_up(self) -> None:
         """End what would go on for ever: streams of events, terminals."""
@@ -141,7 +151,7 @@ class Engine:
         await self.audit.aclose()
         await self.warm.aclose()
         await self.step.drain()
-        await self.keeper.drain()
+        await self.capture.drain()
         await self.pool.close_where(lambda _: True)
         for driver in self.drivers.values():
             await driver.aclose()
@@ -160,9 +170,8 @@ class Engine:
         await self._spare_memory()
         await self.tasks.sweep_forgotten()
         self.tasks.close_cold(most=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
-        over = self.keeper.used_bytes > self.settings.snapshot_bytes
-        if over or self.keeper.checkpoint_bytes > self.settings.checkpoint_bytes:
-            await self.keeper.fit(self.tasks.node)
+        if self.cache.over_budget:
+            await self.evict_snapshots()
 
     async def _spare_memory(self) -> None:
         """Close idle sandboxes, warm ones first, while the machine has too little memory left."""

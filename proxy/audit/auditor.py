@@ -29,9 +29,9 @@ import structlog
 from proxy.audit.noise_masks import Masks, masked
 from proxy.audit.sampling import ReplayPath, cover, sample_calls
 from proxy.dialects.rule_schema import steady
-from proxy.execution.divergence import ANSWER_DIFFERS, differs, gap_s, require_its_due, same_answer
+from proxy.execution.divergence import ANSWER_DIFFERS, divergence, gap_s, require_conclusive, same_answer
 from proxy.execution.errors import StateLostError
-from proxy.execution.restore import Attach
+from proxy.execution.restore import Restorer
 from proxy.refusals import RefusalError
 from proxy.storage.journal import JournalEntry
 from proxy.storage.store import Store
@@ -101,7 +101,7 @@ class Auditor:
 
     def __init__(
         self,
-        attach: Attach,
+        restorer: Restorer,
         store: Store,
         counts: Counters,
         busy: Callable[[], int],
@@ -121,7 +121,7 @@ class Auditor:
             share: Share of the hits that are checked in the background, from 0 to 1.
             quarantine: Whether the calls that differ run again for every rollout.
         """
-        self._attach, self._store, self._counts, self._busy, self._find = attach, store, counts, busy, find
+        self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._share, self.quarantine = share, quarantine
         self._random = random.Random()  # noqa: S311 - a sample, no secret
         self._queue: deque[int] = deque(maxlen=_MAX_QUEUED_HITS)
@@ -235,7 +235,7 @@ class Auditor:
         pending = dict.fromkeys(expected)
         try:
             await self._wait_for_sandbox(check.patience_s)
-            async with self._attach.fork(check.tree, replay.start, spare=True) as sandbox:
+            async with self._restorer.fork(check.tree, replay.start, spare=True) as sandbox:
                 for record in _in_order(replay, expected):
                     if replay.start.detached or record.source.detached:
                         break
@@ -263,7 +263,7 @@ class Auditor:
         await self._wait_until_idle(check.patience_s)
         await rest(sandbox, gap_s(record))
         execution = await sandbox.execute(self._store.records.call(record))
-        require_its_due(record, execution)
+        require_conclusive(record, execution)
         return await check.judge(record, execution)
 
     async def _difference(
@@ -272,7 +272,7 @@ class Auditor:
         """Return how an execution differs from its record, in the state that it left or in its answer."""
         call, recorded = self._store.records.call(record), self._store.records.result(record)
         steady_part = partial(steady, tree.spec, call)
-        difference = differs(record, execution, recorded, steady_part)
+        difference = divergence(record, execution, recorded, steady_part)
         if difference:
             return difference
 
@@ -310,7 +310,7 @@ class Auditor:
         await self._wait_until_idle(patience_s)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SANDBOX_WAIT_S
-        while not self._attach.has_spare_room:
+        while not self._restorer.has_spare_room:
             if loop.time() > deadline:
                 raise OverloadedError("no sandbox is free for an audit. It continues when rollouts need fewer.")
             await asyncio.sleep(_POLL_S)

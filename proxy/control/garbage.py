@@ -8,15 +8,15 @@ from proxy.engine import Engine
 
 async def collect_garbage(engine: Engine) -> Collected:
     """Free what nothing needs and return what was freed."""
-    before = engine.keeper.used_bytes + engine.store.database.size_bytes()
+    before = engine.cache.used_bytes + engine.store.database.size_bytes()
     swept = await engine.tasks.sweep_forgotten()
     await engine.pool.close_unused(engine.settings.sandbox_idle_s)
-    evicted = await engine.keeper.fit(engine.tasks.node)
+    evicted = await engine.evict_snapshots()
     engine.journal.fold()
     engine.store.blobs.delete_unused()
     await asyncio.to_thread(engine.store.database.checkpoint)
-    after = engine.keeper.used_bytes + engine.store.database.size_bytes()
+    after = engine.cache.used_bytes + engine.store.database.size_bytes()
     return Collected(
         evicted=evicted, forgotten_nodes=swept, freed_bytes=max(0, before - after),
-        snapshot_bytes=engine.keeper.used_bytes, store_bytes=engine.store.database.size_bytes(),
+        snapshot_bytes=engine.cache.used_bytes, store_bytes=engine.store.database.size_bytes(),
     )  # fmt: skip

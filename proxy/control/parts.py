@@ -41,7 +41,7 @@ class ControlPlane:
         return cls(
             engine,
             activity,
-            Visits(engine.attach, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
+            Visits(engine.restorer, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
             Sums(engine.walkers),
             Overview(engine.store),
         )

@@ -8,7 +8,7 @@ import orjson
 
 from proxy.dialects import dialect_of
 from proxy.dialects.base import Call, Request
-from proxy.execution.restore import Attach
+from proxy.execution.restore import Restorer
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.calls import ToolCall
@@ -19,8 +19,8 @@ from sandboxes.spec import EnvironmentSpec
 class Visits:
     """Forks that people and tools look around in. most: open at once; agents have the rest of the budget."""
 
-    def __init__(self, attach: Attach, *, most: int) -> None:
-        self._attach, self._most = attach, most
+    def __init__(self, restorer: Restorer, *, most: int) -> None:
+        self._restorer, self._most = restorer, most
         self.open = 0
 
     @asynccontextmanager
@@ -29,7 +29,7 @@ class Visits:
 
         Raises:
             Refused: 409, the node was forgotten; 429, too many are open.
-            StateLost, SandboxError, SpecError, Overloaded: see `Attach.fork`.
+            StateLost, SandboxError, SpecError, Overloaded: see `Restorer.fork`.
         """
         if node.detached:
             raise RefusalError(409, "forgotten", f"the state n{node.id} was forgotten.")
@@ -39,7 +39,7 @@ class Visits:
             )
         self.open += 1
         try:
-            async with self._attach.fork(tree, node) as sandbox:
+            async with self._restorer.fork(tree, node) as sandbox:
                 yield sandbox
         finally:
             self.open -= 1

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from proxy.execution.errors import RolloutGoneError
-from proxy.execution.restore import Attach
+from proxy.execution.restore import Restorer
 from proxy.execution.single_flight import SingleFlight
 from proxy.storage.records import RecordStore
 from proxy.telemetry.timing import Timing, Timings
@@ -35,8 +35,8 @@ class Executor:
         timings: Where the time of the latest calls went.
     """
 
-    def __init__(self, attach: Attach, records: RecordStore) -> None:
-        self._attach, self._records = attach, records
+    def __init__(self, restorer: Restorer, records: RecordStore) -> None:
+        self._restorer, self._records = restorer, records
         self.flights, self.timings = SingleFlight(), Timings()
 
     async def execute(
@@ -70,7 +70,7 @@ class Executor:
     async def _execute(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> Record | None:
-        async with self._attach.standing_at(rollout, node, timing) as slot:
+        async with self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
             dwell_s = rollout.dwell_s(time.monotonic())
@@ -80,7 +80,7 @@ class Executor:
             if execution.is_empty:
                 return None
             record = self._record(rollout, node, call, key, execution, dwell_s)
-            self._attach.moved(slot, record.target)
+            self._restorer.moved(slot, record.target)
             return record
 
     def _record(

@@ -1,106 +1,136 @@
-"""From a node to a sandbox that stands there: carry out the plan, replay the suffix, believe nothing unseen."""
+"""Restore: from a node of a tree to a leased sandbox in that node's state.
+
+1. *Plan.* `plan_restore` chooses the cheapest way: a sandbox that is at the node or above it, a snapshot, or a fresh
+   sandbox at the root; then the replay of the calls in between.
+2. *Acquire.* The pool leases the sandbox of the plan, or a new one is restored or started. Each `await` may change what
+   the plan relied on (another rollout takes the sandbox, a snapshot turns out to be damaged): then plan again.
+3. *Replay.* The calls from the plan's start to the node run in the sandbox and are checked (`replay`). If one of them
+   diverges, plan again: the plan avoids it from now on.
+
+The loop ends with a sandbox at the node, with an error of the machine, or because no way is left. In the last case the
+node, and what can only be reached through it, is set aside, so that no other rollout is led there.
+
+Which sandboxes may a rollout take? Its own, and any sandbox whose state can be had again: the node is the root or has a
+snapshot. A state that exists in one sandbox only is left to the rollout that made it; taking it would make that node
+unreachable.
+"""
 
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from enum import IntEnum
 
 import structlog
 
-from proxy.dialects.rule_schema import steady
-from proxy.execution.divergence import differs, gap_s, require_its_due
 from proxy.execution.errors import StateLostError
+from proxy.execution.replay import Replayer, ReplayResult
 from proxy.execution.root_state import driver_of, tree_key
-from proxy.execution.snapshot_value import Keeper
+from proxy.execution.snapshot_value import SnapshotValue
 from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
-from proxy.tree.tree import Node, Record, Tree
+from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, Sandbox, rest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
-from snapshots.costs import Costs
+from snapshots.cache import SnapshotCache
+from snapshots.capture import Capture
 
 log = structlog.get_logger()
 
 
-NOBODY = 0
-"""Stands for a rollout where the control plane asks for a sandbox."""
-VISITOR = -1
-"""Stands for a rollout where somebody looks at a state: in a sandbox of its own, which takes nobody's."""
+class Owner(IntEnum):
+    """Owners of leases that are not rollouts. Ids of rollouts are positive."""
+
+    CONTROL_PLANE = 0
+    """A lease requested through the control plane, to take a snapshot."""
+    SCRATCH = -1
+    """A throw-away fork: never takes another rollout's sandbox."""
 
 
-class _TooFast(Exception):  # noqa: N818 - what it says is why to try again
-    """A replay differs, and what lived there had no time to start: it may be that."""
-
-
-class Attach:
-    """Brings sandboxes to nodes."""
+class Restorer:
+    """Leases sandboxes in the states of nodes."""
 
     def __init__(
-        self, drivers: Mapping[str, Driver], pool: Pool, keeper: Keeper, records: RecordStore, counts: Counters
+        self,
+        drivers: Mapping[str, Driver],
+        pool: Pool,
+        cache: SnapshotCache,
+        capture: Capture[Node],
+        value: SnapshotValue,
+        records: RecordStore,
+        counts: Counters,
     ) -> None:
-        self._drivers, self._pool, self._keeper, self._records, self._counts = drivers, pool, keeper, records, counts
+        self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
+        self._records, self._counts = records, counts
+        self._replayer = Replayer(pool, cache, records, counts)
 
     @asynccontextmanager
-    async def standing_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
-        """Lease a sandbox that stands at node. After the block it stands where `roster.move` put it, or is closed.
+    async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
+        """Lease a sandbox in the node's state. Afterwards it is where `moved` noted, or closed if the block failed.
 
         Raises:
-            StateLost: no way leads to node.
-            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+            StateLostError: No way leads to the node.
+            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
-        own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
-        slot = await self._bring(rollout.tree, node, rollout.id, timing)
+        has_own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
+        slot = await self._lease(rollout.tree, node, rollout.id, timing)
         try:
-            if not own and node.state is None:
-                # What lives here was brought here in no time, while this rollout thought.
+            if not has_own and node.state is None:
+                # The replay took no time, but the agent was thinking: let background processes become as old.
                 with timing.measure("restore_s"):
                     await self._rest(slot, rollout.dwell_s(time.monotonic()))
             yield slot
         except BaseException:
-            # Nobody knows what it did before it failed.
+            # The call may have changed the sandbox before it failed, so its state is unknown.
             await self._pool.close(slot)
             raise
-        await self._keeper.give_back(slot, rollout.tree)
+        await self._give_back(slot, rollout.tree)
+
+    def moved(self, slot: Slot, node: Node) -> None:
+        """Note that a leased sandbox is in another node's state now."""
+        self._pool.roster.move(slot, node)
 
     @property
     def has_spare_room(self) -> bool:
-        """Whether a sandbox may be made whose place nobody else needs."""
+        """Whether a sandbox may be made without taking room that a call may need."""
         return self._pool.has_spare_room
 
-    async def warm(self, tree: Tree, node: Node) -> bool:
-        """Make a sandbox that stands ready at node, ahead of its use; False where no way leads there.
+    async def prepare(self, tree: Tree, node: Node) -> bool:
+        """Make a sandbox ahead of its use and leave it idle at the node; return False if no way leads there.
 
         Raises:
-            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
         try:
-            slot = await self._bring(tree, node, None, Timing())
+            slot = await self._lease(tree, node, None, Timing())
         except StateLostError:
             return False
         if node.detached:
             await self._pool.close(slot)
             return False
-        await self._keeper.give_back(slot, tree)
+        await self._give_back(slot, tree)
         return True
 
     @asynccontextmanager
     async def fork(self, tree: Tree, node: Node, *, spare: bool = False) -> AsyncIterator[Sandbox]:
-        """Give a throw-away sandbox at node: what is done in it is recorded nowhere, and it is closed after the block.
+        """Yield a throw-away sandbox in the node's state. What happens in it is not recorded; it is closed afterwards.
 
-        spare: made only where nobody else wants its place.
+        Args:
+            tree: Tree of the node.
+            node: The node.
+            spare: Whether to make it only if no call needs its room.
 
         Raises:
-            StateLost: neither a snapshot nor a replay leads to node.
-            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+            StateLostError: Neither a snapshot nor a replay leads to the node.
+            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
-        slot = await self._bring(tree, node, None if spare else VISITOR, Timing())
-        slot.owner, slot.warm = VISITOR, False
+        slot = await self._lease(tree, node, None if spare else Owner.SCRATCH, Timing())
+        slot.owner, slot.warm = Owner.SCRATCH, False
         assert slot.sandbox is not None
         try:
             if node.state is None:
@@ -109,79 +139,84 @@ class Attach:
         finally:
             await self._pool.close(slot)
 
-    async def keep(self, tree: Tree, node: Node) -> None:
-        """Take node's snapshot now; where it has one, nothing is done.
+    async def take_snapshot(self, tree: Tree, node: Node) -> None:
+        """Take the node's snapshot now, if it has none.
 
         Raises:
-            NotFreezable: the driver cannot freeze what lives there; the node remembers why.
-            StateLost: no way leads to node.
-            SandboxError, SpecError, Overloaded: the machine, the spec or the budget is in the way.
+            NotFreezableError: The driver cannot freeze the state; the node remembers why.
+            StateLostError: No way leads to the node.
+            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
         while node.snapshot is None:
-            there = self._pool.roster.find(node, NOBODY, shared=True)
-            owner = None if there is None else there.owner
-            if there is None:
-                slot = await self._bring(tree, node, NOBODY, Timing())
-            elif await self._pool.lease(there, node, owner):
-                slot = there
+            idle = self._pool.roster.find(node, Owner.CONTROL_PLANE, shared=True)
+            owner = None if idle is None else idle.owner
+            if idle is None:
+                slot = await self._lease(tree, node, Owner.CONTROL_PLANE, Timing())
+            elif await self._pool.lease(idle, node, owner):
+                slot = idle
             else:
+                # Another call took it meanwhile; look again.
                 continue
+            # The sandbox stays with the rollout that owned it, if any.
             slot.owner = owner
-            if not await self._keeper.keep_held(slot, tree, node):
+            if not await self._capture.freeze_leased(slot, tree, node):
                 return
 
-    def moved(self, slot: Slot, node: Node) -> None:
-        """Note that a leased sandbox stands at node now."""
-        self._pool.roster.move(slot, node)
+    async def _give_back(self, slot: Slot, tree: Tree) -> None:
+        node = slot.position
+        assert isinstance(node, Node)
+        await self._capture.give_back(slot, tree, node, freeze=self._value.worth_freezing(node, tree))
 
-    async def _bring(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
-        """Lease a sandbox that stands at node to a rollout, or a visitor.
+    async def _rest(self, slot: Slot, age_s: float) -> None:
+        assert slot.sandbox is not None
+        await rest(slot.sandbox, age_s)
 
-        Without an owner it is a warm fork, made from nobody's.
+    async def _lease(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
+        """Lease a sandbox in the node's state.
+
+        Args:
+            tree: Tree of the node.
+            node: The node.
+            owner: Id of a rollout, or an `Owner`. None for a warm fork: made from snapshots and replays alone.
+            timing: Takes the seconds of restore and replay.
         """
-        # A tree may be older than the settings: it is looked at still, but nothing runs there.
+        # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
         driver_of(self._drivers, tree.spec)
         failed: dict[Node, SandboxError] = {}
-        first, patient = True, False
+        demand_noted, patient = not _is_rollout(owner), False
         while True:
             plan = plan_restore(
                 node,
-                standing=lambda at: self._standing(at, owner) is not None,
-                costs=self._keeper.costs[tree.spec.driver],
+                standing=lambda at: self._idle_at(at, owner) is not None,
+                costs=self._cache.costs[tree.spec.driver],
                 avoid=failed,
             )
             if plan is None:
-                # A snapshot that only the machine stood in the way of is no lost state.
+                # A snapshot that the machine failed to restore is an error of the machine, not a lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
-            if first and _is_rollout(owner) and (plan.way is not Way.STANDING or plan.suffix):
-                self._keeper.note_demand(node)
-            first = False
+            if not demand_noted and (plan.way is not Way.STANDING or plan.suffix):
+                self._value.note_demand(node)
+            demand_noted = True
             with timing.measure("restore_s"):
                 slot = await self._acquire(plan, tree, owner, failed)
             if slot is None:
                 continue
             with timing.measure("replay_s"):
-                began = time.perf_counter()
-                try:
-                    reached = await self._replay(slot, plan, tree, timing, patient=patient)
-                except _TooFast:
-                    patient = True
-                    continue
-                if plan.suffix:
-                    self._counts.replay_s.observe(time.perf_counter() - began)
-                if reached:
-                    return slot
+                result = await self._replayer.replay(slot, plan, tree, timing, patient=patient)
+            if result is ReplayResult.REACHED:
+                return slot
+            patient = patient or result is ReplayResult.TOO_FAST
 
-    def _standing(self, node: Node, owner: int | None) -> Slot | None:
-        if owner is None or owner == VISITOR:
+    def _idle_at(self, node: Node, owner: int | None) -> Slot | None:
+        """Return an idle sandbox at the node that the owner may take, if there is one."""
+        if owner is None or owner == Owner.SCRATCH:
             return None
-        # A state that lives in one sandbox only is left to its rollout: taking it could make it unreachable.
         return self._pool.roster.find(node, owner, shared=node.snapshot is not None or node.origin is None)
 
     async def _acquire(
         self, plan: RestorePlan, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
     ) -> Slot | None:
-        """Return a sandbox at the plan's start; None where the plan no longer holds and another must be made."""
+        """Lease a sandbox at the plan's start; return None if the plan no longer holds and another must be made."""
         if plan.way is Way.STANDING:
             return await self._take(plan, owner)
         if plan.way is Way.SNAPSHOT:
@@ -189,16 +224,16 @@ class Attach:
         return await self._start(tree, owner)
 
     async def _take(self, plan: RestorePlan, owner: int | None) -> Slot | None:
-        slot = self._standing(plan.start, owner)
+        slot = self._idle_at(plan.start, owner)
         assert slot is not None
-        warm = slot.warm
+        was_warm = slot.warm
         if not await self._pool.lease(slot, plan.start, owner):
             return None
-        if warm:
+        if was_warm:
             self._counts.warm_used += 1
             if not plan.suffix:
-                # Without it, a sandbox would have been wanted here: it counts as what it spared.
-                self._keeper.note_demand(plan.start)
+                # Without the warm fork there would have been no sandbox here, so this counts as demand for the state.
+                self._value.note_demand(plan.start)
         return slot
 
     async def _restore(
@@ -207,26 +242,26 @@ class Attach:
         driver = self._drivers[tree.spec.driver]
         start = time.perf_counter()
         try:
-            with self._keeper.leased(node) as frozen:
+            with self._cache.leased(node) as frozen:
                 slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, owner)
         except SandboxError as error:
             self._counts.failure("restore")
             log.warning("restore failed", node=node.id, error=str(error))
-            self._keeper.failed(node, error)
+            self._cache.failed(node, error, reproducible=self._value.reproducible(node, tree.spec.driver))
             if node.snapshot is not None:
                 failed[node] = error
-            # Two in a row: it is the machine. Whoever asks again finds it better, or the snapshots dropped.
+            # Two snapshots in a row: the machine is at fault. A later attempt finds it better, or drops them.
             if len(failed) > 1:
                 raise
             return None
         seconds = time.perf_counter() - start
         self._counts.restores += 1
         self._counts.restore_s.observe(seconds)
-        self._keeper.restored(node, seconds)
+        self._cache.restored(node, seconds)
         return slot
 
     async def _start(self, tree: Tree, owner: int | None) -> Slot:
-        driver = self._drivers[tree.spec.driver]
+        driver, costs = self._drivers[tree.spec.driver], self._cache.costs
         if await tree_key(self._drivers, tree.spec) != tree.key:
             raise SpecError(
                 "the base or an archive that this rollout's task names has changed since its tree began. "
@@ -237,72 +272,28 @@ class Attach:
         seconds = time.perf_counter() - start
         self._counts.starts += 1
         self._counts.start_s.observe(seconds)
-        self._learn(tree, self._costs(tree).started(seconds))
+        costs[tree.spec.driver] = costs[tree.spec.driver].started(seconds)
         if tree.root.snapshot is None and slot.sandbox is not None:
-            # The root's digest must be known before the first record, or a call that leads back would not meet it.
+            # The root's digest must be known before the first record: a call that leads back to the root merges by it.
             try:
-                await self._keeper.keep(slot.sandbox, tree, tree.root)
+                await self._capture.freeze(slot.sandbox, tree, tree.root)
             except NotFreezableError:
-                log.info("set-up left processes; every sandbox of this task starts from nothing", tree=tree.id)
+                log.info("set-up left processes, so each sandbox of this task starts fresh", tree=tree.id)
             except BaseException:
                 await self._pool.close(slot)
                 raise
         return slot
 
-    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], place: Node, owner: int | None) -> Slot:
+    async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, owner: int | None) -> Slot:
         if owner is None:
-            return await self._pool.start_warm(make, place)
-        return await self._pool.start(make, place, owner)
-
-    async def _replay(self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, *, patient: bool) -> bool:
-        """Run the plan's suffix; False where a record turned out not to reproduce its state.
-
-        patient: give what the calls leave running the time that it had between them.
-
-        Raises:
-            _TooFast: it was not patient, and that may be why an answer is another.
-        """
-        assert slot.sandbox is not None
-        try:
-            for record in plan.suffix:
-                if patient:
-                    await rest(slot.sandbox, gap_s(record))
-                start = time.perf_counter()
-                call = self._records.call(record)
-                execution = await slot.sandbox.execute(call)
-                overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
-                self._learn(tree, self._costs(tree).replayed(overhead_s))
-                timing.replayed_calls += 1
-                self._counts.replayed_calls += 1
-                self._counts.replayed_s += execution.seconds
-                require_its_due(record, execution)
-                must_come = partial(steady, tree.spec, call)
-                difference = differs(record, execution, self._records.result(record), must_come)
-                if difference and not patient and gap_s(record) > 0:
-                    raise _TooFast  # noqa: TRY301 - closes it as any other end does
-                if difference:
-                    self._doubt(record, difference)
-                    await self._pool.close(slot)
-                    return False
-                record.doubtful = False
-                self._pool.roster.move(slot, record.target)
-        except BaseException:
-            await self._pool.close(slot)
-            raise
-        return True
-
-    async def _rest(self, slot: Slot, age_s: float) -> None:
-        assert slot.sandbox is not None
-        await rest(slot.sandbox, age_s)
-
-    def _doubt(self, record: Record, difference: str) -> None:
-        record.reproducible = False
-        self._counts.divergences += 1
-        self._records.save_divergence(record, [])
-        log.warning("replay diverged", record=record.id, source=record.source.id, difference=difference)
+            return await self._pool.start_warm(make, node)
+        return await self._pool.start(make, node, owner)
 
     def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLostError:
-        """Set aside what cannot be rebuilt, so that no other rollout is led there; not before a rollout asks for it."""
+        """Return the error of a node that cannot be rebuilt, and set aside what is lost with it.
+
+        Only a rollout's need sets states aside. The control plane and warm forks change nothing by looking.
+        """
         why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
         barrier = node.origin
         while barrier is not None and barrier.reproducible:
@@ -312,12 +303,6 @@ class Attach:
             self._records.save_divergence(barrier, lost)
         return StateLostError(why)
 
-    def _costs(self, tree: Tree) -> Costs:
-        return self._keeper.costs[tree.spec.driver]
-
-    def _learn(self, tree: Tree, costs: Costs) -> None:
-        self._keeper.costs[tree.spec.driver] = costs
-
 
 def _is_rollout(owner: int | None) -> bool:
-    return owner not in (None, NOBODY, VISITOR)
+    return owner is not None and owner > 0

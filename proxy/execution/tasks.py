@@ -8,7 +8,6 @@ from itertools import takewhile
 
 from proxy.execution.call_order import CallOrder
 from proxy.execution.root_state import tree_key
-from proxy.execution.snapshot_value import Keeper
 from proxy.refusals import RefusalError
 from proxy.storage.drafts import Draft
 from proxy.storage.journal import Journal
@@ -21,6 +20,7 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from sandboxes.spec import EnvironmentSpec
+from snapshots.cache import SnapshotCache
 
 FORGOTTEN = "it was forgotten; rollouts that stood there go on alone"
 
@@ -32,7 +32,7 @@ class Tasks:
         self,
         store: Store,
         journal: Journal,
-        keeper: Keeper,
+        cache: SnapshotCache,
         pool: Pool,
         drivers: Mapping[str, Driver],
         walkers: Walkers,
@@ -41,7 +41,7 @@ class Tasks:
         *,
         any_image: bool = False,
     ) -> None:
-        self._store, self._journal, self._keeper, self._pool, self._drivers = store, journal, keeper, pool, drivers
+        self._store, self._journal, self._cache, self._pool, self._drivers = store, journal, cache, pool, drivers
         self._walkers, self._order = walkers, order
         self._default_spec, self._any_image = default_spec, any_image
         self._tasks: dict[str, Task] = {}
@@ -209,7 +209,7 @@ class Tasks:
                 node.detached = True
             del self._trees[tree.id]
         for tree_id in gone:
-            self._keeper.drop_tree(tree_id)
+            self._cache.drop_tree(tree_id)
         self._store.tasks.delete(name)
         del self._tasks[name]
         await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
@@ -278,7 +278,7 @@ class Tasks:
         nodes, records = tree.forget(node)
         self._store.records.forget(nodes, records)
         for lost in nodes:
-            self._keeper.drop(lost)
+            self._cache.drop(lost)
         await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
         return len(nodes)
 
@@ -326,7 +326,7 @@ class Tasks:
             gone = self._trees.pop(instead or 0, None)
             if gone is not None:
                 gone.root.detached = True
-                self._keeper.drop_tree(gone.id)
+                self._cache.drop_tree(gone.id)
             row = self._store.tasks.get(name)
             created_at = row["created_at"] if row else time.time()
             if not beside:
@@ -457,5 +457,5 @@ class Tasks:
 
     def _own(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree
-        self._keeper.reattach(tree)
+        self._cache.reattach(tree.id, tree.nodes)
         return tree

@@ -7,15 +7,14 @@ snapshots and replays alone, and is among the first to give way; no call ever wa
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from proxy.execution.restore import Attach
-from proxy.execution.snapshot_value import Keeper
+from proxy.execution.restore import Restorer
 from proxy.telemetry.counters import Counters
 from proxy.tree.departures import Target, targets
 from proxy.tree.restore_plan import plan_restore
@@ -25,6 +24,7 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import Slot
+from snapshots.costs import Costs
 
 log = structlog.get_logger()
 
@@ -54,9 +54,9 @@ class Warm:
 
     def __init__(
         self,
-        attach: Attach,
+        restorer: Restorer,
         pool: Pool,
-        keeper: Keeper,
+        costs: Mapping[str, Costs],
         counts: Counters,
         walkers: Walkers,
         *,
@@ -64,7 +64,7 @@ class Warm:
         idle_s: float,
         reserve_bytes: int,
     ) -> None:
-        self._attach, self._pool, self._keeper, self._counts, self._walkers = attach, pool, keeper, counts, walkers
+        self._restorer, self._pool, self._costs, self._counts, self._walkers = restorer, pool, costs, counts, walkers
         self.most, self._idle_s, self._reserve_bytes = most, idle_s, reserve_bytes
         self._seen: set[Rollout] = set()
         self._left: set[Tree] = set()
@@ -164,7 +164,7 @@ class Warm:
         return max(1 if running else 0, self.ready(tree.root) + missing if missing else 0)
 
     def _saved_s(self, tree: Tree, node: Node) -> float:
-        plan = plan_restore(node, standing=lambda _: False, costs=self._keeper.costs[tree.spec.driver])
+        plan = plan_restore(node, standing=lambda _: False, costs=self._costs[tree.spec.driver])
         # A replay that may reach another state is begun for who needs it, not ahead: a snapshot may be on its way.
         if plan is None or any(record.doubtful for record in plan.suffix):
             return 0.0
@@ -194,7 +194,7 @@ class Warm:
 
     async def _bring(self, tree: Tree, node: Node) -> None:
         try:
-            if await self._attach.warm(tree, node):
+            if await self._restorer.prepare(tree, node):
                 self._counts.warm_made += 1
             else:
                 self._cooling[node] = time.monotonic() + _COOL_S

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.execution.root_state import tree_key
-from proxy.execution.snapshot_value import Keeper
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
 from proxy.storage.journal import Journal
@@ -28,6 +27,8 @@ from sandboxes.driver import Driver, FrozenState
 from sandboxes.errors import SpecError
 from sandboxes.portability import PortableDriver, Unpacking
 from sandboxes.spec import EnvironmentSpec
+from snapshots.cache import SnapshotCache
+from snapshots.capture import Capture
 
 _Made = TypeVar("_Made")
 _SLICE = 200
@@ -60,14 +61,15 @@ class Carrying:
         store: Store,
         journal: Journal,
         tasks: Tasks,
-        keeper: Keeper,
+        cache: SnapshotCache,
+        capture: Capture[Node],
         drivers: Mapping[str, Driver],
         folder: Path,
         *,
         max_bytes: int,
     ) -> None:
         self._store, self._journal, self._tasks, self._drivers = store, journal, tasks, drivers
-        self._keeper, self._folder, self._max_bytes = keeper, folder, max_bytes
+        self._cache, self._capture, self._folder, self._max_bytes = cache, capture, folder, max_bytes
         self._one = asyncio.Lock()
 
     def open(self) -> None:
@@ -90,8 +92,8 @@ class Carrying:
     def kept(self, tree: Tree) -> Iterator[Outgoing]:
         """Return a tree's kept states, which stay meanwhile."""
         driver = self._drivers.get(tree.spec.driver)
-        with self._keeper.lent(tree) as snapshots:
-            yield Outgoing(snapshots, driver.porter if isinstance(driver, PortableDriver) else None, self._keeper.load)
+        with self._cache.leased_all(tree.id) as snapshots:
+            yield Outgoing(snapshots, driver.porter if isinstance(driver, PortableDriver) else None, self._cache.load)
 
     async def take(self, task: str, body: AsyncIterator[bytes]) -> Taken:
         """Import a bundle as a tree of task, which is made if there is none. All of it, or nothing.
@@ -131,14 +133,14 @@ class Carrying:
             tree = await self._write(task, manifest, spec, file)
             nodes, taken = dict(tree.nodes), 0
             for line, frozen in states:
-                taken += self._keeper.take_in(frozen, tree, nodes[tree.root.id + line.node], cost_s=line.cost_s)
+                taken += self._capture.adopt(frozen, tree, nodes[tree.root.id + line.node], cost_s=line.cost_s)
                 # Some hundred microseconds of disk each: hits come between.
                 await asyncio.sleep(0)
             return tree, taken
 
     def _bring(self, file: Path, seen: Seen, unpacking: Unpacking, driver: str) -> list[tuple[StateLine, FrozenState]]:
         with file.open("rb") as reading:
-            scratch, room_bytes = file.with_suffix(".unit"), self._keeper.room_bytes
+            scratch, room_bytes = file.with_suffix(".unit"), self._cache.free_bytes
             return bring(reading, seen, unpacking, scratch, driver=driver, room_bytes=room_bytes)
 
     async def _receive(self, file: Path, body: AsyncIterator[bytes]) -> None:

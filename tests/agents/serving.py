@@ -79,7 +79,7 @@ def real_proxy(
             drivers["container"] = container_driver(folder / "container", checkpoints=checkpoints)
         application = build(chosen, drivers)
         if keeps_all:
-            application.engine.keeper.reuse = KEEPS_ALL
+            application.engine.snapshot_value.reuse = KEEPS_ALL
         made.append((application, server(application)))
         made[0][1].run(sockets=[listener])
 

@@ -37,7 +37,7 @@ async def engine(
     """Run an engine on a data directory; its default spec is `SPEC`, and warm forks are off where not asked for."""
     driver = driver or MemoryDriver(gate)
     running = Engine(Settings(data=data, **{"default_spec": SPEC, "warm_sandboxes": 0, **settings}), {"memory": driver})
-    running.keeper.reuse = reuse
+    running.snapshot_value.reuse = reuse
     await running.open()
     try:
         yield running

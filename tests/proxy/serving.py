@@ -54,7 +54,7 @@ def serving(
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
         control = ControlPlane.over(Engine(chosen, {"memory": driver, **(drivers or {})}))
-        control.engine.keeper.reuse = KEEPS_ALL
+        control.engine.snapshot_value.reuse = KEEPS_ALL
         made.append((control, server(assemble(control))))
         made[0][1].run(sockets=[listener])
 

@@ -34,7 +34,7 @@ class Trouble:
             for snapshot in engine.snapshots:
                 node = engine.tasks.node(snapshot.tree, snapshot.node)
                 if node is not None and self.dice.random() < 0.5 and not snapshot.leases:
-                    engine.keeper.drop(node)
+                    engine.cache.drop(node)
         if self.dice.random() < self._chance:
             await engine.pool.close_where(lambda slot: slot.state is SandboxState.IDLE and self.dice.random() < 0.5)
         if self.dice.random() < self._chance and (pids := self._workers()):

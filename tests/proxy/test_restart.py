@@ -18,7 +18,7 @@ trajectories = st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=12)
 
 async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
     running = Engine(Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver})
-    running.keeper.reuse = KEEPS_ALL
+    running.snapshot_value.reuse = KEEPS_ALL
     await running.open()
     return running
 
@@ -26,7 +26,7 @@ async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
 async def abandon(running: Engine) -> None:
     """Leave an engine as a kill does: nothing is folded, flushed or closed in order."""
     running._running.cancel()
-    await running.keeper.drain()
+    await running.capture.drain()
     running.store.close()
 
 
@@ -119,7 +119,7 @@ def test_a_cold_task_leaves_memory_and_comes_back_as_it_was(tmp_path: Path) -> N
                 for command in ("echo 1 > a", "cd /tmp", "pwd"):
                     await ask(running, rollout, command)
             assert running.tasks.close_cold(most=0, idle_s=0) == 0, "their sandboxes live"
-            await running.keeper.drain()
+            await running.capture.drain()
             await running.pool.close_unused(0)
             assert running.tasks.close_cold(most=0, idle_s=60) == 0, "they were used a moment ago"
             assert running.tasks.close_cold(most=8, idle_s=0) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from proxy.engine import Engine
-from proxy.execution import restore as attach
+from proxy.execution import replay
 from proxy.storage.errors import StoreError
 from proxy.storage.records import RecordStore
 from proxy.tree.keys import call_key
@@ -292,7 +292,7 @@ def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
             await ask(running, third, "echo 2 > b")
             ages.clear()
             said = ["it answered differently"]
-            monkeypatch.setattr(attach, "differs", lambda at, *_: said.pop() if said and not at.source.state else "")
+            monkeypatch.setattr(replay, "divergence", lambda at, *_: said.pop() if said and not at.source.state else "")
             await ask(running, third, "echo 3 > c")
             assert said == []
             assert 2 < ages[0] < 10

@@ -51,7 +51,7 @@ class Trouble:
             for snapshot in self.engine.snapshots:
                 node = self.engine.tasks.node(snapshot.tree, snapshot.node)
                 if node is not None and self.dice.random() < 0.5 and not snapshot.leases:
-                    self.engine.keeper.drop(node)
+                    self.engine.cache.drop(node)
 
 
 async def one_rollout(running: Engine, name: str, trajectory: list[str], trouble: Trouble) -> list[Any]:
@@ -96,7 +96,7 @@ async def together(rollouts: list[list[str]], trouble: Trouble, data: Path, **op
         trouble.engine = running
         walks = [one_rollout(running, f"r{n}", trajectory, trouble) for n, trajectory in enumerate(rollouts)]
         answers = await asyncio.gather(*walks)
-        await running.keeper.drain()
+        await running.capture.drain()
         running.pool.roster.check()
         task = await running.tasks.open("task")
         task.tree.check()

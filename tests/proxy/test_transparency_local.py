@@ -131,10 +131,10 @@ class Trouble:
     async def strike(self, call: ToolCall) -> None:
         """Do harm, or not, before a call. One that shows everything is made in a sandbox that was just brought back."""
         if self.kill and call == shell(EVERYTHING):
-            await self.running.keeper.drain()
+            await self.running.capture.drain()
             await self.running.pool.close_where(lambda _: True)
         if self.dice.random() < 0.3:
-            await self.running.keeper.drain()
+            await self.running.capture.drain()
         if self.dice.random() < self.kill and self.driver.sandboxes:
             living = list(self.driver.sandboxes.values())
             # One, or all: then whoever goes on needs a restore or a replay.
@@ -143,7 +143,7 @@ class Trouble:
         for snapshot in self.running.snapshots:
             node = self.running.tasks.node(snapshot.tree, snapshot.node)
             if node is not None and not snapshot.leases and self.dice.random() < self.drop:
-                self.running.keeper.drop(node)
+                self.running.cache.drop(node)
 
 
 async def alone(driver: Driver, trajectory: list[ToolCall]) -> list[Told]:
@@ -207,13 +207,13 @@ class Bench:
         task = f"task{next(self._tasks)}"
         walks = [walk(self.engine, task, f"r{n}", trajectory, trouble) for n, trajectory in enumerate(group)]
         told = await asyncio.gather(*walks)
-        await self.engine.keeper.drain()
+        await self.engine.capture.drain()
         self.engine.pool.roster.check()
         (await self.engine.tasks.open(task)).tree.check()
         # What one example leaves must not slow the next one down.
         await self.engine.tasks.delete(task)
         await self.engine.pool.close_where(lambda _: True)
-        await self.engine.keeper.fit(self.engine.tasks.node)
+        await self.engine.evict_snapshots()
         return list(told)
 
     async def apart(self, group: list[list[ToolCall]]) -> list[list[Told]]:

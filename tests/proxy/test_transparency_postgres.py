@@ -191,11 +191,11 @@ class Bench:
         task, dice = f"task{next(self._tasks)}", random.Random(seed)  # noqa: S311 - dice of a test
         walks = [self.walk(task, f"r{n}", sequence, dice, harm) for n, sequence in enumerate(group)]
         told = await asyncio.gather(*walks)
-        await self.engine.keeper.drain()
+        await self.engine.capture.drain()
         (await self.engine.tasks.open(task)).tree.check()
         await self.engine.tasks.delete(task)
         await self.engine.pool.close_where(lambda _: True)
-        await self.engine.keeper.fit(self.engine.tasks.node)
+        await self.engine.evict_snapshots()
         return list(told)
 
     async def walk(self, task: str, name: str, sequence: list[str], dice: random.Random, harm: float) -> list[Any]:
@@ -221,13 +221,13 @@ class Bench:
     async def _harm(self, dice: random.Random, harm: float) -> None:
         """Close sandboxes and drop snapshots between calls: then whoever goes on needs a restore or a replay."""
         if dice.random() < 0.3:
-            await self.engine.keeper.drain()
+            await self.engine.capture.drain()
         if dice.random() < harm:
             await self.engine.pool.close_where(lambda _: dice.random() < 0.5)
         for snapshot in self.engine.snapshots:
             node = self.engine.tasks.node(snapshot.tree, snapshot.node)
             if node is not None and not snapshot.leases and dice.random() < harm / 2:
-                self.engine.keeper.drop(node)
+                self.engine.cache.drop(node)
 
     def apart(self, sequence: list[str]) -> list[Any]:
         """Return what a database of one's own answers."""

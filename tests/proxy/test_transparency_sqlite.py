@@ -131,7 +131,7 @@ async def together(
     driver = SqliteDriver(folder / "sqlite")
     spec = spec_of(make(folder / "source" / "shop.db", SCRIPT))
     engine = Engine(Settings(data=folder / "data", default_spec=spec, warm_sandboxes=0, **options), {"sqlite": driver})
-    engine.keeper.reuse = reuse
+    engine.snapshot_value.reuse = reuse
 
     def workers() -> list[int]:
         return [worker.pid for worker in driver.worker_pool.workers]
@@ -140,7 +140,7 @@ async def together(
         await engine.open()
         luck = Trouble(seed, trouble, workers, lambda pid: os.kill(pid, signal.SIGKILL))
         answers = await asyncio.gather(*(walk(engine, f"r{n}", each, luck) for n, each in enumerate(rollouts)))
-        await engine.keeper.drain()
+        await engine.capture.drain()
         engine.pool.roster.check()
         task = await engine.tasks.open("task")
         task.tree.check()

@@ -89,7 +89,7 @@ async def together(
     driver = VideoDriver(folder / "video")
     options: dict[str, Any] = {"default_spec": spec, "warm_sandboxes": 0, "max_sandboxes": most}
     engine = Engine(Settings(data=folder / "data", **options), {"video": driver})
-    engine.keeper.reuse = reuse
+    engine.snapshot_value.reuse = reuse
     luck = Trouble(
         seed,
         trouble,
@@ -99,7 +99,7 @@ async def together(
     try:
         await engine.open()
         answers = await asyncio.gather(*(walk(engine, f"r{n}", each, luck) for n, each in enumerate(rollouts)))
-        await engine.keeper.drain()
+        await engine.capture.drain()
         engine.pool.roster.check()
         (await engine.tasks.open("task")).tree.check()
         assert engine.counts.divergences == 0

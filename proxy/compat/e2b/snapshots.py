@@ -52,7 +52,7 @@ class SandboxSnapshots:
         self._engine.store.records.save_node(node)
         # A state that cannot be frozen is still reachable: its calls are replayed.
         with contextlib.suppress(NotFreezableError):
-            await self._engine.attach.keep(rollout.tree, node)
+            await self._engine.restorer.take_snapshot(rollout.tree, node)
         name = name_field(request.body, "name")
         snapshot = {"snapshotID": f"n{node.id}", "names": [name] if name else []}
         note = self._registry.note(rollout)

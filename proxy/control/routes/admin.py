@@ -159,7 +159,7 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         tree, shown = place_of(engine, found, node)
         passed = await rollouts_through(engine, tree, shown, _PASSED_SHOWN)
-        kept = engine.keeper.outlook(shown, tree)
+        kept = engine.snapshot_value.explain(shown, tree)
         return reader.detail(found, shown, _snapshot_of(engine, shown), kept, passed)
 
     @router.delete("/tasks/{task}/nodes/{node}")
@@ -188,7 +188,7 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
         found = await engine.tasks.find(task)
         tree, kept = place_of(engine, found, node)
         try:
-            await engine.attach.keep(tree, kept)
+            await engine.restorer.take_snapshot(tree, kept)
         except NotFreezableError as reason:
             raise RefusalError(409, "not-freezable", f"the state {node} cannot be frozen: {reason}") from reason
         if kept.snapshot is None:
@@ -303,13 +303,13 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
             sandboxes=dict(Counter(slot.state.value for slot in engine.pool.roster.slots)),
             sandboxes_budget=engine.settings.max_sandboxes,
             snapshots=len(engine.snapshots),
-            snapshot_bytes=engine.keeper.used_bytes,
+            snapshot_bytes=engine.cache.used_bytes,
             snapshot_budget_bytes=engine.settings.snapshot_bytes,
-            checkpoint_bytes=engine.keeper.checkpoint_bytes,
+            checkpoint_bytes=engine.cache.checkpoint_bytes,
             checkpoint_budget_bytes=engine.settings.checkpoint_bytes,
             warm_sandboxes=len(engine.warm.standing()),
-            costs={driver: costs_view(costs) for driver, costs in engine.keeper.costs.items()},
-            reuse_rate=engine.keeper.reuse.rate,
+            costs={driver: costs_view(costs) for driver, costs in engine.cache.costs.items()},
+            reuse_rate=engine.snapshot_value.reuse.rate,
             **engine.counts.as_dict(),
         )
 
@@ -328,7 +328,7 @@ def _snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
 def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
     # A listing reads no tree back: what nobody has asked for lately is shown without its worth.
     tree = engine.tasks.in_memory(snapshot.tree)
-    worth = None if tree is None else engine.keeper.prospect(snapshot, tree.nodes.get(snapshot.node))
+    worth = None if tree is None else engine.snapshot_value.prospect(snapshot, tree.nodes.get(snapshot.node))
     return snapshot_view(snapshot, engine.store.trees.task_of(snapshot.tree), worth)
 
 

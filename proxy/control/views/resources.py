@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from proxy.execution.restore import VISITOR
+from proxy.execution.restore import Owner
 from proxy.tree.tree import Node
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.roster import Slot
@@ -176,7 +176,7 @@ def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -
 
 
 def _why_it_lives(slot: Slot, rollout: str | None) -> str:
-    if slot.owner == VISITOR:
+    if slot.owner == Owner.SCRATCH:
         return "somebody looks at this state"
     if slot.state is not SandboxState.IDLE:
         making = "is made ready" if slot.warm else "runs a call, or is brought to where one will run"

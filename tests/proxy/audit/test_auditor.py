@@ -194,12 +194,12 @@ def test_a_way_that_does_not_lead_on_hides_nothing_of_what_is_kept_behind_it(tmp
                 await ask(running, rollout, text)
             first = next(iter(task.tree.root.records.values()))
             first.reproducible = False
-            await running.attach.keep(task.tree, first.target)
+            await running.restorer.take_snapshot(task.tree, first.target)
             tally = await verified(running, task, sample=None)
             assert (tally.checked, tally.differing, tally.unreachable) == (4, 0, 0)
-            running.keeper.drop(first.target)
+            running.cache.drop(first.target)
             for node in task.tree.nodes.values():
-                running.keeper.drop(node)
+                running.cache.drop(node)
             tally = await verified(running, task, sample=None)
             assert (tally.checked, tally.unreachable) == (1, 3)
 

@@ -46,7 +46,7 @@ async def said(running: Engine, rollout: Rollout, command: str) -> str:
 
 
 async def lose_sandboxes(running: Engine) -> None:
-    await running.keeper.drain()
+    await running.capture.drain()
     await running.pool.close_where(lambda _: True)
 
 
@@ -56,7 +56,7 @@ async def lose_all(running: Engine) -> None:
     for snapshot in running.snapshots:
         node = running.tasks.node(snapshot.tree, snapshot.node)
         assert node is not None
-        running.keeper.drop(node)
+        running.cache.drop(node)
 
 
 async def drawn(running: Engine, name: str = "first") -> tuple[Rollout, str]:
@@ -126,10 +126,10 @@ def test_who_still_has_the_sandbox_goes_on_in_a_state_that_was_set_aside(tmp_pat
             first, number = await drawn(running)
             second, _ = await drawn(running, "second")
             await ask(running, second, "echo more >> f")
-            await running.keeper.drain()
+            await running.capture.drain()
             # The one sandbox there is stands after `more`; nothing else holds the state before.
             for node in list(first.tree.nodes.values()):
-                running.keeper.drop(node)
+                running.cache.drop(node)
             with pytest.raises(StateLostError):
                 await ask(running, first, "cat f; pwd")
             assert second.node.diverged
@@ -214,7 +214,7 @@ def test_a_divergence_found_on_the_way_spares_states_that_have_a_snapshot_behind
             middle = first.node
             await ask(running, first, "echo more >> f")
             await lose_sandboxes(running)
-            running.keeper.drop(middle)
+            running.cache.drop(middle)
             second, _ = await drawn(running, "second")
             with pytest.raises(StateLostError):
                 await ask(running, second, "pwd")
@@ -296,7 +296,7 @@ async def live(running: Engine, name: str, trajectory: list[str], dice: random.R
         for snapshot in running.snapshots:
             node = running.tasks.node(snapshot.tree, snapshot.node)
             if node is not None and not snapshot.leases and dice.random() < 0.2:
-                running.keeper.drop(node)
+                running.cache.drop(node)
         rollout = await running.tasks.rollout("task", name)
         try:
             answer, _ = await ask(running, rollout, command)

@@ -45,7 +45,7 @@ def kept(data: Path, test: Callable[[Engine, Choosy, Rollout], Awaitable[None]],
             rollout = await running.tasks.rollout("task", "first")
             for command in WRITES:
                 await ask(running, rollout, command)
-                await running.keeper.drain()
+                await running.capture.drain()
             await running.pool.close_where(lambda _: True)
             driver.executed.clear()
             await test(running, driver, rollout)
@@ -65,14 +65,14 @@ def snapshot_of(running: Engine, node: Node) -> Snapshot:
 
 def test_states_are_evicted_until_the_budget_holds_and_no_answer_is_lost(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
-        before = await running.keeper.fit(running.tasks.node)
-        assert 0 < running.keeper.used_bytes <= running.settings.snapshot_bytes
+        before = await running.evict_snapshots()
+        assert 0 < running.cache.used_bytes <= running.settings.snapshot_bytes
         assert 0 < len(running.snapshots) < len(WRITES) + 1
         assert before == running.counts.evictions == len(WRITES) + 1 - len(running.snapshots)
         nodes = rollout.tree.nodes.values()
         assert {node.id for node in nodes if node.snapshot is not None} == held(running)
         assert (await ask(running, rollout, "cat f1"))[0]["stdout"] == "x" * 100 + "\n"
-        await running.keeper.drain()
+        await running.capture.drain()
 
     kept(tmp_path, test, snapshot_bytes=4000)
 
@@ -81,10 +81,10 @@ def test_what_is_lent_or_pinned_is_spared(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
         pinned, lent = list(rollout.tree.nodes.values())[2:4]
         pinned.pinned = True
-        with running.keeper.leased(lent):
-            await running.keeper.fit(running.tasks.node)
+        with running.cache.leased(lent):
+            await running.evict_snapshots()
             assert held(running) == {pinned.id, lent.id}
-        await running.keeper.fit(running.tasks.node)
+        await running.evict_snapshots()
         assert held(running) == {pinned.id}
 
     kept(tmp_path, test, snapshot_bytes=0)
@@ -95,7 +95,7 @@ def test_a_state_that_no_replay_reaches_is_spared(tmp_path: Path) -> None:
         node = list(rollout.tree.nodes.values())[3]
         assert node.origin is not None
         node.origin.reproducible = False
-        await running.keeper.fit(running.tasks.node)
+        await running.evict_snapshots()
         assert held(running) == {node.id}
 
     kept(tmp_path, test, snapshot_bytes=0)
@@ -187,7 +187,7 @@ def test_a_freeze_that_fails_costs_its_sandbox_and_no_answer(tmp_path: Path, mon
 
         monkeypatch.setattr(MemorySandbox, "freeze", fail)
         await ask(running, rollout, "echo more > more")
-        await running.keeper.drain()
+        await running.capture.drain()
         assert not driver.live
         assert running.counts.failures["freeze"] == 1
         assert (await ask(running, rollout, "cat more"))[0]["stdout"] == "more\n"
@@ -201,7 +201,7 @@ def test_the_snapshot_of_a_state_that_was_forgotten_meanwhile_is_not_kept(tmp_pa
         task = await running.tasks.open("task")
         node = rollout.node
         await running.tasks.forget(task.tree, node, end_rollouts=True)
-        await running.keeper.drain()
+        await running.capture.drain()
         assert node.id not in held(running)
 
     kept(tmp_path, test)
@@ -239,10 +239,10 @@ def test_images_of_live_processes_have_a_budget_of_their_own(tmp_path: Path) -> 
             await ask(running, rollout, "echo 1 > a")
             for number in range(5):
                 await ask(running, rollout, f"sleep {number} &")
-                await running.keeper.drain()
-            assert running.keeper.checkpoint_bytes == 5000
+                await running.capture.drain()
+            assert running.cache.checkpoint_bytes == 5000
             await running._sweep()
-            assert running.keeper.checkpoint_bytes == 2000
+            assert running.cache.checkpoint_bytes == 2000
             assert sum(snapshot.kind == "files" for snapshot in running.snapshots) == 2, "files are spared"
             assert running.counts.evictions == 3
 
@@ -253,14 +253,14 @@ def test_what_freezing_and_restoring_took_is_learnt_by_kind(tmp_path: Path) -> N
     async def go() -> None:
         async with engine(tmp_path, Frozen()) as running:
             cheap = KindCosts(Mean(0.001), Mean(0.001))
-            running.keeper.costs["memory"] = replace(running.keeper.costs["memory"], processes=cheap)
+            running.cache.costs["memory"] = replace(running.cache.costs["memory"], processes=cheap)
             rollout = await running.tasks.rollout("task", "first")
             for command in ("echo 1 > a", "sleep 9 &", "echo 2 > a"):
                 await ask(running, rollout, command)
-                await running.keeper.drain()
+                await running.capture.drain()
             await running.pool.close_where(lambda _: True)
             await ask(running, rollout, "pwd")
-            costs = running.keeper.costs["memory"]
+            costs = running.cache.costs["memory"]
             assert (costs.files.freeze.samples, costs.processes.freeze.samples) == (1, 2)
             assert (costs.files.restore.samples, costs.processes.restore.samples) == (0, 1)
             assert costs.fresh.samples == 1
@@ -274,11 +274,11 @@ def test_a_state_that_costs_more_to_freeze_than_it_saves_is_replayed(tmp_path: P
     async def go() -> None:
         async with engine(tmp_path, Frozen(), reuse=Reuse()) as running:
             driver = "memory"
-            costs = running.keeper.costs[driver]
-            running.keeper.costs[driver] = replace(costs, processes=KindCosts(Mean(60.0, 9), Mean(60.0, 9)))
+            costs = running.cache.costs[driver]
+            running.cache.costs[driver] = replace(costs, processes=KindCosts(Mean(60.0, 9), Mean(60.0, 9)))
             rollout = await running.tasks.rollout("task", "first")
             await ask(running, rollout, "sleep 9 &")
-            await running.keeper.drain()
+            await running.capture.drain()
             assert rollout.node.snapshot is None, "a minute of freezing to save a hundredth of a second"
             await ask(running, rollout, "echo 1 > a")
             await running.pool.close_where(lambda _: True)
@@ -293,24 +293,24 @@ def test_a_state_with_more_rollouts_behind_it_is_expected_to_be_used_more_often(
         async with engine(tmp_path) as running:
             first = await running.tasks.rollout("task", "first")
             await ask(running, first, "echo 1 > a")
-            await running.keeper.drain()
+            await running.capture.drain()
             snapshot = snapshot_of(running, first.node)
-            before = running.keeper.prospect(snapshot, first.node).uses
+            before = running.snapshot_value.prospect(snapshot, first.node).uses
             others = [await running.tasks.rollout("task", f"r{number}") for number in range(3)]
-            assert running.keeper.prospect(snapshot, first.node).uses > before
+            assert running.snapshot_value.prospect(snapshot, first.node).uses > before
             for other in others:
                 await running.tasks.finish(other)
-            assert running.keeper.prospect(snapshot, first.node).uses == before
+            assert running.snapshot_value.prospect(snapshot, first.node).uses == before
 
     asyncio.run(go())
 
 
 def test_a_sandbox_that_was_wanted_where_none_stood_is_counted_once(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
-        reuse, node = running.keeper.reuse, rollout.node
+        reuse, node = running.snapshot_value.reuse, rollout.node
         await ask(running, rollout, "cat f1")
         await ask(running, rollout, "cat f2")
         assert node.demand == 1
-        assert running.keeper.reuse.uses == reuse.uses + 1
+        assert running.snapshot_value.reuse.uses == reuse.uses + 1
 
     kept(tmp_path, test, reuse=Reuse())

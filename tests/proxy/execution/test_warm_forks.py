@@ -38,7 +38,7 @@ async def settled(running: Engine) -> None:
     warm._wake.set()
     while quiet < 3:
         await asyncio.sleep(0.003)
-        await running.keeper.drain()
+        await running.capture.drain()
         await warm.drain()
         quiet = 0 if warm._wake.is_set() or warm._seen or warm._making else quiet + 1
 
@@ -60,7 +60,7 @@ def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path
         await settled(running)
         node, record = first.node, first.node.origin
         assert record is not None
-        running.keeper.drop(node)
+        running.cache.drop(node)
         assert running.warm._saved_s(first.tree, node) > 0
         record.doubtful = True
         assert running.warm._saved_s(first.tree, node) == 0
@@ -87,7 +87,7 @@ def test_once_a_rollout_has_begun_a_fork_waits_at_the_root_for_the_next(tmp_path
 def test_a_fork_is_ready_where_a_walking_rollout_will_leave_the_tree(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a", "echo 2 > a", "cat a")
-        await running.keeper.drain()
+        await running.capture.drain()
         await ask(running, first, "echo gone > away")
         second = await begun(running, "second", "echo 1 > a", "echo 2 > a")
         await settled(running)
@@ -198,7 +198,7 @@ def test_they_give_way_to_whoever_needs_the_place(tmp_path: Path) -> None:
         assert len(places(running)) == 2
         for number in range(4):
             await ask(running, await running.tasks.rollout(f"other{number}", "r"), "echo 1 > a")
-            await running.keeper.drain()
+            await running.capture.drain()
         assert len(driver.live) <= 4
         assert running.counts.warm_used == 0
 
@@ -260,11 +260,11 @@ def test_a_snapshot_that_is_asked_for_is_taken_also_where_no_sandbox_stands(tmp_
         first = await begun(running, "first", "echo 1 > a", "echo 2 > a")
         assert first.node.origin is not None
         middle = first.node.origin.source
-        await running.keeper.drain()
+        await running.capture.drain()
         await running.pool.close_where(lambda _: True)
-        running.keeper.drop(middle)
+        running.cache.drop(middle)
         driver.executed.clear()
-        await asyncio.gather(*(running.attach.keep(first.tree, middle) for _ in range(3)))
+        await asyncio.gather(*(running.restorer.take_snapshot(first.tree, middle) for _ in range(3)))
         assert middle.snapshot is not None
         assert sum(snapshot.node == middle.id for snapshot in running.snapshots) == 1
         assert set(driver.executed) == {"echo 1 > a"}
@@ -276,7 +276,7 @@ def test_one_that_is_taken_of_a_rollout_s_only_sandbox_leaves_it_to_the_rollout(
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "sleep 9 &")
         with pytest.raises(NotFreezableError):
-            await running.attach.keep(first.tree, first.node)
+            await running.restorer.take_snapshot(first.tree, first.node)
         assert [slot.owner for slot in running.pool.roster.at(first.node)] == [first.id]
 
     warmed(tmp_path, test, warm_sandboxes=0)

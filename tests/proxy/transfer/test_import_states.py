@@ -32,7 +32,7 @@ CALLS = ["cd /root; X=1", "mkdir d; echo one > d/f", "echo two > d/g; rm d/f", "
 
 async def exported(running: Engine, task: str) -> bytes:
     found = await running.tasks.find(task)
-    await running.keeper.drain()
+    await running.capture.drain()
     running.journal.fold()
     with running.carrying.kept(found.tree) as states:
         return b"".join(running.carrying.export(task, found.tree, states))
@@ -42,7 +42,7 @@ def local(data: Path, base: Path, **settings: Any) -> Engine:
     spec = EnvironmentSpec(base=str(base), files={"/root/seed": "seed\n"})
     set_up = Settings(data=data, default_spec=spec, warm_sandboxes=0, **settings)
     running = Engine(set_up, {"local": local_driver(data / "local")})
-    running.keeper.reuse = KEEPS_ALL
+    running.snapshot_value.reuse = KEEPS_ALL
     return running
 
 
@@ -92,9 +92,9 @@ def test_a_rollout_that_leaves_an_imported_tree_restores_and_replays_nothing(
         assert [outcome for _, outcome in told] == [Outcome.HIT] * len(CALLS) + [Outcome.MISS] * 2
         assert told[-1][0]["stdout"] == "1\ntwo\nthree\ng\n"
         assert there.counts.replayed_calls == 0
-        await there.keeper.drain()
+        await there.capture.drain()
         # Nothing else holds what came.
-        there.keeper.drop_tree((await there.tasks.find("task")).tree.id)
+        there.cache.drop_tree((await there.tasks.find("task")).tree.id)
         await there.pool.close_where(lambda _: True)
         await collect_garbage(there)
         left = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
@@ -256,7 +256,7 @@ def test_states_of_another_driver_travel_too_and_are_looked_at(tmp_path: Path) -
             tree = (await here.tasks.find("task")).tree
             beside = next(node for node in tree.nodes.values() if node.snapshot is None and node is not tree.root)
             # As of a driver that can keep live processes.
-            assert here.keeper.take_in(FrozenState("memory", "processes", {}, 0, None), tree, beside, cost_s=0.0)
+            assert here.capture.adopt(FrozenState("memory", "processes", {}, 0, None), tree, beside, cost_s=0.0)
             data = await exported(here, "task")
         for folder, state in (("whole", data), ("forged", _swapped(data))):
             async with engine(tmp_path / folder) as there:

@@ -1,0 +1,111 @@
+"""Replay: run the recorded calls that lead from a sandbox's node to another one, and check what they do.
+
+Nothing is believed unseen. After each call the sandbox is compared with the record (`divergence`). If it differs:
+
+1. *Too fast.* Background processes ran beside the call, and the replay gave them less time than they had had. The
+   replay may have come before a server listened, so it is tried once more, patiently: with the recorded gaps.
+2. *Diverged.* The record does not reproduce its state. It is marked, in the store too, and never replayed again;
+   `plan_restore` looks for a way around it.
+
+Either way the sandbox is closed: its state is unknown. A call whose replay did reach its state is no longer doubtful.
+"""
+
+import time
+from enum import Enum
+from functools import partial
+
+import structlog
+
+from proxy.dialects.rule_schema import steady
+from proxy.execution.divergence import divergence, gap_s, require_conclusive
+from proxy.storage.records import RecordStore
+from proxy.telemetry.counters import Counters
+from proxy.telemetry.timing import Timing
+from proxy.tree.restore_plan import RestorePlan
+from proxy.tree.tree import Record, Tree
+from sandboxes.driver import rest
+from sandboxes.pool.pool import Pool
+from sandboxes.pool.roster import Slot
+from snapshots.cache import SnapshotCache
+
+log = structlog.get_logger()
+
+
+class ReplayResult(Enum):
+    """How a replay ended."""
+
+    REACHED = "reached"
+    """The sandbox is in the state of the target node."""
+    DIVERGED = "diverged"
+    """A call reached another state. Its record is marked, and the sandbox is closed."""
+    TOO_FAST = "too fast"
+    """A call reached another state, possibly because background processes had less time. The sandbox is closed."""
+
+
+class Replayer:
+    """Replays recorded calls in leased sandboxes."""
+
+    def __init__(self, pool: Pool, cache: SnapshotCache, records: RecordStore, counts: Counters) -> None:
+        self._pool, self._cache, self._records, self._counts = pool, cache, records, counts
+
+    async def replay(self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, *, patient: bool) -> ReplayResult:
+        """Run the calls of a plan in a sandbox at the plan's start.
+
+        Args:
+            slot: The leased sandbox. It moves along the path; if the replay fails, it is closed.
+            plan: The plan whose suffix to run.
+            tree: Tree of the plan.
+            timing: Counts the replayed calls.
+            patient: Whether to give background processes the time that they had between the recorded calls.
+
+        Raises:
+            SandboxError: The sandbox failed, or a call did not get the time or memory that it had before.
+        """
+        began = time.perf_counter()
+        try:
+            result = await self._replay(slot, plan, tree, timing, patient=patient)
+        except BaseException:
+            await self._pool.close(slot)
+            raise
+        if result is not ReplayResult.REACHED:
+            await self._pool.close(slot)
+        if plan.suffix and result is not ReplayResult.TOO_FAST:
+            self._counts.replay_s.observe(time.perf_counter() - began)
+        return result
+
+    async def _replay(
+        self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, *, patient: bool
+    ) -> ReplayResult:
+        for record in plan.suffix:
+            reason = await self._run(slot, record, tree, timing, patient=patient)
+            if reason and not patient and gap_s(record) > 0:
+                return ReplayResult.TOO_FAST
+            if reason:
+                self._mark_divergence(record, reason)
+                return ReplayResult.DIVERGED
+            record.doubtful = False
+            self._pool.roster.move(slot, record.target)
+        return ReplayResult.REACHED
+
+    async def _run(self, slot: Slot, record: Record, tree: Tree, timing: Timing, *, patient: bool) -> str:
+        """Run one recorded call; return how it differs from its record, or an empty string."""
+        assert slot.sandbox is not None
+        if patient:
+            await rest(slot.sandbox, gap_s(record))
+        start = time.perf_counter()
+        call = self._records.call(record)
+        execution = await slot.sandbox.execute(call)
+        overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
+        costs, driver = self._cache.costs, tree.spec.driver
+        costs[driver] = costs[driver].replayed(overhead_s)
+        timing.replayed_calls += 1
+        self._counts.replayed_calls += 1
+        self._counts.replayed_s += execution.seconds
+        require_conclusive(record, execution)
+        return divergence(record, execution, self._records.result(record), partial(steady, tree.spec, call))
+
+    def _mark_divergence(self, record: Record, reason: str) -> None:
+        record.reproducible = False
+        self._counts.divergences += 1
+        self._records.save_divergence(record, [])
+        log.warning("replay diverged", record=record.id, source=record.source.id, difference=reason)

@@ -1,0 +1,282 @@
+"""The snapshot cache: which snapshot belongs to which node, who holds it, and when it is evicted.
+
+1. A snapshot is attached to the node whose state it holds: `node.snapshot` is its id. A node has at most one.
+2. A restore leases the snapshot: its files stay until the restore has ended.
+3. A restore that fails counts against the snapshot. A missing or damaged one is dropped at once. One that only the
+   machine failed to restore is dropped at the second failure, and only if a replay reaches the node as well.
+4. `fit` evicts the snapshots of least value (`policy.victims`) until two byte budgets hold: one for all snapshots, and
+   one for images of live processes, which share nothing. Pinned and leased snapshots, and states that no replay
+   reaches, are never evicted.
+5. Evicting a snapshot removes its directory. The drivers free the storage that only it used (`Driver.collect`).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import structlog
+
+from sandboxes.driver import Driver, FrozenState
+from sandboxes.effects import StateDigest
+from sandboxes.errors import SandboxError, StateGoneError
+from snapshots.costs import Costs
+from snapshots.policy import Prospect, victims
+from snapshots.snapshot import Snapshot, snapshot_kind
+from snapshots.store import SnapshotStore
+
+log = structlog.get_logger()
+
+
+class StateNode(Protocol):
+    """What the snapshot rooms know of a node: the holder of at most one snapshot. `proxy.tree.tree.Node` is one.
+
+    Attributes:
+        id: Number of the node.
+        state: Digest of the state; None if it has none.
+        snapshot: Id of the attached snapshot; None without one.
+        unfreezable: Why the driver cannot freeze the state; empty if nothing is known against it.
+        detached: Whether the node has been forgotten.
+    """
+
+    @property
+    def id(self) -> int:
+        """Number of the node."""
+        ...
+
+    state: StateDigest | None
+    snapshot: str | None
+    unfreezable: str
+    detached: bool
+
+
+class SnapshotCounters(Protocol):
+    """Totals that the snapshot rooms count. `proxy.telemetry.counters.Counters` has them.
+
+    Attributes:
+        snapshots: Snapshots taken.
+        evictions: Snapshots evicted.
+    """
+
+    snapshots: int
+    evictions: int
+
+    @property
+    def freeze_s(self) -> "Durations":
+        """How long freezes took."""
+        ...
+
+    def failure(self, kind: str) -> None:
+        """Count a failure of the machine."""
+        ...
+
+
+class Durations(Protocol):
+    """Collects durations, as a histogram does."""
+
+    def observe(self, seconds: float) -> None:
+        """Add a duration."""
+        ...
+
+
+N = TypeVar("N", bound=StateNode)
+
+
+class SnapshotCache:
+    """Attaches snapshots to nodes, lends them for restores, and evicts them when their budgets are exceeded.
+
+    Attributes:
+        costs: By driver, what freezing, restoring, starting and replaying cost here (see `snapshots.costs`).
+        used_bytes: Bytes that all snapshots take, as the drivers last counted them, with what was added since.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        drivers: Mapping[str, Driver],
+        counters: SnapshotCounters,
+        *,
+        budget_bytes: int,
+        checkpoint_bytes: int,
+    ) -> None:
+        """Make a cache over the snapshots of a store.
+
+        Args:
+            store: Where the snapshots are on disk.
+            drivers: Drivers by name; they free storage that no snapshot uses.
+            counters: Where evictions are counted.
+            budget_bytes: Limit for all snapshots together.
+            checkpoint_bytes: Limit for the snapshots that hold live processes.
+        """
+        self._store, self._drivers, self._counters = store, drivers, counters
+        self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
+        self._failures: Counter[str] = Counter()
+        self.used_bytes = 0
+        # A tree may be older than the settings that turned its driver off, so any name has costs.
+        self.costs = defaultdict(Costs, dict.fromkeys(drivers, Costs()))
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the snapshots that hold live processes."""
+        return sum(snapshot.size_bytes for snapshot in self._store if snapshot.kind == "processes")
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that the budget for all snapshots has left."""
+        return max(0, self._budget_bytes - self.used_bytes)
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether `fit` has something to evict."""
+        return self.used_bytes > self._budget_bytes or self.checkpoint_bytes > self._checkpoint_bytes
+
+    def of(self, node: StateNode) -> Snapshot | None:
+        """Return the snapshot of a node; None if it has none."""
+        return self._store.get(node.snapshot)
+
+    def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
+        """Write a frozen state to disk. Blocking; touches nothing but the store, so it may run in a thread.
+
+        Raises:
+            OSError: The disk is full or cannot be written.
+        """
+        return self._store.save(frozen, tree=tree, node=node, cost_s=cost_s)
+
+    def load(self, snapshot: Snapshot) -> FrozenState:
+        """Read what a snapshot holds; see `SnapshotStore.load`."""
+        return self._store.load(snapshot)
+
+    def attach(self, snapshot: Snapshot, node: StateNode) -> bool:
+        """Make a saved snapshot the node's; drop it and return False if the node is forgotten or has one already."""
+        self.used_bytes += snapshot.size_bytes
+        if node.detached or node.snapshot is not None:
+            self._store.drop(snapshot)
+            return False
+        node.snapshot = snapshot.id
+        return True
+
+    def reattach(self, tree: int, nodes: Mapping[int, StateNode]) -> None:
+        """Attach the snapshots on disk to the nodes of a tree that was read back; drop those of missing nodes."""
+        for snapshot in self._store:
+            if snapshot.tree == tree:
+                node = nodes.get(snapshot.node)
+                if node is None or node.snapshot is not None:
+                    self._store.drop(snapshot)
+                else:
+                    node.snapshot = snapshot.id
+
+    @contextmanager
+    def leased(self, node: StateNode) -> Iterator[FrozenState]:
+        """Lend the snapshot of a node for a restore; it is not evicted inside the block.
+
+        Raises:
+            StateGoneError: The files of the snapshot are missing or damaged.
+            SandboxError: The files cannot be read now.
+        """
+        snapshot = self.of(node)
+        assert snapshot is not None
+        try:
+            frozen = self._store.load(snapshot)
+        except (FileNotFoundError, ValueError) as error:
+            raise StateGoneError(f"the snapshot of n{node.id} is damaged: {error}") from error
+        except OSError as error:
+            raise SandboxError(f"the snapshot of n{node.id} cannot be read: {error}") from error
+        snapshot.leases += 1
+        snapshot.uses += 1
+        try:
+            yield frozen
+        finally:
+            snapshot.leases -= 1
+
+    @contextmanager
+    def leased_all(self, tree: int) -> Iterator[list[Snapshot]]:
+        """Lend all snapshots of a tree. They are not evicted inside the block, but go with a node that is forgotten."""
+        snapshots = [snapshot for snapshot in self._store if snapshot.tree == tree]
+        for snapshot in snapshots:
+            snapshot.leases += 1
+        try:
+            yield snapshots
+        finally:
+            for snapshot in snapshots:
+                snapshot.leases -= 1
+
+    def restored(self, node: StateNode, seconds: float) -> None:
+        """Note how long a restore of the node's snapshot took."""
+        snapshot = self.of(node)
+        if snapshot is not None:
+            snapshot.restore_s = seconds
+            self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(snapshot_kind(snapshot), seconds)
+
+    def failed(self, node: StateNode, error: SandboxError, *, reproducible: bool) -> None:
+        """Note that a restore of the node's snapshot failed, and drop the snapshot if it is of no further use.
+
+        Args:
+            node: The node whose snapshot was restored.
+            error: Why the restore failed.
+            reproducible: Whether the node can be reached without its snapshot. If not, the snapshot stays: the machine
+                may recover.
+        """
+        snapshot = self.of(node)
+        if snapshot is None:
+            return
+        self._failures[snapshot.id] += 1
+        failed_again = self._failures[snapshot.id] > 1
+        if isinstance(error, StateGoneError) or (failed_again and reproducible):
+            self.drop(node)
+
+    def drop(self, node: StateNode) -> None:
+        """Remove the snapshot of a node."""
+        snapshot = self.of(node)
+        node.snapshot = None
+        if snapshot is not None:
+            self._failures.pop(snapshot.id, None)
+            self._store.drop(snapshot)
+
+    def drop_tree(self, tree: int) -> None:
+        """Remove every snapshot of a tree."""
+        for snapshot in self._store:
+            if snapshot.tree == tree:
+                self._store.drop(snapshot)
+
+    async def fit(
+        self, find: Callable[[int, int], N | None], prospect: Callable[[Snapshot, N | None], Prospect]
+    ) -> int:
+        """Evict snapshots until both budgets hold, free what no snapshot uses, and return how many were evicted.
+
+        Args:
+            find: Returns the node of a tree id and a node id; None if it has been forgotten.
+            prospect: Returns what is known of a snapshot's worth at its node.
+        """
+
+        def evict(snapshots: list[Snapshot], excess_bytes: int) -> int:
+            chosen = victims([prospect(s, find(s.tree, s.node)) for s in snapshots], excess_bytes=excess_bytes)
+            for name in chosen:
+                self._evict(name, find)
+            return len(chosen)
+
+        images = [snapshot for snapshot in self._store if snapshot.kind == "processes"]
+        evicted = evict(images, sum(image.size_bytes for image in images) - self._checkpoint_bytes)
+        self.used_bytes = await self._collect()
+        # Snapshots share storage, so only the drivers know what an eviction freed: count again after each round.
+        while self.used_bytes > self._budget_bytes:
+            count = evict(list(self._store), self.used_bytes - self._budget_bytes)
+            if not count:
+                log.warning("snapshots exceed their budget, and none may be evicted", bytes=self.used_bytes)
+                break
+            evicted += count
+            self.used_bytes = await self._collect()
+        self._counters.evictions += evicted
+        return evicted
+
+    def _evict(self, name: str, find: Callable[[int, int], StateNode | None]) -> None:
+        snapshot = self._store.get(name)
+        if snapshot is not None:
+            node = find(snapshot.tree, snapshot.node)
+            if node is not None and node.snapshot == name:
+                node.snapshot = None
+            self._store.drop(snapshot)
+
+    async def _collect(self) -> int:
+        """Have the drivers free storage that no snapshot uses; return the bytes that remain."""
+        parts = [part for snapshot in self._store for part in snapshot.parts]
+        return sum([await driver.collect(parts) for driver in self._drivers.values()])

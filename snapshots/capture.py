@@ -1,0 +1,165 @@
+"""Capture: a sandbox's state becomes a snapshot while the agent thinks.
+
+1. A call has been answered, and its sandbox is leased at a node worth keeping. `give_back` turns the lease into a
+   freeze without a moment between, so that no call can change the state first.
+2. The freeze starts `FREEZE_DELAY_S` later, or as soon as a call waits for the sandbox or its room.
+3. The driver freezes the state (`Sandbox.freeze`), and the snapshot is written to disk in a thread: hits do not wait.
+4. The snapshot is attached to the node (`cache.attach`), and the sandbox is idle again, in the same state.
+
+A state that the driver refuses to freeze is never tried again: `node.unfreezable` says why. A snapshot that cannot be
+written costs nothing but the snapshot. A sandbox that fails while it is frozen is closed; its state is then reached by
+replay.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Generic, Protocol
+
+import structlog
+
+from sandboxes.driver import FrozenState, Sandbox
+from sandboxes.effects import StateDigest
+from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.pool.pool import Pool
+from sandboxes.pool.roster import Slot
+from sandboxes.task_owner import TaskOwner
+from snapshots.cache import N, SnapshotCache, SnapshotCounters, StateNode
+from snapshots.snapshot import snapshot_kind
+
+log = structlog.get_logger()
+
+FREEZE_DELAY_S = 0.02
+"""How long a freeze is put off if no call wants the sandbox.
+
+Drivers move what a call wrote into a layer of its own within 5 ms after it anyway. A freeze before that waits for it
+and delays other answers meanwhile; a freeze after it takes 0.1 ms (measured with `local`). Halved, some freezes still
+come too early, and what is learnt of their cost is too high. Doubled, a fast agent's next call hurries more of them.
+"""
+
+
+class StateTree(Protocol):
+    """What the snapshot rooms know of a tree. `proxy.tree.tree.Tree` is one."""
+
+    id: int
+
+    @property
+    def root(self) -> StateNode:
+        """Node of the root state."""
+        ...
+
+    def set_root_state(self, state: StateDigest | None) -> None:
+        """Give the root its digest, which is first known when a sandbox in the root state is frozen."""
+        ...
+
+
+class Capture(Generic[N]):
+    """Freezes sandboxes into snapshots."""
+
+    def __init__(
+        self, cache: SnapshotCache, pool: Pool, counters: SnapshotCounters, save_node: Callable[[N], None]
+    ) -> None:
+        """Capture sandboxes of a pool for a cache.
+
+        Args:
+            cache: Attaches the snapshots to their nodes.
+            pool: Has the leases on the sandboxes.
+            counters: Where snapshots and failures are counted.
+            save_node: Writes a tree's root to the store once its digest is known.
+        """
+        self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
+        self._freezes = TaskOwner()
+
+    async def give_back(self, slot: Slot, tree: StateTree, node: N, *, freeze: bool) -> None:
+        """End the lease on a sandbox.
+
+        Args:
+            slot: The leased sandbox.
+            tree: Tree of the node.
+            node: Node whose state the sandbox is in.
+            freeze: Whether to freeze the state in the background first.
+        """
+        if not freeze:
+            await self._pool.release(slot)
+            return
+        self._pool.begin_freeze(slot)
+        self._freezes.spawn("freeze", self._freeze_later(slot, tree, node))
+
+    async def freeze_leased(self, slot: Slot, tree: StateTree, node: N) -> bool:
+        """Freeze a leased sandbox now, end its lease, and return whether the node has a snapshot.
+
+        Raises:
+            NotFreezableError: The driver cannot freeze the state; the node remembers why, and the sandbox is idle.
+            SandboxError, OSError: The sandbox failed, and is closed.
+        """
+        self._pool.begin_freeze(slot)
+        async with self._pool.freezing(slot) as sandbox:
+            refusal = await self._freeze(sandbox, tree, node)
+        # Raised outside the block, which closes the sandbox on any error.
+        if refusal is not None:
+            raise refusal
+        return node.snapshot is not None
+
+    async def freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> None:
+        """Freeze a sandbox into a snapshot of the node. If the snapshot cannot be written, the node goes without one.
+
+        Raises:
+            NotFreezableError: The driver cannot freeze the state.
+            SandboxError, OSError: The sandbox failed.
+        """
+        start = time.perf_counter()
+        frozen = await sandbox.freeze()
+        freeze_s = time.perf_counter() - start
+        self._counters.freeze_s.observe(freeze_s)
+        if node is tree.root and node.state is None:
+            tree.set_root_state(frozen.state)
+            self._save_node(node)
+        try:
+            # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
+            snapshot = await asyncio.to_thread(self._cache.save, frozen, tree=tree.id, node=node.id, cost_s=freeze_s)
+        except OSError as error:
+            self._report(node, error)
+            return
+        # The root is frozen on the way to an answer, right after the set-up: its cost says nothing about other states.
+        if node is not tree.root:
+            costs, driver = self._cache.costs, snapshot.driver
+            costs[driver] = costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
+        self._counters.snapshots += 1
+        self._cache.attach(snapshot, node)
+
+    def adopt(self, frozen: FrozenState, tree: StateTree, node: N, *, cost_s: float) -> bool:
+        """Make a state from another machine the snapshot of a node; return False if the node goes without. Blocking."""
+        if node.detached or node.snapshot is not None:
+            return False
+        try:
+            return self._cache.attach(self._cache.save(frozen, tree=tree.id, node=node.id, cost_s=cost_s), node)
+        except OSError as error:
+            self._report(node, error)
+            return False
+
+    async def drain(self) -> None:
+        """Wait for the freezes in progress, without their delay."""
+        while self._freezes:
+            self._pool.flush_pending_freezes()
+            await asyncio.wait(tuple(self._freezes))
+
+    async def _freeze_later(self, slot: Slot, tree: StateTree, node: N) -> None:
+        try:
+            async with self._pool.freezing(slot, after_s=FREEZE_DELAY_S) as sandbox:
+                await self._freeze(sandbox, tree, node)
+        except (SandboxError, OSError) as error:
+            self._report(node, error)
+
+    async def _freeze(self, sandbox: Sandbox, tree: StateTree, node: N) -> NotFreezableError | None:
+        """Freeze a sandbox; return why its state cannot be frozen, or None."""
+        try:
+            await self.freeze(sandbox, tree, node)
+        except NotFreezableError as refusal:
+            # The reason is a property of the state: no other sandbox at this node is tried.
+            node.unfreezable = str(refusal)
+            return refusal
+        return None
+
+    def _report(self, node: N, error: Exception) -> None:
+        self._counters.failure("freeze")
+        log.warning("freeze failed", node=node.id, error=str(error))
