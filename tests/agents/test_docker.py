@@ -1,4 +1,4 @@
-"""Docker's own clients, unmodified, before Forkpoint: the SDK, the command line, and what no client should send."""
+"""Docker's own clients, unmodified: the SDK, the command line, and requests that no client should send."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture
 def task(proxy: Proxy, request: pytest.FixtureRequest) -> str:
-    """A task of its own for each test."""
+    """Create a task for the test."""
     name = str(request.node.name.split("[")[0][-80:])
     proxy.put(name, workdir="/root")
     return name
@@ -43,74 +43,82 @@ def task(proxy: Proxy, request: pytest.FixtureRequest) -> str:
 
 @contextmanager
 def sdk(proxy: Proxy, task: str, rollout: str = "") -> Iterator[docker.DockerClient]:
-    """A client of docker-py at a task's endpoint."""
-    with closing(docker.DockerClient(base_url=f"tcp://{place(proxy, task, rollout)}", timeout=30)) as client:
+    """Open a client of Docker's SDK at a task's endpoint."""
+    with closing(docker.DockerClient(base_url=f"tcp://{docker_host(proxy, task, rollout)}", timeout=30)) as client:
         yield client
 
 
-def place(proxy: Proxy, task: str, rollout: str = "") -> str:
+def docker_host(proxy: Proxy, task: str, rollout: str = "") -> str:
+    """Return the address that Docker's clients connect to."""
     inner = f"/r/{rollout}" if rollout else ""
     return f"{proxy.address[0]}:{proxy.address[1]}/t/{task}{inner}/docker"
 
 
 def outcomes(proxy: Proxy, task: str, rollout: str) -> list[str]:
-    found = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
-    return [step["outcome"] for step in found]
+    steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
+    return [step["outcome"] for step in steps]
 
 
 # -- the SDK ---------------------------------------------------------------------------------------------------------
 
 
-def test_containers_of_one_task_are_rollouts_that_share_what_they_have_in_common(proxy: Proxy, task: str) -> None:
+def test_containers_share_equal_calls(proxy: Proxy, task: str) -> None:
+    """Three containers of a task run the same commands once, and then have files of their own."""
     with sdk(proxy, task) as client:
-        boxes = [
+        containers = [
             client.containers.run("any:1", "sleep infinity", detach=True, name=f"agent-{n}", environment={"X": "1"})
             for n in range(3)
         ]
         assert not proxy.engine.pool.roster.slots, "a container starts nothing before its first miss"
-        for n, box in enumerate(boxes):
-            told = box.exec_run(
+        for n, container in enumerate(containers):
+            result = container.exec_run(
                 ["sh", "-c", "echo $X; echo err >&2; head -c 4 /dev/urandom | od -An -tx1 >drawn"], demux=True
             )
-            assert [told.exit_code, *told.output] == [0, b"1\n", b"err\n"]
-            assert box.exec_run("cat drawn").exit_code == 0
-            box.exec_run(["sh", "-c", f"echo {n} > own"])
-        for n, box in enumerate(boxes):
-            assert box.exec_run("cat own").output == f"{n}\n".encode()
-        assert [outcomes(proxy, task, str(box.id))[:2] for box in boxes[1:]] == [[HIT, HIT]] * 2
-        assert sorted(str(box.name) for box in client.containers.list()) == ["agent-0", "agent-1", "agent-2"]
-        boxes[0].remove(force=True)
+            assert [result.exit_code, *result.output] == [0, b"1\n", b"err\n"]
+            assert container.exec_run("cat drawn").exit_code == 0
+            container.exec_run(["sh", "-c", f"echo {n} > own"])
+        for n, container in enumerate(containers):
+            assert container.exec_run("cat own").output == f"{n}\n".encode()
+        assert [outcomes(proxy, task, str(container.id))[:2] for container in containers[1:]] == [[HIT, HIT]] * 2
+        assert sorted(str(container.name) for container in client.containers.list()) == [
+            "agent-0",
+            "agent-1",
+            "agent-2",
+        ]
+        containers[0].remove(force=True)
         with pytest.raises(NotFound):
             client.containers.get("agent-0")
 
 
-def test_other_create_bodies_are_other_trees(proxy: Proxy, task: str) -> None:
+def test_create_body_selects_tree(proxy: Proxy, task: str) -> None:
+    """Variables and directory of a create request are part of the environment, so they select the tree."""
     with sdk(proxy, task) as client:
         for value in ("1", "2", "1"):
-            box = client.containers.run(
+            container = client.containers.run(
                 "any:1", "sleep infinity", detach=True, environment={"X": value}, working_dir="/tmp"
             )
-            assert box.exec_run(["sh", "-c", "echo $X $PWD"]).output == f"{value} /tmp\n".encode()
+            assert container.exec_run(["sh", "-c", "echo $X $PWD"]).output == f"{value} /tmp\n".encode()
     trees = {rollout.tree.id for (name, _), rollout in proxy.engine.tasks.rollouts.items() if name == task}
     assert len(trees) == 2
 
 
-def test_archives_are_copied_in_and_out_and_count_by_their_contents(proxy: Proxy, task: str) -> None:
+def test_archives_are_shared_by_content(proxy: Proxy, task: str) -> None:
+    """`docker cp` works both ways; equal contents with other times are the same call."""
     seen = []
     for n, rollout in enumerate(("a", "b", "c")):
         with sdk(proxy, task, rollout) as client:
-            box = client.containers.run("any:1", "sleep infinity", detach=True)
+            container = client.containers.run("any:1", "sleep infinity", detach=True)
             content = b"same\n" if n < 2 else b"other\n"
-            assert box.put_archive("/tmp", packed({"in/f": content}, mtime=1000 + n))
-            told, facts = box.get_archive("/tmp/in")
-            with tarfile.open(fileobj=io.BytesIO(b"".join(told))) as archive:
+            assert container.put_archive("/tmp", packed({"in/f": content}, mtime=1000 + n))
+            chunks, description = container.get_archive("/tmp/in")
+            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
                 file = archive.extractfile("in/f")
                 assert file is not None
                 assert file.read() == content
-            assert facts is not None
-            seen.append((facts["name"], bool(facts["mode"] & 1 << 31), outcomes(proxy, task, rollout)))
+            assert description is not None
+            seen.append((description["name"], bool(description["mode"] & 1 << 31), outcomes(proxy, task, rollout)))
             with pytest.raises(NotFound, match="Could not find the file /no/such"):
-                box.get_archive("/no/such")
+                container.get_archive("/no/such")
     assert seen == [("in", True, [MISS, MISS]), ("in", True, [HIT, HIT]), ("in", True, [MISS, MISS])]
 
 
@@ -124,82 +132,90 @@ def packed(files: dict[str, bytes], *, mtime: int) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_main_command_is_the_first_call_and_its_log_is_kept(proxy: Proxy, task: str) -> None:
+def test_main_command_is_first_call(proxy: Proxy, task: str) -> None:
+    """The main command is a call of the rollout; its exit code and its log outlive it."""
     for rollout in ("a", "b"):
         with sdk(proxy, task, rollout) as client:
             assert client.containers.run("any:1", ["sh", "-c", "echo out; echo err >&2"], remove=True) == b"out\n"
-            box = client.containers.run("any:1", ["sh", "-c", "echo out; exit 4"], detach=True)
-            assert box.wait()["StatusCode"] == 4
-            assert box.logs() == b"out\n"
-            box.reload()
-            assert (box.status, box.attrs["State"]["ExitCode"]) == ("exited", 4)
+            container = client.containers.run("any:1", ["sh", "-c", "echo out; exit 4"], detach=True)
+            assert container.wait()["StatusCode"] == 4
+            assert container.logs() == b"out\n"
+            container.reload()
+            assert (container.status, container.attrs["State"]["ExitCode"]) == ("exited", 4)
             with pytest.raises(APIError, match="is not running"):
-                box.exec_run("true")
-            box.start()
-            box.wait()
-            box.remove()
+                container.exec_run("true")
+            container.start()
+            container.wait()
+            container.remove()
     assert outcomes(proxy, task, "b")[:1] == [HIT]
 
 
-def test_an_entrypoint_that_ends_in_waiting_is_shared_state(proxy: Proxy, task: str) -> None:
-    entry = ["sh", "-c", 'echo set up > /tmp/ready; exec "$@"', "entry"]
+def test_background_entrypoint_is_shared(proxy: Proxy, task: str) -> None:
+    """An entrypoint before a waiting command runs once; the second rollout restores the state that it made."""
+    entrypoint = ["sh", "-c", 'echo set up > /tmp/ready; exec "$@"', "entry"]
     for rollout in ("a", "b"):
         with sdk(proxy, task, rollout) as client:
-            box = client.containers.run("any:1", "sleep infinity", entrypoint=entry, detach=True)
-            look = "until [ -s /tmp/ready ]; do sleep 0.01; done; cat /tmp/ready"
-            assert box.exec_run(["sh", "-c", look]).output == b"set up\n"
-            box.reload()
-            assert box.status == "running"
+            container = client.containers.run("any:1", "sleep infinity", entrypoint=entrypoint, detach=True)
+            wait_for_ready = "until [ -s /tmp/ready ]; do sleep 0.01; done; cat /tmp/ready"
+            assert container.exec_run(["sh", "-c", wait_for_ready]).output == b"set up\n"
+            container.reload()
+            assert container.status == "running"
     assert outcomes(proxy, task, "b") == [HIT, HIT]
 
 
-def test_a_stopped_container_has_its_files_and_no_processes_when_it_starts_again(proxy: Proxy, task: str) -> None:
+def test_restart_keeps_files_and_ends_processes(proxy: Proxy, task: str) -> None:
+    """A stopped container that is started again has its files and none of its processes."""
     with sdk(proxy, task, "a") as client:
-        box = client.containers.run("any:1", "sleep infinity", detach=True)
-        box.exec_run(["sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo here > file"])
-        box.stop()
+        container = client.containers.run("any:1", "sleep infinity", detach=True)
+        container.exec_run(["sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo here > file"])
+        container.stop()
         assert client.containers.list() == []
-        box.start()
-        look = "cat file; grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
-        assert box.exec_run(["sh", "-c", look]).output == b"here\n0\n"
+        container.start()
+        inspect = "cat file; grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
+        assert container.exec_run(["sh", "-c", inspect]).output == b"here\n0\n"
 
 
-def test_an_image_that_nobody_gives_is_not_there(proxy: Proxy) -> None:
+def test_unknown_image_is_not_found(proxy: Proxy) -> None:
+    """Without an environment and without the container driver there is no image."""
     with sdk(proxy, "never-put") as client, pytest.raises(ImageNotFound, match="No such image: any:1"):
         client.containers.create("any:1", "sleep infinity")
 
 
-def test_names_are_taken_once_and_what_cannot_be_had_is_said(proxy: Proxy, task: str) -> None:
+def test_name_conflicts_and_missing_features_are_refused(proxy: Proxy, task: str) -> None:
+    """A name that is in use, volumes and ports are refused with Docker's status codes."""
     with sdk(proxy, task) as client:
-        box = client.containers.create("any:1", "sleep infinity", name="taken")
+        container = client.containers.create("any:1", "sleep infinity", name="taken")
         with pytest.raises(APIError) as conflict:
             client.containers.create("any:1", "sleep infinity", name="taken")
         assert conflict.value.status_code == 409
-        assert f'already in use by container "{box.id}"' in str(conflict.value)
+        assert f'already in use by container "{container.id}"' in str(conflict.value)
         for more in ({"volumes": ["/etc:/mnt"]}, {"ports": {"80/tcp": 8080}}):
             with pytest.raises(APIError) as refused:
                 client.containers.create("any:1", "sleep infinity", **more)
             assert refused.value.status_code == 400
 
 
-def test_containers_live_over_a_kill_and_a_restart_of_the_proxy() -> None:
+def test_containers_outlive_a_killed_proxy() -> None:
+    """After a kill and a restart a container goes on; its exec instances are gone, as after a daemon's restart."""
     require_sandboxes()
     with data_directory() as folder, served(folder) as running:
         httpx.put(f"{running.url}/api/v1/tasks/again", json={"workdir": "/root"}).raise_for_status()
         host = f"tcp://127.0.0.1:{running.port}/t/again/docker"
         with closing(docker.DockerClient(base_url=host)) as client:
-            box = client.containers.run("any:1", "sleep infinity", detach=True, name="agent", environment={"X": "7"})
-            box.exec_run(["sh", "-c", "echo $X > file"])
-            lost = client.api.exec_create(box.id, ["true"])["Id"]
+            container = client.containers.run(
+                "any:1", "sleep infinity", detach=True, name="agent", environment={"X": "7"}
+            )
+            container.exec_run(["sh", "-c", "echo $X > file"])
+            lost_exec = client.api.exec_create(container.id, ["true"])["Id"]
         running.kill()
         running.start()
         with closing(docker.DockerClient(base_url=host)) as client:
-            box = client.containers.get("agent")
-            assert (box.status, box.exec_run("cat file").output) == ("running", b"7\n")
-            # As after a restart of Docker's daemon.
+            container = client.containers.get("agent")
+            assert (container.status, container.exec_run("cat file").output) == ("running", b"7\n")
+            # Exec instances are kept in memory, as by Docker's daemon.
             with pytest.raises(NotFound, match="No such exec instance"):
-                client.api.exec_start(lost)
-            box.remove(force=True)
+                client.api.exec_start(lost_exec)
+            container.remove(force=True)
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
@@ -209,65 +225,72 @@ def cli(proxy: Proxy, task: str, rollout: str, *arguments: str, stdin: str = "",
     if shutil.which("docker") is None:
         assert not os.environ.get("FORKPOINT_NEEDS_DOCKER")
         pytest.skip("the docker command line is not installed")
-    own = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "DOCKER_HOST": f"tcp://{place(proxy, task, rollout)}"}
+    own = {
+        "PATH": os.environ["PATH"],
+        "HOME": "/nonexistent",
+        "DOCKER_HOST": f"tcp://{docker_host(proxy, task, rollout)}",
+    }
     return subprocess.run(
         ["docker", *arguments], env=own, input=stdin, capture_output=True, text=True, check=False, timeout=within_s
     )
 
 
-def test_the_command_line_runs_execs_copies_and_ends_containers(proxy: Proxy, task: str, tmp_path: Any) -> None:
+def test_command_line_works(proxy: Proxy, task: str, tmp_path: Any) -> None:
+    """Docker's command line runs, execs, copies and stops; the second rollout gets the same from the tree."""
     (tmp_path / "f").write_text("from outside\n")
-    told = {}
+    results = {}
     for rollout in ("a", "b"):
 
-        def said(*arguments: str, stdin: str = "", rollout: str = rollout) -> tuple[int, str, str]:
+        def docker_cli(*arguments: str, stdin: str = "", rollout: str = rollout) -> tuple[int, str, str]:
             done = cli(proxy, task, rollout, *arguments, stdin=stdin)
             return done.returncode, done.stdout, done.stderr
 
         name = f"agent-{rollout}-{os.getpid()}"
-        assert said("run", "-d", "--rm", "--name", name, "-w", "/tmp", "any:1", "sleep", "2h")[0] == 0
-        told[rollout] = [
-            said("exec", name, "sh", "-c", "pwd; echo err >&2; exit 3"),
-            said("exec", "-i", name, "tr", "a-z", "A-Z", stdin="input\n"),
-            said("exec", "-t", name, "sh", "-c", "test -t 0 && echo a terminal"),
-            said("exec", "-w", "/no/such", name, "true"),
-            said("exec", "-d", name, "sh", "-c", "echo detached > /tmp/d; sleep 1000"),
-            said("cp", str(tmp_path / "f"), f"{name}:/tmp/g"),
-            said("exec", name, "sh", "-c", "cat /tmp/g; until [ -s /tmp/d ]; do sleep 0.05; done; cat /tmp/d"),
-            said("run", "--rm", "any:1", "sh", "-c", "echo main; exit 6"),
-            said("run", "--rm", "-i", "any:1", "cat", stdin="to main\n"),
-            said("stop", name)[:1],
-            said("exec", name, "true")[:1],
+        assert docker_cli("run", "-d", "--rm", "--name", name, "-w", "/tmp", "any:1", "sleep", "2h")[0] == 0
+        results[rollout] = [
+            docker_cli("exec", name, "sh", "-c", "pwd; echo err >&2; exit 3"),
+            docker_cli("exec", "-i", name, "tr", "a-z", "A-Z", stdin="input\n"),
+            docker_cli("exec", "-t", name, "sh", "-c", "test -t 0 && echo a terminal"),
+            docker_cli("exec", "-w", "/no/such", name, "true"),
+            docker_cli("exec", "-d", name, "sh", "-c", "echo detached > /tmp/d; sleep 1000"),
+            docker_cli("cp", str(tmp_path / "f"), f"{name}:/tmp/g"),
+            docker_cli("exec", name, "sh", "-c", "cat /tmp/g; until [ -s /tmp/d ]; do sleep 0.05; done; cat /tmp/d"),
+            docker_cli("run", "--rm", "any:1", "sh", "-c", "echo main; exit 6"),
+            docker_cli("run", "--rm", "-i", "any:1", "cat", stdin="to main\n"),
+            docker_cli("stop", name)[:1],
+            docker_cli("exec", name, "true")[:1],
         ]
     chdir = 'chdir to cwd ("/no/such") set in config.json failed: no such file or directory: unknown'
-    assert told["a"] == [
+    assert results["a"] == [
         (3, "/tmp\n", "err\n"),
         (0, "INPUT\n", ""),
         (0, "a terminal\n", ""),
         (126, f"OCI runtime exec failed: exec failed: unable to start container process: {chdir}\n", ""),
         (0, "", ""),
-        (0, "", told["a"][5][2]),
+        (0, "", results["a"][5][2]),
         (0, "from outside\ndetached\n", ""),
         (6, "main\n", ""),
         (0, "to main\n", ""),
         (0,),
         (1,),
     ]
-    assert told["b"] == told["a"]
+    assert results["b"] == results["a"]
 
 
-def test_a_command_whose_client_is_killed_goes_on_and_is_recorded_for_nobody_else(proxy: Proxy, task: str) -> None:
-    def begin(rollout: str) -> None:
+def test_killed_client_detaches_its_command(proxy: Proxy, task: str) -> None:
+    """A command whose client is killed continues in the background, and its record is private to the rollout."""
+
+    def run_container(rollout: str) -> None:
         assert cli(proxy, task, rollout, "run", "-d", "--name", "box", "any:1", "sleep", "2h").returncode == 0
 
     command = ("exec", "box", "sh", "-c", "echo begun; sleep 3; echo done > /tmp/done; sleep 1000")
-    begin("a")
+    run_container("a")
     with pytest.raises(subprocess.TimeoutExpired):
         cli(proxy, task, "a", *command, within_s=1.0)
-    look = ("exec", "box", "sh", "-c", "until [ -s /tmp/done ]; do sleep 0.05; done; cat /tmp/done")
-    assert cli(proxy, task, "a", *look, within_s=20).stdout == "done\n"
+    wait_for_file = ("exec", "box", "sh", "-c", "until [ -s /tmp/done ]; do sleep 0.05; done; cat /tmp/done")
+    assert cli(proxy, task, "a", *wait_for_file, within_s=20).stdout == "done\n"
     assert outcomes(proxy, task, "a")[0] == "bypass"
-    begin("b")
+    run_container("b")
     with pytest.raises(subprocess.TimeoutExpired):
         cli(proxy, task, "b", *command, within_s=1.0)
     assert cli(proxy, task, "b", "rm", "-f", "box").returncode == 0
@@ -276,8 +299,8 @@ def test_a_command_whose_client_is_killed_goes_on_and_is_recorded_for_nobody_els
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
-def sent(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
-    """Send bytes; return all that comes back until the connection ends."""
+def send_bytes(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
+    """Send bytes; return what is received until the connection ends."""
     with socket.create_connection(proxy.address, timeout=20) as connection:
         connection.sendall(data)
         if half_close:
@@ -288,17 +311,19 @@ def sent(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
         return answer
 
 
-def started(proxy: Proxy, task: str, rollout: str, *argv: str, **more: Any) -> tuple[str, str]:
-    """Begin a container and an exec in it, by plain requests; return their ids."""
+def create_exec(proxy: Proxy, task: str, rollout: str, *argv: str, **more: Any) -> tuple[str, str]:
+    """Create a container and an exec instance by plain requests; return their IDs."""
     base = f"/t/{task}/r/{rollout}/docker"
-    box = proxy.client.post(f"{base}/containers/create", json={"Image": "any:1", "Cmd": ["sleep", "2h"]}).json()["Id"]
-    assert proxy.client.post(f"{base}/v1.41/containers/{box}/start").status_code == 204
+    container_id = proxy.client.post(
+        f"{base}/containers/create", json={"Image": "any:1", "Cmd": ["sleep", "2h"]}
+    ).json()["Id"]
+    assert proxy.client.post(f"{base}/v1.41/containers/{container_id}/start").status_code == 204
     body = {"Cmd": list(argv), "AttachStdout": True, "AttachStderr": True, **more}
-    return box, proxy.client.post(f"{base}/containers/{box}/exec", json=body).json()["Id"]
+    return container_id, proxy.client.post(f"{base}/containers/{container_id}/exec", json=body).json()["Id"]
 
 
-def start_request(task: str, rollout: str, one: str, *, headers: str = "", body: bytes = b'{"Tty":false}') -> bytes:
-    head = f"POST /t/{task}/r/{rollout}/docker/v1.41/exec/{one}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}"
+def start_request(task: str, rollout: str, exec_id: str, *, headers: str = "", body: bytes = b'{"Tty":false}') -> bytes:
+    head = f"POST /t/{task}/r/{rollout}/docker/v1.41/exec/{exec_id}/start HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}"
     return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -306,11 +331,12 @@ UPGRADE = "Connection: Upgrade\r\nUpgrade: tcp\r\n"
 
 
 @pytest.mark.parametrize(("headers", "first"), [(UPGRADE, b"HTTP/1.1 101 UPGRADED"), ("", b"HTTP/1.1 200 OK")])
-def test_new_and_old_clients_take_their_connections_over(proxy: Proxy, task: str, headers: str, first: bytes) -> None:
+def test_upgraded_and_plain_connections_become_streams(proxy: Proxy, task: str, headers: str, first: bytes) -> None:
+    """New clients request an upgrade, old ones use the response's body; stdin may come with the request or after it."""
     for rollout in (f"a{len(headers)}", f"b{len(headers)}"):
-        _, one = started(proxy, task, rollout, "sh", "-c", "cat; echo err >&2; exit 2", AttachStdin=True)
-        request = start_request(task, rollout, one, headers=headers)
-        # With the request, and after it: input is input.
+        _, exec_id = create_exec(proxy, task, rollout, "sh", "-c", "cat; echo err >&2; exit 2", AttachStdin=True)
+        request = start_request(task, rollout, exec_id, headers=headers)
+        # Stdin may arrive in one packet with the request.
         extra = b"with it, " if headers else b""
         with socket.create_connection(proxy.address, timeout=20) as connection:
             connection.sendall(request + extra)
@@ -322,31 +348,32 @@ def test_new_and_old_clients_take_their_connections_over(proxy: Proxy, task: str
                 data += chunk
         assert head.startswith(first)
         assert frames(data) == {1: b"with it, after it\n", 2: b"err\n"}
-        told = proxy.client.get(f"/t/{task}/r/{rollout}/docker/exec/{one}/json").json()
-        assert (told["ExitCode"], told["Running"]) == (2, False)
+        details = proxy.client.get(f"/t/{task}/r/{rollout}/docker/exec/{exec_id}/json").json()
+        assert (details["ExitCode"], details["Running"]) == (2, False)
         # An instance runs once.
-        assert sent(proxy, request).startswith(b"HTTP/1.1 409 ")
+        assert send_bytes(proxy, request).startswith(b"HTTP/1.1 409 ")
 
 
 def frames(data: bytes) -> dict[int, bytes]:
-    found: dict[int, bytes] = {}
+    streams: dict[int, bytes] = {}
     while data:
         kind, length = struct.unpack(">BxxxI", data[:8])
         if length:
-            found[kind] = found.get(kind, b"") + data[8 : 8 + length]
+            streams[kind] = streams.get(kind, b"") + data[8 : 8 + length]
         data = data[8 + length :]
-    return found
+    return streams
 
 
-def test_a_request_in_pieces_is_one_request(proxy: Proxy, task: str) -> None:
+def test_request_may_arrive_in_pieces(proxy: Proxy, task: str) -> None:
+    """A request that starts a stream may arrive in packets of any size."""
     for headers in (UPGRADE, ""):
         rollout = f"r{len(headers)}"
-        _, one = started(proxy, task, rollout, "echo", "hi")
+        _, exec_id = create_exec(proxy, task, rollout, "echo", "hi")
         with socket.create_connection(proxy.address, timeout=20) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            request = start_request(task, rollout, one, headers=headers)
-            for at in range(0, len(request), 40):
-                connection.sendall(request[at : at + 40])
+            request = start_request(task, rollout, exec_id, headers=headers)
+            for start in range(0, len(request), 40):
+                connection.sendall(request[start : start + 40])
             answer = b""
             while chunk := connection.recv(65536):
                 answer += chunk
@@ -355,7 +382,7 @@ def test_a_request_in_pieces_is_one_request(proxy: Proxy, task: str) -> None:
 
 BAD: dict[str, tuple[str, str, Any, int, str]] = {
     "no page": ("GET", "/no/such", None, 404, "page not found"),
-    "no page below a container": ("GET", "/containers/{box}/export", None, 404, "page not found"),
+    "no page below a container": ("GET", "/containers/{container_id}/export", None, 404, "page not found"),
     "wrong method": ("DELETE", "/version", None, 404, "page not found"),
     "too new": ("GET", "/v1.99/version", None, 400, "client version 1.99 is too new"),
     "too old": ("GET", "/v1.10/version", None, 400, "client version 1.10 is too old"),
@@ -363,92 +390,101 @@ BAD: dict[str, tuple[str, str, Any, int, str]] = {
     "a slash in a name": ("GET", "/containers/a%2Fb/json", None, 404, "No such container: a/b"),
     "out of the endpoint": ("GET", "/containers/..%2F..%2Fjson/json", None, 404, "No such container"),
     "no exec": ("GET", "/exec/nosuch/json", None, 404, "No such exec instance: nosuch"),
-    "no command": ("POST", "/containers/{box}/exec", {"Cmd": []}, 400, "No exec command specified"),
-    "words that are none": ("POST", "/containers/{box}/exec", {"Cmd": [1]}, 400, "must be a list of strings"),
-    "no JSON": ("POST", "/containers/{box}/exec", b"{", 400, "invalid JSON"),
+    "no command": ("POST", "/containers/{container_id}/exec", {"Cmd": []}, 400, "No exec command specified"),
+    "arguments that are no strings": ("POST", "/containers/{container_id}/exec", {"Cmd": [1]}, 400, "list of strings"),
+    "no JSON": ("POST", "/containers/{container_id}/exec", b"{", 400, "invalid JSON"),
     "no image": ("POST", "/containers/create", {"Cmd": ["a"]}, 400, "name an Image"),
     "bad name": ("POST", "/containers/create?name=a%20b", {"Image": "x"}, 400, "Invalid container name"),
-    "half an archive": ("PUT", "/containers/{box}/archive?path=/tmp", b"half", 400, "no whole tar archive"),
-    "nowhere": ("PUT", "/containers/{box}/archive?path=/no/such", b"", 404, "Could not find the file /no/such"),
-    "no stream": ("POST", "/exec/{one}/start", b'{"Detach": tru', 400, "invalid JSON"),
+    "half an archive": ("PUT", "/containers/{container_id}/archive?path=/tmp", b"half", 400, "no whole tar archive"),
+    "nowhere": ("PUT", "/containers/{container_id}/archive?path=/no/such", b"", 404, "Could not find the file"),
+    "no stream": ("POST", "/exec/{exec_id}/start", b'{"Detach": tru', 400, "invalid JSON"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_what_is_wrong_is_said_in_dockers_own_form_and_nothing_is_recorded(proxy: Proxy, task: str, bad: str) -> None:
-    method, path, body, status, words = BAD[bad]
-    rollout = bad.replace(" ", "-")
-    box, one = started(proxy, task, rollout, "true")
+@pytest.mark.parametrize("case", BAD)
+def test_invalid_request_has_dockers_error(proxy: Proxy, task: str, case: str) -> None:
+    """Invalid requests get an error in Docker's form, and nothing is recorded."""
+    method, path, body, status, text = BAD[case]
+    rollout = case.replace(" ", "-")
+    container_id, exec_id = create_exec(proxy, task, rollout, "true")
     content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     recorded = proxy.recorded
     answer = proxy.client.request(
-        method, f"/t/{task}/r/{rollout}/docker{path.format(box=box, one=one)}", content=content
+        method,
+        f"/t/{task}/r/{rollout}/docker{path.format(container_id=container_id, exec_id=exec_id)}",
+        content=content,
     )
     assert (answer.status_code, list(answer.json())) == (status, ["message"])
-    assert words in answer.json()["message"]
-    if bad not in {"half an archive", "nowhere"}:
+    assert text in answer.json()["message"]
+    if case not in {"half an archive", "nowhere"}:
         assert proxy.recorded == recorded
 
 
-def test_half_a_request_and_two_framings_are_nobodys_call(proxy: Proxy, task: str) -> None:
-    _, one = started(proxy, task, "a", "sh", "-c", "echo ran > /tmp/ran")
-    request = start_request(task, "a", one, headers=UPGRADE)
-    assert sent(proxy, request[:-4]) == b""
-    smuggled = start_request(task, "a", one, headers=f"{UPGRADE}Transfer-Encoding: chunked\r\n")
-    assert b"101" not in sent(proxy, smuggled)[:20]
+def test_incomplete_and_smuggled_requests_run_nothing(proxy: Proxy, task: str) -> None:
+    """A truncated request, or one with two framings, starts nothing; the instance can still be started."""
+    _, exec_id = create_exec(proxy, task, "a", "sh", "-c", "echo ran > /tmp/ran")
+    request = start_request(task, "a", exec_id, headers=UPGRADE)
+    assert send_bytes(proxy, request[:-4]) == b""
+    smuggled = start_request(task, "a", exec_id, headers=f"{UPGRADE}Transfer-Encoding: chunked\r\n")
+    assert b"101" not in send_bytes(proxy, smuggled)[:20]
     assert outcomes(proxy, task, "a") == []
-    # It is still there to be started.
-    assert sent(proxy, request).startswith(b"HTTP/1.1 101")
+    # The instance can still be started.
+    assert send_bytes(proxy, request).startswith(b"HTTP/1.1 101")
 
 
-def test_one_rollouts_containers_and_execs_are_not_anothers(proxy: Proxy, task: str) -> None:
-    box, one = started(proxy, task, "a", "true")
-    for path in (f"/containers/{box}/json", f"/exec/{one}/json"):
+def test_containers_belong_to_their_url(proxy: Proxy, task: str) -> None:
+    """A container and its execs are visible only below the URL that created it."""
+    container_id, exec_id = create_exec(proxy, task, "a", "true")
+    for path in (f"/containers/{container_id}/json", f"/exec/{exec_id}/json"):
         assert proxy.client.get(f"/t/{task}/r/a/docker{path}").status_code == 200
         assert proxy.client.get(f"/t/{task}/r/b/docker{path}").status_code == 404
         assert proxy.client.get(f"/t/{task}/docker{path}").status_code == 404
-    assert sent(proxy, start_request(task, "b", one, headers=UPGRADE)).startswith(b"HTTP/1.1 404 ")
+    assert send_bytes(proxy, start_request(task, "b", exec_id, headers=UPGRADE)).startswith(b"HTTP/1.1 404 ")
 
 
-def test_health_is_answered_at_once_for_a_task_that_nobody_knows(proxy: Proxy) -> None:
-    begun = time.monotonic()
+def test_ping_needs_no_task(proxy: Proxy) -> None:
+    """A ping is answered for a task that does not exist, and does not create it."""
+    started_at = time.monotonic()
     answer = proxy.client.get("/t/unheard-of/r/x/docker/_ping")
     assert (answer.text, answer.headers["api-version"]) == ("OK", "1.44")
-    assert time.monotonic() - begun < 0.15
+    assert time.monotonic() - started_at < 0.15
     assert proxy.client.get("/api/v1/tasks/unheard-of").status_code == 404
 
 
-def test_two_clients_of_one_rollout_are_answered_one_after_the_other(proxy: Proxy, task: str) -> None:
-    box, first = started(proxy, task, "a", "sh", "-c", "sleep 0.3; echo first >> /tmp/order")
+def test_execs_of_one_container_run_in_order(proxy: Proxy, task: str) -> None:
+    """The second of two execs at the same time waits for the first."""
+    container_id, first = create_exec(proxy, task, "a", "sh", "-c", "sleep 0.3; echo first >> /tmp/order")
     body = {"Cmd": ["sh", "-c", "echo second >> /tmp/order; cat /tmp/order"], "AttachStdout": True}
-    second = proxy.client.post(f"/t/{task}/r/a/docker/containers/{box}/exec", json=body).json()["Id"]
+    second = proxy.client.post(f"/t/{task}/r/a/docker/containers/{container_id}/exec", json=body).json()["Id"]
     with socket.create_connection(proxy.address, timeout=20) as connection:
         connection.sendall(start_request(task, "a", first, headers=UPGRADE))
         wait_until(lambda: proxy.engine.tasks.rollouts[task, "a"].waiting > 0, "it does not begin")
-        answer = sent(proxy, start_request(task, "a", second, headers=UPGRADE))
+        answer = send_bytes(proxy, start_request(task, "a", second, headers=UPGRADE))
         while connection.recv(65536):
             pass
     assert frames(answer.partition(b"\r\n\r\n")[2]) == {1: b"first\nsecond\n"}
 
 
-def test_a_log_is_followed_while_it_comes_and_its_container_lets_others_in(proxy: Proxy, task: str) -> None:
+def test_followed_log_does_not_block_execs(proxy: Proxy, task: str) -> None:
+    """A log can be followed while its main command runs, and an exec detaches that command."""
     with sdk(proxy, task, "a") as client:
-        box = client.containers.run(
+        container = client.containers.run(
             "any:1",
             ["sh", "-c", "echo one; until [ -e /tmp/go ]; do sleep 0.05; done; echo two; sleep 1000"],
             detach=True,
         )
-        told = box.logs(stream=True, follow=True)
-        assert next(told) == b"one\n"
-        # An exec while it runs: from now on it goes on by itself.
-        assert box.exec_run(["sh", "-c", "touch /tmp/go; echo in"]).output == b"in\n"
+        log = container.logs(stream=True, follow=True)
+        assert next(log) == b"one\n"
+        # The exec detaches the main command.
+        assert container.exec_run(["sh", "-c", "touch /tmp/go; echo in"]).output == b"in\n"
         assert outcomes(proxy, task, "a")[0] == "bypass"
-        box.remove(force=True)
+        container.remove(force=True)
         with pytest.raises(StopIteration):
-            next(told)
+            next(log)
 
 
-def test_the_example_runs_as_it_is(proxy: Proxy) -> None:
+def test_example_runs(proxy: Proxy) -> None:
+    """The example in the repository runs unchanged."""
     example = Path(__file__).parents[2] / "examples" / "docker_sdk" / "group.py"
     host = f"tcp://{proxy.address[0]}:{proxy.address[1]}"
     done = subprocess.run([sys.executable, str(example), host], capture_output=True, text=True, check=True, timeout=60)
