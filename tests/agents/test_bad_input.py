@@ -1,4 +1,4 @@
-"""What clients and servers do wrong: told in the protocol's own words, nothing recorded, nobody else reached."""
+"""Malformed input of clients and failures of servers: an error in the protocol's form, and nothing is recorded."""
 
 import json
 import os
@@ -32,11 +32,11 @@ def proxy() -> Iterator[Proxy]:
         yield running
 
 
-def said(proxy: Proxy, sent: bytes, *, leaves: bool = True) -> bytes:
-    """Send bytes and no more; return all that comes back."""
+def send_bytes(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
+    """Send bytes; return what is received until the connection ends."""
     with socket.create_connection(proxy.address, timeout=10) as connection:
-        connection.sendall(sent)
-        if leaves:
+        connection.sendall(data)
+        if half_close:
             connection.shutdown(socket.SHUT_WR)
         try:
             return b"".join(iter(lambda: connection.recv(65536), b""))
@@ -70,37 +70,40 @@ NOT_HTTP = {
 
 
 @pytest.mark.parametrize("case", NOT_HTTP)
-def test_a_request_that_is_none_is_refused_and_begins_nothing(proxy: Proxy, case: str) -> None:
+def test_malformed_request_begins_nothing(proxy: Proxy, case: str) -> None:
+    """Bytes that are not a valid HTTP request are refused, and no rollout begins."""
     recorded = proxy.recorded
     name = f"bad{list(NOT_HTTP).index(case)}"
-    answer = said(proxy, NOT_HTTP[case].replace(b"bad", name.encode()))
+    answer = send_bytes(proxy, NOT_HTTP[case].replace(b"bad", name.encode()))
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
     assert proxy.recorded == recorded
     assert ("t", name) not in proxy.engine.tasks.rollouts
 
 
 @pytest.mark.parametrize("method", ["TRACE", "PROPFIND", "M-SEARCH", "DELETE"])
-def test_a_method_that_a_server_does_not_know_is_its_own_business(proxy: Proxy, method: str) -> None:
+def test_unknown_method_reaches_the_server(proxy: Proxy, method: str) -> None:
+    """A method that the tool server does not know is forwarded; the server's refusal is the answer."""
     answer = proxy.client.request(method, "/t/t/r/methods/api/echo")
     assert answer.status_code == 501
     assert "Unsupported method" in answer.text
 
 
 def test_http_1_0_is_answered_and_closed(proxy: Proxy) -> None:
-    answer = said(proxy, b"GET /t/t/r/old/api/get?key=x HTTP/1.0\r\n\r\n", leaves=False)
+    """A request of HTTP/1.0 is answered, and its connection closed."""
+    answer = send_bytes(proxy, b"GET /t/t/r/old/api/get?key=x HTTP/1.0\r\n\r\n", half_close=False)
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.endswith(b'{"value": null}')
 
 
-def opened(proxy: Proxy, place: str, **more: Any) -> ClientConnection:
-    url = f"ws://{proxy.address[0]}:{proxy.address[1]}/t/t/{place}"
-    line: ClientConnection = connect(url, proxy=None, open_timeout=20, **more)
-    return line
+def opened(proxy: Proxy, path: str, **more: Any) -> ClientConnection:
+    url = f"ws://{proxy.address[0]}:{proxy.address[1]}/t/t/{path}"
+    connection: ClientConnection = connect(url, proxy=None, open_timeout=20, **more)
+    return connection
 
 
-def closing(line: ClientConnection) -> tuple[int, str]:
+def closing(connection: ClientConnection) -> tuple[int, str]:
     with pytest.raises(ConnectionClosed) as closed:
-        line.recv(30)
+        connection.recv(30)
     end = closed.value.rcvd
     return (1006, "") if end is None else (end.code, end.reason)
 
@@ -124,64 +127,70 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_frame_that_breaks_the_protocol_ends_the_connection_with_its_code(proxy: Proxy, case: str) -> None:
-    sent, code = BROKEN[case]
+def test_invalid_frame_closes_with_its_code(proxy: Proxy, case: str) -> None:
+    """A WebSocket frame that violates the protocol closes the connection with the code of RFC 6455."""
+    data, code = BROKEN[case]
     recorded = proxy.recorded
-    with opened(proxy, f"r/broken-{code}/ws/x") as line:
-        line.socket.sendall(sent)
-        assert closing(line)[0] == code
+    with opened(proxy, f"r/broken-{code}/ws/x") as connection:
+        connection.socket.sendall(data)
+        assert closing(connection)[0] == code
     assert proxy.recorded == recorded
 
 
 @pytest.mark.parametrize(
     ("header", "status"), [(b"sec-websocket-version: 12", b"4"), (b"sec-websocket-version: x", b"4")]
 )
-def test_a_handshake_of_another_version_is_refused(proxy: Proxy, header: bytes, status: bytes) -> None:
+def test_other_websocket_version_is_refused(proxy: Proxy, header: bytes, status: bytes) -> None:
+    """A WebSocket handshake with another version is refused."""
     key = b"sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
     head = b"GET /t/t/r/v/ws/x HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n" + key
-    assert said(proxy, head + header + b"\r\n\r\n").startswith(b"HTTP/1.1 " + status)
+    assert send_bytes(proxy, head + header + b"\r\n\r\n").startswith(b"HTTP/1.1 " + status)
 
 
-def test_an_upgrade_to_something_else_is_no_upgrade(proxy: Proxy) -> None:
+def test_other_upgrade_is_ignored(proxy: Proxy) -> None:
+    """A request to upgrade to another protocol is answered as an ordinary request."""
     head = b"GET /t/t/r/u/api/echo HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: h2c\r\n\r\n"
-    answer = said(proxy, head, leaves=False)
+    answer = send_bytes(proxy, head, half_close=False)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b'"upgrade"' not in answer.lower()
 
 
-def test_a_server_that_ends_when_it_is_started_is_told_to_a_websocket_too(proxy: Proxy) -> None:
+def test_failed_server_closes_websocket(proxy: Proxy) -> None:
+    """A tool server that cannot start closes the WebSocket with a reason."""
     recorded = proxy.recorded
-    with opened(proxy, "r/gone/gone/x") as line:
-        line.send("x")
-        code, reason = closing(line)
+    with opened(proxy, "r/gone/gone/x") as connection:
+        connection.send("x")
+        code, reason = closing(connection)
     assert (code, reason[:12]) == (1013, "tool-server:")
     assert "gone" in reason
     assert proxy.recorded == recorded
 
 
-def test_two_clients_on_one_rollout_have_a_connection_each_and_one_server(proxy: Proxy) -> None:
+def test_two_websockets_share_one_server(proxy: Proxy) -> None:
+    """Two clients of a rollout have a connection each, and the same server."""
     with ExitStack() as stack:
-        lines = [stack.enter_context(opened(proxy, "r/two/ws/x")) for _ in range(2)]
-        told: list[Any] = []
+        connections = [stack.enter_context(opened(proxy, "r/two/ws/x")) for _ in range(2)]
+        answers: list[Any] = []
 
-        def talk(line: ClientConnection) -> None:
+        def talk(connection: ClientConnection) -> None:
             for _ in range(5):
-                line.send("add x")
-                told.append(json.loads(line.recv(30)))
+                connection.send("add x")
+                answers.append(json.loads(connection.recv(30)))
 
-        threads = [threading.Thread(target=talk, args=(line,)) for line in lines]
+        threads = [threading.Thread(target=talk, args=(connection,)) for connection in connections]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert sorted(len(one["said"]) for one in told) == sorted([1, 2, 3, 4, 5] * 2)
-    assert sorted(len(one["shared"]) for one in told) == list(range(1, 11))
+    assert sorted(len(answer["said"]) for answer in answers) == sorted([1, 2, 3, 4, 5] * 2)
+    assert sorted(len(answer["shared"]) for answer in answers) == list(range(1, 11))
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_message_sent_nothing(proxy: Proxy) -> None:
+def test_partial_message_is_not_sent(proxy: Proxy) -> None:
+    """A client that disconnects within a message has sent nothing."""
     recorded = proxy.recorded
-    with opened(proxy, "r/half/ws/x") as line:
-        line.socket.sendall(frame(1, b"half of", final=False))
-        line.socket.sendall(frame(1, b"more than comes")[:-3])
-        line.socket.shutdown(socket.SHUT_WR)
+    with opened(proxy, "r/half/ws/x") as connection:
+        connection.socket.sendall(frame(1, b"half of", final=False))
+        connection.socket.sendall(frame(1, b"more than comes")[:-3])
+        connection.socket.shutdown(socket.SHUT_WR)
     assert proxy.recorded == recorded

@@ -1,4 +1,4 @@
-"""E2B's own SDKs, unmodified, against the proxy: three generations of the one in Python, and the one in JavaScript."""
+"""E2B's own SDKs, unmodified: three versions of the Python SDK, and the JavaScript SDK."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +23,13 @@ def sdk(version: str) -> Path:
 
 
 def urls(proxy: Proxy, task: str, rollout: str = "") -> dict[str, str]:
-    """Return the variables that lead E2B's SDKs to a task, or to one of its rollouts."""
+    """Return the environment variables that point E2B's SDKs to a task, or to one of its rollouts."""
     base = f"{proxy.url}/t/{task}{f'/r/{rollout}' if rollout else ''}/e2b"
     return {"E2B_API_URL": base, "E2B_SANDBOX_URL": base, "E2B_API_KEY": KEY}
 
 
 def plain(value: Any, part: str) -> Any:
-    """Return answers without what differs from run to run: luck, and how a rollout parts."""
+    """Return answers without what differs between runs: random numbers, and the rollout's own part."""
     if isinstance(value, dict):
         return {name: plain(member, part) for name, member in value.items()}
     if isinstance(value, list):
@@ -40,39 +40,41 @@ def plain(value: Any, part: str) -> Any:
 
 
 def steps_of(proxy: Proxy, task: str, rollout: str) -> list[dict[str, Any]]:
-    """Return the calls of a rollout, and how each was answered, in order."""
+    """Return the steps of a rollout, in order."""
     return list(proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"])
 
 
 def calls_before(proxy: Proxy, task: str, rollout: str, command: str) -> int:
-    """Return how many calls a rollout made before the one whose command begins so."""
+    """Return how many calls a rollout made before the call that contains a command."""
     steps = steps_of(proxy, task, rollout)
-    return next(at for at, step in enumerate(steps) if command in str(step["call"]["arguments"].get("argv")))
+    return next(
+        position for position, step in enumerate(steps) if command in str(step["call"]["arguments"].get("argv"))
+    )
 
 
-def together(proxy: Proxy, place: Path, script: str, task: str) -> dict[str, Any]:
-    """Run the group's first rollout alone, and then the others at once; return what each was told."""
-    told = {GROUP[0]: run(place, script, GROUP[0], env=urls(proxy, task, GROUP[0]))}
+def together(proxy: Proxy, packages_dir: Path, script: str, task: str) -> dict[str, Any]:
+    """Run the group's first rollout alone, then the others at once; return the answers of each."""
+    answers = {GROUP[0]: run(packages_dir, script, GROUP[0], env=urls(proxy, task, GROUP[0]))}
     with ThreadPoolExecutor(2) as pool:
-        runs = {part: pool.submit(run, place, script, part, env=urls(proxy, task, part)) for part in GROUP[1:]}
-        return told | {part: running.result() for part, running in runs.items()}
+        runs = {part: pool.submit(run, packages_dir, script, part, env=urls(proxy, task, part)) for part in GROUP[1:]}
+        return answers | {part: running.result() for part, running in runs.items()}
 
 
-def check_group(proxy: Proxy, place: Path, script: str, spec: dict[str, Any]) -> None:
-    """Hold a group of six that shares a prefix, and then parts, to what each would be told alone."""
+def check_group(proxy: Proxy, packages_dir: Path, script: str, spec: dict[str, Any]) -> None:
+    """Check that rollouts that share a prefix and then diverge see what each would see alone."""
     proxy.put("cached", **spec)
     proxy.put("alone", **spec, cache="never")
-    shared, alone = run(place, script, "p0", env=urls(proxy, "alone", "p0"))
-    told = together(proxy, place, script, "cached")
+    shared, alone = run(packages_dir, script, "p0", env=urls(proxy, "alone", "p0"))
+    answers = together(proxy, packages_dir, script, "cached")
     prefix = calls_before(proxy, "cached", GROUP[0], f"echo {GROUP[0]} >/work/part")
     assert prefix >= shared - 2
     for part in GROUP:
-        assert plain(told[part][1], part) == plain(alone, "p0")
-        # The same luck for all: what the prefix drew, and what a process drew, is read back after the fork.
-        assert told[part][1][:shared] == told[GROUP[0]][1][:shared]
-        drawn = told[part][1][1]["stdout"]
-        assert told[part][1][shared]["stdout"] == f"{part}\n{drawn}"
-        assert told[part][1][shared + 1]["stdout"].split()[1] in str(told[GROUP[0]][1][:shared])
+        assert plain(answers[part][1], part) == plain(alone, "p0")
+        # All share the random numbers that the prefix and its processes drew, also after the fork.
+        assert answers[part][1][:shared] == answers[GROUP[0]][1][:shared]
+        drawn = answers[part][1][1]["stdout"]
+        assert answers[part][1][shared]["stdout"] == f"{part}\n{drawn}"
+        assert answers[part][1][shared + 1]["stdout"].split()[1] in str(answers[GROUP[0]][1][:shared])
     for part in GROUP[1:]:
         steps = steps_of(proxy, "cached", part)
         assert calls_before(proxy, "cached", part, f"echo {part} >/work/part") == prefix
@@ -81,14 +83,16 @@ def check_group(proxy: Proxy, place: Path, script: str, spec: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("version", PYTHON_SDKS)
-def test_a_group_of_the_python_sdk_parts_and_each_is_told_what_it_would_be_alone(version: str) -> None:
+def test_python_sdk_group_matches_single_rollouts(version: str) -> None:
+    """Six rollouts share a prefix and then diverge; each sees what a single uncached rollout would see."""
     require_criu()
     with real_proxy(checkpoints=True) as proxy:
         check_group(proxy, sdk(version), "e2b_client.py", {})
 
 
 @pytest.mark.parametrize("driver", ["local", "container"])
-def test_a_group_of_the_javascript_sdk_does_too(driver: str) -> None:
+def test_javascript_sdk_group_matches_single_rollouts(driver: str) -> None:
+    """The same group with the JavaScript SDK, with both drivers."""
     require_criu()
     if driver == "container":
         require_docker()
@@ -98,14 +102,15 @@ def test_a_group_of_the_javascript_sdk_does_too(driver: str) -> None:
 
 
 def without_messages(value: Any) -> Any:
-    """Return answers with what was raised by its name alone."""
+    """Return answers with each exception reduced to its name."""
     if isinstance(value, dict):
         return value.get("raised", value)
     return [without_messages(item) for item in value] if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize("version", PYTHON_SDKS)
-def test_terminals_watches_polls_and_ends_of_time_are_what_the_sdk_expects_for_each_rollout(version: str) -> None:
+def test_python_sdk_rare_features_work(version: str) -> None:
+    """Terminals, watches, polls and timeouts behave as the SDK expects, for a first and for a second rollout."""
     require_criu()
     gone = "TimeoutException" if version != PYTHON_SDKS[0] else "SandboxNotRunningException"
     missing = (
@@ -129,19 +134,21 @@ def test_terminals_watches_polls_and_ends_of_time_are_what_the_sdk_expects_for_e
             assert without_messages(run(sdk(version), "e2b_more.py", env=urls(proxy, "more"))) == expected
 
 
-def test_the_sdk_for_asyncio_is_served_as_the_other_is() -> None:
+def test_asyncio_sdk_works() -> None:
+    """The SDK for asyncio sees what a single uncached rollout sees."""
     require_criu()
     with real_proxy(checkpoints=True) as proxy:
-        place = sdk(PYTHON_SDKS[0])
+        packages_dir = sdk(PYTHON_SDKS[0])
         proxy.put("alone", cache="never")
-        shared, alone = run(place, "e2b_async.py", "p0", env=urls(proxy, "alone"))
-        first, second = (run(place, "e2b_async.py", part, env=urls(proxy, "cached"))[1] for part in GROUP[:2])
+        shared, alone = run(packages_dir, "e2b_async.py", "p0", env=urls(proxy, "alone"))
+        first, second = (run(packages_dir, "e2b_async.py", part, env=urls(proxy, "cached"))[1] for part in GROUP[:2])
     assert second[:shared] == first[:shared]
     assert plain(first, "p1") == plain(second, "p2") == plain(alone, "p0")
     assert second[shared]["stdout"] == f"p2\n{first[0]['stdout']}"
 
 
-def test_the_sdk_for_javascript_has_terminals_watches_polls_and_ends_of_time_too() -> None:
+def test_javascript_sdk_rare_features_work() -> None:
+    """Terminals, watches, polls and timeouts behave as the JavaScript SDK expects."""
     require_criu()
     expected = [
         True, True, "same-same\n", True, "NotFoundError",
@@ -151,6 +158,6 @@ def test_the_sdk_for_javascript_has_terminals_watches_polls_and_ends_of_time_too
         "SandboxNotFoundError", False,
     ]  # fmt: skip
     with real_proxy(checkpoints=True) as proxy:
-        place = node_packages(f"e2b@{JS_SDK}")
+        packages_dir = node_packages(f"e2b@{JS_SDK}")
         for _ in range(2):
-            assert without_messages(run(place, "e2b_more.mjs", env=urls(proxy, "more"))) == expected
+            assert without_messages(run(packages_dir, "e2b_more.mjs", env=urls(proxy, "more"))) == expected

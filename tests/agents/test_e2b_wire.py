@@ -1,4 +1,4 @@
-"""E2B's wire as its SDKs seldom show it: severed streams, restarts, snapshots, two at once, and what is wrong."""
+"""E2B's protocol by hand: cut streams, restarts, snapshots, concurrent rollouts, invalid requests."""
 
 import base64
 import json
@@ -27,7 +27,7 @@ def proxy() -> Iterator[Proxy]:
 
 
 class Client:
-    """What an SDK does, by hand. sandbox: one to go on with; without it one is created."""
+    """Sends what an SDK sends. Without a sandbox to continue with, one is created."""
 
     def __init__(self, proxy: Answering, task: str, sandbox: str = "", **create: Any) -> None:
         self.http, self.base = proxy.client, f"/t/{task}/e2b"
@@ -43,10 +43,10 @@ class Client:
 
     @contextmanager
     def stream(self, method: str, body: bytes, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
-        """Send a request on a connection of its own, which leaving the block closes."""
-        given = {**self.headers, "content-type": connect.STREAM, **headers}
+        """Send a request on a connection of its own, which is closed at the end of the block."""
+        all_headers = {**self.headers, "content-type": connect.STREAM, **headers}
         with httpx.Client(base_url=self.http.base_url, timeout=60, trust_env=False) as own:
-            request = own.build_request("POST", f"{self.base}/{method}", content=body, headers=given)
+            request = own.build_request("POST", f"{self.base}/{method}", content=body, headers=all_headers)
             response = own.send(request, stream=True)
             assert response.status_code == 200
             try:
@@ -59,15 +59,15 @@ class Client:
         return self.stream(START, connect.envelope({"process": process}), **headers)
 
     def run(self, command: str, **headers: str) -> str:
-        """Return what a command that ends well prints."""
-        with self.start(command, **headers) as told:
-            printed, last = joined(told)
+        """Run a command that succeeds; return its output."""
+        with self.start(command, **headers) as stream:
+            printed, last = joined(stream)
         assert last == ENDED, last
         return printed
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield what the envelopes of a stream say, the last one under `last`."""
+    """Yield the messages of a stream, the last one under `last`."""
     rest = b""
     for chunk in response.iter_raw():
         rest += chunk
@@ -77,79 +77,84 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             rest = rest[5 + size :]
 
 
-def joined(told: Iterator[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Return what was printed, and the last event that says anything."""
+def joined(stream: Iterator[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the output, and the last event that is not empty."""
     printed, last = b"", dict[str, Any]()
-    for event in told:
+    for event in stream:
         printed += base64.b64decode(event.get("data", {}).get("stdout", ""))
         last = event if event != {"last": {}} else last
     return printed.decode(), last
 
 
 def calls(proxy: Answering, task: str, rollout: str) -> list[tuple[str, str]]:
-    """Return which tools a rollout called, and how each was answered."""
+    """Return the tools that a rollout called, and the outcome of each call."""
     steps = proxy.client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}").json()["steps"]
     return [(step["call"]["tool"], step["outcome"]) for step in steps]
 
 
-def test_a_start_that_is_sent_again_after_its_stream_was_cut_joins_the_first(proxy: Proxy) -> None:
+def test_retried_start_joins_the_first(proxy: Proxy) -> None:
+    """A start whose stream was cut, sent again, runs nothing twice and gets the first run's output."""
     client = Client(proxy, "again")
     command = "echo ran >>/root/runs; sleep 0.7; wc -l </root/runs"
     for _ in range(2):
-        with client.start(command) as told:
-            assert "start" in next(told)
+        with client.start(command) as stream:
+            assert "start" in next(stream)
     assert client.run(command) == "1\n"
     assert calls(proxy, "again", client.sandbox) == [("run", "miss")]
 
 
-def test_one_that_ended_while_nobody_listened_is_answered_when_it_is_sent_again(proxy: Proxy) -> None:
+def test_retry_after_the_end_is_answered(proxy: Proxy) -> None:
+    """A process that ended while its client was gone answers the retry; the next equal start is a new call."""
     client = Client(proxy, "unheard")
-    with client.start("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") as told:
-        next(told)
+    with client.start("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") as stream:
+        next(stream)
     wait_until(lambda: bool(calls(proxy, "unheard", client.sandbox)), "it does not end")
     assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") == "1\n"
     assert client.run("echo ran >>/root/runs; wc -l </root/runs; sleep 0.2") == "2\n"
 
 
-def test_a_client_that_vanishes_and_asks_for_something_else_leaves_its_process_running(proxy: Proxy) -> None:
+def test_lost_client_detaches_its_process(proxy: Proxy) -> None:
+    """A client that disconnects and then makes another call leaves its process in the background."""
     client = Client(proxy, "vanish")
-    with client.start("mkfifo /root/gate; read -r line </root/gate; echo $line >/root/told; sleep 60") as told:
-        pid = next(told)["start"]["pid"]
+    with client.start("mkfifo /root/gate; read -r line </root/gate; echo $line >/root/told; sleep 60") as stream:
+        pid = next(stream)["start"]["pid"]
     assert client.run("until [ -p /root/gate ]; do sleep 0.01; done; echo go >/root/gate") == ""
     assert client.run("until [ -s /root/told ]; do sleep 0.01; done; cat /root/told") == "go\n"
-    listed = client.call("process.Process/List").json()["processes"]
-    assert [process["pid"] for process in listed] == [pid]
+    processes = client.call("process.Process/List").json()["processes"]
+    assert [process["pid"] for process in processes] == [pid]
     assert client.call("process.Process/SendSignal", process={"pid": pid}, signal="SIGNAL_SIGKILL").json() == {}
-    with client.stream("process.Process/Connect", connect.envelope({"process": {"pid": 1}})) as told:
-        assert next(told)["last"]["error"]["code"] == "not_found"
+    with client.stream("process.Process/Connect", connect.envelope({"process": {"pid": 1}})) as stream:
+        assert next(stream)["last"]["error"]["code"] == "not_found"
 
 
-def test_output_that_comes_later_is_told_at_the_same_place_to_who_is_answered_from_the_tree(proxy: Proxy) -> None:
-    # Opened once: a second reader would meet the end of what the first writer, who has not ended yet, has written.
+def test_background_output_is_replayed_in_place(proxy: Proxy) -> None:
+    """Output of a background process reaches a second rollout at the same calls, from the tree."""
+    # The pipe is opened once: a second reader could read the end of a writer that has not closed it yet.
     command = "exec 3<>/root/gate; read -r line <&3; echo heard $line; read -r line <&3; echo and $line; exit 3"
-    told_to = []
+    seen = []
     for _ in range(2):
         client = Client(proxy, "later")
         client.run("mkfifo /root/gate")
-        with client.start(command) as told:
-            assert "start" in next(told)
+        with client.start(command) as stream:
+            assert "start" in next(stream)
             client.run("echo one >/root/gate")
-            said = [base64.b64decode(next(told)["data"]["stdout"])]
+            early = [base64.b64decode(next(stream)["data"]["stdout"])]
             client.run("echo two >/root/gate")
-            printed, last = joined(told)
-        told_to.append((said, printed, last["end"]["exitCode"], client.run("echo after")))
-        first = calls(proxy, "later", client.sandbox)
-    assert told_to == [([b"heard one\n"], "and two\n", 3, "after\n")] * 2
-    assert {outcome for _, outcome in first} == {"hit"}
-    assert [tool for tool, _ in first].count("attend") >= 2
+            printed, last = joined(stream)
+        seen.append((early, printed, last["end"]["exitCode"], client.run("echo after")))
+        steps = calls(proxy, "later", client.sandbox)
+    assert seen == [([b"heard one\n"], "and two\n", 3, "after\n")] * 2
+    assert {outcome for _, outcome in steps} == {"hit"}
+    assert [tool for tool, _ in steps].count("attend") >= 2
 
 
-def test_a_deadline_ends_one_in_the_background_too(proxy: Proxy) -> None:
+def test_deadline_ends_a_background_process(proxy: Proxy) -> None:
+    """A deadline ends the stream and the process, also when the process was detached."""
     client = Client(proxy, "overdue")
-    with client.start("sleep 30; echo late", **{"connect-timeout-ms": "600"}) as told:
-        next(told)
+    with client.start("sleep 30; echo late", **{"connect-timeout-ms": "600"}) as stream:
+        next(stream)
         assert client.run("echo more") == "more\n"
-        assert joined(told)[1]["last"]["error"]["code"] == "deadline_exceeded"
+        assert joined(stream)[1]["last"]["error"]["code"] == "deadline_exceeded"
     assert polled(partial(all_ended, client))
 
 
@@ -159,44 +164,46 @@ def send(client: Client, pid: int, data: bytes) -> httpx.Response:
     )
 
 
-def test_a_terminal_is_its_rollouts_own_and_what_came_before_it_everybodys(proxy: Proxy) -> None:
+def test_terminal_is_private_to_its_rollout(proxy: Proxy) -> None:
+    """Calls before a terminal are shared; the terminal and what follows belong to one rollout."""
     size = {"size": {"rows": 24, "cols": 80}}
     bash = {"cmd": "/bin/bash", "args": ["--norc", "-i"], "envs": {"TERM": "dumb", "PS1": ""}}
     drawn = set()
     for _ in range(2):
         client = Client(proxy, "typed")
         client.run("echo $RANDOM$RANDOM >/root/drawn")
-        with client.stream(START, connect.envelope({"process": bash, "pty": size})) as told:
-            process = {"pid": next(told)["start"]["pid"]}
+        with client.stream(START, connect.envelope({"process": bash, "pty": size})) as stream:
+            process = {"pid": next(stream)["start"]["pid"]}
             size["size"]["cols"] = 100
             assert client.call("process.Process/Update", process=process, pty=size).json() == {}
             keys = base64.b64encode(b"stty size; cat /root/drawn; cd /tmp; pwd\n").decode()
             assert client.call("process.Process/SendInput", process=process, input={"pty": keys}).json() == {}
-            heard = b""
-            while not heard.endswith(b"\r\n/tmp\r\n"):
-                heard += base64.b64decode(next(told).get("data", {}).get("pty", ""))
-            assert b"\r\n24 100\r\n" in heard
-            drawn.add(heard.split()[-2])
+            output = b""
+            while not output.endswith(b"\r\n/tmp\r\n"):
+                output += base64.b64decode(next(stream).get("data", {}).get("pty", ""))
+            assert b"\r\n24 100\r\n" in output
+            drawn.add(output.split()[-2])
             wrong = client.call("process.Process/SendInput", process=process, input={"stdin": keys})
             assert wrong.json()["code"] == "failed_precondition"
             assert client.call("process.Process/SendSignal", process=process, signal="SIGNAL_SIGKILL").json() == {}
-            assert joined(told)[1]["end"]["status"] == "signal: killed"
+            assert joined(stream)[1]["end"]["status"] == "signal: killed"
     assert len(drawn) == 1
     assert [outcome for _, outcome in calls(proxy, "typed", client.sandbox)][:2] == ["hit", "bypass"]
 
 
-def test_a_watched_directory_is_told_of_when_it_is_asked_for_and_as_it_happens(proxy: Proxy) -> None:
+def test_watch_events_are_polled_and_streamed(proxy: Proxy) -> None:
+    """Events of a watched directory reach polls and streams, each exactly once."""
     for _ in range(2):
         client = Client(proxy, "watched")
         client.run("mkdir /root/w; echo $RANDOM$RANDOM >/root/w/drawn")
         drawn = client.run("cat /root/w/drawn")
         watcher = client.call("filesystem.Filesystem/CreateWatcher", path="w").json()
         body = connect.envelope({"path": "w", "recursive": True})
-        with client.stream("filesystem.Filesystem/WatchDir", body) as told:
-            assert next(told) == {"start": {}}
+        with client.stream("filesystem.Filesystem/WatchDir", body) as stream:
+            assert next(stream) == {"start": {}}
             client.run("mkdir /root/w/sub; echo $(cat /root/w/drawn) >/root/w/sub/seen")
-            assert next(told) == {"filesystem": {"name": "sub", "type": "EVENT_TYPE_CREATE"}}
-            assert next(told)["filesystem"]["name"] == "sub/seen"
+            assert next(stream) == {"filesystem": {"name": "sub", "type": "EVENT_TYPE_CREATE"}}
+            assert next(stream)["filesystem"]["name"] == "sub/seen"
         events = [client.call("filesystem.Filesystem/GetWatcherEvents", **watcher).json()["events"] for _ in range(2)]
         assert events == [[{"name": "sub", "type": "EVENT_TYPE_CREATE"}], []]
         assert client.run("cat /root/w/sub/seen") == drawn
@@ -209,7 +216,7 @@ def test_a_watched_directory_is_told_of_when_it_is_asked_for_and_as_it_happens(p
         assert refused["code"] == code
 
 
-def is_there(client: Client) -> bool:
+def job_is_done(client: Client) -> bool:
     return client.http.get(f"{client.base}/files?path=/root/told", headers=client.headers).status_code == 200
 
 
@@ -217,80 +224,87 @@ def all_ended(client: Client) -> bool:
     return not client.call("process.Process/List").json()["processes"]
 
 
-def polled(ask: Callable[[], bool]) -> int:
-    """Return how often ask was asked until it was so."""
-    return next(count for count in range(1, 1000) if ask())
+def polled(is_done: Callable[[], bool]) -> int:
+    """Return how many polls it took until the condition was true."""
+    return next(count for count in range(1, 1000) if is_done())
 
 
-def test_what_is_written_twice_arrives_twice_though_nobody_has_read_it_yet(proxy: Proxy) -> None:
+def test_equal_writes_arrive_twice(proxy: Proxy) -> None:
+    """Two equal writes to stdin are two steps, even before the process has read the first."""
     command = "read -r line </root/gate; read -r one; read -r two; echo $one-$two"
     body = connect.envelope({"process": {"cmd": "/bin/bash", "args": ["-c", command]}, "stdin": True})
     for _ in range(2):
         client = Client(proxy, "twice")
         client.run("mkfifo /root/gate")
-        with client.stream(START, body) as told:
-            pid = next(told)["start"]["pid"]
+        with client.stream(START, body) as stream:
+            pid = next(stream)["start"]["pid"]
             for _ in range(2):
                 assert send(client, pid, b"same\n").status_code == 200
             client.run("echo go >/root/gate")
-            assert joined(told)[0] == "same-same\n"
+            assert joined(stream)[0] == "same-same\n"
     assert {outcome for _, outcome in calls(proxy, "twice", client.sandbox)} == {"hit"}
 
 
-def test_who_polls_beside_a_process_that_goes_on_by_itself_is_told_of_its_doings(proxy: Proxy) -> None:
+def test_polls_beside_a_process_make_progress(proxy: Proxy) -> None:
+    """Repeated calls beside a background process see its effects, and a second rollout gets them from the tree."""
     command = "until [ -p /root/gate ]; do sleep 0.01; done; read -r line </root/gate; sleep 0.3; echo done >/root/told"
     polls = []
     for _ in range(2):
         client = Client(proxy, "polls")
-        with client.start(command) as told:
-            next(told)
+        with client.start(command) as stream:
+            next(stream)
         client.run("mkfifo /root/gate; echo go >/root/gate")
-        polls.append((polled(partial(is_there, client)), polled(partial(all_ended, client))))
-    # Who comes the same way is told the same, as often, with no sandbox.
+        polls.append((polled(partial(job_is_done, client)), polled(partial(all_ended, client))))
+    # The second rollout needs the same number of polls and no sandbox.
     assert polls[0][0] > 1
     assert polls[0] == polls[1]
     assert {outcome for _, outcome in calls(proxy, "polls", client.sandbox)} == {"hit"}
 
 
-def test_files_that_are_looked_at_end_nothing_that_is_just_starting(proxy: Proxy) -> None:
+def test_reading_files_spares_starting_processes(proxy: Proxy) -> None:
+    """Requests for files do not disturb a process that is just starting others."""
     client = Client(proxy, "starting")
-    with client.start("for i in $(seq 60); do /bin/true || echo ended $i; done; echo all") as told:
-        next(told)
+    with client.start("for i in $(seq 60); do /bin/true || echo ended $i; done; echo all") as stream:
+        next(stream)
         while client.call("process.Process/List").json()["processes"]:
             for _ in range(5):
                 client.http.get(f"{client.base}/files?path=/root/none", headers=client.headers)
-        assert joined(told)[0] == "all\n"
+        assert joined(stream)[0] == "all\n"
 
 
-def test_two_rollouts_that_start_the_same_wait_for_one_execution_until_either_asks_for_more(proxy: Proxy) -> None:
+def test_equal_starts_share_one_execution(proxy: Proxy) -> None:
+    """Two rollouts wait for one execution, until either makes its next call: then the process is detached."""
     first, second = Client(proxy, "two"), Client(proxy, "two")
-    with first.start("sleep 600 & echo $!; wait") as told, second.start("sleep 600 & echo $!; wait") as other:
-        pid = next(told)["start"]["pid"]
-        said = base64.b64decode(next(told)["data"]["stdout"])
+    with first.start("sleep 600 & echo $!; wait") as stream, second.start("sleep 600 & echo $!; wait") as other_stream:
+        pid = next(stream)["start"]["pid"]
+        output = base64.b64decode(next(stream)["data"]["stdout"])
         assert second.run("echo more") == "more\n"
-        assert next(other)["start"]["pid"] == pid
-        assert base64.b64decode(next(other)["data"]["stdout"]) == said
+        assert next(other_stream)["start"]["pid"] == pid
+        assert base64.b64decode(next(other_stream)["data"]["stdout"]) == output
         assert first.run("echo more") == "more\n"
     assert [outcome for _, outcome in calls(proxy, "two", first.sandbox)][:2] == ["miss", "hit"]
 
 
-def test_snapshots_forks_and_pauses_are_places_in_the_tree(proxy: Proxy) -> None:
+def test_snapshots_forks_and_pauses_work(proxy: Proxy) -> None:
+    """Snapshots and forks begin at nodes of the tree, and a paused sandbox resumes where it was."""
     client = Client(proxy, "places", metadata={"of": "mine"}, envVars={"TEAM": "blue"})
     client.run("echo $RANDOM$RANDOM >/root/drawn; echo one >/root/log")
     snapshot = client.control("POST", f"/sandboxes/{client.sandbox}/snapshots", name="s").json()
     client.run("echo two >>/root/log")
-    told = client.run("cat /root/log /root/drawn; echo $TEAM")
+    output = client.run("cat /root/log /root/drawn; echo $TEAM")
     forked = client.control("POST", f"/sandboxes/{client.sandbox}/fork", count=2).json()
     for fork in forked:
         other = Client(proxy, "places", sandbox=fork["sandbox"]["sandboxID"])
-        assert other.run("cat /root/log /root/drawn; echo $TEAM") == told
+        assert other.run("cat /root/log /root/drawn; echo $TEAM") == output
     back = Client(proxy, "places", templateID=snapshot["snapshotID"])
-    assert back.run("cat /root/log /root/drawn") == told.replace("two\n", "").replace("blue\n", "")
+    assert back.run("cat /root/log /root/drawn") == output.replace("two\n", "").replace("blue\n", "")
     assert client.control("GET", "/snapshots").json() == [snapshot]
-    mine = client.control("GET", "/v2/sandboxes?metadata=of%3Dmine&state=running&limit=2")
-    assert len(mine.json()) == 2
-    rest = client.control("GET", f"/v2/sandboxes?metadata=of%3Dmine&limit=2&nextToken={mine.headers['x-next-token']}")
-    assert {one["sandboxID"] for one in mine.json() + rest.json()} == {
+    first_page = client.control("GET", "/v2/sandboxes?metadata=of%3Dmine&state=running&limit=2")
+    assert len(first_page.json()) == 2
+    last_page = client.control(
+        "GET", f"/v2/sandboxes?metadata=of%3Dmine&limit=2&nextToken={first_page.headers['x-next-token']}"
+    )
+    assert {sandbox["sandboxID"] for sandbox in first_page.json() + last_page.json()} == {
         client.sandbox, *(fork["sandbox"]["sandboxID"] for fork in forked)
     }  # fmt: skip
     path = f"/sandboxes/{client.sandbox}"
@@ -299,60 +313,69 @@ def test_snapshots_forks_and_pauses_are_places_in_the_tree(proxy: Proxy) -> None
     assert client.call("process.Process/List").json()["message"] == "The sandbox was not found"
     assert client.control("GET", path).json()["state"] == "paused"
     assert client.control("POST", f"/v2{path}/connect").status_code == 201
-    assert client.run("cat /root/log /root/drawn; echo $TEAM") == told
+    assert client.run("cat /root/log /root/drawn; echo $TEAM") == output
     assert client.control("DELETE", f"/templates/{snapshot['snapshotID']}").status_code == 204
     assert client.control("GET", "/snapshots").json() == []
     assert client.control("DELETE", path).status_code == 204
     assert client.control("DELETE", path).status_code == 404
 
 
-def test_sandboxes_and_what_was_said_of_them_outlive_a_restart(tmp_path: Path) -> None:
+def test_sandboxes_outlive_a_restart(tmp_path: Path) -> None:
+    """Sandboxes, their metadata and their variables are there after a restart."""
     require_sandboxes()
     kept = tmp_path / "data"
     kept.mkdir()
     with real_proxy(kept=kept) as before:
         client = Client(before, "lasts", envVars={"TEAM": "blue"}, metadata={"of": "mine"})
         client.run("echo $TEAM >/root/team")
-        # What nobody listens to any more does not keep the proxy from its end: it is left running.
-        with client.start("sleep 600") as told:
-            next(told)
+        # A process without a client does not delay the shutdown.
+        with client.start("sleep 600") as stream:
+            next(stream)
     with real_proxy(kept=kept) as after:
-        again = Client(after, "lasts", sandbox=client.sandbox)
-        assert again.control("GET", f"/sandboxes/{client.sandbox}").json()["metadata"] == {"of": "mine"}
-        assert again.run("cat /root/team; echo $TEAM") == "blue\nblue\n"
+        client_after = Client(after, "lasts", sandbox=client.sandbox)
+        assert client_after.control("GET", f"/sandboxes/{client.sandbox}").json()["metadata"] == {"of": "mine"}
+        assert client_after.run("cat /root/team; echo $TEAM") == "blue\nblue\n"
 
 
-def test_a_sandbox_whose_time_is_over_is_gone_for_its_client_and_the_tree_stays(proxy: Proxy) -> None:
+def test_expired_sandbox_is_gone(proxy: Proxy) -> None:
+    """A sandbox whose timeout has passed is gone for its client; the tree answers the next sandbox."""
     command = "echo begun; sleep 60"
     client = Client(proxy, "over", timeout=3600)
     path = f"/sandboxes/{client.sandbox}"
-    with client.start(command) as told:
-        next(told)
-        assert base64.b64decode(next(told)["data"]["stdout"]) == b"begun\n"
+    with client.start(command) as stream:
+        next(stream)
+        assert base64.b64decode(next(stream)["data"]["stdout"]) == b"begun\n"
         assert client.control("POST", f"{path}/timeout", timeout=7200).status_code == 204
         assert client.run("echo goes on") == "goes on\n"
         assert client.control("POST", f"{path}/timeout", timeout=0).status_code == 204
         assert client.call("process.Process/List").json()["message"] == "The sandbox was not found"
-        assert list(told)[-1]["last"]["error"]["code"] == "unavailable"
+        assert list(stream)[-1]["last"]["error"]["code"] == "unavailable"
     assert client.http.get(f"{client.base}/health", headers=client.headers).status_code == 502
-    for method, of in (("GET", path), ("POST", f"{path}/timeout"), ("POST", f"/v2{path}/connect"), ("DELETE", path)):
-        assert client.control(method, of).status_code == 404
+    for method, target in (
+        ("GET", path),
+        ("POST", f"{path}/timeout"),
+        ("POST", f"/v2{path}/connect"),
+        ("DELETE", path),
+    ):
+        assert client.control(method, target).status_code == 404
     assert client.control("GET", "/v2/sandboxes").json() == []
     again = Client(proxy, "over")
-    with again.start(command) as told:
-        next(told)
+    with again.start(command) as stream:
+        next(stream)
         assert again.run("echo goes on") == "goes on\n"
     assert {outcome for _, outcome in calls(proxy, "over", again.sandbox)} == {"hit"}
 
 
-def test_a_rollout_that_was_begun_in_another_way_has_no_end(proxy: Proxy) -> None:
+def test_other_rollouts_have_no_timeout(proxy: Proxy) -> None:
+    """A rollout that was started through another protocol is a sandbox without a timeout."""
     proxy.client.post("/t/other/r/seven/shell/exec", json={"command": "echo begun >/root/how"}).raise_for_status()
     client = Client(proxy, "other", sandbox="seven")
     assert client.control("POST", "/v2/sandboxes/seven/connect", timeout=0).status_code == 200
     assert client.run("cat /root/how") == "begun\n"
 
 
-def test_one_that_is_to_pause_then_does_and_goes_on_when_it_is_asked_if_it_was_made_so(proxy: Proxy) -> None:
+def test_expired_sandbox_may_pause_and_resume(proxy: Proxy) -> None:
+    """A sandbox created with autoPause pauses on timeout; with autoResume the next request resumes it."""
     for resumes in (False, True):
         client = Client(proxy, "pauses", timeout=3600, autoPause=True, autoResume={"enabled": resumes})
         path = f"/sandboxes/{client.sandbox}"
@@ -363,12 +386,13 @@ def test_one_that_is_to_pause_then_does_and_goes_on_when_it_is_asked_if_it_was_m
             assert client.call("process.Process/List").status_code == 502
             assert client.control("POST", f"/v2{path}/connect", timeout=60).status_code == 201
         assert client.run("cat /root/kept") == "kept\n"
-        told = client.control("GET", path).json()
-        assert told["state"] == "running"
-        assert told["lifecycle"] == {"onTimeout": "pause", "autoResume": resumes}
+        details = client.control("GET", path).json()
+        assert details["state"] == "running"
+        assert details["lifecycle"] == {"onTimeout": "pause", "autoResume": resumes}
 
 
-def test_a_url_with_a_rollout_names_the_sandbox_and_a_second_one_is_another(proxy: Proxy) -> None:
+def test_url_rollout_names_the_first_sandbox(proxy: Proxy) -> None:
+    """The first sandbox below a URL with a rollout is that rollout; a second one has a name of its own."""
     base = "/t/named/r/seven/e2b"
     first, second = (proxy.client.post(f"{base}/v2/sandboxes", json={}).json()["sandboxID"] for _ in range(2))
     assert first == "seven"
@@ -379,14 +403,16 @@ def test_a_url_with_a_rollout_names_the_sandbox_and_a_second_one_is_another(prox
     assert proxy.client.get(f"{base}/files?path=name").text == "first\n"
 
 
-def test_a_create_that_is_sent_again_gives_the_same_sandbox(proxy: Proxy) -> None:
-    given = {"idempotency-key": "k1"}
-    told = [proxy.client.post("/t/idem/e2b/v2/sandboxes", json={}, headers=given).json() for _ in range(2)]
-    assert told[0] == told[1]
-    assert Client(proxy, "idem").sandbox != told[0]["sandboxID"]
+def test_create_is_idempotent(proxy: Proxy) -> None:
+    """A create with the same idempotency key returns the same sandbox."""
+    headers = {"idempotency-key": "k1"}
+    created = [proxy.client.post("/t/idem/e2b/v2/sandboxes", json={}, headers=headers).json() for _ in range(2)]
+    assert created[0] == created[1]
+    assert Client(proxy, "idem").sandbox != created[0]["sandboxID"]
 
 
-def test_what_is_wrong_is_told_and_not_recorded(proxy: Proxy) -> None:
+def test_invalid_requests_are_not_recorded(proxy: Proxy) -> None:
+    """Invalid requests get an error in the form of their protocol, and nothing is recorded."""
     client = Client(proxy, "wrong")
     recorded = proxy.recorded
     gone = Client(proxy, "wrong", sandbox="i-never-was")
@@ -399,8 +425,8 @@ def test_what_is_wrong_is_told_and_not_recorded(proxy: Proxy) -> None:
     assert client.call("process.Process/Nothing").json()["code"] == "unimplemented"
     whole = connect.envelope({"process": {"cmd": "/bin/true"}})
     for body in (whole[:-1], b"", b"\1" + whole[1:], connect.envelope({"process": {"cmd": "x"}, "pty": {}})):
-        with client.stream(START, body) as told:
-            assert next(told)["last"]["error"]["code"] in {"invalid_argument", "unimplemented"}
+        with client.stream(START, body) as stream:
+            assert next(stream)["last"]["error"]["code"] in {"invalid_argument", "unimplemented"}
     half = b'--b\r\nContent-Disposition: form-data; name="file"; filename="/root/half"\r\n\r\nabc'
     form = {**client.headers, "content-type": "multipart/form-data; boundary=b"}
     assert client.http.post(f"{client.base}/files", content=half, headers=form).status_code == 400
@@ -409,26 +435,28 @@ def test_what_is_wrong_is_told_and_not_recorded(proxy: Proxy) -> None:
     }  # fmt: skip
     assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json={"templateID": "n999999"}).status_code == 404
     assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json={"templateID": "no-such-image"}).status_code == 404
-    for given in ({"volumeMounts": [{"name": "v", "path": "/v"}]}, {"timeout": -1}, {"envVars": {"a=": ""}}):
-        assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json=given).status_code in (400, 501)
+    for creation in ({"volumeMounts": [{"name": "v", "path": "/v"}]}, {"timeout": -1}, {"envVars": {"a=": ""}}):
+        assert proxy.client.post("/t/wrong/e2b/v2/sandboxes", json=creation).status_code in (400, 501)
     for verb in ("pause", "snapshots", "connect"):
         answer = client.control("POST", f"/sandboxes/{client.sandbox}/{verb}", memory=False)
         assert (answer.status_code, "not without" in answer.json()["message"]) == (400, True)
     assert proxy.client.post("/t/wrong/e2b/v3/templates", json={}).status_code == 501
-    # The user that is not there was looked for in the sandbox, and that is an answer like any other.
+    # The unknown user was looked up in the sandbox, so this one answer is recorded.
     assert proxy.recorded == recorded + 1
 
 
-def test_a_deadline_ends_the_command_and_is_told_as_one(proxy: Proxy) -> None:
+def test_deadline_ends_the_command(proxy: Proxy) -> None:
+    """The output before the deadline arrives, then the error; the process is killed."""
     client = Client(proxy, "deadline")
-    with client.start("sleep 0.2; echo soon; sleep 60; echo never", **{"connect-timeout-ms": "700"}) as told:
-        printed, last = joined(told)
+    with client.start("sleep 0.2; echo soon; sleep 60; echo never", **{"connect-timeout-ms": "700"}) as stream:
+        printed, last = joined(stream)
     assert (printed, last["last"]["error"]["code"]) == ("soon\n", "deadline_exceeded")
     assert client.run("ps ax | grep -c '[s]leep 60' || true") == "0\n"
 
 
-def test_a_silent_stream_says_that_all_is_well(proxy: Proxy) -> None:
+def test_silent_stream_sends_keepalives(proxy: Proxy) -> None:
+    """A stream sends keepalives while its process is silent."""
     client = Client(proxy, "alive")
-    with client.start("sleep 1.5", **{"keepalive-ping-interval": "1"}) as told:
-        kinds = [next(iter(event)) for event in told]
+    with client.start("sleep 1.5", **{"keepalive-ping-interval": "1"}) as stream:
+        kinds = [next(iter(event)) for event in stream]
     assert kinds == ["start", "keepalive", "end", "last"]

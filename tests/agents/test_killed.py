@@ -1,4 +1,4 @@
-"""A proxy killed under the agents' own protocols: ids, places and processes are there again, and no call ran twice."""
+"""The proxy is killed during calls of several protocols: IDs, states and processes return, and no call runs twice."""
 
 import threading
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from tests.machine import (
 from tests.proxy.compat.docker.test_endpoint import container, execution, start
 
 ONCE = "echo ran >>/root/runs; echo begun; sleep 2; wc -l </root/runs"
-"""What the proxy is killed in: run again where it has run, it would tell so."""
+"""The command during which the proxy is killed. Its output counts how often it has run in this state."""
 
 
 @dataclass
 class Killable:
-    """A proxy of its own, and what came from it before it was killed."""
+    """A proxy that can be killed, and the processes of its earlier lives."""
 
     machine: Proxy
     client: httpx.Client
@@ -41,18 +41,18 @@ class Killable:
         return "127.0.0.1", self.machine.port
 
     def kill(self) -> None:
-        """Kill it and start it again: what ran in its sandboxes ends with it."""
-        here = self.machine.processes()
+        """Kill the proxy and start it again. The processes in its sandboxes must end with it."""
+        processes_before = self.machine.processes()
         self.machine.kill()
-        assert here
-        wait_until(lambda: not alive(here), f"{alive(here)} outlive the proxy", within_s=5)
-        self.processes |= here
+        assert processes_before
+        wait_until(lambda: not alive(processes_before), f"{alive(processes_before)} outlive the proxy", within_s=5)
+        self.processes |= processes_before
         self.machine.start()
 
 
 @pytest.fixture(scope="module")
 def proxy() -> Iterator[Killable]:
-    """Serve; in the end nothing may be left of any of its lives."""
+    """Serve, and check at the end that no process and no control group is left."""
     require_sandboxes()
     with data_directory() as folder, served(folder) as running:
         with httpx.Client(base_url=running.url, timeout=60, trust_env=False) as client:
@@ -71,91 +71,98 @@ def cut() -> Iterator[None]:
 
 
 def walk_e2b(proxy: Killable, task: str, *, kills: bool) -> tuple[list[Any], list[tuple[str, str]]]:
-    """Return what a sandbox's client is told, and its calls but for looks at what runs: they come as output does."""
+    """Return a client's answers and its steps, without polls, which depend on timing."""
     client = Client(proxy, task, envVars={"TEAM": "blue"})
     client.run("mkfifo /root/gate; echo one >/root/log")
-    with client.start("read -r line </root/gate; echo heard $line") as told:
-        pid = next(told)["start"]["pid"]
+    with client.start("read -r line </root/gate; echo heard $line") as stream:
+        pid = next(stream)["start"]["pid"]
         client.run("echo two >>/root/log")
     if kills:
-        with cut(), client.start(ONCE) as told:
-            assert "start" in next(told)
-            assert "data" in next(told)
+        with cut(), client.start(ONCE) as stream:
+            assert "start" in next(stream)
+            assert "data" in next(stream)
             proxy.kill()
-            joined(told)
-    said: list[Any] = [client.run(ONCE)]
-    listed = client.call("process.Process/List").json()["processes"]
-    assert [process["pid"] for process in listed] == [pid]
-    with client.stream("process.Process/Connect", connect.envelope({"process": {"pid": pid}})) as told:
-        assert next(told) == {"start": {"pid": pid}}
-        said.append(client.run("echo go >/root/gate"))
-        said.append(joined(told))
-    said.append(client.run("cat /root/log /root/runs; echo $TEAM"))
+            joined(stream)
+    answers: list[Any] = [client.run(ONCE)]
+    processes = client.call("process.Process/List").json()["processes"]
+    assert [process["pid"] for process in processes] == [pid]
+    with client.stream("process.Process/Connect", connect.envelope({"process": {"pid": pid}})) as stream:
+        assert next(stream) == {"start": {"pid": pid}}
+        answers.append(client.run("echo go >/root/gate"))
+        answers.append(joined(stream))
+    answers.append(client.run("cat /root/log /root/runs; echo $TEAM"))
     steps = calls(proxy, task, client.sandbox)
-    return said, [step for step in steps if step[0] != "attend"]
+    return answers, [step for step in steps if step[0] != "attend"]
 
 
-def test_an_e2b_sandbox_and_its_processes_go_on_where_the_proxy_was_killed(proxy: Killable) -> None:
+def test_e2b_sandbox_outlives_a_killed_proxy(proxy: Killable) -> None:
+    """A sandbox and its background process continue after a kill; the retried call runs once."""
     whole = walk_e2b(proxy, "whole", kills=False)
     assert whole[0][0] == "begun\n1\n"
     assert walk_e2b(proxy, "killed", kills=True) == whole
-    # What was recorded is all there for whoever comes the same way.
+    # Everything that was recorded answers the next rollout.
     again = walk_e2b(proxy, "killed", kills=False)
     assert (again[0], {outcome for _, outcome in again[1]}) == (whole[0], {"hit"})
 
 
-def test_a_container_goes_on_where_the_proxy_was_killed(proxy: Killable) -> None:
+def test_container_outlives_a_killed_proxy(proxy: Killable) -> None:
+    """A container continues after a kill; its exec instances are gone, as after a daemon's restart."""
     proxy.client.put("/api/v1/tasks/task", json={"driver": "local"}).raise_for_status()
-    box = container(proxy, "a", Env=["X=7"])
-    # The same rollout, as another protocol's client knows it.
-    beside = Client(proxy, "task", sandbox="a")
-    assert beside.control("POST", "/sandboxes/a/pause").status_code == 204
-    assert proxy.client.post(f"/t/task/r/a/docker/containers/{box}/restart").status_code == 204
-    assert start(proxy, "a", execution(proxy, "a", box, "echo $X >/root/f")) == (101, {})
-    one = execution(proxy, "a", box, ONCE)
+    container_id = container(proxy, "a", Env=["X=7"])
+    # The same rollout is also visible through E2B's API.
+    e2b_client = Client(proxy, "task", sandbox="a")
+    assert e2b_client.control("POST", "/sandboxes/a/pause").status_code == 204
+    assert proxy.client.post(f"/t/task/r/a/docker/containers/{container_id}/restart").status_code == 204
+    assert start(proxy, "a", execution(proxy, "a", container_id, "echo $X >/root/f")) == (101, {})
+    exec_id = execution(proxy, "a", container_id, ONCE)
 
-    def hear() -> None:
-        # What an attached client is told of it: nothing, or half of it.
+    def start_exec() -> None:
+        # The attached client receives nothing, or half of the output.
         with suppress(OSError, IndexError):
-            start(proxy, "a", one)
+            start(proxy, "a", exec_id)
 
-    heard = threading.Thread(target=hear)
-    heard.start()
-    wait_until(lambda: "leased" in [box["state"] for box in proxy.machine.view("sandboxes")], "nothing runs")
+    starting = threading.Thread(target=start_exec)
+    starting.start()
+    wait_until(
+        lambda: "leased" in [container_id["state"] for container_id in proxy.machine.view("sandboxes")], "nothing runs"
+    )
     proxy.kill()
-    heard.join()
-    told = proxy.client.get(f"/t/task/r/a/docker/containers/{box[:12]}/json").json()
-    assert (told["Id"], told["State"]["Status"]) == (box, "running")
-    assert beside.control("GET", "/sandboxes/a").json()["state"] == "paused"
-    # Instances are gone with the connections that had them, as they are when a daemon is killed.
-    assert proxy.client.get(f"/t/task/r/a/docker/exec/{one}/json").status_code == 404
-    assert start(proxy, "a", execution(proxy, "a", box, ONCE)) == (101, {1: b"begun\n1\n"})
-    assert start(proxy, "a", execution(proxy, "a", box, "cat /root/f")) == (101, {1: b"7\n"})
+    starting.join()
+    details = proxy.client.get(f"/t/task/r/a/docker/containers/{container_id[:12]}/json").json()
+    assert (details["Id"], details["State"]["Status"]) == (container_id, "running")
+    assert e2b_client.control("GET", "/sandboxes/a").json()["state"] == "paused"
+    # Exec instances are kept in memory, as by Docker's daemon.
+    assert proxy.client.get(f"/t/task/r/a/docker/exec/{exec_id}/json").status_code == 404
+    assert start(proxy, "a", execution(proxy, "a", container_id, ONCE)) == (101, {1: b"begun\n1\n"})
+    assert start(proxy, "a", execution(proxy, "a", container_id, "cat /root/f")) == (101, {1: b"7\n"})
     steps = proxy.client.get("/api/v1/tasks/task/rollouts/a").json()["steps"]
     assert [(step["call"]["tool"], step["outcome"]) for step in steps] == [("run", "miss")] * 4
 
 
-def test_a_session_of_mcp_goes_on_where_the_proxy_was_killed(proxy: Killable) -> None:
+def test_mcp_sessions_outlive_a_killed_proxy(proxy: Killable) -> None:
+    """MCP sessions continue after a kill, an unused one too; an ended one stays ended."""
     proxy.client.put("/api/v1/tasks/mcp", json={"driver": "local"}).raise_for_status()
-    opened = [Agent(proxy, "/t/mcp/mcp").send("initialize", {"protocolVersion": "2025-06-18"}) for _ in range(3)]
-    agent, idle, ended = (Agent(proxy, "/t/mcp/mcp", session=one.headers["mcp-session-id"]) for one in opened)
+    responses = [Agent(proxy, "/t/mcp/mcp").send("initialize", {"protocolVersion": "2025-06-18"}) for _ in range(3)]
+    agent, idle, ended = (
+        Agent(proxy, "/t/mcp/mcp", session=response.headers["mcp-session-id"]) for response in responses
+    )
     assert agent.tool("exec", command="X=7; echo one >/root/f").status_code == 200
     assert proxy.client.delete(ended.path, headers=ended.headers).status_code == 204
-    cuts: list[bool] = []
+    cut_calls: list[bool] = []
 
-    def ask() -> None:
+    def call_tool() -> None:
         with cut():
             agent.tool("exec", command=ONCE)
-        cuts.append(True)
+        cut_calls.append(True)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    wait_until(lambda: "leased" in [box["state"] for box in proxy.machine.view("sandboxes")], "nothing runs")
+    calling = threading.Thread(target=call_tool)
+    calling.start()
+    wait_until(lambda: "leased" in [sandbox["state"] for sandbox in proxy.machine.view("sandboxes")], "nothing runs")
     proxy.kill()
-    asking.join()
-    assert cuts == [True]
+    calling.join()
+    assert cut_calls == [True]
     assert agent.tool("exec", command=ONCE).json()["result"]["structuredContent"]["stdout"] == "begun\n1\n"
     assert agent.tool("exec", command="echo $X; cat /root/f").json()["result"]["content"][0]["text"] == "7\none\n"
-    # One that had asked for nothing is a rollout all the same; one that had ended stays so.
+    # A session without calls is a rollout too; an ended session stays ended.
     assert idle.tool("exec", command="echo $X").json()["result"]["content"][0]["text"] == "\n"
     assert ended.tool("exec", command="echo $X").status_code == 404
