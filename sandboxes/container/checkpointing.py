@@ -149,7 +149,7 @@ class Freezing:
         def others() -> set[int]:
             return {pid for pid, _ in parts.house.living()} - {parts.house.pid}
 
-        if not processes.descend(others, self._top()):
+        if not processes.all_descend(others, self._top()):
             return (
                 "processes live outside the tree of the container's anchor: this machine has no tini, or it was killed"
             )

@@ -68,7 +68,7 @@ class ContainerDriver:
             SandboxError: another process uses this data directory, or no Docker daemon answers.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        self._ownership.take()
+        self._ownership.acquire()
         try:
             await asyncio.to_thread(self._get_ready)
             await self.spares.open(self._instance)

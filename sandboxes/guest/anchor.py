@@ -132,7 +132,7 @@ def _become_bash(requests: int, replies: int) -> NoReturn:
         os.setsid()
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         null = os.open("/dev/null", os.O_RDWR)
-        kernel.place_descriptors({0: null, 1: null, 2: null, _REQUESTS: requests, _REPLIES: replies})
+        kernel.arrange_descriptors({0: null, 1: null, 2: null, _REQUESTS: requests, _REPLIES: replies})
         kernel.reset_signals()
         os.execve(BASH, ["anchor", "--noprofile", "--norc", "-c", _LOOP], {})  # noqa: S606
     finally:

@@ -76,7 +76,7 @@ def _execute(program: list[str], end: int, files: list[int]) -> None:
         places = {SOCKET_FD: end, IMAGES_FD: images, KERNEL_FD: features}
         places |= {INHERITED_FD + at: fd for at, fd in enumerate(inherited)}
         null = os.open("/dev/null", os.O_RDWR)
-        kernel.place_descriptors({0: null, 1: null, 2: null, **places})
+        kernel.arrange_descriptors({0: null, 1: null, 2: null, **places})
         os.execve(program[0], program[1:], {"PATH": "/nowhere"})  # noqa: S606
     finally:
         os._exit(127)

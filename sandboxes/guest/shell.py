@@ -9,7 +9,7 @@ from typing import Any
 
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
-from sandboxes.linux.processes import descriptors, rests
+from sandboxes.linux.processes import open_descriptors, wait_until_asleep
 from sandboxes.session_types import Jobs, ShellSession
 
 _LIMITS = tuple(
@@ -195,11 +195,11 @@ class Shell:
 
         Right after its dump it still has some, until it waits for its next command.
         """
-        return not rests(self.pid, self.as_when_new)
+        return not wait_until_asleep(self.pid, self.as_when_new)
 
     def as_when_new(self) -> bool:
         """Whether its descriptors are those that it has when it waits for its first command."""
-        return descriptors(self.pid) == self.known_fds
+        return open_descriptors(self.pid) == self.known_fds
 
     def close(self) -> None:
         """Close our ends; killing is the caller's."""

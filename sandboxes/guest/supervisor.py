@@ -148,14 +148,14 @@ class Supervisor:
     def _call(self, message: Message) -> None:
         self.shells.reap()
         alive_before, free = self.alive.now, self.changes.free_bytes()
-        turns_before = processes.turns(self.alive.processes)
+        turns_before = processes.run_counts(self.alive.processes)
         started = time.perf_counter()
         answer, body = self._perform(message)
         answer["seconds"] = time.perf_counter() - started
         changed, read = answer.pop("session_changed", False), answer.pop("read", False)
         self.alive.settle()
         # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.worked(turns_before, processes.turns(self.alive.processes))
+        worked = not read and processes.ran_between(turns_before, processes.run_counts(self.alive.processes))
         came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         # A server of the spec's was waited for; others may be on their way for a while.

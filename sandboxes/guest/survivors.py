@@ -65,7 +65,7 @@ class Alive:
                 # A shell on its way may have children that are not the agent's.
                 self._shells.ready_all()
                 continue
-            if not unknown or grace.over(unknown):
+            if not unknown or grace.expired(unknown):
                 return left
             pause_s = next(pauses_s, pause_s)
             time.sleep(pause_s)

@@ -58,7 +58,7 @@ def _become_shell(slave: int, session: ShellSession | None, environment: dict[st
         os.pwrite(script, sessions.restore_script(session, workdir) + INTERACTIVE, 0)
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         places = {0: slave, 1: slave, 2: slave, sessions.RESTORE_FD: script, sessions.DUMP_FD: null}
-        kernel.place_descriptors(places)
+        kernel.arrange_descriptors(places)
         kernel.reset_signals()
         told = environment if session is None else {}
         argv = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{sessions.RESTORE_FD}", "-i"]

@@ -215,7 +215,7 @@ class Servers:
 
     def _is_over(self, server: ServerProcess) -> bool:
         """Whether a command that ended has failed, or left nobody behind to do its work."""
-        left = {pid for pid, _ in processes.living()} - self._shells.idle_pids
+        left = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not left
 
 

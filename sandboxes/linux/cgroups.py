@@ -1,4 +1,16 @@
-"""Limits for a sandbox's processes together: control groups of version 2 or 1, where we may write them."""
+"""Control groups: limits for all processes of a sandbox together, where this process may write them.
+
+Theory of operation. Linux has two versions of cgroups, and both are common:
+
+- Version 1 has a hierarchy for each controller, so a sandbox has one group for memory and one for pids.
+- Version 2 has one hierarchy. A controller is available in a group's children only if the group enables it, and a group
+  with processes of its own cannot enable it (Linux, Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
+  Constraint"). The proxy's own group has at least the proxy in it, so the root of the hierarchy, which is exempt, is
+  the second choice.
+
+The proxy makes one group for itself, and in it one for each sandbox. Where no hierarchy is writable, every method does
+nothing and the driver falls back to resource limits of single processes.
+"""
 
 import contextlib
 import os
@@ -7,10 +19,20 @@ import time
 from pathlib import Path
 
 MEMORY, PIDS = "memory", "pids"
+_SWEEP_S = 5.0
+"""Longest time that a sweep waits for killed processes. They end in milliseconds, unless they wait for a dead disk."""
+_POLL_S = 0.005
 
 
 class Cgroups:
-    """One group per sandbox below one of this instance. Without writable groups every method does nothing."""
+    """The groups of this instance.
+
+    Attributes:
+        name: The name of this instance's group.
+        version: 1 or 2; 0 before `open` found a hierarchy.
+        parents: This instance's group by controller; empty if no hierarchy is writable.
+        problem: Why no hierarchy is writable; empty if one is.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -19,19 +41,19 @@ class Cgroups:
         self.problem = ""
 
     def open(self) -> None:
-        """Make this instance's group; `problem` says why there is none."""
+        """Make this instance's group, or set `problem`."""
         try:
-            found = _find()
+            hierarchy = _find_hierarchy()
         except OSError as error:
             self.problem = str(error)
             return
-        if found is None:
+        if hierarchy is None:
             self.problem = "neither a version 2 nor a version 1 hierarchy with memory and pids is mounted"
             return
-        self.version, places = found
-        for place in places:
+        self.version, candidates = hierarchy
+        for groups in candidates:
             try:
-                self.parents = self._make_at(place)
+                self.parents = self._make_below(groups)
             except OSError as error:
                 self.problem = f"{error.filename}: {error.strerror}"
                 self.close()
@@ -39,66 +61,71 @@ class Cgroups:
                 self.problem = ""
                 return
 
-    def _make_at(self, place: dict[str, Path]) -> dict[str, Path]:
-        for kind, root in place.items():
-            parent = root / self.name
+    def _make_below(self, groups: dict[str, Path]) -> dict[str, Path]:
+        for controller, group in groups.items():
+            parent = group / self.name
             parent.mkdir(exist_ok=True)
-            self.parents[kind] = parent
+            self.parents[controller] = parent
             if self.version == 2:
-                _enable(root)
-                _enable(parent)
+                _enable_controllers(group)
+                _enable_controllers(parent)
                 return {MEMORY: parent, PIDS: parent}
         return self.parents
 
     @property
     def writable(self) -> bool:
+        """Whether sandboxes have groups."""
         return bool(self.parents)
 
     def create(self, sandbox: str) -> list[str]:
-        """Make a sandbox's groups; return the files into which its pid 1 writes itself. 0.1 ms."""
+        """Make the groups of a sandbox; return the files to which its pid 1 writes its own pid. 0.1 ms."""
         groups = {parent / sandbox for parent in self.parents.values()}
         for group in groups:
             group.mkdir(exist_ok=True)
         return sorted(str(group / "cgroup.procs") for group in groups)
 
     def limit(self, sandbox: str, *, memory_bytes: int, pids: int) -> None:
-        """Set what a sandbox's processes may use together. 0.1 ms."""
-        for kind, parent in self.parents.items():
-            # One more than agents may have: pid 1 lives there too.
-            limits = {"pids.max": pids + 1} if kind == PIDS else self._memory_limits(memory_bytes)
+        """Set what the processes of a sandbox may use together. 0.1 ms."""
+        for controller, parent in self.parents.items():
+            # pid 1 is in the group too, so agents would have one process fewer.
+            limits = {"pids.max": pids + 1} if controller == PIDS else self._memory_limits(memory_bytes)
             for name, value in limits.items():
+                # A kernel without swap accounting lacks the file of the swap limit.
                 with contextlib.suppress(FileNotFoundError):
                     (parent / sandbox / name).write_text(str(value))
 
     def _memory_limits(self, limit: int) -> dict[str, int]:
         if self.version == 1:
             return {"memory.limit_in_bytes": limit, "memory.memsw.limit_in_bytes": limit}
+        # The kernel kills one process, as on version 1, and not the whole group.
         return {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": 0}
 
     def remove(self, sandbox: str) -> bool:
-        """Remove a sandbox's groups; False while processes of it are still ending."""
-        return all(list(map(_rmdir, {parent / sandbox for parent in self.parents.values()})))
+        """Remove the groups of a sandbox; return False while some of its processes are still ending."""
+        removed = [_remove(group) for group in {parent / sandbox for parent in self.parents.values()}]
+        return all(removed)
 
     def close(self) -> None:
-        """Kill what is left in this instance's groups, and remove them."""
+        """Kill all processes in this instance's groups, and remove the groups."""
         for parent in set(self.parents.values()):
             sweep(parent)
         self.parents = {}
 
 
 def sweep(parent: Path) -> None:
-    """Kill every process in the groups below parent and remove them and it. At most 5 s."""
+    """Kill every process in the groups below a group, then remove the groups. Takes at most `_SWEEP_S`."""
     if not parent.is_dir():
         return
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + _SWEEP_S
     while time.monotonic() < deadline:
         groups = [group for group in parent.iterdir() if group.is_dir()]
         for group in groups:
             _kill_all(group)
-            _rmdir(group)
-        if not groups and _rmdir(parent):
+            _remove(group)
+        if not groups and _remove(parent):
             return
-        time.sleep(0.005)
+        # A group cannot be removed before its last process was reaped.
+        time.sleep(_POLL_S)
 
 
 def _kill_all(group: Path) -> None:
@@ -108,7 +135,7 @@ def _kill_all(group: Path) -> None:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def _rmdir(group: Path) -> bool:
+def _remove(group: Path) -> bool:
     try:
         group.rmdir()
     except FileNotFoundError:
@@ -118,48 +145,44 @@ def _rmdir(group: Path) -> bool:
     return True
 
 
-def _enable(group: Path) -> None:
+def _enable_controllers(group: Path) -> None:
     (group / "cgroup.subtree_control").write_text(f"+{MEMORY} +{PIDS}")
 
 
-def _find() -> tuple[int, list[dict[str, Path]]] | None:
-    """Return the version and the places to try, each with the group that a controller's groups are made in.
-
-    Version 2 hands controllers on only from groups without processes of their own. The one that this process is in has
-    at least this one, unless it is the hierarchy's root, which is exempt; so that is tried next.
-    """
+def _find_hierarchy() -> tuple[int, list[dict[str, Path]]] | None:
+    """Return the version and the groups to try, each by controller; None if no hierarchy has both controllers."""
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, kinds, path = line.split(":", 2)
-        for kind in kinds.split(","):
-            own[kind] = path
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            own[controller] = path
     mounts = _mounts()
-    version_1 = {kind: mounts[kind] for kind in (MEMORY, PIDS) if kind in mounts and kind in own}
+    version_1 = {name: mounts[name] for name in (MEMORY, PIDS) if name in mounts and name in own}
     if len(version_1) == 2:
-        return 1, [{kind: _below(root, own[kind]) for kind, root in version_1.items()}]
+        return 1, [{name: _own_group(mount, own[name]) for name, mount in version_1.items()}]
     if "" not in mounts or "" not in own:
         return None
-    groups = [_below(mounts[""], own[""]), mounts[""]]
+    groups = [_own_group(mounts[""], own[""]), mounts[""]]
     able = [group for group in groups if {MEMORY, PIDS} <= set((group / "cgroup.controllers").read_text().split())]
     return (2, [{MEMORY: group, PIDS: group} for group in able]) if able else None
 
 
-def _below(mount: Path, path: str) -> Path:
-    inner = mount / path.lstrip("/")
-    # In a container the path may be told from the host's point of view.
-    return inner if inner.is_dir() else mount
+def _own_group(mount: Path, path: str) -> Path:
+    group = mount / path.lstrip("/")
+    # Without a cgroup namespace, a container sees its path as the host does, and that path is not in its mount.
+    return group if group.is_dir() else mount
 
 
 def _mounts() -> dict[str, Path]:
-    """Return controller -> mount point; "" is the version 2 hierarchy."""
-    found: dict[str, Path] = {}
+    """Return the mount point of each controller; the empty name stands for the version 2 hierarchy."""
+    mounts: dict[str, Path] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        place = Path(before.split()[4])
+        mount = Path(before.split()[4])
         if kind == "cgroup2":
-            found.setdefault("", place)
+            mounts.setdefault("", mount)
         elif kind == "cgroup":
             for option in options.split(","):
-                found.setdefault(option, place)
-    return found
+                mounts.setdefault(option, mount)
+    return mounts

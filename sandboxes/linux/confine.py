@@ -1,7 +1,17 @@
-"""What a sandbox's processes may not do: capabilities, seccomp, resource limits.
+"""Confinement of a sandbox's processes: capabilities, a seccomp filter and resource limits.
 
-Docker's default profile in spirit, less CAP_NET_RAW and CAP_MKNOD; stricter where agents have no need.
-pid 1 confines itself before it runs anything, so whatever it starts is born confined.
+The rules follow Docker's default profile, without CAP_NET_RAW and CAP_MKNOD, and are stricter where agents need less.
+pid 1 confines itself before it starts any process, and a process inherits all of it.
+
+Theory of operation of the filter. seccomp runs a BPF program on each system call. The program sees `struct
+seccomp_data`: the call's number at offset 0, the architecture at offset 4, the arguments from offset 16 on. It
+checks in this order:
+
+1. The architecture, because the same number is another call in another instruction set.
+2. The x32 bit, which on x86_64 marks yet another table of numbers.
+3. clone3, whose flags lie in memory that a filter cannot read. ENOSYS makes libc fall back to clone.
+4. The refused calls, which fail with EPERM.
+5. The flags of clone, which must not make namespaces: in a new user namespace a process has every capability again.
 """
 
 import resource
@@ -11,16 +21,26 @@ from sandboxes.linux import syscalls as kernel
 
 # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT AUDIT_WRITE SETFCAP
 CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31)
+"""The capabilities that processes keep, by number (linux/capability.h)."""
 LAST_CAPABILITY = 40
+"""The highest capability of Linux 5.9 to 6.x. Older kernels have fewer, and refuse to drop those with EINVAL."""
 
-EPERM, ENOSYS = 1, 38
+EPERM, ENOSYS, EINVAL = 1, 38, 22
+# Return values and instruction codes of classic BPF (linux/seccomp.h, linux/bpf_common.h).
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_LOAD, _EQUAL, _SET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020080
+"""The flags of clone that make namespaces."""
 
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""The numbers of the architectures (linux/audit.h)."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
 _X32_BIT = 0x40000000
+_MAX_FILES = 65536
+"""The highest limit of open files that a process may give itself. Docker's is 1,048,576, which makes old programs that
+close every descriptor very slow."""
 
 # name: (x86_64, aarch64); None where that machine has no such call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
@@ -80,39 +100,42 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "quotactl_fd": (443, 443),
     "open_tree_attr": (467, 467),
 }
-_CLONE3 = 435
 
 
-def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    return struct.pack("=HBBI", code, yes, no, value)
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """Return one instruction of BPF; the jumps say how many instructions to skip."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 def program(machine: str) -> bytes:
-    """Return the BPF program that refuses what agents have no business with (pure).
-
-    EPERM for the refused; ENOSYS for clone3, whose flags a filter cannot see (libc then uses clone), and for system
-    calls of another instruction set.
-    """
+    """Return the filter for a machine, `x86_64` or `aarch64`, as a BPF program (pure). See the module for its order."""
     column = list(_AUDIT).index(machine)
     numbers = sorted(pair[column] for pair in _REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
-    foreign = _step(_RETURN, _ERRNO | ENOSYS)
-    steps = [_step(_LOAD, 4), _step(_EQUAL, _AUDIT[machine], 1, 0), foreign, _step(_LOAD, 0)]
+    unknown, refused = _instruction(_RETURN, _ERRNO | ENOSYS), _instruction(_RETURN, _ERRNO | EPERM)
+    instructions = [_instruction(_LOAD, _ARCHITECTURE_OFFSET), _instruction(_EQUAL, _AUDIT[machine], 1, 0), unknown]
+    instructions += [_instruction(_LOAD, _NUMBER_OFFSET)]
     if machine == "x86_64":
-        steps += [_step(0x35, _X32_BIT, 0, 1), foreign]
-    steps += [_step(_EQUAL, _CLONE3, 0, 1), foreign]
+        instructions += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), unknown]
+    instructions += [_instruction(_EQUAL, _CLONE3, 0, 1), unknown]
     for number in numbers:
-        steps += [_step(_EQUAL, number or 0, 0, 1), _step(_RETURN, _ERRNO | EPERM)]
-    steps += [_step(_EQUAL, _CLONE[machine], 0, 3), _step(_LOAD, 16)]
-    steps += [_step(_SET, _NEW_NAMESPACES, 0, 1), _step(_RETURN, _ERRNO | EPERM), _step(_RETURN, _ALLOW)]
-    return b"".join(steps)
+        instructions += [_instruction(_EQUAL, number or 0, 0, 1), refused]
+    instructions += [_instruction(_EQUAL, _CLONE[machine], 0, 3), _instruction(_LOAD, _FIRST_ARGUMENT_OFFSET)]
+    instructions += [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refused, _instruction(_RETURN, _ALLOW)]
+    return b"".join(instructions)
 
 
 def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None) -> None:
-    """Set what every process inherits. memory_bytes and pids are given only where no cgroup holds those limits."""
+    """Set the resource limits of this process, which every process that it starts inherits.
+
+    Args:
+        disk_bytes: The largest file.
+        memory_bytes: The address space of one process; None if a cgroup limits the memory of all together.
+        pids: The processes of one user; None if a cgroup limits them.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (disk_bytes, disk_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    ceiling = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    ceiling = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, ceiling), ceiling))
     resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
     if memory_bytes is not None:
@@ -122,7 +145,11 @@ def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None)
 
 
 def confine() -> None:
-    """Give up, for this process and all it starts, what `CAPABILITIES` and `program` do not leave. For good."""
+    """Give up every capability but `CAPABILITIES`, and every call that `program` refuses, for good.
+
+    The order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
+    CAP_SETPCAP, so both come before their preconditions are given up.
+    """
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(LAST_CAPABILITY + 1):
         if capability not in CAPABILITIES:
@@ -130,7 +157,7 @@ def confine() -> None:
     kernel.prctl(kernel.PR_CAP_AMBIENT, kernel.PR_CAP_AMBIENT_CLEAR_ALL)
     kernel.capset(sum(1 << capability for capability in CAPABILITIES))
     kernel.seccomp(program(kernel.MACHINE))
-    # Not dumpable: nobody in the sandbox may ptrace pid 1 or look through /proc/1 at its descriptors and memory.
+    # Not dumpable: no process of the sandbox can ptrace pid 1, or read its memory and descriptors through /proc/1.
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
 
@@ -139,5 +166,5 @@ def _drop_bounding(capability: int) -> None:
         kernel.prctl(kernel.PR_CAPBSET_DROP, capability)
     except OSError as error:
         # EINVAL: this kernel does not know the capability.
-        if error.errno != 22:
+        if error.errno != EINVAL:
             raise

@@ -10,17 +10,17 @@ _NAME = "lock"
 
 
 class Ownership:
-    """Of one data directory, which must be there when it is taken. The kernel ends it with the process."""
+    """An exclusive lock on a data directory. The kernel releases it when the process ends, however it ends."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
         self._lock: int | None = None
 
-    def take(self) -> None:
-        """Own the directory until `release`.
+    def acquire(self) -> None:
+        """Own the directory, which must exist, until `release`.
 
         Raises:
-            SandboxError: another process does.
+            SandboxError: Another process owns it.
         """
         lock = os.open(self._data_dir / _NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         if not _locked(lock):
@@ -31,14 +31,14 @@ class Ownership:
         self._lock = lock
 
     def release(self) -> None:
-        """Let go of the directory. Idempotent."""
+        """Release the directory. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
 
 def is_unowned(data_dir: Path) -> bool:
-    """Whether no process of this machine has a data directory, or there is none."""
+    """Return whether no process of this machine owns a data directory. True too if there is no such directory."""
     try:
         lock = os.open(data_dir / _NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a directory and all in it, also where modes are in the way; nothing happens where there is none."""
+    """Delete a directory and everything in it, even if modes forbid it. A missing directory is no error."""
 
     def retry(_function: object, name: str, _error: object) -> None:
         for folder in (Path(name).parent, Path(name)):
             with contextlib.suppress(OSError):
-                # What the tree lies in is not ours.
+                # The directory that contains the tree belongs to somebody else.
                 if not folder.is_symlink() and folder.is_relative_to(path):
                     folder.chmod(0o700)
         with contextlib.suppress(OSError):
@@ -21,6 +21,6 @@ def remove_tree(path: Path) -> None:
                 Path(name).unlink()
 
     for _ in range(5):
-        # Again where another thread was removing a part of it: that looks like an error here.
+        # Another thread may be removing a part of the tree, which looks like an error here: try again.
         if path.is_dir():
             shutil.rmtree(path, onerror=retry)

@@ -1,6 +1,8 @@
-"""Landlock: from then on a process, and all it forks, reaches no file but those below one directory.
+"""Landlock: a process confines itself, and every process that it forks, to the files below one directory.
 
-Linux 5.13 and newer; each newer version of the interface handles more kinds of access.
+Linux 5.13 and newer have it (Documentation/userspace-api/landlock.rst). A ruleset names the kinds of access that it
+handles, and handled access is denied unless a rule allows it. Newer versions of the interface know more kinds, and the
+kernel refuses rulesets with kinds that it does not know. So the version is queried first.
 """
 
 import ctypes
@@ -13,6 +15,7 @@ _ASK_VERSION, _PATH_BENEATH = 1, 1
 _WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _FIRST_VERSION = (1 << 13) - 1
+"""All kinds of access that version 1 handles."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -26,10 +29,15 @@ def _call(number: int, *arguments: object) -> int:
 
 
 def restrict_to(folder: Path) -> None:
-    """Leave this process regular files below folder, to read, write, make and remove. Needs no_new_privs.
+    """Deny this process every file except regular files below a directory, for good.
+
+    The process must have no_new_privs. Descriptors that are open already stay usable.
+
+    Args:
+        folder: Regular files below it can be read, written, made and removed, and directories listed.
 
     Raises:
-        OSError: the kernel has no Landlock.
+        OSError: The kernel has no Landlock.
     """
     version = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_ASK_VERSION))
     handled = _FIRST_VERSION

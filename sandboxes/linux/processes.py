@@ -1,4 +1,15 @@
-"""Who lives in this pid namespace, seen from its pid 1."""
+"""The processes of this pid namespace, as its pid 1 sees them.
+
+Theory of operation. The kernel offers no snapshot of all processes, so everything here reads /proc, and any process may
+end or fork between two reads. Three rules keep the answers right:
+
+1. A process is named by its pid and its start time, because pids are used again.
+2. A process that cannot be read has ended, and counts as not there.
+3. To kill many, they are stopped first, then killed, and the list is read again until it is empty.
+
+Files of /proc are read with `os.read`, which takes 5 microseconds; a file object takes more than twice as long, and
+pathlib is not loaded in pid 1.
+"""
 
 import os
 import signal
@@ -6,30 +17,42 @@ import time
 from collections.abc import Callable, Iterable
 
 Process = tuple[int, int]
-"""A pid and its start time in ticks: together they name one process, also after its pid is used again."""
+"""A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
 
 GRACE_S = 0.03
-"""How long what a command left is given to end: the right side of `> >(tee log)` outlives its command by moments."""
+"""How long a process that outlives its command may take to end before it counts as a background process.
+
+The right side of `> >(tee log)` outlives its command by moments. Each command that does leave a background process
+waits this long. Halved, busy machines see background processes where there are none, and such states cannot be frozen.
+"""
 PAUSES_S = (0.001, 0.002, 0.004, 0.008, 0.015)
-"""Between looks; the last one again and again."""
-_LONGEST_S = 1.0
-_REST_S = 5.0
-_TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
-_LOOKS = 5
+"""The pauses between two looks at such a process. After the last one, it repeats."""
+_MAX_GRACE_S = 1.0
+"""Longest grace for all processes of a command together, however busy the machine is."""
+_MAX_ASLEEP_WAIT_S = 5.0
+"""Longest wait for a process that does not fall asleep."""
+_MAX_KILL_S = 10.0
+"""Longest time to kill all. A process that does not die in that time is stuck in the kernel."""
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_MAX_LOOKS = 5
+"""How often a family tree is read before a process counts as a stranger."""
 _PAGE = 1 << 16
+# Fields of /proc/PID/stat after the command name, which is in parentheses (proc_pid_stat(5)).
+_STATE, _PARENT, _USER_TIME, _SYSTEM_TIME, _START_TIME = 0, 1, 11, 12, 19
 
 
-def living() -> set[Process]:
-    """Return all living processes but pid 1, zombies not counted; 0.05 ms and 0.02 ms a process."""
-    found = set()
+def list_processes() -> set[Process]:
+    """Return all processes but pid 1; zombies do not count. 0.05 ms, and 0.02 ms a process."""
+    processes = set()
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not loaded in pid 1
-        if name.isdigit() and name != "1" and (started := _start_time(name)) is not None:
-            found.add((int(name), started))
-    return found
+        if name.isdigit() and name != "1":
+            fields = _stat(name)
+            if fields is not None and fields[_STATE] not in {b"Z", b"X"}:
+                processes.add((int(name), int(fields[_START_TIME])))
+    return processes
 
 
 def _read(path: str) -> bytes:
-    """Return what a file of the kernel's says. 5 us; a file object asks for more than twice as much."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return b"".join(iter(lambda: os.read(fd, _PAGE), b""))
@@ -37,56 +60,57 @@ def _read(path: str) -> bytes:
         os.close(fd)
 
 
-def _start_time(pid: str) -> int | None:
+def _stat(pid: int | str) -> list[bytes] | None:
+    """Return the fields of a process after its command name, which may contain anything; None if it has ended."""
     try:
-        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
 
 
 class Grace:
-    """The time that those are given to end who live after a command, begun when they are first seen.
+    """The time that processes get to end after their command.
 
-    Who is about to end needs a CPU for that. So for who wants one its own time counts, not what it waits on a busy
-    machine; for who sleeps, all time does.
+    A process that is about to end needs a CPU for that. While it wants one, only its own CPU time counts, because a
+    busy machine may not give it any. While it sleeps, all time counts.
     """
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._seen: dict[Process, tuple[float, float]] = {}
+        self._began_at = time.monotonic()
+        self._first_seen: dict[Process, tuple[float, float]] = {}
 
-    def over(self, left: Iterable[Process]) -> bool:
-        """Say whether one of these has had its time and lives on, or all together had too much."""
+    def expired(self, processes: Iterable[Process]) -> bool:
+        """Return whether one of these processes has used up its grace, or all together took too long."""
         now = time.monotonic()
-        # All of them: the time of each begins with its first look.
-        had = [process for process in left if self._had(process, now)]
-        return bool(had) or now - self._begun > _LONGEST_S
+        # A list, not a generator: the grace of each process begins with its first look.
+        expired = [process for process in processes if self._has_used_up(process, now)]
+        return bool(expired) or now - self._began_at > _MAX_GRACE_S
 
-    def _had(self, process: Process, now: float) -> bool:
-        busy, used_s = _demand(process[0])
-        seen, used_before_s = self._seen.setdefault(process, (now, used_s))
-        return (used_s - used_before_s if busy else now - seen) >= GRACE_S
+    def _has_used_up(self, process: Process, now: float) -> bool:
+        busy, cpu_s = _cpu_demand(process[0])
+        seen_at, cpu_before_s = self._first_seen.setdefault(process, (now, cpu_s))
+        return (cpu_s - cpu_before_s if busy else now - seen_at) >= GRACE_S
 
 
-def _demand(pid: int) -> tuple[bool, float]:
-    """Return whether a process wants a CPU, and for how long it has had one; one that is gone wants none."""
-    try:
-        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    except OSError:
+def _cpu_demand(pid: int) -> tuple[bool, float]:
+    """Return whether a process wants a CPU, and its CPU time so far. A process that has ended wants none."""
+    fields = _stat(pid)
+    if fields is None:
         return False, 0.0
-    return fields[0] in {b"R", b"D"}, (int(fields[11]) + int(fields[12])) * _TICKS_S
+    ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])
+    return fields[_STATE] in {b"R", b"D"}, ticks * _TICK_S
 
 
-def rests(pid: int, as_new: Callable[[], bool]) -> bool:
-    """Wait until a process sleeps, or as_new holds of it; return whether that does.
+def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
+    """Wait until a process sleeps, or until a condition holds; return whether the condition holds.
 
-    What sleeps stays as it is. One that does not, waits for a CPU: on a busy machine that takes its time.
+    A sleeping process stays as it is, so its condition will not change either. A process that does not sleep waits for
+    a CPU, which takes its time on a busy machine.
     """
-    deadline, pause_s = time.monotonic() + _REST_S, 0.0002
+    deadline, pause_s = time.monotonic() + _MAX_ASLEEP_WAIT_S, 0.0002
     while True:
-        # Before the look: it may fall asleep after it.
-        asleep = not _demand(pid)[0]
+        # Before the condition: the process may change and then fall asleep between the two looks.
+        asleep = not _cpu_demand(pid)[0]
         if as_new():
             return True
         if asleep or time.monotonic() > deadline:
@@ -95,67 +119,73 @@ def rests(pid: int, as_new: Callable[[], bool]) -> bool:
         pause_s = min(2 * pause_s, 0.004)
 
 
-def turns(processes: Iterable[Process]) -> dict[Process, int]:
-    """Return how often each one's threads have had a CPU so far; -1 for one that is running, or just about to.
+def run_counts(processes: Iterable[Process]) -> dict[Process, int]:
+    """Return how often the threads of each process were given a CPU so far. 0.03 ms a thread.
 
-    A process whose count stands still has done nothing, so its memory is what it was: 0.03 ms a thread.
+    A process whose count did not change has not run, so its memory is unchanged. -1 stands for a process that is
+    running or about to run, and for kernels that do not count.
     """
-    found = {}
+    counts = {}
     for process in processes:
         count = 0
         try:
-            for thread in os.listdir(f"/proc/{process[0]}/task"):  # noqa: PTH208
-                place = f"/proc/{process[0]}/task/{thread}"
-                state = _read(f"{place}/stat").rpartition(b")")[2].split()[0]
-                taken = int(_read(f"{place}/schedstat").split()[2])
-                count = -1 if state in {b"R", b"D"} or count < 0 else count + taken
+            for thread in os.listdir(f"/proc/{process[0]}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
+                directory = f"/proc/{process[0]}/task/{thread}"
+                state = _read(f"{directory}/stat").rpartition(b")")[2].split()[_STATE]
+                runs = int(_read(f"{directory}/schedstat").split()[2])
+                count = -1 if state in {b"R", b"D"} or count < 0 else count + runs
         except OSError:
-            # It ended, which others notice; or this kernel does not count turns: then nobody knows.
+            # The process ended, which other checks notice, or this kernel has no schedstat.
             count = -1
-        found[process] = count
-    return found
+        counts[process] = count
+    return counts
 
 
-def worked(before: dict[Process, int], after: dict[Process, int]) -> bool:
-    """Whether any that lived before and after may have changed its memory in between."""
+def ran_between(before: dict[Process, int], after: dict[Process, int]) -> bool:
+    """Return whether a process that existed at both times may have run, and so changed its memory, in between."""
     return any(after[process] < 0 or after[process] != before[process] for process in before.keys() & after)
 
 
 def reap() -> dict[int, int]:
-    """Collect the children that ended; return pid -> exit status as a shell tells it (128 + signal)."""
-    ended: dict[int, int] = {}
+    """Collect the children that have ended; return their exit codes by pid, 128 + number for a signal."""
+    exit_codes: dict[int, int] = {}
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return ended
+            return exit_codes
         if pid == 0:
-            return ended
+            return exit_codes
         code = os.waitstatus_to_exitcode(status)
-        ended[pid] = code if code >= 0 else 128 - code
+        exit_codes[pid] = code if code >= 0 else 128 - code
 
 
 def kill_except(spared: set[Process], first: int | None = None) -> dict[int, int]:
-    """Kill all but pid 1 and spared, however fast they fork; return what was reaped.
+    """Kill all processes but pid 1 and the spared ones, however fast they fork.
 
-    first goes before the others: a shell, which would report the death of its children.
+    Args:
+        spared: The processes that stay.
+        first: A process to kill before the others: a shell, which would report the death of its children.
+
+    Returns:
+        The exit codes of the children that were reaped, by pid.
     """
-    ended: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     if first is not None:
         _kill(first)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + _MAX_KILL_S
     while True:
-        doomed = living() - spared
-        ended |= reap()
+        doomed = list_processes() - spared
+        exit_codes |= reap()
         if not doomed or time.monotonic() > deadline:
-            return ended
+            return exit_codes
         if spared:
-            # All stand still first: a shell whose child is killed before it would go on with its next command.
+            # All are stopped first: a shell whose child is killed before it would run its next command.
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid, _ in doomed:
                     _kill(pid, number)
         else:
-            # One call for all: nobody can fork past it.
+            # One call kills all processes of the namespace, so none can fork in between.
             _kill(-1)
         time.sleep(0.0003)
 
@@ -168,38 +198,41 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 
 def written_paths() -> set[str]:
-    """Return the paths, relative to the root, of the files that a living process has open for writing."""
-    found = set()
-    for pid, _ in living():
+    """Return the files that a process has open for writing, as paths relative to the root."""
+    paths = set()
+    for pid, _ in list_processes():
         try:
-            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:  # noqa: PTH123
                     flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
                 if flags & os.O_ACCMODE != os.O_RDONLY:
-                    found.add(os.readlink(f"/proc/{pid}/fd/{name}").lstrip("/"))  # noqa: PTH115
+                    paths.add(os.readlink(f"/proc/{pid}/fd/{name}").lstrip("/"))  # noqa: PTH115
         except (OSError, StopIteration):
-            # It ended meanwhile.
+            # The process ended between two reads.
             continue
-    return found
+    return paths
 
 
-def descend(listed: Callable[[], Iterable[int]], root: int) -> bool:
-    """Whether each of the pids that listed returns, all parents up to root among them, descends from root, or is root.
+def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
+    """Return whether all processes of a list are the process `root` or descend from it.
 
-    One that ends while it is looked at seems to have lost its parent, so nobody is found guilty at first sight.
+    A process whose parent ends between two reads seems to have no parent. So the list is read again before a process
+    counts as a stranger.
+
+    Args:
+        list_pids: Returns the pids; it must contain every ancestor up to `root`.
+        root: The pid of the common ancestor.
     """
-    for _ in range(_LOOKS):
-        parents = {pid: _parent(pid) for pid in listed()}
+    for _ in range(_MAX_LOOKS):
+        parents = {pid: _parent(pid) for pid in list_pids()}
         if all(_descends(pid, root, parents) for pid in parents):
             return True
     return False
 
 
 def _parent(pid: int) -> int:
-    try:
-        return int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1])
-    except OSError:
-        return 0
+    fields = _stat(pid)
+    return 0 if fields is None else int(fields[_PARENT])
 
 
 def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
@@ -209,23 +242,24 @@ def _descends(pid: int, root: int, parents: dict[int, int]) -> bool:
 
 
 def last_pid() -> int:
-    """Return the pid that was given away last in this pid namespace."""
+    """Return the pid that was assigned last in this pid namespace."""
     return int(_read("/proc/sys/kernel/ns_last_pid"))
 
 
 def ipc_objects() -> int:
-    """Return how many System V segments, semaphores and queues there are: state that no file holds."""
+    """Return the number of System V segments, semaphores and queues. They are state that no file holds."""
     count = 0
     for kind in ("shm", "sem", "msg"):
         try:
+            # The first line is a heading.
             count += _read(f"/proc/sysvipc/{kind}").count(b"\n") - 1
         except OSError:
             continue
     return count
 
 
-def descriptors(pid: int) -> dict[int, str] | None:
-    """Return what pid has open; None where it is gone or does not let us look."""
+def open_descriptors(pid: int) -> dict[int, str] | None:
+    """Return what each descriptor of a process leads to; None if it has ended or may not be read."""
     try:
         return {int(fd): os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH115, PTH208
     except OSError:

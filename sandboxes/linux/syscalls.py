@@ -1,6 +1,6 @@
-"""The one door to the kernel: system calls that Python has no name for.
+"""System calls that Python has no name for. The one door to the kernel.
 
-Each function raises OSError with the call's name where the kernel refuses.
+Each function raises OSError, with the name of the call in its text, if the kernel refuses.
 """
 
 import ctypes
@@ -50,15 +50,15 @@ FSCONFIG_SET_STRING = 1
 FSCONFIG_CMD_CREATE = 6
 
 MACHINE = platform.machine()
-# Numbers that differ between the two machines; those added since Linux 5.1 are the same everywhere.
+# Calls that were added since Linux 5.1 have the same number on every machine; older ones differ.
 _OLD = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}.get(MACHINE, {})
 _NEW = {"move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}
 SYSCALLS = {**_OLD, **_NEW}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-_held = ctypes.PyDLL(None, use_errno=True)
-_held.syscall.restype = ctypes.c_long
+_libc_with_gil = ctypes.PyDLL(None, use_errno=True)
+_libc_with_gil.syscall.restype = ctypes.c_long
 _CLONE_FS = 0x00000200
 
 
@@ -76,25 +76,32 @@ def _syscall(name: str, *arguments: object, about: str = "") -> int:
 
 
 def unshare(flags: int) -> None:
+    """Move this process into new namespaces."""
     _check(_libc.unshare(ctypes.c_int(flags)), f"unshare {flags:#x}")
 
 
 def fork_sharing_root() -> int:
-    """Fork; parent and child share root and working directory: `chroot` in one moves both, also after an exec."""
+    """Fork so that parent and child share root and working directory: `chroot` in one moves both, even after an exec.
+
+    Returns:
+        The child's pid in the parent, 0 in the child.
+    """
     number = {"x86_64": 56, "aarch64": 220}.get(MACHINE)
     if number is None:
         raise OSError(38, f"clone: not known on {MACHINE}")
     zero = ctypes.c_long(0)
-    # PyDLL: the child must come back holding the interpreter's lock, for there is nobody else to give it up.
+    # PyDLL keeps the interpreter's lock: in the child no other thread exists that could give it up again.
     flags = ctypes.c_long(_CLONE_FS | signal.SIGCHLD)
-    return _check(int(_held.syscall(ctypes.c_long(number), flags, zero, zero, zero, zero)), "clone")
+    return _check(int(_libc_with_gil.syscall(ctypes.c_long(number), flags, zero, zero, zero, zero)), "clone")
 
 
 def setns(fd: int, kind: int) -> None:
+    """Move this process into the namespace of a descriptor."""
     _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
 
 
 def mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    """Mount a file system, or change or bind a mount, as the flags say."""
     _check(
         _libc.mount(
             source.encode(), os.fsencode(target), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None
@@ -104,14 +111,17 @@ def mount(source: str, target: str, kind: str, flags: int = 0, options: str = ""
 
 
 def unmount(target: str, flags: int = MNT_DETACH) -> None:
+    """Unmount what is mounted at a path; by default it is detached at once, even if it is busy."""
     _check(_libc.umount2(os.fsencode(target), ctypes.c_int(flags)), f"umount {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
+    """Make `new` the root of this mount namespace, and mount the old root at `old`."""
     _syscall("pivot_root", ctypes.c_char_p(os.fsencode(new)), ctypes.c_char_p(os.fsencode(old)))
 
 
 def prctl(option: int, value: int = 0, third: object = 0) -> None:
+    """Change an attribute of this process."""
     argument = ctypes.c_ulong(third) if isinstance(third, int) else third
     _check(
         _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)),
@@ -120,14 +130,14 @@ def prctl(option: int, value: int = 0, third: object = 0) -> None:
 
 
 def capset(mask: int) -> None:
-    """Make mask the effective and permitted capabilities of this thread; nothing is inheritable."""
+    """Set the effective and permitted capabilities of this thread to a mask of bits; none are inheritable."""
     header = struct.pack("=Ii", 0x20080522, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     _syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", low, low, 0, high, high, 0)))
 
 
 def seccomp(program: bytes) -> None:
-    """Install a BPF program; every later exec and fork keeps it. Needs no_new_privs."""
+    """Install a BPF program as a filter, which every later exec and fork keeps. The process needs no_new_privs."""
     buffer = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):
@@ -138,29 +148,33 @@ def seccomp(program: bytes) -> None:
 
 
 def inotify() -> int:
-    """Return a descriptor for inotify's events; nobody waits who reads from it."""
+    """Return a non-blocking descriptor for inotify's events."""
     return _check(_libc.inotify_init1(ctypes.c_int(os.O_CLOEXEC | os.O_NONBLOCK)), "inotify_init1")
 
 
 def inotify_add(fd: int, path: str, mask: int) -> int:
-    """Watch what is at path; return the watch's number."""
+    """Watch a path and return the number of the watch."""
     return _check(
         _libc.inotify_add_watch(ctypes.c_int(fd), os.fsencode(path), ctypes.c_uint32(mask)), f"inotify_add_watch {path}"
     )
 
 
 def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
-    """Return a detached overlay mount; lowers is topmost first. About 0.3 ms and 15 microseconds a layer.
+    """Return a descriptor of a detached overlay mount. Takes about 0.3 ms, and 15 microseconds a layer.
 
-    `userxattr` always: whiteouts and opaque marks can then be read without CAP_SYS_ADMIN, as root and as anybody.
-    `volatile`: a layer that a power cut harms is rebuilt by replay, so nothing here waits for a disk.
+    Args:
+        lowers: The read-only layers, topmost first.
+        upper: The writable layer; None for a read-only overlay.
+        work: An empty directory on the file system of `upper`; None with `upper`.
     """
     context = _syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
     try:
+        # Whiteouts and opaque marks in user.* attributes can be read without CAP_SYS_ADMIN, by root and everybody.
         _fsconfig(context, FSCONFIG_SET_FLAG, "userxattr", None)
         for lower in lowers:
             _fsconfig(context, FSCONFIG_SET_STRING, "lowerdir+", lower)
         if upper is not None and work is not None:
+            # No sync waits for the disk: a layer that a loss of power damages is rebuilt by replay.
             _fsconfig(context, FSCONFIG_SET_FLAG, "volatile", None)
             _fsconfig(context, FSCONFIG_SET_STRING, "upperdir", upper)
             _fsconfig(context, FSCONFIG_SET_STRING, "workdir", work)
@@ -183,23 +197,27 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
 
 
 def attach(mounted: int, target: str) -> None:
-    """Attach a detached mount at target."""
+    """Attach a detached mount at a path."""
     flags = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH)
     empty, path = ctypes.c_char_p(b""), ctypes.c_char_p(os.fsencode(target))
     _syscall("move_mount", ctypes.c_int(mounted), empty, ctypes.c_int(AT_FDCWD), path, flags, about=target)
 
 
 def move(source: str, target: str) -> None:
-    """Move the mount at source, and all below it, to target."""
+    """Move the mount at a path, and all mounts below it, to another path."""
     from_path, to_path = ctypes.c_char_p(os.fsencode(source)), ctypes.c_char_p(os.fsencode(target))
     here = ctypes.c_int(AT_FDCWD)
     _syscall("move_mount", here, from_path, here, to_path, ctypes.c_uint(0), about=f"{source} to {target}")
 
 
-def call_itself(name: str) -> None:
-    """Show name, and nothing of how it was started, as this process's command line to everybody."""
+def set_process_name(name: str) -> None:
+    """Replace the command line of this process, as `ps` shows it, by a name.
+
+    The agent can read the command line of pid 1. The name takes the place of the arguments in this process's memory.
+    """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is not loaded here
         fields = file.read().rpartition(b")")[2].split()
+    # arg_start and arg_end (proc_pid_stat(5), fields 48 and 49).
     start, end = int(fields[45]), int(fields[46])
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, name.encode(), len(name))
@@ -207,29 +225,34 @@ def call_itself(name: str) -> None:
 
 
 def bring_up_loopback() -> None:
-    """Set `lo` of this network namespace up; 0.05 ms."""
+    """Bring up the loopback interface of this network namespace. 0.05 ms."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # SIOCSIFFLAGS with IFF_UP and IFF_RUNNING (netdevice(7)).
         request = struct.pack("16sH14x", b"lo", 0x1 | 0x40)
         fcntl.ioctl(probe.fileno(), 0x8914, request)
 
 
 def reset_signals() -> None:
-    """Take every signal as a new process does, before an exec: what is ignored or blocked stays so beyond it.
+    """Handle every signal as a new process does. Ignored and blocked signals stay so across an exec.
 
-    Who started the proxy (nohup, a script's `&`) and the processes on the way here ignore some.
+    The shell that started the proxy (nohup, a script's `&`) and the processes in between may ignore some.
     """
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def place_descriptors(places: Mapping[int, int]) -> None:
-    """Put descriptors at their places, for an exec, and close all others."""
-    high = max(places) + 1
-    # Out of the way first: one may stand where another has to go.
-    copies = {place: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, high) for place, fd in places.items()}
-    for place, fd in copies.items():
-        os.dup2(fd, place)
-    kept = sorted(places)
-    for place, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(place + 1, following)
+def arrange_descriptors(targets: Mapping[int, int]) -> None:
+    """Give descriptors the numbers that a program expects after an exec, and close all others.
+
+    Args:
+        targets: The present descriptor by the number that it shall have.
+    """
+    above = max(targets) + 1
+    # Copies above all targets come first: a descriptor may have the number that another one shall have.
+    copies = {target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for target, fd in targets.items()}
+    for target, fd in copies.items():
+        os.dup2(fd, target)
+    kept = sorted(targets)
+    for number, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(number + 1, following)

@@ -1,4 +1,4 @@
-"""Terminal window sizes."""
+"""Sizes of terminal windows."""
 
 import fcntl
 import struct
@@ -6,5 +6,5 @@ import termios
 
 
 def set_size(fd: int, columns: int, rows: int) -> None:
-    """Say how large a terminal's window is; what runs in it is told."""
+    """Set the size of a terminal's window. The kernel sends SIGWINCH to the processes in it."""
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -60,7 +60,7 @@ class LocalDriver:
             SandboxError: another process uses this data directory, or the machine cannot run sandboxes.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        self._ownership.take()
+        self._ownership.acquire()
         try:
             await asyncio.to_thread(self._sweep)
             self.machine.cgroups.open()

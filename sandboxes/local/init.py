@@ -37,7 +37,7 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     """Be a sandbox until the driver lets go: get ready for whatever spec comes, then begin with one."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    kernel.call_itself("init")
+    kernel.set_process_name("init")
     driver = socket.socket(fileno=channel)
     # Up to 15 ms, while the kernel waits for its readers: the reason for spare sandboxes.
     for path in cgroups:
@@ -143,7 +143,7 @@ class Init(Supervisor):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _exec(self, fields: dict[str, Any], command: bytes) -> Answered:
-        spared = processes.living() if self.alive else set()
+        spared = processes.list_processes() if self.alive else set()
         try:
             shell = self.shells.ready(fields["session"])
         except ShellStartError as error:
@@ -152,7 +152,7 @@ class Init(Supervisor):
         if spared or others:
             # The anchor goes with its shells, unless others have to stay.
             others |= self.shells.anchor_pids
-        spared |= {process for process in processes.living() if process[0] in others}
+        spared |= {process for process in processes.list_processes() if process[0] in others}
         shell.run(command)
         ending = self._wait(shell, fields["timeout_s"])
         return self._conclude(shell, ending, lambda: self.shells.kill_except(spared, first=shell.pid))
@@ -183,7 +183,7 @@ class Init(Supervisor):
         with to, heard:
             socket.send_fds(self.driver, [pack({"connected": True}, fds=1)], [heard.fileno()])
             heard.close()
-            spared = processes.living()
+            spared = processes.list_processes()
             try:
                 running, pid = self._launch(fields, stdin, to)
             except ShellStartError as error:
@@ -236,7 +236,7 @@ class Init(Supervisor):
 
     def _living(self) -> set[processes.Process]:
         self.shells.reap()
-        return processes.living()
+        return processes.list_processes()
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class Init(Supervisor):
             "restless": self.stillness.restless,
             "servers": [server.remember() for server in self.servers],
             "left": [process.remember() for process in self.left],
-            "pids": sorted(pid for pid, _ in processes.living()),
+            "pids": sorted(pid for pid, _ in processes.list_processes()),
             "last_pid": processes.last_pid(),
         }
         self._reply({**self._told(), "checkpoint": checkpoint})
@@ -290,7 +290,9 @@ class Init(Supervisor):
         if why := self.left.outside:
             return why
         anchor = self.shells.anchor
-        if anchor is None or not processes.descend(lambda: (pid for pid, _ in processes.living()), anchor.pid):
+        if anchor is None or not processes.all_descend(
+            lambda: (pid for pid, _ in processes.list_processes()), anchor.pid
+        ):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
         return ""
 

@@ -56,7 +56,7 @@ class PostgresDriver:
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.data_dir.chmod(0o700)
-        self._ownership.take()
+        self._ownership.acquire()
         try:
             self._note = self._read_note()
             await self.worker_pool.open()

@@ -47,7 +47,7 @@ class SqliteDriver:
             SandboxError: Another process uses this data directory.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        self._ownership.take()
+        self._ownership.acquire()
         self.data_dir.chmod(0o700)
         await asyncio.to_thread(self.store.open)
         self._sources.open()

@@ -56,7 +56,7 @@ class VideoDriver:
             SandboxError: another process uses this data directory.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        self._ownership.take()
+        self._ownership.acquire()
         self.data_dir.chmod(0o700)
         await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)
         await asyncio.to_thread(self.store.open)

@@ -1,4 +1,4 @@
-"""How long is waited for who is about to end or to rest, on a machine that has no time for it."""
+"""Waiting for processes that are about to end or to fall asleep, on a machine that is too busy for them."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sandboxes.linux.processes import GRACE_S, Grace, rests
+from sandboxes.linux.processes import GRACE_S, Grace, wait_until_asleep
 
 _BUSY = "print(flush=True)\nwhile True: pass"
 _ASLEEP = "import time; time.sleep(0.01); print(flush=True); time.sleep(1000)"
@@ -15,7 +15,7 @@ _ASLEEP = "import time; time.sleep(0.01); print(flush=True); time.sleep(1000)"
 
 @contextmanager
 def started(program: str, *, idle: bool = False) -> Iterator[int]:
-    """Run a program of Python on the first CPU. idle: only when nobody else wants that."""
+    """Run a Python program on the first CPU, or with `idle` only while no other process wants that CPU."""
     command = [sys.executable, "-I", "-S", "-c", program]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -30,30 +30,30 @@ def started(program: str, *, idle: bool = False) -> Iterator[int]:
 
 
 def waited(pid: int, within_s: float) -> float:
-    """Wait until the grace of a process is over, at most within_s; return for how long."""
+    """Wait until the grace of a process has expired, at most `within_s`; return how long that took."""
     grace, began = Grace(), time.monotonic()
-    while not grace.over([(pid, 1)]) and time.monotonic() - began < within_s:
+    while not grace.expired([(pid, 1)]) and time.monotonic() - began < within_s:
         pass
     return time.monotonic() - began
 
 
-def test_who_sleeps_has_its_grace_and_no_more() -> None:
+def test_grace_of_sleeping_process_is_short() -> None:
     with started(_ASLEEP) as pid:
         assert GRACE_S <= waited(pid, 20.0) < 20.0
 
 
-def test_who_waits_for_a_cpu_has_more_time_for_it_does_not_have_its_own() -> None:
+def test_waiting_for_cpu_uses_no_grace() -> None:
     with started(_BUSY), started(_BUSY, idle=True) as pid:
         assert waited(pid, 5 * GRACE_S) >= 5 * GRACE_S
 
 
-def test_nobody_has_more_than_a_second() -> None:
+def test_grace_has_an_upper_limit() -> None:
     with started(_BUSY), started(_BUSY, idle=True) as pid:
         assert waited(pid, 20.0) < 20.0
 
 
-def test_what_works_is_looked_at_until_it_is_as_new_or_sleeps() -> None:
+def test_wait_ends_with_condition_or_sleep() -> None:
     answers = iter([False, False, True])
     with started(_BUSY) as busy, started(_ASLEEP) as asleep:
-        assert rests(busy, lambda: next(answers))
-        assert not rests(asleep, lambda: False)
+        assert wait_until_asleep(busy, lambda: next(answers))
+        assert not wait_until_asleep(asleep, lambda: False)
