@@ -1,7 +1,6 @@
-"""What a PostgreSQL database holds, as digests: the schema, the sequences, and its tables' rows.
+"""Queries of the system catalogs: digests of the schema, the sequences and the tables' rows, and counts of changes.
 
-Small tables are read whole, so that a change and its undoing lead back to one state. Of a larger one the digest tells
-which rows each transaction left, so its states are told apart by their history.
+`sandboxes.postgres.digest` says which tables are read whole, and which are digested by their changes.
 """
 
 import hashlib
@@ -9,58 +8,62 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 SMALL_BYTES = 256 << 10
-"""Tables up to this size are read whole after each change: 2 ms."""
+"""Tables up to this size are read whole after each change. 2 ms for a table of this size."""
 MAX_BYTES = 64 << 20
-"""Of larger ones only the numbers of changed rows are looked at: finding the rows takes a second for each GB."""
+"""Of larger tables, only the numbers of changed rows are used: finding the rows takes a second for each GB."""
 
 PLAIN = """SET LOCAL search_path = pg_catalog; SET LOCAL DateStyle = 'ISO, MDY'; SET LOCAL TimeZone = 'UTC';
 SET LOCAL bytea_output = 'hex'; SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres';
 SET LOCAL statement_timeout = 0; SET LOCAL role = 'none'"""
-"""How digests are taken, whatever the agent has set."""
+"""Settings under which digests are taken, whatever the agent has set. They end with the transaction."""
 
 
 class CatalogConnection(Protocol):
-    """What is needed of a connection: psycopg's `CatalogConnection` has it."""
+    """The part of `psycopg.Connection` that the queries need."""
 
-    def execute(self, query: str, params: Any = None) -> Any: ...
+    def execute(self, query: str, params: Any = None) -> Any:
+        """Run a query and return its cursor."""
+        ...
 
-    def cursor(self) -> Any: ...
+    def cursor(self) -> Any:
+        """Return a new cursor."""
+        ...
 
 
-_OURS = "n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname !~ '^pg_(toast|temp)'"
+_USER_SCHEMAS = "n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname !~ '^pg_(toast|temp)'"
 
 _ACL = "coalesce(regexp_replace({}::text, 'forkpoint_[0-9a-f]+_agent', 'agent', 'g'), '')"
-"""An instance's own name for the agents' role is nothing that a state should be told apart by."""
+"""Access rights without the instance's prefix, so that equal states of two instances have equal digests."""
 
 _SCHEMA = (
     f"""SELECT 'relation', n.nspname, c.relname, c.relkind::text, c.relpersistence::text,
         coalesce(c.reloptions::text, ''), {_ACL.format('c.relacl')}, c.relrowsecurity::text,
         coalesce(pg_get_partkeydef(c.oid), ''), coalesce(pg_get_expr(c.relpartbound, c.oid), '')
-    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_OURS} AND c.relkind <> 'i'""",
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS} AND c.relkind <> 'i'""",
     f"""SELECT 'column', n.nspname, c.relname, a.attnum::text, a.attname, format_type(a.atttypid, a.atttypmod),
         a.attnotnull::text, a.attidentity::text || a.attgenerated::text, coalesce(pg_get_expr(d.adbin, d.adrelid), ''),
         {_ACL.format('a.attacl')}
     FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid JOIN pg_namespace n ON n.oid = c.relnamespace
     LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
-    WHERE {_OURS} AND a.attnum > 0 AND NOT a.attisdropped AND c.relkind <> 'i'""",
+    WHERE {_USER_SCHEMAS} AND a.attnum > 0 AND NOT a.attisdropped AND c.relkind <> 'i'""",
     f"""SELECT 'constraint', n.nspname, c.conname, c.conrelid::regclass::text, pg_get_constraintdef(c.oid),
         c.convalidated::text, '', '', '', ''
-    FROM pg_constraint c JOIN pg_namespace n ON n.oid = c.connamespace WHERE {_OURS}""",
+    FROM pg_constraint c JOIN pg_namespace n ON n.oid = c.connamespace WHERE {_USER_SCHEMAS}""",
     """SELECT 'index', schemaname, indexname, indexdef, '', '', '', '', '', '' FROM pg_indexes
     WHERE schemaname NOT IN ('pg_catalog', 'information_schema') AND schemaname !~ '^pg_(toast|temp)'""",
     f"""SELECT 'view', n.nspname, c.relname, pg_get_viewdef(c.oid), '', '', '', '', '', ''
-    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_OURS} AND c.relkind IN ('v', 'm')""",
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS} AND c.relkind IN ('v', 'm')""",
     f"""SELECT 'function', n.nspname, p.proname, pg_get_function_identity_arguments(p.oid),
         coalesce(pg_get_function_result(p.oid), ''), p.prosrc, {_ACL.format('p.proacl')}, p.provolatile::text, '', ''
-    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {_OURS}""",
+    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {_USER_SCHEMAS}""",
     """SELECT 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(oid), tgenabled::text, '', '', '', '', ''
     FROM pg_trigger WHERE NOT tgisinternal""",
     f"""SELECT 'type', n.nspname, t.typname, t.typtype::text, format_type(t.typbasetype, t.typtypmod),
         coalesce((SELECT string_agg(e.enumlabel, ',' ORDER BY e.enumsortorder) FROM pg_enum e
             WHERE e.enumtypid = t.oid), ''), coalesce(t.typdefault, ''), '', '', ''
-    FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace WHERE {_OURS} AND t.typtype <> 'c'""",
+    FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace WHERE {_USER_SCHEMAS} AND t.typtype <> 'c'""",
     f"""SELECT 'schema', n.nspname, {_ACL.format('n.nspacl')}, '', '', '', '', '', '', ''
-    FROM pg_namespace n WHERE {_OURS}""",
+    FROM pg_namespace n WHERE {_USER_SCHEMAS}""",
     "SELECT 'extension', extname, extversion, '', '', '', '', '', '', '' FROM pg_extension",
     """SELECT 'rule or policy', schemaname, tablename, rulename, definition, '', '', '', '', '' FROM pg_rules
     WHERE schemaname NOT IN ('pg_catalog', 'information_schema')""",
@@ -77,19 +80,19 @@ _SEQUENCES = """SELECT schemaname, sequencename, data_type::text, start_value, m
 
 _TABLES = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.oid)
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE {_OURS} AND c.relkind IN ('r', 'm') AND c.relpersistence <> 't' ORDER BY 1"""
+    WHERE {_USER_SCHEMAS} AND c.relkind IN ('r', 'm') AND c.relpersistence <> 't' ORDER BY 1"""
 
 _COUNTS = f"""SELECT format('%I.%I', n.nspname, c.relname), pg_relation_size(c.oid),
         s.n_tup_ins, s.n_tup_upd, s.n_tup_del
     FROM pg_stat_xact_user_tables s JOIN pg_class c ON c.oid = s.relid JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE s.n_tup_ins + s.n_tup_upd + s.n_tup_del > 0 AND {_OURS} AND c.relpersistence <> 't'"""
+    WHERE s.n_tup_ins + s.n_tup_upd + s.n_tup_del > 0 AND {_USER_SCHEMAS} AND c.relpersistence <> 't'"""
 
 _SYSTEM_COUNT = """SELECT coalesce(sum(n_tup_ins + n_tup_upd + n_tup_del), 0) FROM pg_stat_xact_sys_tables
     WHERE schemaname = 'pg_catalog' AND relname <> 'pg_statistic'"""
 
 
 def digest_of(rows: Iterable[Any]) -> str:
-    """Return the digest of rows of text, whatever their order."""
+    """Return the digest of rows of text, regardless of their order."""
     digest = hashlib.blake2b(digest_size=32)
     for row in sorted("\0".join(map(str, row)) for row in rows):
         digest.update(row.encode() + b"\1")
@@ -97,40 +100,40 @@ def digest_of(rows: Iterable[Any]) -> str:
 
 
 def schema_digest(connection: CatalogConnection) -> str:
-    """Return the digest of all that users can see of the schema; object ids are not in it. 20 ms for 30 tables."""
+    """Return the digest of the schema as users see it, without object ids. 20 ms for 30 tables."""
     return digest_of(row for query in _SCHEMA for row in connection.execute(query))
 
 
 def sequences(connection: CatalogConnection) -> dict[str, str]:
-    """Return each sequence with all that decides its next value. 1 ms."""
+    """Return all that decides each sequence's next value, by name. 1 ms."""
     return {f"{row[0]}.{row[1]}": "|".join(map(str, row[2:])) for row in connection.execute(_SEQUENCES)}
 
 
 def tables(connection: CatalogConnection) -> list[tuple[str, int]]:
-    """Return the tables that hold rows, quoted and with their schema, and their sizes in bytes."""
+    """Return the tables and materialized views: their quoted names with schema, and their sizes in bytes."""
     return [(str(name), int(size)) for name, size in connection.execute(_TABLES)]
 
 
 RowCounts = dict[str, tuple[int, ...]]
-"""By table: its size in bytes, and how many rows were inserted, updated and deleted."""
+"""Size in bytes and numbers of inserted, updated and deleted rows, by table."""
 
 
 def counts(connection: CatalogConnection) -> RowCounts:
-    """Return what the connection changed in tables of users in this transaction and, perhaps, in ones before. 1 ms.
+    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones. 1 ms.
 
-    The server adds transactions up until it reports them, so only the difference of two readings in one transaction
-    tells what happened between them.
+    The server accumulates counts over transactions until it reports them. Only the difference of two readings within
+    one transaction is meaningful.
     """
     return {str(row[0]): tuple(row[1:]) for row in connection.execute(_COUNTS)}
 
 
 def system_count(connection: CatalogConnection) -> int:
-    """Return how many rows of the system's tables the connection changed; as for `counts`, only differences tell."""
+    """Return how many rows of system tables the session changed. As for `counts`, only differences are meaningful."""
     return int(connection.execute(_SYSTEM_COUNT).fetchone()[0])
 
 
 def table_digest(connection: CatalogConnection, table: str) -> list[str]:
-    """Return two digests of a table's rows: in their physical order, and whatever their order. 10 ms for 1 MB."""
+    """Return two digests of a table's rows: in physical order, and in any order. 10 ms for 1 MB."""
     ordered = hashlib.blake2b(digest_size=32)
     rows = []
     with connection.cursor() as cursor, cursor.copy(f"COPY (SELECT * FROM ONLY {table}) TO STDOUT") as copy:
@@ -142,8 +145,9 @@ def table_digest(connection: CatalogConnection, table: str) -> list[str]:
 
 
 def rows_since(connection: CatalogConnection, table: str, transaction: int) -> str:
-    """Return the digest of the rows that a transaction, or one after it, wrote. 100 ms for 50 MB."""
+    """Return the digest of the rows that a transaction or a later one wrote. 100 ms for 50 MB."""
     digest = hashlib.blake2b(digest_size=32)
+    # Transaction ids wrap around, so compare ages (PostgreSQL's manual, 25.1.5).
     since = f"pg_catalog.age(t.xmin) <= pg_catalog.age('{transaction % (1 << 32)}'::pg_catalog.xid)"
     with (
         connection.cursor() as cursor,
@@ -154,15 +158,15 @@ def rows_since(connection: CatalogConnection, table: str, transaction: int) -> s
     return digest.hexdigest()
 
 
-_CALLED = (
+_READ_OBJECTS = (
     f"""SELECT lower(p.proname), p.prosrc FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-    LEFT JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_OURS} AND d.objid IS NULL""",
+    LEFT JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_USER_SCHEMAS} AND d.objid IS NULL""",
     f"""SELECT lower(c.relname), pg_get_viewdef(c.oid) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE {_OURS} AND c.relkind IN ('v', 'm')""",
+    WHERE {_USER_SCHEMAS} AND c.relkind IN ('v', 'm')""",
 )
-_WRITTEN = (
+_WRITE_OBJECTS = (
     f"""SELECT lower(c.relname), pg_get_expr(d.adbin, d.adrelid) FROM pg_attrdef d JOIN pg_class c ON c.oid = d.adrelid
-    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_OURS}""",
+    JOIN pg_namespace n ON n.oid = c.relnamespace WHERE {_USER_SCHEMAS}""",
     """SELECT lower(c.relname), pg_get_triggerdef(t.oid) FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
     WHERE NOT t.tgisinternal""",
     """SELECT lower(tablename), definition FROM pg_rules
@@ -171,12 +175,17 @@ _WRITTEN = (
 
 
 def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
-    """Return what users made that a statement may lead to without showing it: lower-case name -> text. 5 ms.
+    """Return the definitions of user objects that a statement may use without naming what they contain. 5 ms.
 
-    writing: with what a table does when it is written to: defaults, triggers, rules.
+    Args:
+        connection: The connection.
+        writing: Include what runs when a table is written to: defaults, triggers and rules.
+
+    Returns:
+        The definitions' text, by the objects' names in lower case.
     """
-    found: dict[str, str] = {}
-    for query in _CALLED + _WRITTEN if writing else _CALLED:
+    texts: dict[str, str] = {}
+    for query in _READ_OBJECTS + _WRITE_OBJECTS if writing else _READ_OBJECTS:
         for name, text in connection.execute(query):
-            found[name] = f"{found.get(name, '')}\n{text}"
-    return found
+            texts[name] = f"{texts.get(name, '')}\n{text}"
+    return texts

@@ -1,31 +1,48 @@
-"""Frozen databases on a server, and the clones that are made of them: for reading, for writing, and ahead of use."""
+"""Clones of frozen databases on a server: for reading, for writing, and ahead of use.
+
+Theory of operation. `CREATE DATABASE … TEMPLATE` copies a database on the server, but only one that has no sessions. So
+a state is a *template*: a database that accepts no connections and therefore can be cloned at any moment. There are
+three kinds of clone:
+
+1. One *reader* for each template, created at the first read. All sandboxes at that state read there, in read-only
+   transactions that are rolled back.
+2. A *private clone* for each sandbox that writes. It belongs to that sandbox and its worker until the sandbox closes.
+3. *Spares*: private clones that wait for a sandbox. Each has a connected worker that has already read the catalogs,
+   which takes longer than a first write.
+
+Everything that no call waits for (drops, spares) runs in the background. `idle` waits for it.
+"""
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
+from sandboxes.task_owner import TaskOwner
 from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 log = structlog.get_logger()
 
 SPARE_BYTES = 512 << 20
-"""Of larger databases no clones are made ahead."""
-
-
+"""Larger databases get no spares, because each would take that much disk without being used."""
 OPEN_S = 30.0
+"""Time limit in seconds for connecting a worker to a clone, and for digesting what a statement changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateClone:
-    """A clone that one sandbox alone uses, or will, and the worker that is connected to it."""
+    """A clone that only one sandbox uses, and the worker that is connected to it.
+
+    Attributes:
+        database: Name of the database.
+        worker: The dedicated worker.
+        backend: Process id of the worker's session on the server.
+    """
 
     database: str
     worker: Worker
@@ -34,11 +51,19 @@ class PrivateClone:
 
 @dataclass(slots=True, eq=False)
 class Template:
-    """A database that nobody connects to any more, at one state.
+    """A frozen database: one state, from which clones are made.
 
-    touched: the sequences that the session used whose state this is, the last one last. reader: the clone that all who
-    only read here share. spares: clones that wait for somebody who writes, each with a connection that has seen all
-        that a first write looks at: that takes longer than the write.
+    Attributes:
+        server: The server that it is on.
+        name: Name of the database.
+        digest: Digest of its content.
+        settings: Settings that each clone must be given.
+        touched: Sequences that the session used whose state this is, the last one last.
+        size_bytes: Size on the server's disk.
+        reader: Name of the clone for reading; empty until the first read.
+        spares: Private clones that wait for a sandbox.
+        filling: A background task is creating spares.
+        creating: Held while the reader is created.
     """
 
     server: PostgresServer
@@ -50,114 +75,129 @@ class Template:
     reader: str = ""
     spares: deque[PrivateClone] = field(default_factory=deque)
     filling: bool = False
-    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    creating: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Clones:
-    """Makes clones of templates, and drops what is no longer needed, in the background. most: spares of each."""
+    """Creates clones of templates, and drops them in the background."""
 
-    def __init__(self, worker_pool: WorkerPool, most: int) -> None:
-        self._worker_pool, self._most = worker_pool, most
-        self._background: set[asyncio.Task[None]] = set()
+    def __init__(self, worker_pool: WorkerPool, max_spares: int) -> None:
+        self._worker_pool, self._max_spares = worker_pool, max_spares
+        self._background = TaskOwner()
         self._open = True
 
     async def reader(self, template: Template) -> str:
-        """Return the database that all who read at this state share; one clone, made when first asked for."""
-        async with template.making:
+        """Return the name of a template's clone for reading. The first call creates it.
+
+        Raises:
+            SandboxError: The server failed.
+            SpecError: The server cannot be reached.
+        """
+        async with template.creating:
             if not template.reader:
                 template.reader = await template.server.clone(template.name, "read", template.settings)
         return template.reader
 
-    async def prepare(self, template: Template) -> None:
-        """Make the clone for readers ahead; a failure meets whoever reads."""
-        with contextlib.suppress(SandboxError, SpecError):
-            await self.reader(template)
+    def prepare(self, template: Template) -> None:
+        """Create the clone for reading in the background. After a failure, the first read tries again."""
+        self._background.spawn("prepare reader", self._prepare(template))
 
     async def fork(self, template: Template) -> PrivateClone:
-        """Return a clone of one's own: one that waits, or a new one.
+        """Return a private clone: a spare, or a new one.
 
         Raises:
-            SandboxError, SpecError: none can be made.
-            WorkerLost, WorkerStuck: nobody can connect to it.
+            SandboxError: The server failed.
+            SpecError: The server cannot be reached.
+            WorkerLostError: The worker that connects to the clone ended.
+            WorkerStuckError: Connecting to the clone took too long.
         """
         try:
             while template.spares:
                 spare = template.spares.popleft()
                 if spare.worker.alive:
                     return spare
-                self.later(template.server.drop(spare.database))
-            return await self._make(template, "fork")
+                self._drop(template.server, spare.database)
+            return await self._create(template, "fork")
         finally:
             self.restock(template)
-
-    async def _make(self, template: Template, kind: str) -> PrivateClone:
-        database = await template.server.clone(template.name, kind, template.settings)
-        try:
-            return await self.connect(template, database, template.digest, template.touched)
-        except BaseException:
-            self.later(template.server.drop(database))
-            raise
 
     async def connect(
         self, template: Template, database: str, digest: DatabaseDigest, touched: tuple[str, ...]
     ) -> PrivateClone:
-        """Connect a worker to a clone whose content has this digest, and that is to know these sequences."""
+        """Connect a dedicated worker to a clone.
+
+        Args:
+            template: Where the clone came from.
+            database: Name of the clone.
+            digest: Digest of the clone's content.
+            touched: Sequences whose values `currval` and `lastval` must know, the last one last.
+        """
         worker = await self._worker_pool.dedicated()
         request = {
             "op": "open", "dsn": template.server.agent_dsn(database), "digest": digest.to_json(),
             "prime": list(touched),
         }  # fmt: skip
-        told = await worker.request(request, timeout_s=OPEN_S)
-        return PrivateClone(database, worker, int(told.fields["backend"]))
+        answer = await worker.request(request, timeout_s=OPEN_S)
+        return PrivateClone(database, worker, int(answer.fields["backend"]))
 
     def restock(self, template: Template) -> None:
-        """Make clones of template ahead, where it is small enough for that."""
-        if template.size_bytes <= SPARE_BYTES and len(template.spares) < self._most and not template.filling:
+        """Create missing spares of a template in the background, if it is small enough."""
+        if template.size_bytes <= SPARE_BYTES and len(template.spares) < self._max_spares and not template.filling:
             template.filling = True
-            self.later(self._fill(template))
-
-    async def _fill(self, template: Template) -> None:
-        try:
-            while self._open and len(template.spares) < self._most:
-                template.spares.append(await self._make(template, "spare"))
-        except (SandboxError, SpecError, WorkerLostError, WorkerStuckError) as error:
-            log.warning("no clone could be made ahead", database=template.name, error=str(error))
-        finally:
-            template.filling = False
+            self._background.spawn("create spare clones", self._fill(template))
 
     def retire(self, template: Template) -> None:
-        """Drop a template and what was cloned of it ahead."""
+        """Drop a template, its reader and its spares in the background."""
         self._drop_clones(template)
-        self.later(template.server.drop(template.name))
+        self._drop(template.server, template.name)
 
-    def _drop_clones(self, template: Template) -> None:
-        reader, template.reader = template.reader, ""
-        if reader:
-            self.later(template.server.drop(reader))
-        while template.spares:
-            self.later(self.give_up(template.server, template.spares.popleft()))
-
-    async def give_up(self, server: PostgresServer, own: PrivateClone) -> None:
-        """End the worker of a clone, and drop the clone."""
-        await own.worker.close()
-        await server.drop(own.database)
-
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that nobody waits for until `aclose` does."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    def release(self, server: PostgresServer, clone: PrivateClone) -> None:
+        """End the worker of a private clone and drop the clone, in the background."""
+        self._background.spawn("release clone", self._release(server, clone))
 
     async def idle(self) -> None:
         """Wait until nothing runs in the background."""
-        while self._background:
-            await asyncio.wait(self._background)
+        await self._background.wait()
 
     async def aclose(self, templates: list[Template]) -> None:
-        """Drop the clones that nobody can use any more; templates stay."""
+        """Drop all readers and spares. Templates stay on the server for the next start."""
         self._open = False
         await self.idle()
         for template in templates:
             self._drop_clones(template)
-        with contextlib.suppress(Exception):
-            await self.idle()
+        await self.idle()
+
+    async def _prepare(self, template: Template) -> None:
+        with contextlib.suppress(SandboxError, SpecError):
+            await self.reader(template)
+
+    async def _create(self, template: Template, kind: str) -> PrivateClone:
+        database = await template.server.clone(template.name, kind, template.settings)
+        try:
+            return await self.connect(template, database, template.digest, template.touched)
+        except BaseException:
+            self._drop(template.server, database)
+            raise
+
+    async def _fill(self, template: Template) -> None:
+        try:
+            while self._open and len(template.spares) < self._max_spares:
+                template.spares.append(await self._create(template, "spare"))
+        except (SandboxError, SpecError, WorkerLostError, WorkerStuckError) as error:
+            log.warning("spare clone not created", database=template.name, error=str(error))
+        finally:
+            template.filling = False
+
+    def _drop_clones(self, template: Template) -> None:
+        reader, template.reader = template.reader, ""
+        if reader:
+            self._drop(template.server, reader)
+        while template.spares:
+            self.release(template.server, template.spares.popleft())
+
+    def _drop(self, server: PostgresServer, database: str) -> None:
+        self._background.spawn("drop database", server.drop(database))
+
+    async def _release(self, server: PostgresServer, clone: PrivateClone) -> None:
+        await clone.worker.close()
+        await server.drop(clone.database)

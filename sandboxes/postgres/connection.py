@@ -1,5 +1,15 @@
-"""A connection to one database, and the calls that only read there: tried first, and refused by the server where they
-do more."""
+"""A connection to one database, and calls that only read.
+
+Theory of operation. Whether a statement writes is the server's decision, not a parser's:
+
+1. Every call is first tried as reading, inside `BEGIN READ ONLY` … `ROLLBACK`. The server refuses most writes there.
+2. Some effects are allowed in a read-only transaction: advisory locks, temporary tables, sequences of temporary tables.
+   `Link.read` looks for them after the statement, and the tags show statements of other kinds.
+3. Effects on the connection itself (`set_config`, prepared statements) survive a rollback. Their names are searched for
+   before (`volatile.SESSION`), and the statement is not tried.
+4. In all these cases `WriteAttemptError` says that the call needs a private database. On a shared connection nothing of
+   the attempt remains.
+"""
 
 import contextlib
 import os
@@ -10,7 +20,7 @@ import psycopg
 from psycopg import pq
 
 from sandboxes.postgres import catalog
-from sandboxes.postgres.statement import NOT_AS_ALONE, READ_ONLY, SEVERAL, PostgresOutcome, Statement
+from sandboxes.postgres.statement import NOT_IN_TRANSACTION, READ_ONLY, SYNTAX_ERROR, PostgresOutcome, Statement
 from sandboxes.postgres.tools import EXPLAIN, MAX_COMPARED, compare, listing
 from sandboxes.postgres.values import parameter
 from sandboxes.postgres.volatile import SESSION, VOLATILE, reach
@@ -18,7 +28,9 @@ from sandboxes.sql.results import Failure, RowCollector, failure, other, success
 from sandboxes.workers.engine import Fields
 
 READS = {"SELECT", "SHOW", "EXPLAIN", "VALUES", "TABLE"}
-"""First words of the tags of statements that may have read and nothing else."""
+"""First words of the command tags of statements that may only have read."""
+
+
 _SESSION = """SELECT
     (SELECT string_agg(name || '=' || setting, ',' ORDER BY name) FROM pg_catalog.pg_settings
      WHERE source = 'session' AND name NOT IN ('application_name', 'client_encoding')),
@@ -30,18 +42,31 @@ _SESSION = """SELECT
     (SELECT string_agg(c, ',' ORDER BY c) FROM pg_catalog.pg_listening_channels() c),
     (SELECT string_agg(relname, ',' ORDER BY relname) FROM pg_catalog.pg_class
      WHERE relnamespace = pg_catalog.pg_my_temp_schema() AND relkind IN ('r', 'v', 'S'))"""
-_LOOK_AFTER_READ = """SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL OR EXISTS (SELECT 1
+"""Session state: settings, prepared statements, cursors, advisory locks, channels, temporary tables."""
+_READ_HAD_EFFECT = """SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL OR EXISTS (SELECT 1
     FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND pid = pg_catalog.pg_backend_pid())"""
+"""Whether a read-only transaction got a transaction id, or took an advisory lock."""
 
 
 def application_name(worker: int) -> str:
-    """Return the name under which the server knows the connections of a worker process."""
+    """Return the application name of a worker's sessions.
+
+    Args:
+        worker: Process id of the worker.
+    """
     return f"forkpoint-worker-{worker}"
 
 
 @dataclass(slots=True)
 class PostgresCall:
-    """One call as the driver sends it."""
+    """One call of an agent.
+
+    Attributes:
+        tool: Name of the tool.
+        arguments: The tool's arguments.
+        output_bytes: Limit of the result's rows, in bytes.
+        until: Deadline, as a value of `time.monotonic`.
+    """
 
     tool: str
     arguments: dict[str, Any]
@@ -50,23 +75,26 @@ class PostgresCall:
 
     @property
     def text(self) -> str:
+        """The statement or script."""
         return str(self.arguments["sql"])
 
     @property
     def shape(self) -> str:
+        """The format of the result."""
         return str(self.arguments.get("format", "json"))
 
     def rows(self) -> RowCollector:
-        most = MAX_COMPARED if self.tool in ("compare", "explain") else int(self.arguments.get("max_rows", 100))
-        return RowCollector(most, self.output_bytes)
+        """Return a collector with the call's limits."""
+        max_rows = MAX_COMPARED if self.tool in ("compare", "explain") else int(self.arguments.get("max_rows", 100))
+        return RowCollector(max_rows, self.output_bytes)
 
 
 class WriteAttemptError(Exception):
-    """The server does not let this statement run as one that only reads."""
+    """The call does more than read, and needs a private database."""
 
 
 class Link:
-    """One connection, and what is known of the database behind it."""
+    """A connection to one database, with caches of its definitions and type names."""
 
     def __init__(self, dsn: str) -> None:
         name = application_name(os.getpid())
@@ -76,90 +104,103 @@ class Link:
 
     @property
     def status(self) -> pq.TransactionStatus:
+        """The state of the current transaction."""
         return pq.TransactionStatus(self.connection.pgconn.transaction_status)
 
     def send(
         self, text: str, call: PostgresCall, *, parameters: Any = None, single: bool = False, stop: bool = False
     ) -> PostgresOutcome:
-        """Run one text of the agent's."""
+        """Run a text of the agent.
+
+        Args:
+            text: One or several statements.
+            call: The call that it belongs to, with its limits.
+            parameters: Values of parameters; None for none.
+            single: Let the server refuse several statements.
+            stop: Cancel the statement when the result is full.
+        """
         statement = Statement(self.connection.pgconn, call.rows(), until=call.until, stop_when_full=stop)
         return statement.run(text, parameters, single=single)
 
-    def ask(self, query: str) -> tuple[Any, ...]:
-        """Run a query of ours and return its one row."""
+    def query_row(self, query: str) -> tuple[Any, ...]:
+        """Run a query of the driver and return its only row."""
         row: tuple[Any, ...] = self.connection.execute(query).fetchone()  # type: ignore[assignment]
         return row
 
     def meaning(self, text: str, *, writing: bool) -> str:
-        """Return text with all that it may lead to."""
+        """Return a text with the definitions of all objects that it may use (see `volatile.reach`)."""
         if writing not in self._definitions:
             self._definitions[writing] = catalog.definitions(self.connection, writing=writing)
         return reach(text, self._definitions[writing])
 
     def forget_definitions(self) -> None:
-        """The schema may be another now."""
+        """Clear the caches, because the schema may have changed."""
         self._definitions.clear()
         self._types.clear()
 
     def type_names(self, oids: list[int]) -> list[str]:
-        """Return the names of types by their object ids."""
+        """Return the names of types, given by object id."""
         for oid in set(oids) - self._types.keys():
-            # Where the agent's transaction has failed, nothing can be asked.
+            # In a failed transaction, the server refuses all queries.
             failed = self.status == pq.TransactionStatus.INERROR
-            self._types[oid] = "" if failed else str(self.ask(f"SELECT pg_catalog.format_type({oid}, NULL)")[0])
+            self._types[oid] = "" if failed else str(self.query_row(f"SELECT pg_catalog.format_type({oid}, NULL)")[0])
         return [self._types[oid] for oid in oids]
 
     def read(self, text: str, call: PostgresCall, parameters: Any = None) -> PostgresOutcome:
-        """Run one statement that must only read, and leave nothing of it.
+        """Run a statement in a read-only transaction, and roll it back.
 
         Raises:
-            MustWrite: the server refuses, or the statement did more than read. Nothing is left of that either.
+            WriteAttemptError: The server refuses the statement, or it did more than read.
         """
         self.connection.execute("BEGIN READ ONLY")
         try:
             outcome = self.send(text, call, parameters=parameters, single=True, stop=True)
             if outcome.failure is not None:
                 code = outcome.failure.code
-                # 42601 is any syntax error, and the refusal of several statements; the latter only may run.
-                several = code == SEVERAL and "multiple commands" in outcome.failure.message
-                if several or code == READ_ONLY or code in NOT_AS_ALONE:
+                # The server reports several statements as a syntax error. A private database accepts them.
+                several = code == SYNTAX_ERROR and "multiple commands" in outcome.failure.message
+                if several or code == READ_ONLY or code in NOT_IN_TRANSACTION:
                     raise WriteAttemptError
-            elif not outcome.cut and (not only(outcome.tags, READS) or self._left_something()):
+            elif not outcome.cut and (not only(outcome.tags, READS) or self._had_effect()):
                 raise WriteAttemptError
             return outcome
         finally:
-            self._undo()
+            self._roll_back()
 
-    def _left_something(self) -> bool:
-        return self.status != pq.TransactionStatus.INTRANS or bool(self.ask(_LOOK_AFTER_READ)[0])
+    def _had_effect(self) -> bool:
+        return self.status != pq.TransactionStatus.INTRANS or bool(self.query_row(_READ_HAD_EFFECT)[0])
 
-    def _undo(self) -> None:
+    def _roll_back(self) -> None:
         if self.status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR):
             self.connection.execute("ROLLBACK")
 
     @property
     def usable(self) -> bool:
-        """Whether the connection is there, and waits for a statement."""
+        """Whether the connection is open and idle."""
         return self.status == pq.TransactionStatus.IDLE
 
     def session(self) -> str:
-        """Return what this connection alone has, empty where that is nothing. 2 ms."""
+        """Describe the session state; empty if there is none. 2 ms."""
         if self.status == pq.TransactionStatus.INERROR:
             return "a transaction that failed"
-        told = [part or "" for part in self.ask(_SESSION)]
+        parts = [part or "" for part in self.query_row(_SESSION)]
         open_transaction = self.status == pq.TransactionStatus.INTRANS
-        return repr((open_transaction, told)) if open_transaction or any(told) else ""
+        return repr((open_transaction, parts)) if open_transaction or any(parts) else ""
 
     def close(self) -> None:
+        """Close the connection."""
         with contextlib.suppress(psycopg.Error):
             self.connection.close()
 
 
 def answer_reading(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
-    """Answer a call that reads.
+    """Run a call that only reads.
+
+    Returns:
+        Members that describe the call (`volatile`, `timed_out`), and the result.
 
     Raises:
-        MustWrite: it does not only read.
+        WriteAttemptError: The call does more than read.
     """
     if call.tool in ("tables", "schema"):
         return {}, listing(link.connection, call.tool, call.arguments.get("table"), call.rows().output_bytes)
@@ -168,30 +209,35 @@ def answer_reading(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
     meaning = link.meaning(" ".join(str(call.arguments.get(name, "")) for name in ("sql", "gold")), writing=False)
     if SESSION.search(meaning):
         raise WriteAttemptError
-    told: Fields = {"volatile": VOLATILE.search(meaning) is not None}
+    fields: Fields = {"volatile": VOLATILE.search(meaning) is not None}
     if call.tool == "compare":
         gold, ordered = str(call.arguments["gold"]), bool(call.arguments["ordered"])
-        return told, compare(lambda text: link.read(text, call), call.text, gold, ordered=ordered)
+        return fields, compare(lambda text: link.read(text, call), call.text, gold, ordered=ordered)
     text = EXPLAIN + call.text if call.tool == "explain" else call.text
     try:
         parameters = parameters_of(call)
     except ValueError as error:
-        return told, refused(call, str(error))
+        return fields, refused(call, str(error))
     outcome = link.read(text, call, parameters)
-    return told | timed_out(outcome), answer_of(link, outcome, call)
+    return fields | timed_out(outcome), answer_of(link, outcome, call)
 
 
 def parameters_of(call: PostgresCall) -> list[bytes | None] | None:
-    given = call.arguments.get("params")
-    if given is None:
+    """Return a call's parameters in the server's text form; None if it has none.
+
+    Raises:
+        ValueError: A value cannot be a parameter, or the parameters are named.
+    """
+    params = call.arguments.get("params")
+    if params is None:
         return None
-    if isinstance(given, dict):
+    if isinstance(params, dict):
         raise ValueError("PostgreSQL's parameters are numbered: send a list, and write $1, $2 in the statement")  # noqa: TRY004
-    return [parameter(value) for value in given]
+    return [parameter(value) for value in params]
 
 
 def answer_of(link: Link, outcome: PostgresOutcome, call: PostgresCall) -> bytes:
-    """Return the agent's answer."""
+    """Encode an outcome as the agent's result."""
     if outcome.failure is not None:
         return failure(outcome.failure, shape=call.shape, sql=call.text)
     types = link.type_names(outcome.types) if outcome.columns else None
@@ -199,16 +245,18 @@ def answer_of(link: Link, outcome: PostgresOutcome, call: PostgresCall) -> bytes
 
 
 def refused(call: PostgresCall, why: str) -> bytes:
-    """Return the answer to what is never done here."""
-    told = Failure(why, "refused")
+    """Encode the result of a call that is not allowed."""
+    error = Failure(why, "refused")
     if call.tool == "compare":
-        return other({"match": False, "why": why, "error": told.to_json()})
-    return failure(told, shape=call.shape)
+        return other({"match": False, "why": why, "error": error.to_json()})
+    return failure(error, shape=call.shape)
 
 
 def timed_out(outcome: PostgresOutcome) -> Fields:
+    """Return the member `timed_out` of an answer."""
     return {"timed_out": outcome.failure is not None and outcome.failure.kind == "timeout"}
 
 
-def only(tags: list[str], words: set[str]) -> bool:
-    return all(tag.split(" ")[0] in words for tag in tags)
+def only(tags: list[str], kinds: set[str]) -> bool:
+    """Return whether the first word of every command tag is one of `kinds`."""
+    return all(tag.split(" ")[0] in kinds for tag in tags)

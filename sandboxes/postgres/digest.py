@@ -1,4 +1,19 @@
-"""The digest of a PostgreSQL database, kept up as it changes."""
+"""The digest of a PostgreSQL database, updated as the database changes.
+
+Theory of operation. Two states with equal digests share recorded results, so unequal content must give unequal digests.
+Reading everything after each statement would be too slow, so tables are treated by size:
+
+1. *Small tables* (`catalog.SMALL_BYTES`) are read whole after each change. The digest depends on the content only, and
+   undoing a change gives the earlier digest.
+2. *Large tables* share one `chain`: a hash of their initial content, extended by what each transaction did (the rows
+   that it wrote, and how many it deleted). The digest depends on history: equal statements give equal digests, but an
+   undone change does not. That costs a hit, never a wrong one.
+3. A table that was once large stays in the chain. Moving it back would make its history disappear.
+4. The schema and the sequences are read from the catalogs.
+
+Each small table has two digests: in physical order, which statements without ORDER BY can see, and in any order. They
+give the two parts of a `StateDigest`: exact and content.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,10 +29,14 @@ from sandboxes.postgres.catalog import CatalogConnection, RowCounts
 
 @dataclass(frozen=True, slots=True)
 class DatabaseDigest:
-    """What stands for a database's content.
+    """The digest of a database's content.
 
-    tables: of each small table, its digest in physical order and whatever the order. chain: of the larger ones, how
-        they began and what each transaction did to them. chained: which those are; one that shrinks stays there.
+    Attributes:
+        schema: Digest of the schema.
+        sequences: All that decides each sequence's next value, by name.
+        tables: Two digests of each small table: in physical order, and in any order.
+        chain: Digest of the large tables and of their changes, in hexadecimal; empty if there are none.
+        chained: Names of the tables in the chain. A table that shrinks stays there.
     """
 
     schema: str
@@ -27,6 +46,7 @@ class DatabaseDigest:
     chained: frozenset[str] = field(default_factory=frozenset)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the digest as JSON members."""
         return {
             "schema": self.schema, "sequences": self.sequences, "tables": self.tables, "chain": self.chain,
             "chained": sorted(self.chained),
@@ -34,20 +54,21 @@ class DatabaseDigest:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DatabaseDigest":
+        """Read what `to_json` returned."""
         return cls(value["schema"], value["sequences"], value["tables"], value["chain"], frozenset(value["chained"]))
 
     def state(self) -> StateDigest:
-        """Return the two names of this state."""
-        told = self.to_json()
-        return StateDigest(_hash(told), _hash(told | {"tables": {name: d[1] for name, d in self.tables.items()}}))
+        """Return the digest of the state: exact, and regardless of the physical order of rows."""
+        members = self.to_json()
+        return StateDigest(_hash(members), _hash(members | {"tables": {name: d[1] for name, d in self.tables.items()}}))
 
-    def folded(self, *what: Any) -> "DatabaseDigest":
-        """Return the digest after something happened to the larger tables."""
-        return replace(self, chain=_hash([self.chain, *what]).hex())
+    def extended(self, *changes: Any) -> "DatabaseDigest":
+        """Return the digest after changes to large tables."""
+        return replace(self, chain=_hash([self.chain, *changes]).hex())
 
 
 def whole(connection: CatalogConnection) -> DatabaseDigest:
-    """Return the digest of a database that nothing is known of yet. It is read as a whole: 40 ms for each MB."""
+    """Read a whole database and return its digest. 40 ms for each MB."""
     small, large = {}, []
     for table, size in catalog.tables(connection):
         digests = catalog.table_digest(connection, table)
@@ -67,15 +88,20 @@ def after_transaction(
     *,
     transaction: int,
     schema: bool,
-    told: str,
+    statement: str,
 ) -> DatabaseDigest:
-    """Return the digest that a transaction under way leaves, all but done.
+    """Return the digest that a transaction will leave when it commits.
 
-    changed: by table, its size and how many rows were inserted, updated and deleted. schema: whether the system's
-    tables changed too. told: the statement, by which a change is known that rows do not show.
+    Args:
+        connection: The connection whose transaction is complete, but still open.
+        before: The digest before the transaction.
+        changed: Size and numbers of inserted, updated and deleted rows, by table.
+        transaction: Id of the transaction.
+        schema: Whether the transaction changed system tables too.
+        statement: Stands for changes of large tables that rows do not show.
     """
     if schema:
-        return _after_everything(connection, before, told, changed, transaction)
+        return _read_again(connection, before, statement, changed, transaction)
     tables, folds, chained = dict(before.tables), [], set(before.chained)
     for table, (size, *rows) in sorted(changed.items()):
         if table in chained or size > catalog.SMALL_BYTES:
@@ -85,18 +111,27 @@ def after_transaction(
         else:
             tables[table] = catalog.table_digest(connection, table)
     now = replace(before, tables=tables, chained=frozenset(chained), sequences=catalog.sequences(connection))
-    return now.folded(folds) if folds else now
+    return now.extended(folds) if folds else now
 
 
-def after_anything(connection: CatalogConnection, before: DatabaseDigest, told: str, *, large: bool) -> DatabaseDigest:
-    """Return the digest after transactions that nobody watched; large: whether they may have changed larger tables."""
-    return _after_everything(connection, before, told if large else "", {}, None)
-
-
-def _after_everything(
-    connection: CatalogConnection, before: DatabaseDigest, told: str, changed: RowCounts, transaction: int | None
+def after_unobserved(
+    connection: CatalogConnection, before: DatabaseDigest, statement: str, *, large: bool
 ) -> DatabaseDigest:
-    """Read the schema and every small table anew; larger ones are known by the statement, and the rows it wrote."""
+    """Return the digest after transactions whose changes were not observed.
+
+    Args:
+        connection: The connection.
+        before: The digest before the transactions.
+        statement: The text that ran.
+        large: Whether large tables may have changed. The text then stands for the change.
+    """
+    return _read_again(connection, before, statement if large else "", {}, None)
+
+
+def _read_again(
+    connection: CatalogConnection, before: DatabaseDigest, statement: str, changed: RowCounts, transaction: int | None
+) -> DatabaseDigest:
+    """Read the schema and every small table again. Extend the chain by the statement and the rows that it wrote."""
     tables, chained, folds = {}, set(), []
     for table, size in catalog.tables(connection):
         if table in before.chained or size > catalog.SMALL_BYTES:
@@ -107,8 +142,8 @@ def _after_everything(
             tables[table] = catalog.table_digest(connection, table)
     schema, sequences = catalog.schema_digest(connection), catalog.sequences(connection)
     now = DatabaseDigest(schema, sequences, tables, before.chain, frozenset(chained | before.chained))
-    # Without larger tables all of the state has been read, and the statement that led to it says nothing more.
-    return now.folded(told, folds) if told and (chained or before.chained) else now
+    # Without large tables the whole state has been read, and the statement adds nothing.
+    return now.extended(statement, folds) if statement and (chained or before.chained) else now
 
 
 def _rows(connection: CatalogConnection, table: str, size: int, transaction: int) -> str:
@@ -120,7 +155,7 @@ def _hash(value: Any) -> bytes:
 
 
 def combined(states: Iterable[tuple[str, StateDigest]]) -> StateDigest:
-    """Return the digest of several databases together, by name."""
+    """Combine the digests of several databases, given by name."""
     exact, content = hashlib.blake2b(digest_size=32), hashlib.blake2b(digest_size=32)
     for name, state in sorted(states, key=lambda pair: pair[0]):
         exact.update(name.encode() + b"\0" + state.exact)

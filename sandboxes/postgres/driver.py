@@ -1,4 +1,4 @@
-"""The `postgres` driver: a sandbox is a database on a server of the user's, cloned when somebody first writes."""
+"""The `postgres` driver: a sandbox is a database on the user's server, cloned when a rollout first writes."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import structlog
@@ -18,18 +18,39 @@ from sandboxes.postgres.clones import Clones, Template
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sandbox import DatabasePosition, PostgresSandbox
 from sandboxes.postgres.server import DatabaseSettings, PostgresServer
+from sandboxes.postgres.source import behaviour_of, fingerprint_of, read_digest, settings_of, take_over
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
 VERSION = 1
-"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
+"""Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 SPARES = 2
+"""Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
+
+
+class RootState(NamedTuple):
+    """A source database as it was read last.
+
+    Attributes:
+        fingerprint: Changes whenever the source does (`source.fingerprint_of`).
+        template: The frozen copy of the source.
+        behaviour: Digest of the server's settings (`source.behaviour_of`).
+    """
+
+    fingerprint: str
+    template: Template
+    behaviour: str
 
 
 class PostgresDriver:
-    """See `sandboxes.driver.Driver`. Every role and database that it makes on a server begins with its own prefix."""
+    """The driver for PostgreSQL databases.
+
+    The names of all roles and databases that an instance creates on a server begin with the instance's own prefix.
+    `instance.json` in the data directory keeps that prefix, the password of the agents' role, and the templates on
+    each server, so that a restarted instance finds its states and drops everything else with its prefix.
+    """
 
     name = "postgres"
 
@@ -37,76 +58,41 @@ class PostgresDriver:
         self.data_dir = data_dir.resolve()
         self.worker_pool = WorkerPool("postgres", self.data_dir, network=True)
         self.clones = Clones(self.worker_pool, spares)
-        self.live: set[PostgresSandbox] = set()
-        self._notes = self.data_dir / "instance.json"
-        self._note: dict[str, Any] = {}
+        self.sandboxes: set[PostgresSandbox] = set()
+        self._instance_file = self.data_dir / "instance.json"
+        self._instance: dict[str, Any] = {}
         self._servers: dict[str, PostgresServer] = {}
         self._templates: dict[str, Template] = {}
-        self._sources: dict[tuple[str, str], tuple[str, Template, str]] = {}
+        self._roots: dict[tuple[str, str], RootState] = {}
         self._rooting = asyncio.Lock()
         self._ownership = Ownership(self.data_dir)
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- lifetime ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """See `Driver.open`. What was left on a server that cannot be reached now stays until the next start.
+        """Take the data directory, start the workers, and clean up after a killed instance.
+
+        A server that cannot be reached now is cleaned up at the next start.
 
         Raises:
-            SandboxError: another process uses this data directory, or no worker can be started.
+            SandboxError: Another process uses this data directory, or no worker can be started.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self.data_dir.chmod(0o700)
         self._ownership.acquire()
         try:
-            self._note = self._read_note()
+            self._instance = self._load_instance()
             await self.worker_pool.open()
-            for dsn in self._note["servers"]:
+            for dsn in self._instance["servers"]:
                 with contextlib.suppress(SpecError):
                     await self._sweep(self._server(dsn))
         except BaseException:
             await self.aclose()
             raise
 
-    def _read_note(self) -> dict[str, Any]:
-        with contextlib.suppress(OSError, ValueError):
-            note: dict[str, Any] = orjson.loads(self._notes.read_bytes())
-            return note
-        return {"prefix": f"forkpoint_{secrets.token_hex(5)}", "password": secrets.token_urlsafe(24), "servers": {}}
-
-    def _write_note(self) -> None:
-        part = self._notes.with_suffix(".part")
-        part.touch(mode=0o600)
-        part.write_bytes(orjson.dumps(self._note))
-        part.replace(self._notes)
-
-    async def _sweep(self, server: PostgresServer) -> None:
-        """Drop what a killed instance left on a server, and take up the templates that it had finished."""
-        known: dict[str, Any] = self._note["servers"][server.dsn]["templates"]
-        for name in await server.databases():
-            if name not in known:
-                await server.drop(name)
-            elif name not in self._templates:
-                self._take_up(server, name, known[name])
-        for name in [name for name in known if name not in self._templates]:
-            del known[name]
-
-    def _take_up(self, server: PostgresServer, name: str, told: dict[str, Any]) -> None:
-        template = Template(
-            server,
-            name,
-            DatabaseDigest.from_json(told["digest"]),
-            DatabaseSettings(tuple(map(tuple, told["settings"]))),
-            tuple(told["touched"]),
-            told["size_bytes"],
-        )
-        self._templates[name] = template
-        if told["source"]:
-            source, fingerprint, ways = told["source"]
-            self._sources[server.dsn, source] = (fingerprint, template, ways)
-
     async def aclose(self) -> None:
-        """See `Driver.aclose`. Idempotent."""
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self.live)))
+        """Close all sandboxes, drop their clones and end all workers. Templates stay. Idempotent."""
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self.sandboxes)))
         await self.clones.aclose(list(self._templates.values()))
         await self.worker_pool.aclose()
         for server in self._servers.values():
@@ -114,125 +100,166 @@ class PostgresDriver:
         self._servers.clear()
         self._ownership.release()
 
+    async def _sweep(self, server: PostgresServer) -> None:
+        """Drop what a killed instance left on a server, and register the templates that it had finished."""
+        recorded: dict[str, Any] = self._instance["servers"][server.dsn]["templates"]
+        for name in await server.databases():
+            if name not in recorded:
+                await server.drop(name)
+            elif name not in self._templates:
+                self._register(server, name, recorded[name])
+        for name in [name for name in recorded if name not in self._templates]:
+            del recorded[name]
+
     def _server(self, dsn: str) -> PostgresServer:
         server = self._servers.get(dsn)
         if server is None:
-            server = self._servers[dsn] = PostgresServer(dsn, self._note["prefix"], self._note["password"])
-            if dsn not in self._note["servers"]:
-                self._note["servers"][dsn] = {"templates": {}}
-                self._write_note()
+            server = self._servers[dsn] = PostgresServer(dsn, self._instance["prefix"], self._instance["password"])
+            if dsn not in self._instance["servers"]:
+                # Recorded before anything is created there, so that the next start knows where to clean up.
+                self._instance["servers"][dsn] = {"templates": {}}
+                self._save_instance()
         return server
+
+    # -- instance.json -----------------------------------------------------------------------------------------------
+
+    def _load_instance(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            instance: dict[str, Any] = orjson.loads(self._instance_file.read_bytes())
+            return instance
+        return {"prefix": f"forkpoint_{secrets.token_hex(5)}", "password": secrets.token_urlsafe(24), "servers": {}}
+
+    def _save_instance(self) -> None:
+        part = self._instance_file.with_suffix(".part")
+        # The mode first: the file contains a password.
+        part.touch(mode=0o600)
+        part.write_bytes(orjson.dumps(self._instance))
+        part.replace(self._instance_file)
+
+    def _record(self, template: Template, source: list[str] | None) -> None:
+        """Record a template. `source` is a root's source, fingerprint and behaviour; None for other states."""
+        self._instance["servers"][template.server.dsn]["templates"][template.name] = {
+            "digest": template.digest.to_json(), "settings": [list(pair) for pair in template.settings.own],
+            "touched": list(template.touched), "size_bytes": template.size_bytes, "source": source,
+        }  # fmt: skip
+        self._save_instance()
+
+    def _register(self, server: PostgresServer, name: str, record: dict[str, Any]) -> None:
+        template = Template(
+            server,
+            name,
+            DatabaseDigest.from_json(record["digest"]),
+            DatabaseSettings(tuple(map(tuple, record["settings"]))),
+            tuple(record["touched"]),
+            record["size_bytes"],
+        )
+        self._templates[name] = template
+        if record["source"]:
+            source, fingerprint, behaviour = record["source"]
+            self._roots[server.dsn, source] = RootState(fingerprint, template, behaviour)
 
     # -- root states -------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """See `Driver.identity`. A millisecond for a source that did not change; else it is cloned and read once."""
+        """Return the identity of a spec. 1 ms if its sources are unchanged; else each is cloned and read once."""
         digest = hashlib.blake2b(f"postgres\0{VERSION}".encode(), digest_size=32)
         for name, database in sorted(spec.databases.items()):
-            template, ways = await self._root(database)
-            digest.update(f"\0{name}\0{ways}\0".encode() + template.digest.state().exact)
+            root = await self._root(database)
+            digest.update(f"\0{name}\0{root.behaviour}\0".encode() + root.template.digest.state().exact)
         return digest.hexdigest()
 
-    async def _root(self, database: Database) -> tuple[Template, str]:
-        """Return the template of a source database as it is now, and the digest of how its server answers."""
+    async def _root(self, database: Database) -> RootState:
+        """Return the root state of a source database as it is now."""
         assert database.dsn is not None
         assert isinstance(database.source, str)
         server, source = self._server(database.dsn), database.source
         async with self._rooting:
-            fingerprint = await server.fingerprint(source)
-            known = self._sources.get((server.dsn, source))
-            if known is not None and known[0] == fingerprint:
-                return known[1], known[2]
-            template, ways = await self._make_root(server, source), await server.ways(source)
-            self._sources[server.dsn, source] = (fingerprint, template, ways)
-            self._keep_note(template, [source, fingerprint, ways])
-            return template, ways
+            fingerprint = await fingerprint_of(server, source)
+            root = self._roots.get((server.dsn, source))
+            if root is None or root.fingerprint != fingerprint:
+                template, behaviour = await self._make_root(server, source), await behaviour_of(server, source)
+                root = self._roots[server.dsn, source] = RootState(fingerprint, template, behaviour)
+                self._record(template, [source, fingerprint, behaviour])
+            return root
 
     async def _make_root(self, server: PostgresServer, source: str) -> Template:
-        settings = await server.settings_of(source)
+        """Clone a source into a template, or return an equal template that exists."""
+        settings = await settings_of(server, source)
         name = await server.clone(source, "root", settings)
         try:
-            await server.take_over(name)
-            digest = await server.digest(name)
-            same = next((t for t in self._templates.values() if _same(t, server, digest, settings)), None)
-            if same is not None:
-                await server.drop(name)
-                return same
+            await take_over(server, name)
+            digest = await read_digest(server, name)
+            for template in self._templates.values():
+                if template.server is server and template.digest == digest and template.settings == settings:
+                    await server.drop(name)
+                    return template
             await server.freeze(name)
             template = Template(server, name, digest, settings, (), await server.size_bytes(name))
         except BaseException:
             await server.drop(name)
             raise
         self._templates[name] = template
-        # The first who reads here should not wait for it.
-        self.clones.later(self.clones.prepare(template))
+        # Every rollout starts here, so create the reader before the first of them needs it.
+        self.clones.prepare(template)
         return template
-
-    def _keep_note(self, template: Template, source: list[str] | None) -> None:
-        told = {
-            "digest": template.digest.to_json(), "settings": [list(pair) for pair in template.settings.own],
-            "touched": list(template.touched), "size_bytes": template.size_bytes, "source": source,
-        }  # fmt: skip
-        self._note["servers"][template.server.dsn]["templates"][template.name] = told
-        self._write_note()
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
     async def start(self, spec: EnvironmentSpec) -> PostgresSandbox:
-        """See `Driver.start`. Nothing is cloned before somebody writes."""
-        places = {}
+        """Start a sandbox at the root state. Its first write creates a clone."""
+        positions = {}
         for name, database in spec.databases.items():
-            template, _ = await self._root(database)
+            template = (await self._root(database)).template
             self.clones.restock(template)
-            places[name] = DatabasePosition(template)
-        return self._enter(spec, places)
+            positions[name] = DatabasePosition(template)
+        return self._adopt(spec, positions)
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> PostgresSandbox:
-        """See `Driver.restore`. Nothing is cloned before somebody reads or writes."""
-        places = {}
+        """Start a sandbox at a frozen state. Its first read or write creates a clone.
+
+        Raises:
+            StateGoneError: A template of the state is gone.
+        """
+        positions = {}
         for name, part in frozen.payload["places"].items():
             template = self._templates.get(part)
             if template is None:
                 raise StateGoneError(f"the database {part} of this state is gone; replay its path instead")
-            places[name] = DatabasePosition(template)
-        return self._enter(spec, places)
+            positions[name] = DatabasePosition(template)
+        return self._adopt(spec, positions)
 
-    def _enter(self, spec: EnvironmentSpec, places: dict[str, DatabasePosition]) -> PostgresSandbox:
+    def _adopt(self, spec: EnvironmentSpec, positions: dict[str, DatabasePosition]) -> PostgresSandbox:
         sandbox = PostgresSandbox(
-            f"postgres-{secrets.token_hex(6)}", spec, places,
-            clones=self.clones, worker_pool=self.worker_pool, keep=self._keep, closed=self.live.discard,
+            f"postgres-{secrets.token_hex(6)}", spec, positions,
+            clones=self.clones, worker_pool=self.worker_pool, save=self._save, on_close=self.sandboxes.discard,
         )  # fmt: skip
-        self.live.add(sandbox)
+        self.sandboxes.add(sandbox)
         return sandbox
 
-    async def _keep(self, place: DatabasePosition) -> Template:
-        """Freeze a copy of a sandbox's own database as a template, and say where it is."""
-        origin, own = place.template, place.own
-        assert own is not None
-        name = await origin.server.clone(own.database, "state", origin.settings)
+    async def _save(self, position: DatabasePosition) -> Template:
+        """Copy a private clone into a new template."""
+        origin, clone = position.template, position.clone
+        assert clone is not None
+        name = await origin.server.clone(clone.database, "state", origin.settings)
         try:
             await origin.server.freeze(name)
-            size = await origin.server.size_bytes(name)
+            size_bytes = await origin.server.size_bytes(name)
         except BaseException:
             await origin.server.drop(name)
             raise
-        template = Template(origin.server, name, place.digest, origin.settings, place.touched, size)
+        template = Template(origin.server, name, position.digest, origin.settings, position.touched, size_bytes)
         self._templates[name] = template
-        self._keep_note(template, None)
+        self._record(template, None)
         return template
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """See `Driver.collect`. Parts are frozen databases; those of sources stay while the source is the same."""
+        """Drop the templates that neither `keep` names nor a sandbox or a source needs; return the bytes of `keep`."""
         kept = set(keep)
-        used = {place.template.name for sandbox in self.live for place in sandbox.places.values()}
-        used |= {template.name for _, template, _ in self._sources.values()}
+        used = {position.template.name for sandbox in self.sandboxes for position in sandbox.positions.values()}
+        used |= {root.template.name for root in self._roots.values()}
         for name in [name for name in self._templates if name not in kept | used]:
             template = self._templates.pop(name)
-            self._note["servers"][template.server.dsn]["templates"].pop(name, None)
-            self._write_note()
+            self._instance["servers"][template.server.dsn]["templates"].pop(name, None)
+            self._save_instance()
             self.clones.retire(template)
         return sum(self._templates[name].size_bytes for name in kept if name in self._templates)
-
-
-def _same(template: Template, server: PostgresServer, digest: DatabaseDigest, settings: DatabaseSettings) -> bool:
-    return template.server is server and template.digest == digest and template.settings == settings

@@ -1,4 +1,18 @@
-"""A sandbox's own database: what a call changed in it, in its session, and what the database is then."""
+"""The private database of a sandbox, in its worker: runs calls, and reports what each changed.
+
+Theory of operation. The driver needs the digest of the database after every call, and whether the session changed.
+How a call runs depends on whether the agent has a transaction open:
+
+1. *Outside a transaction*, a call is first tried as reading (`sandboxes.postgres.connection`). If it writes, it runs in
+   a transaction of ours, so that the server's counters show exactly what it changed. The digest is computed before the
+   commit. A failure rolls the transaction back.
+2. Some statements behave differently in a transaction (SET, LOCK, cursors), or cannot run in one (VACUUM). They are
+   recognised by their command tag or by the server's refusal, rolled back, and run again without our transaction.
+3. A text may end our transaction itself (COMMIT), or begin the agent's (BEGIN). Changes of the former were not
+   observed, so the small tables are read again.
+4. *Inside the agent's transaction*, nothing is committed, so the digest stays the same. What the transaction did is
+   part of the session, and its texts become part of the witness.
+"""
 
 import contextlib
 import hashlib
@@ -22,52 +36,59 @@ from sandboxes.postgres.connection import (
     timed_out,
 )
 from sandboxes.postgres.digest import DatabaseDigest
-from sandboxes.postgres.statement import NOT_AS_ALONE, PostgresOutcome
+from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome
 from sandboxes.postgres.volatile import CURSOR, VOLATILE
 from sandboxes.sql.results import Failure
 from sandboxes.workers.engine import Fields
 
-_OTHERWISE_ALONE = {"SET", "SAVEPOINT", "RELEASE", "LOCK", "DECLARE", "CLOSE", "FETCH", "MOVE"}
-"""First words of the tags of statements that do not act in a transaction of ours as they do in none."""
+_TRANSACTION_SENSITIVE = {"SET", "SAVEPOINT", "RELEASE", "LOCK", "DECLARE", "CLOSE", "FETCH", "MOVE"}
+"""First words of the command tags of statements that behave differently inside a transaction."""
 _ENDS = {"COMMIT", "ROLLBACK"}
+"""First words of the command tags of statements that end a transaction."""
 _ROWLESS = _ENDS | {
     "SET", "RESET", "SHOW", "LISTEN", "UNLISTEN", "NOTIFY", "PREPARE", "DEALLOCATE", "DISCARD", "LOCK", "DECLARE",
     "CLOSE", "FETCH", "MOVE", "SAVEPOINT", "RELEASE", "VACUUM", "ANALYZE", "CHECKPOINT",
 }  # fmt: skip
-"""First words of the tags of statements that leave all rows as they are."""
-_USE_AGAIN = """SELECT pg_catalog.setval(%s, old) FROM (SELECT last_value AS old, pg_catalog.nextval(%s)
+"""First words of the command tags of statements that change no rows."""
+_MARK_USED = """SELECT pg_catalog.setval(%s, old) FROM (SELECT last_value AS old, pg_catalog.nextval(%s)
     FROM pg_catalog.pg_sequences WHERE schemaname || '.' || sequencename = %s AND last_value IS NOT NULL OFFSET 0) s"""
-"""Leaves a sequence as it was, and used by this session."""
-_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
+"""Marks a sequence as used by this session, and leaves its value as it was."""
+_HAS_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
 
 
 class PrivateDatabase:
-    """A sandbox's own database: what it holds, what its session holds, and the calls that change them."""
+    """A private database: its connection, its digest, and what its session holds.
+
+    Attributes:
+        link: The connection.
+        digest: Digest of the committed content.
+    """
 
     def __init__(self, link: Link, digest: DatabaseDigest) -> None:
         self.link, self.digest = link, digest
         self._session = ""
         self._touched: list[str] = []
         self._in_transaction: list[str] = []
-        self._moved: list[str] = []
-        self._began: tuple[catalog.RowCounts, int] = ({}, 0)
+        # Texts that moved a cursor since the session began. Cursors have no position that could be read.
+        self._cursor_moves: list[str] = []
+        self._counts_at_begin: tuple[catalog.RowCounts, int] = ({}, 0)
 
     def prime(self, sequences: list[str]) -> None:
-        """Let `currval` and `lastval` know what they knew in the connection before."""
+        """Restore what `currval` and `lastval` return, by using sequences in the order in which they were used."""
         for name in sequences:
-            # `setval` alone is no use for `lastval`. One that has come to its end stays unknown.
+            # Only `nextval` affects `lastval`, and `setval` then restores the value. An exhausted sequence is skipped.
             with contextlib.suppress(psycopg.Error):
-                self.link.connection.execute(_USE_AGAIN, (name, name, name))
+                self.link.connection.execute(_MARK_USED, (name, name, name))
         self._touched = list(sequences)
 
-    def look_around(self) -> None:
-        """Ask what a first write asks: the server reads its catalogs for it, which is better done ahead."""
+    def warm_up(self) -> None:
+        """Run the queries of a first write, so that the server has read its catalogs before it."""
         connection = self.link.connection
         connection.execute("BEGIN READ ONLY")
         try:
             connection.execute(catalog.PLAIN)
-            for look in (catalog.counts, catalog.system_count, catalog.sequences):
-                look(connection)
+            for query in (catalog.counts, catalog.system_count, catalog.sequences):
+                query(connection)
             for table in list(self.digest.tables)[:1]:
                 catalog.table_digest(connection, table)
             for writing in (False, True):
@@ -77,34 +98,42 @@ class PrivateDatabase:
         self.link.session()
 
     def run(self, call: PostgresCall) -> tuple[Fields, bytes]:
-        """Run a call; return its effect and what the database and the session are now."""
+        """Run a call.
+
+        Returns:
+            The result, and these members. `digest`, `touched`, `has_session` and `witness` describe the database and
+            the session after the call (see `DatabasePosition`). `database` and `session` say which of them the call
+            changed. `volatile` and `timed_out` describe the call.
+        """
         before, session = self.digest, self._session
         if self.link.status == pq.TransactionStatus.IDLE:
-            told, answer = self._outside(call)
+            fields, result = self._outside_transaction(call)
         else:
-            told, answer = self._inside(call)
+            fields, result = self._inside_transaction(call)
         self._session = self.link.session()
-        told["database"] = self.digest != before
-        told["session"] = self._session != session or bool(told.pop("uncommitted", False))
-        told["holds"] = bool(self._session)
-        if told["database"]:
+        fields["database"] = self.digest != before
+        fields["session"] = self._session != session or bool(fields.pop("uncommitted", False))
+        fields["has_session"] = bool(self._session)
+        if fields["database"]:
             self._note_sequences(before)
         if not self._session:
-            self._moved.clear()
-        unseen = repr((self._session, self._in_transaction, self._moved)).encode()
-        told["witness"] = hashlib.blake2b(self.digest.state().exact + unseen, digest_size=32).hexdigest()
-        return told | {"digest": self.digest.to_json(), "touched": self._touched}, answer
+            self._cursor_moves.clear()
+        session_state = repr((self._session, self._in_transaction, self._cursor_moves)).encode()
+        fields["witness"] = hashlib.blake2b(self.digest.state().exact + session_state, digest_size=32).hexdigest()
+        return fields | {"digest": self.digest.to_json(), "touched": self._touched}, result
 
     def _note_sequences(self, before: DatabaseDigest) -> None:
-        """Remember the order in which sequences were last used, for a connection that shall go on from here."""
+        """Record the order in which sequences were last used, for a later connection that continues from this state."""
         for name, value in self.digest.sequences.items():
             if value != before.sequences.get(name):
                 self._touched = [*(other for other in self._touched if other != name), name]
 
-    # -- outside a transaction of the agent's ------------------------------------------------------------------------
+    # -- outside the agent's transactions ----------------------------------------------------------------------------
 
-    def _outside(self, call: PostgresCall) -> tuple[Fields, bytes]:
-        moves = call.tool == "query" and self._session and CURSOR.search(call.text) and self.link.ask(_CURSORS)[0]
+    def _outside_transaction(self, call: PostgresCall) -> tuple[Fields, bytes]:
+        moves = (
+            call.tool == "query" and self._session and CURSOR.search(call.text) and self.link.query_row(_HAS_CURSORS)[0]
+        )
         try:
             if not moves:
                 return answer_reading(self.link, call)
@@ -116,74 +145,76 @@ class PrivateDatabase:
             parameters = parameters_of(call)
         except ValueError as error:
             return {}, refused(call, str(error))
-        told: Fields = {"volatile": VOLATILE.search(self.link.meaning(call.text, writing=True)) is not None}
-        outcome = self._bare(call, parameters) if moves else self._write(call, parameters)
+        fields: Fields = {"volatile": VOLATILE.search(self.link.meaning(call.text, writing=True)) is not None}
+        outcome = self._without_transaction(call, parameters) if moves else self._write(call, parameters)
         if moves and outcome.failure is None:
-            self._moved.append(call.text)
-            told["uncommitted"] = True
-        return told | timed_out(outcome), answer_of(self.link, outcome, call)
+            self._cursor_moves.append(call.text)
+            fields["uncommitted"] = True
+        return fields | timed_out(outcome), answer_of(self.link, outcome, call)
 
     def _write(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
-        """Run a text as one transaction: all of it or nothing."""
+        """Run a text as one transaction."""
         connection = self.link.connection
         connection.execute("BEGIN")
         counts, system = catalog.counts(connection), catalog.system_count(connection)
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
-            # It ended our transaction itself; others may have followed.
+            # The text ended our transaction itself, and may have run others after it.
             self._reassess(call.text, large=not only(outcome.tags, _ENDS))
         elif outcome.failure is not None:
             connection.execute("ROLLBACK")
-            if outcome.failure.code in NOT_AS_ALONE:
-                return self._bare(call, parameters)
-            self._look_at_sequences()
+            if outcome.failure.code in NOT_IN_TRANSACTION:
+                return self._without_transaction(call, parameters)
+            self._read_sequences()
         elif _begins(outcome.tags):
-            self._in_transaction, self._began = [call.text], (counts, system)
-        elif len(outcome.tags) == 1 and only(outcome.tags, _OTHERWISE_ALONE | _ENDS):
+            # Our BEGIN has become the agent's. It stays open.
+            self._in_transaction, self._counts_at_begin = [call.text], (counts, system)
+        elif len(outcome.tags) == 1 and only(outcome.tags, _TRANSACTION_SENSITIVE | _ENDS):
             connection.execute("ROLLBACK")
-            return self._bare(call, parameters)
-        elif self.link.ask("SELECT pg_catalog.pg_current_xact_id_if_assigned()")[0] is None:
+            return self._without_transaction(call, parameters)
+        elif self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()")[0] is None:
+            # Without a transaction id nothing was written. Sequences are an exception: they need none.
             connection.execute("COMMIT")
-            self._look_at_sequences()
+            self._read_sequences()
         else:
             self._commit(call, outcome, counts, system)
         return outcome
 
     def _commit(self, call: PostgresCall, outcome: PostgresOutcome, counts: catalog.RowCounts, system: int) -> None:
-        """Digest what a transaction changed, and commit it."""
+        """Compute the digest of what our transaction changed, and commit it."""
         connection = self.link.connection
         try:
-            # Constraints that wait for the end are checked now, and their triggers run before rows are counted.
+            # Check deferred constraints now: their triggers may change rows, which must be counted.
             connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
             connection.execute(catalog.PLAIN)
             changed = _since(counts, catalog.counts(connection))
             schema = catalog.system_count(connection) > system
-            transaction = int(self.link.ask("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0])
+            transaction = int(self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0])
             digest = digests.after_transaction(
-                connection, self.digest, changed, transaction=transaction, schema=schema, told=call.text
+                connection, self.digest, changed, transaction=transaction, schema=schema, statement=call.text
             )
             connection.execute("COMMIT")
         except psycopg.Error as error:
             if self.link.status != pq.TransactionStatus.IDLE:
                 connection.execute("ROLLBACK")
-            outcome.failure = Failure(_told(error), "sql", error.sqlstate)
-            self._look_at_sequences()
+            outcome.failure = Failure(_message(error), "sql", error.sqlstate)
+            self._read_sequences()
             return
         if schema:
             self.link.forget_definitions()
         self.digest = digest
 
-    def _bare(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
-        """Run a statement that cannot, or should not, be in a transaction: VACUUM, SET, LOCK."""
+    def _without_transaction(self, call: PostgresCall, parameters: Any) -> PostgresOutcome:
+        """Run a statement that cannot, or should not, run in a transaction of ours: VACUUM, SET, LOCK."""
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE and outcome.failure is None:
             self._reassess(call.text, large=not only(outcome.tags, _ROWLESS))
         return outcome
 
-    # -- inside one --------------------------------------------------------------------------------------------------
+    # -- inside the agent's transaction ------------------------------------------------------------------------------
 
-    def _inside(self, call: PostgresCall) -> tuple[Fields, bytes]:
-        """Run a call in the agent's open transaction: nothing is committed until the agent says so."""
+    def _inside_transaction(self, call: PostgresCall) -> tuple[Fields, bytes]:
+        """Run a call in the agent's open transaction. Only the agent's COMMIT commits."""
         if call.tool in ("tables", "schema", "compare", "explain"):
             return {}, refused(
                 call, f"{call.tool} is not available inside an open transaction: COMMIT or ROLLBACK first"
@@ -203,7 +234,7 @@ class PrivateDatabase:
             self._in_transaction = []
             uncommitted = True
         else:
-            # Savepoints and cursors are nothing that could be looked at.
+            # Savepoints and cursors cannot be read back, so every statement of another kind counts as a change.
             uncommitted = self._position() != before or not only(outcome.tags, READS)
             self._in_transaction += [call.text] if uncommitted else []
         return {"volatile": volatile, "uncommitted": uncommitted} | timed_out(outcome), answer_of(
@@ -211,37 +242,42 @@ class PrivateDatabase:
         )
 
     def _changed_large_tables(self) -> bool:
-        """Say whether the agent's open transaction changed what is not read whole; one that failed changes nothing."""
+        """Return whether the agent's open transaction, unless it failed, changed large tables or the schema."""
         if self.link.status != pq.TransactionStatus.INTRANS:
             return False
-        counts, system = self._began
+        counts, system = self._counts_at_begin
         changed = _since(counts, catalog.counts(self.link.connection))
         large = (table in self.digest.chained or size[0] > catalog.SMALL_BYTES for table, size in changed.items())
         return any(large) or catalog.system_count(self.link.connection) > system
 
     def _position(self) -> Any:
-        """Return what a statement in an open transaction may have moved."""
+        """Return a value that changes with every write in the open transaction; None after a failure in it."""
         if self.link.status != pq.TransactionStatus.INTRANS:
             return None
         connection = self.link.connection
-        given = self.link.ask("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0]
-        return given, catalog.counts(connection), catalog.system_count(connection), catalog.sequences(connection)
+        transaction_id = self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0]
+        return (
+            transaction_id,
+            catalog.counts(connection),
+            catalog.system_count(connection),
+            catalog.sequences(connection),
+        )
 
     # -- digests -----------------------------------------------------------------------------------------------------
 
-    def _look_at_sequences(self) -> None:
-        """A transaction that failed, or wrote nothing, may have drawn from sequences: they go on all the same."""
+    def _read_sequences(self) -> None:
+        """Update the digest's sequences, which advance even in a transaction that is rolled back."""
         now = catalog.sequences(self.link.connection)
         if now != self.digest.sequences:
             self.digest = DatabaseDigest.from_json(self.digest.to_json() | {"sequences": now})
 
-    def _reassess(self, told: str, *, large: bool) -> None:
-        """Digest the database anew where nobody saw what a text changed."""
+    def _reassess(self, statement: str, *, large: bool) -> None:
+        """Compute the digest after a text whose changes were not observed."""
         connection = self.link.connection
         connection.execute("BEGIN READ ONLY")
         try:
             connection.execute(catalog.PLAIN)
-            self.digest = digests.after_anything(connection, self.digest, told, large=large)
+            self.digest = digests.after_unobserved(connection, self.digest, statement, large=large)
         finally:
             connection.execute("ROLLBACK")
         self.link.forget_definitions()
@@ -252,6 +288,7 @@ def _begins(tags: list[str]) -> bool:
 
 
 def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCounts:
+    """Return the tables whose counts changed between two readings, with the differences."""
     changed = {}
     for table, (size, *rows) in now.items():
         earlier = before.get(table, (0, 0, 0, 0))[1:]
@@ -261,7 +298,7 @@ def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCoun
     return changed
 
 
-def _told(error: psycopg.Error) -> str:
+def _message(error: psycopg.Error) -> str:
     parts = [error.diag.message_primary or str(error).strip()]
     parts += [
         f"{name}: {text}"

@@ -1,4 +1,4 @@
-"""One sandbox of the `postgres` driver: where it stands in each of its databases, and its own clones of them."""
+"""A sandbox of the `postgres` driver: its position in each of its databases, and its private clones."""
 
 import hashlib
 from collections.abc import Awaitable, Callable
@@ -18,109 +18,148 @@ from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerSt
 
 
 class DatabasePosition:
-    """Where a sandbox stands in one of its databases. template: what it was last cloned from, or is the state of.
+    """A sandbox's position in one of its databases.
 
-    holds: whether its session has what no other could have: an open transaction, temporary tables, settings.
+    Attributes:
+        template: The template that it was last cloned from, or that is its state.
+        digest: Digest of the content now.
+        touched: Sequences that the session has used, the last one last.
+        clone: The sandbox's private clone; None until it writes.
+        has_session: There is session state: an open transaction, temporary tables, settings.
+        witness: Names the session state; empty if there is none.
     """
 
     def __init__(self, template: Template) -> None:
         self.template = template
         self.digest: DatabaseDigest = template.digest
         self.touched = template.touched
-        self.own: PrivateClone | None = None
-        self.holds = False
+        self.clone: PrivateClone | None = None
+        self.has_session = False
         self.witness = b""
 
     @property
     def frozen(self) -> bool:
-        """Whether the template is this state."""
+        """Whether the template is the current state."""
         return self.digest == self.template.digest and self.touched == self.template.touched
+
+    def state(self) -> StateDigest:
+        """Return the digest of the content and of the sequences that `currval` and `lastval` know in this session."""
+        state = self.digest.state()
+        if not self.touched:
+            return state
+        names = "\0".join(self.touched).encode()
+        exact = hashlib.blake2b(state.exact + names, digest_size=32).digest()
+        return StateDigest(exact, hashlib.blake2b(state.content + names, digest_size=32).digest())
 
 
 class PostgresSandbox:
-    """See `sandboxes.driver.Sandbox`."""
+    """A sandbox of the `postgres` driver.
+
+    Attributes:
+        id: Name of the sandbox.
+        positions: Its databases, by the names that the spec gives them.
+    """
 
     def __init__(
         self,
         name: str,
         spec: EnvironmentSpec,
-        places: dict[str, DatabasePosition],
+        positions: dict[str, DatabasePosition],
         *,
         clones: Clones,
         worker_pool: WorkerPool,
-        keep: Callable[[DatabasePosition], Awaitable[Template]],
-        closed: Callable[["PostgresSandbox"], None],
+        save: Callable[[DatabasePosition], Awaitable[Template]],
+        on_close: Callable[["PostgresSandbox"], None],
     ) -> None:
-        self.id, self.places = name, places
+        """Create a sandbox.
+
+        Args:
+            name: Name of the sandbox.
+            spec: Limits, and whether volatile results are shared.
+            positions: Where it starts.
+            clones: Creates and drops clones.
+            worker_pool: Provides workers for reading.
+            save: Copies a private clone into a new template.
+            on_close: Called once when the sandbox closes.
+        """
+        self.id, self.positions = name, positions
         self._spec, self._clones, self._worker_pool = spec, clones, worker_pool
-        self._keep_state, self._closed = keep, closed
+        self._save, self._on_close = save, on_close
         self._why_dead = ""
 
     @property
     def alive(self) -> bool:
+        """False after a failure that lost state, and after `close`."""
         return not self._why_dead
 
     async def execute(self, call: ToolCall) -> Execution:
-        """See `Sandbox.execute`."""
+        """Run a call: read-only on the shared reader if possible, else on a private clone.
+
+        Raises:
+            SandboxError: The server or a worker failed.
+        """
         if self._why_dead:
             raise SandboxError(f"sandbox {self.id} is dead: {self._why_dead}")
-        place = self.places[str(call.arguments["database"])]
+        position = self.positions[str(call.arguments["database"])]
         try:
-            if place.own is None:
-                answered = await self._read(place, call)
-                if answered is not None:
-                    return answered
-                place.own = await self._clones.fork(place.template)
-            return await self._run(place, place.own, call)
+            if position.clone is None:
+                execution = await self._read(position, call)
+                if execution is not None:
+                    return execution
+                position.clone = await self._clones.fork(position.template)
+            return await self._write(position, position.clone, call)
         except (WorkerStuckError, WorkerLostError) as error:
-            return await self._ended(place, call, error)
+            return self._aborted(position, call, error)
         except SpecError as error:
             self._why_dead = str(error)
             raise SandboxError(str(error)) from error
         except BaseException as error:
+            # A cancelled call may or may not have been committed, so the state is unknown.
             self._why_dead = str(error) or type(error).__name__
             raise
 
-    async def _read(self, place: DatabasePosition, call: ToolCall) -> Execution | None:
-        """Answer a call on the database that all share who read at this state; None where it must write."""
-        database = await self._clones.reader(place.template)
-        request = self._request(call) | {"dsn": place.template.server.agent_dsn(database)}
+    async def _read(self, position: DatabasePosition, call: ToolCall) -> Execution | None:
+        """Run a call on the state's shared reader; None if it needs a private clone."""
+        database = await self._clones.reader(position.template)
+        request = self._run_request(call) | {"dsn": position.template.server.agent_dsn(database)}
         async with self._worker_pool.reader() as worker:
             try:
-                told = await self._ask(worker, request, call)
+                answer = await self._request(worker, request, call)
             except WorkerStuckError:
-                await place.template.server.end(application_name(worker.pid))
+                # The server still runs the statement for the killed worker.
+                await position.template.server.end(application_name(worker.pid))
                 raise
-        if told.fields.get("must_write"):
+        if answer.fields.get("must_write"):
             return None
-        return self._execution(told.fields, told.body, Effect.NONE)
+        return self._execution(answer.fields, answer.body, Effect.NONE)
 
-    async def _run(self, place: DatabasePosition, own: PrivateClone, call: ToolCall) -> Execution:
+    async def _write(self, position: DatabasePosition, clone: PrivateClone, call: ToolCall) -> Execution:
         try:
-            told = await self._ask(own.worker, self._request(call), call)
+            answer = await self._request(clone.worker, self._run_request(call), call)
         except WorkerStuckError:
-            await place.template.server.end(str(own.backend))
+            await position.template.server.end(str(clone.backend))
             raise
-        fields = told.fields
-        place.digest = DatabaseDigest.from_json(fields["digest"])
-        place.touched = tuple(fields["touched"])
-        place.holds = bool(fields["holds"])
-        place.witness = bytes.fromhex(fields["witness"])
+        fields = answer.fields
+        position.digest = DatabaseDigest.from_json(fields["digest"])
+        position.touched = tuple(fields["touched"])
+        position.has_session = bool(fields["has_session"])
+        position.witness = bytes.fromhex(fields["witness"])
         effect = Effect.DATABASE if fields["database"] else Effect.NONE
         effect |= Effect.SESSION if fields["session"] else Effect.NONE
-        return self._execution(fields, told.body, effect)
+        return self._execution(fields, answer.body, effect)
 
-    async def _ask(self, worker: Worker, request: dict[str, Any], call: ToolCall) -> Message:
-        """Ask a worker; one whose connection is lost is of no more use than one that is lost itself."""
-        # Beside the statement: connecting, and digesting what it changed.
-        told = await worker.request(request, timeout_s=float(call.arguments["timeout_s"]) + OPEN_S)
-        cause = told.fields.get("lost")
+    async def _request(self, worker: Worker, request: dict[str, Any], call: ToolCall) -> Message:
+        """Send a request to a worker. A worker that lost its connection is treated as a lost worker."""
+        # Connecting and digesting take time beyond the statement's own limit.
+        answer = await worker.request(request, timeout_s=float(call.arguments["timeout_s"]) + OPEN_S)
+        cause = answer.fields.get("lost")
         if cause is None:
-            return told
+            return answer
         await worker.close()
+        message = str(answer.fields["message"])
         if cause == "timeout":
-            raise WorkerStuckError(str(told.fields["told"]))
-        raise WorkerLostError("memory" if cause == "memory" else "killed", str(told.fields["told"]))
+            raise WorkerStuckError(message)
+        raise WorkerLostError("memory" if cause == "memory" else "killed", message)
 
     def _execution(self, fields: dict[str, Any], body: bytes, effect: Effect) -> Execution:
         volatile = bool(fields.get("volatile")) and self._spec.volatile == "never"
@@ -129,99 +168,96 @@ class PostgresSandbox:
             self._witness(), shareable=not (volatile or fields.get("timed_out")),
         )  # fmt: skip
 
-    async def _ended(
-        self, place: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError
+    def _aborted(
+        self, position: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError
     ) -> Execution:
-        """Tell the agent of a statement that took its worker with it; what it did is rolled back by the server."""
-        # Libraries written in C may crash where their memory ends.
+        """Return the result of a statement that ended its worker. The server rolls its changes back.
+
+        Raises:
+            SandboxError: The statement is not to blame.
+        """
+        # "crashed" counts as out of memory: a C library may crash when it cannot allocate.
         if isinstance(error, WorkerLostError) and error.cause not in ("memory", "crashed"):
             self._why_dead = str(error)
             raise SandboxError(f"the worker of sandbox {self.id} ended: {error}") from error
-        if place.own is not None:
-            # Its session is gone. Nothing was committed, so whoever goes on from here starts where this call began.
+        if position.clone is not None:
+            # The session is lost, but nothing was committed: other sandboxes may still restore the state before.
             self._why_dead = f"a statement ended its worker: {error}"
         if isinstance(error, WorkerStuckError):
-            told = Failure("the statement took longer than timeout_s, and was stopped", "timeout")
+            reason = Failure("the statement took longer than timeout_s, and was stopped", "timeout")
         else:
-            told = Failure("the answer needs more memory than limits.memory_mb allows", "limit")
-        body = failure(told, shape=str(call.arguments.get("format", "json")), sql=str(call.arguments.get("sql", "")))
+            reason = Failure("the answer needs more memory than limits.memory_mb allows", "limit")
+        body = failure(reason, shape=str(call.arguments.get("format", "json")), sql=str(call.arguments.get("sql", "")))
         seconds = float(call.arguments["timeout_s"]) if isinstance(error, WorkerStuckError) else 0.0
         result = ToolResult(200, "application/json", body)
         return Execution(result, Effect.NONE, seconds, self._state(), self._witness(), shareable=False)
 
-    def _request(self, call: ToolCall) -> dict[str, Any]:
+    def _run_request(self, call: ToolCall) -> dict[str, Any]:
+        limits = self._spec.limits
         return {
-            "op": "run", "tool": call.tool, "arguments": dict(call.arguments), "limits": self._limits(),
-            "output_bytes": self._spec.limits.output_bytes,
+            "op": "run", "tool": call.tool, "arguments": dict(call.arguments), "output_bytes": limits.output_bytes,
+            "limits": {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb},
         }  # fmt: skip
-
-    def _limits(self) -> dict[str, int]:
-        return {"memory_mb": self._spec.limits.memory_mb, "disk_mb": self._spec.limits.disk_mb}
 
     # -- states ------------------------------------------------------------------------------------------------------
 
     @property
-    def _holds(self) -> bool:
-        return any(place.holds for place in self.places.values())
+    def _has_session(self) -> bool:
+        return any(position.has_session for position in self.positions.values())
 
     def _state(self) -> StateDigest | None:
-        if self._holds:
+        if self._has_session:
             return None
-        return combined((name, _with_session(place)) for name, place in self.places.items())
+        return combined((name, position.state()) for name, position in self.positions.items())
 
     def _witness(self) -> bytes | None:
-        if not self._holds:
+        if not self._has_session:
             return None
         digest = hashlib.blake2b(digest_size=32)
-        for name, place in sorted(self.places.items()):
-            digest.update(name.encode() + b"\0" + (place.witness or place.digest.state().exact))
+        for name, position in sorted(self.positions.items()):
+            digest.update(name.encode() + b"\0" + (position.witness or position.digest.state().exact))
         return digest.digest()
 
     async def freeze(self) -> FrozenState:
-        """See `Sandbox.freeze`. A copy on the server, for which the sandbox's connection is given up and made anew."""
+        """Save the state of every database as a template on the server.
+
+        Raises:
+            NotFreezableError: There is session state.
+            SandboxError: The server or a worker failed.
+        """
         if self._why_dead:
             raise SandboxError(f"sandbox {self.id} is dead: {self._why_dead}")
-        if self._holds:
+        if self._has_session:
             raise NotFreezableError("its session holds an open transaction, temporary tables, settings or the like")
-        size = 0
+        size_bytes = 0
         try:
-            for place in self.places.values():
-                if not place.frozen:
-                    size += await self._keep(place)
+            for position in self.positions.values():
+                if not position.frozen:
+                    size_bytes += await self._freeze(position)
         except (WorkerStuckError, WorkerLostError, SpecError) as error:
             self._why_dead = str(error)
             raise SandboxError(f"sandbox {self.id} could not be frozen: {error}") from error
-        names = {name: place.template.name for name, place in self.places.items()}
+        names = {name: position.template.name for name, position in self.positions.items()}
         return FrozenState(
-            "postgres", "files", {"places": names}, size, self._state(), tuple(sorted(set(names.values())))
+            "postgres", "files", {"places": names}, size_bytes, self._state(), tuple(sorted(set(names.values())))
         )
 
-    async def _keep(self, place: DatabasePosition) -> int:
-        own = place.own
-        assert own is not None
-        # PostgreSQL clones nothing that has a session.
-        await own.worker.request({"op": "close"}, timeout_s=OPEN_S)
-        template = await self._keep_state(place)
-        await own.worker.close()
-        place.own = await self._clones.connect(template, own.database, place.digest, place.touched)
-        place.template = template
+    async def _freeze(self, position: DatabasePosition) -> int:
+        clone = position.clone
+        assert clone is not None
+        # PostgreSQL clones no database that has sessions, so the worker disconnects and another one connects after.
+        await clone.worker.request({"op": "close"}, timeout_s=OPEN_S)
+        template = await self._save(position)
+        await clone.worker.close()
+        position.clone = await self._clones.connect(template, clone.database, position.digest, position.touched)
+        position.template = template
         return template.size_bytes
 
     async def close(self) -> None:
-        """See `Sandbox.close`."""
+        """Release the private clones. Idempotent."""
         self._why_dead = self._why_dead or "it was closed"
-        for place in self.places.values():
-            own, place.own = place.own, None
-            if own is not None:
-                self._clones.later(self._clones.give_up(place.template.server, own))
-        self._closed(self)
-
-
-def _with_session(place: DatabasePosition) -> StateDigest:
-    """Return a place's digest with the sequences that `currval` and `lastval` know, which other sessions do not."""
-    state = place.digest.state()
-    if not place.touched:
-        return state
-    told = "\0".join(place.touched).encode()
-    exact = hashlib.blake2b(state.exact + told, digest_size=32).digest()
-    return StateDigest(exact, hashlib.blake2b(state.content + told, digest_size=32).digest())
+        for position in self.positions.values():
+            clone, position.clone = position.clone, None
+            if clone is not None:
+                self._clones.release(position.template.server, clone)
+        self._on_close(self)

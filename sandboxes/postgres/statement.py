@@ -1,6 +1,7 @@
-"""One statement sent to the server and its answer read back, within limits of time and size.
+"""One statement sent to the server, and its result read within limits of time and size.
 
-The result is read row by row as the server's own text, so that nothing is lost and nothing large is held.
+The result is read in chunks of rows, in the server's text form: no value is changed, and no large result is held in
+memory. libpq's asynchronous interface is used directly, because a statement must be cancelled while it runs.
 """
 
 import contextlib
@@ -17,33 +18,45 @@ from sandboxes.postgres.values import reader_of
 from sandboxes.sql.results import Failure, RowCollector
 
 CANCEL_S = 0.5
-"""How long the server may take to stop a statement; then the worker stops waiting, and is ended from outside."""
-DRAINED = 20_000
-"""Rows that are read and left out, of a statement whose answer is full, before the server is told to stop."""
+"""How long the server may take to cancel a statement. After that the worker gives up, and its session is ended."""
+MAX_DRAINED = 20_000
+"""Rows that are read and discarded after the result is full, before the statement is cancelled."""
 _ROWS = (pq.ExecStatus.SINGLE_TUPLE, pq.ExecStatus.TUPLES_CHUNK, pq.ExecStatus.TUPLES_OK)
 _COPIES = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
-CANCELLED, READ_ONLY, SEVERAL = "57014", "25006", "42601"
-NOT_AS_ALONE = {"25001", "3B001"}
-"""What is refused in a transaction, or (a savepoint) missed there, is answered otherwise outside of one."""
+CANCELLED, READ_ONLY, SYNTAX_ERROR = "57014", "25006", "42601"
 """SQLSTATEs (PostgreSQL's manual, appendix A)."""
+NOT_IN_TRANSACTION = {"25001", "3B001"}
+"""SQLSTATEs of statements that fail inside a transaction block only, such as VACUUM."""
 
 
 ServerLossCause = Literal["timeout", "memory", "connection"]
 
 
 class PostgresServerLostError(RuntimeError):
-    """The connection is of no further use: the server does not stop a statement, or memory or the server has ended."""
+    """The connection is unusable.
 
-    def __init__(self, cause: ServerLossCause, told: str) -> None:
-        super().__init__(told)
+    Attributes:
+        cause: "timeout": the server does not cancel a statement. "memory": the client library has none left.
+            "connection": the server ended the session.
+    """
+
+    def __init__(self, cause: ServerLossCause, message: str) -> None:
+        super().__init__(message)
         self.cause: ServerLossCause = cause
 
 
 @dataclass(slots=True)
 class PostgresOutcome:
-    """What a statement, or several in one text, came to. tags: the server's own word for each, as "INSERT 0 1".
+    """The outcome of a text with one or several statements.
 
-    cut: whether rows were left unread because the limit was met, which ended the statement.
+    Attributes:
+        rows: Rows of the last statement, up to their limits.
+        columns: Names of its columns; empty if it returns no rows.
+        types: Object ids of the columns' types.
+        tags: The server's command tag of each statement, such as "INSERT 0 1".
+        failure: Why a statement failed; None if all succeeded.
+        cut: The last statement was cancelled because its result was full.
+        affected: Rows that the last statement without columns changed.
     """
 
     rows: RowCollector
@@ -56,30 +69,40 @@ class PostgresOutcome:
 
 
 class Statement:
-    """Sends one text and reads all that it gives back."""
+    """Sends one text and reads all its results."""
 
     def __init__(self, connection: pq.abc.PGconn, rows: RowCollector, *, until: float, stop_when_full: bool) -> None:
-        """Limit what is read to rows, and the whole to the moment until, of `time.monotonic`.
+        """Prepare a statement.
 
-        stop_when_full: whether the server is told to stop once rows are full; what only reads can be stopped.
+        Args:
+            connection: The connection.
+            rows: Limits of the result.
+            until: Deadline, as a value of `time.monotonic`.
+            stop_when_full: Cancel the statement when the result is full. Only for statements that only read.
         """
         self._connection, self._until, self._stop = connection, until, stop_when_full
         self._outcome = PostgresOutcome(rows)
         self._full = self._open = self._timed_out = False
-        self._left, self._tag = 0, b""
+        self._discarded, self._tag = 0, b""
 
     def run(self, text: str, parameters: Sequence[bytes | None] | None, *, single: bool) -> PostgresOutcome:
-        """Run text. single: refuse several statements in it; they are the server's own refusal.
+        """Run a text.
+
+        Args:
+            text: One or several statements.
+            parameters: Values in the server's text form; None for none.
+            single: Let the server refuse several statements.
 
         Raises:
-            ServerLost: the connection is of no further use.
+            PostgresServerLostError: The connection is unusable.
         """
         try:
+            # The extended protocol accepts one statement only; the simple one accepts several.
             if single or parameters is not None:
                 self._connection.send_query_params(text.encode(), parameters or [])
             else:
                 self._connection.send_query(text.encode())
-            _in_parts(self._connection)
+            _request_chunks(self._connection)
             while (result := self._next()) is not None:
                 self._take(result)
         except (OSError, psycopg.Error) as error:
@@ -90,8 +113,8 @@ class Statement:
 
     def _next(self) -> Any:
         while self._connection.is_busy():
-            left = self._until - time.monotonic()
-            ready = select.select([self._connection.socket], [], [], max(0.0, left))[0]
+            remaining_s = self._until - time.monotonic()
+            ready = select.select([self._connection.socket], [], [], max(0.0, remaining_s))[0]
             if ready:
                 self._connection.consume_input()
             elif self._timed_out:
@@ -112,7 +135,7 @@ class Statement:
             self._take_rows(result)
         if status in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK):
             if status == pq.ExecStatus.COMMAND_OK:
-                # The answer is that of the last statement: one without columns has none.
+                # The result is that of the last statement, and this one has no columns.
                 self._begin([], [])
             self._outcome.tags.append((result.command_status or self._tag).decode())
             self._outcome.affected = result.command_tuples or 0
@@ -126,16 +149,16 @@ class Statement:
         if not self._open:
             names = [(result.fname(n) or b"").decode() for n in range(result.nfields)]
             self._begin(names, [result.ftype(n) for n in range(result.nfields)])
-        # A result ends with a part that says so and has no rows; its tag may have come with the part before.
+        # The last chunk has no rows. Its tag may have come with the chunk before.
         self._tag = result.command_status or self._tag
         self._open = result.status != pq.ExecStatus.TUPLES_OK
         for row in range(result.ntuples):
             if self._full:
-                self._left += result.ntuples - row
+                self._discarded += result.ntuples - row
                 break
             values = [_value(result, row, n, self._outcome.types[n]) for n in range(result.nfields)]
             self._full = not self._outcome.rows.add(values)
-        if self._stop and self._left > DRAINED and not self._outcome.cut:
+        if self._stop and self._discarded > MAX_DRAINED and not self._outcome.cut:
             self._outcome.cut = True
             self._cancel()
 
@@ -143,7 +166,7 @@ class Statement:
         old = self._outcome.rows
         self._outcome.rows = RowCollector(old.max_rows, old.output_bytes)
         self._outcome.columns, self._outcome.types = names, types
-        self._full, self._left = False, 0
+        self._full, self._discarded = False, 0
 
     def _fail(self, result: Any) -> None:
         code = _field(result, pq.DiagnosticField.SQLSTATE)
@@ -156,9 +179,9 @@ class Statement:
             return
         parts = [_field(result, pq.DiagnosticField.MESSAGE_PRIMARY) or "the server gave no reason"]
         for name, which in (("DETAIL", pq.DiagnosticField.MESSAGE_DETAIL), ("HINT", pq.DiagnosticField.MESSAGE_HINT)):
-            if told := _field(result, which):
-                parts.append(f"{name}: {told}")
-        # Without a code the message is the client library's: it had no memory for an answer.
+            if text := _field(result, which):
+                parts.append(f"{name}: {text}")
+        # An error without SQLSTATE comes from the client library, which has no memory for the result.
         self._outcome.failure = Failure("\n".join(parts), "sql" if code else "limit", code or None)
 
     def _refuse_copy(self, status: Any) -> None:
@@ -173,13 +196,13 @@ class Statement:
                 pass
 
 
-def _lost(told: str) -> PostgresServerLostError:
+def _lost(message: str) -> PostgresServerLostError:
     return PostgresServerLostError(
-        "memory" if "memory" in told else "connection", told.strip() or "the server ended the connection"
+        "memory" if "memory" in message else "connection", message.strip() or "the server ended the connection"
     )
 
 
-def _in_parts(connection: pq.abc.PGconn) -> None:
+def _request_chunks(connection: pq.abc.PGconn) -> None:
     if pq.version() >= 170000:
         connection.set_chunked_rows_mode(100)
     else:

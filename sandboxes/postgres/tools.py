@@ -1,4 +1,4 @@
-"""The tools that are more than one statement of the agent's: listing tables, showing a schema, judging a result."""
+"""The tools `tables`, `schema` and `compare`, which run statements of their own."""
 
 from collections.abc import Callable, Hashable
 from decimal import Decimal
@@ -10,8 +10,9 @@ from sandboxes.sql.results import Failure, RowCollector, comparison, failure, ot
 from sandboxes.sql.values import Value
 
 EXPLAIN = "EXPLAIN "
+"""Prefix that turns a statement into its plan."""
 MAX_COMPARED = 100_000
-"""Rows of each side that `compare` looks at."""
+"""Limit of rows that `compare` reads of each query, and `explain` of a plan."""
 
 _TABLES = """SELECT n.nspname, c.relname, CASE c.relkind WHEN 'r' THEN 'table' WHEN 'p' THEN 'partitioned table'
         WHEN 'v' THEN 'view' WHEN 'm' THEN 'materialized view' ELSE 'foreign table' END
@@ -34,20 +35,21 @@ COLUMNS = {
     "tables": ["schema", "name", "kind"],
     "schema": ["schema", "table", "column", "type", "nullable", "default", "constraints"],
 }
+"""Column names of the results."""
 
 
 def listing(connection: CatalogConnection, tool: str, table: str | None, output_bytes: int) -> bytes:
-    """Return the answer of `tables`, or of `schema`, for one table or for all."""
+    """Return the result of `tables`, or of `schema` for one table or (None) for all."""
     query, values = (_TABLES, None) if tool == "tables" else (_SCHEMA, (table, table, table))
-    found = connection.execute(query, values)
-    rows = RowCollector(MAX_COMPARED, output_bytes).add_all([list(row) for row in found])
+    catalog_rows = connection.execute(query, values)
+    rows = RowCollector(MAX_COMPARED, output_bytes).add_all([list(row) for row in catalog_rows])
     if table is not None and not rows.rows:
         return failure(Failure(f"there is no table {table!r}; `tables` lists what there is"))
     return success(COLUMNS[tool], rows)
 
 
 def compare(read: Callable[[str], PostgresOutcome], sql: str, gold: str, *, ordered: bool) -> bytes:
-    """Return the answer of `compare`: whether sql and gold give the same rows where the rollout stands."""
+    """Return the result of `compare`: whether the queries `sql` and `gold` return the same rows in this state."""
     outcomes = {"sql": read(sql), "gold": read(gold)}
     for name, outcome in outcomes.items():
         if outcome.failure is not None:
@@ -61,7 +63,7 @@ def compare(read: Callable[[str], PostgresOutcome], sql: str, gold: str, *, orde
 
 
 def _comparable(row: list[Value]) -> Row:
-    """Return a row whose numbers are equal however they are written, as the server finds them: 1, 1.0 and 1.00."""
+    """Convert a row so that equal numbers are equal in every notation, as for the server: 1, 1.0 and 1.00."""
     return tuple(_number(value) for value in row)
 
 
@@ -70,7 +72,7 @@ def _number(value: Value) -> Hashable:
         case {"decimal": text}:
             return Decimal(text)
         case float():
-            # The shortest decimal that reads back as it: 0.1 and 0.10 are one number.
+            # Compare the shortest decimal: the float 0.1 equals the decimal 0.10.
             return Decimal(repr(value))
         case dict():
             return tuple(value.items())

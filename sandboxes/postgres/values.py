@@ -1,7 +1,7 @@
-"""PostgreSQL's text form of values as JSON, losing nothing (pure).
+"""Values in PostgreSQL's text form, as JSON and back without loss (pure).
 
-The text form is the server's own and carries every value (infinite dates, years before Christ, any precision), which
-Python's types do not.
+The server's text form carries every value. Python's types do not: they lack infinite dates, years before Christ, and
+some precisions.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,17 @@ _TAGGED = {
     114: "json", 3802: "json", 1082: "date", 1083: "time", 1266: "time", 1114: "timestamp", 1184: "timestamp",
     1186: "interval", 1700: "decimal", 2950: "uuid",
 }  # fmt: skip
-"""Types by their fixed object ids (server source, `pg_type.dat`)."""
+"""Tags of types by the types' fixed object ids (server source, `pg_type.dat`)."""
 
 
 def reader_of(oid: int) -> Callable[[str], Value]:
-    """Return what turns a column's text into a JSON value, by the object id of its type.
+    """Return the function that converts a column's text into a JSON value.
 
-    Integers are JSON integers, finite floats numbers, booleans booleans, text strings; `{"decimal": "1.10"}`, `{"date":
-    …}` and the like where JSON has no such value; of all other types (arrays, ranges, enums) the server's text.
+    Integers, finite floats, booleans and text are JSON values. Decimals, dates and the like are tagged values. All
+    other types (arrays, ranges, enums) keep the server's text.
+
+    Args:
+        oid: Object id of the column's type.
     """
     if oid in _INTEGERS:
         return int
@@ -46,10 +49,10 @@ def _bytes(text: str) -> Value:
 
 
 def parameter(value: Value) -> bytes | None:
-    """Return a value of a call's `params` in the server's text form.
+    """Convert a value of a call's `params` into the server's text form; None is NULL.
 
     Raises:
-        ValueError: it is no value that a parameter can have.
+        ValueError: The value cannot be a parameter.
     """
     match decode(value):
         case None:

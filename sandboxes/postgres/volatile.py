@@ -1,52 +1,62 @@
-"""What the words of a statement, and of what it may call, say about its answer (pure).
+"""Volatile and session-bound statements, recognised by the names that they contain (pure).
 
-No decision about writing hangs on this: the server decides that. Here a word too many costs a miss, so whatever may be
-meant is taken to be meant, in strings and comments too.
+Theory of operation. A result that depends on the clock, on random numbers or on the identity of a clone must not be
+shared. PostgreSQL does not report such use, so the text is searched for names:
+
+1. The text of a statement is extended by the definitions of all functions, views, triggers and defaults whose names
+   occur in it, transitively (`reach`). What a statement hides in a function is therefore seen.
+2. The extended text is searched, strings and comments included. A false match costs a miss and never a wrong hit, so
+   every doubtful case counts as a match.
+3. Whether a statement writes is never decided here. The server decides that, by refusing it in a read-only transaction.
 """
 
 import re
 from collections.abc import Mapping
 
-_OPEN = r"""(?:"|\s|/\*.*?\*/|--[^\n]*\n)*\("""
-_CALLS = (
+_PARENTHESIS = r"""(?:"|\s|/\*.*?\*/|--[^\n]*\n)*\("""
+"""What may stand between the name of a function and its arguments."""
+_FUNCTIONS = (
     "now clock_timestamp statement_timestamp transaction_timestamp timeofday age random random_normal gen_random_uuid "
     r"gen_random_bytes uuid_generate_\w+ uuidv7 pg_sleep\w* pg_relation_filepath inet_client_\w+ inet_server_\w+ "
     r"pg_current_\w+ txid_\w+ pg_snapshot_\w+ pg_backend_pid pg_postmaster_\w+ pg_conf_load_time current_database "
     "current_query lo_creat lo_create lo_import lo_from_bytea"
 )
-_WORDS = (
+_NAMES = (
     r"current_timestamp current_time current_date localtime localtimestamp current_catalog tablesample pg_stat_\w+ "
     "pg_locks pg_database xmin xmax cmin cmax"
 )
 
 VOLATILE = re.compile(
-    rf"\b(?:{'|'.join(_WORDS.split())})\b|\b(?:{'|'.join(_CALLS.split())}){_OPEN}"
+    rf"\b(?:{'|'.join(_NAMES.split())})\b|\b(?:{'|'.join(_FUNCTIONS.split())}){_PARENTHESIS}"
     r"|'\s*(?:now|today|tomorrow|yesterday)\b",
     re.IGNORECASE | re.DOTALL,
 )
-"""Words whose value is another in another clone or at another moment."""
+"""Matches functions, columns and literals whose value differs between clones or moments."""
 
 SESSION = re.compile(
     r"\b(?:set_config|pg_(?:try_)?advisory_\w+|currval|lastval|setseed|pg_notify|dblink\w*|pg_export_snapshot"
     r"|prepare|execute|deallocate|discard)\b",
     re.IGNORECASE,
 )
-"""What changes or reads what a connection alone has, and no rollback undoes: it goes to the rollout's own at once."""
+"""Matches what changes or reads state of the connection that no rollback undoes. It runs on a private clone only."""
 
 CURSOR = re.compile(r"\b(?:fetch|move|close)\b", re.IGNORECASE)
-"""What moves a cursor, which no rollback moves back."""
+"""Matches statements that move a cursor, which no rollback moves back."""
 
 _NAME = re.compile(r"[a-z_\x80-\U0010ffff][\w$\x80-\U0010ffff]*", re.IGNORECASE)
+"""Matches an identifier (PostgreSQL's manual, 4.1.1)."""
 
 
 def reach(sql: str, definitions: Mapping[str, str]) -> str:
-    """Return sql with the definitions of all functions, views, triggers and defaults that its words may lead to.
+    """Return a text together with the definitions of all objects that it may use, directly or not.
 
-    definitions: lower-case name -> text, of what the database's users made.
+    Args:
+        sql: The text.
+        definitions: Definitions of functions, views, triggers and defaults, by name in lower case.
     """
     texts, seen, pending = [sql], set[str](), [sql]
     while pending:
-        for name in {found.lower() for found in _NAME.findall(pending.pop())} & definitions.keys() - seen:
+        for name in {match.lower() for match in _NAME.findall(pending.pop())} & definitions.keys() - seen:
             seen.add(name)
             texts.append(definitions[name])
             pending.append(definitions[name])

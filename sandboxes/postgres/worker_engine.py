@@ -1,8 +1,7 @@
-"""PostgreSQL in a worker: statements are run read-only first, and where the server refuses that, in the sandbox's own
-database.
+"""PostgreSQL in a worker: read-only connections to shared databases, or the private database of one sandbox.
 
-What a call changed is the server's word: the transaction id that it assigned, its counters of changed rows, its
-sequences. No statement is taken apart to find out.
+The server reports what a call changed: by the transaction id that it assigned, its counters of changed rows, and its
+sequences. No statement is parsed to find out.
 """
 
 import time
@@ -14,68 +13,84 @@ from sandboxes.postgres.private_database import PrivateDatabase
 from sandboxes.postgres.statement import PostgresServerLostError
 from sandboxes.workers.engine import Fields
 
-CONNECTIONS = 4
-"""Databases that one reader stays connected to."""
+MAX_CONNECTIONS = 4
+"""Databases that a shared worker stays connected to. Each connection is a process on the server."""
 
 
 def make_engine() -> "PostgresEngine":
-    """See `sandboxes.sqlbox.engine.Engine`."""
+    """Create the engine of a worker."""
     return PostgresEngine()
 
 
 class PostgresEngine:
-    """Readers stay connected to the databases used last; an own worker has one, and keeps its digest."""
+    """The worker engine of the `postgres` driver (`sandboxes.workers.engine.WorkerEngine`).
+
+    A shared worker stays connected to the databases that it used last. A dedicated worker has one connection, and keeps
+    the digest of its database.
+    """
 
     def __init__(self) -> None:
         self._links: OrderedDict[str, Link] = OrderedDict()
-        self._own: PrivateDatabase | None = None
+        self._private: PrivateDatabase | None = None
 
     def open(self, request: Fields) -> Fields:
-        """Connect to `dsn`, the own database of a sandbox, with its `digest`. `prime`: the sequences it has used."""
-        self.close()
-        self._own = PrivateDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
-        self._own.prime(request["prime"])
-        self._own.look_around()
-        return {"backend": self._own.link.connection.info.backend_pid}
+        """Connect to a private database.
 
-    def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:  # noqa: ARG002 - the interface's
+        Args:
+            request: `dsn`; `digest` of the content; `prime`, the sequences that the session has used.
+
+        Returns:
+            `backend`: process id of the session on the server.
+        """
+        self.close()
+        self._private = PrivateDatabase(Link(request["dsn"]), DatabaseDigest.from_json(request["digest"]))
+        self._private.prime(request["prime"])
+        self._private.warm_up()
+        return {"backend": self._private.link.connection.info.backend_pid}
+
+    def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:  # noqa: ARG002 - the protocol has it
+        """Run a call on the private database, or read on the database that `dsn` names."""
         call = PostgresCall(
             request["tool"], request["arguments"], request["output_bytes"],
             time.monotonic() + float(request["arguments"]["timeout_s"]),
         )  # fmt: skip
         started = time.perf_counter()
         try:
-            told, answer = _read(self._link(request["dsn"]), call) if self._own is None else self._own.run(call)
+            if self._private is None:
+                fields, result = _read(self._link(request["dsn"]), call)
+            else:
+                fields, result = self._private.run(call)
         except PostgresServerLostError as error:
-            return {"lost": error.cause, "told": str(error)}, b""
-        return told | {"seconds": time.perf_counter() - started}, answer
+            return {"lost": error.cause, "message": str(error)}, b""
+        return fields | {"seconds": time.perf_counter() - started}, result
 
     def close(self) -> None:
-        for link in [*self._links.values(), *([self._own.link] if self._own else [])]:
+        """Close all connections."""
+        for link in [*self._links.values(), *([self._private.link] if self._private else [])]:
             link.close()
         self._links.clear()
-        self._own = None
+        self._private = None
 
     def _link(self, dsn: str) -> Link:
         link = self._links.pop(dsn, None)
         if link is None or not link.usable:
             link = Link(dsn)
         self._links[dsn] = link
-        if len(self._links) > CONNECTIONS:
+        if len(self._links) > MAX_CONNECTIONS:
             self._links.popitem(last=False)[1].close()
         return link
 
 
 def _read(link: Link, call: PostgresCall) -> tuple[Fields, bytes]:
-    """Answer a call on a shared database, where nothing may be changed; or say that it must write."""
+    """Run a call on a shared database. The answer `must_write` says that the call needs a private one."""
     try:
-        told, answer = answer_reading(link, call)
+        fields, result = answer_reading(link, call)
     except WriteAttemptError:
         if call.tool in ("compare", "explain"):
             return {}, refused(call, f"{call.tool} takes statements that only read")
         return {"must_write": True}, b""
     finally:
-        # Whatever a statement left in the connection, a lock before it failed, say, is nothing to those who follow.
+        # A failed statement may have left something in the connection, such as a lock. The next call must not see it.
         if link.usable:
             link.connection.execute("DISCARD ALL")
-    return told, answer
+    return fields, result

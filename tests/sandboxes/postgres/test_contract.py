@@ -38,7 +38,7 @@ class TestPostgres(SqlContract):
 
     def forks(self, driver: Any) -> int:
         # A clone in which nothing came of a statement is as good as none.
-        return sum(not place.frozen for sandbox in driver.live for place in sandbox.places.values())
+        return sum(not position.frozen for sandbox in driver.sandboxes for position in sandbox.positions.values())
 
     def source(self, spec: EnvironmentSpec) -> Any:  # noqa: ARG002 - there is but one
         with self.server.connect("contract") as connection:

@@ -149,7 +149,7 @@ def test_what_only_reads_has_no_effect_and_takes_no_clone(tmp_path: Path, shop: 
         sandbox = await driver.start(shop.spec("shop"))
         for statement in READS[:14]:
             await ask(sandbox, statement)
-        assert all(place.own is None for place in sandbox.places.values())
+        assert all(position.clone is None for position in sandbox.positions.values())
 
     driven(tmp_path, test)
 
@@ -507,7 +507,7 @@ def test_the_other_tools(tmp_path: Path, shop: Cluster) -> None:
         assert "Seq Scan" in plan.rows[0][0]
         assert (await ask(sandbox, "SELECT $1::int + $2", params=[40, 2])).value == 42
         assert "numbered" in (await ask(sandbox, "SELECT 1", params={"a": 1})).message
-        assert all(place.own is None for place in sandbox.places.values())
+        assert all(position.clone is None for position in sandbox.positions.values())
         both = await ask(sandbox, "DELETE FROM sale; INSERT INTO item (id, name) VALUES (70, 'x')", tool="script")
         assert (both.error, both.effect) == (None, DATABASE)
         half = await ask(sandbox, "INSERT INTO item (id, name) VALUES (71, 'x'); SELECT 1/0", tool="script")
@@ -555,7 +555,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_next_sandbox_is_well(tmp_pa
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop"))
         await ask(sandbox, "DELETE FROM sale")
-        own = sandbox.places["shop"].own
+        own = sandbox.positions["shop"].clone
         assert own is not None
         os.kill(own.worker.pid, signal.SIGKILL)
         with pytest.raises(SandboxError):
@@ -609,7 +609,7 @@ def test_a_clone_that_waits_is_taken_and_another_is_made(tmp_path: Path, shop: C
         await driver.clones.idle()
         (ready,) = template.spares
         await ask(sandboxes[1], "DELETE FROM sale WHERE id = 2")
-        own = sandboxes[1].places["shop"].own
+        own = sandboxes[1].positions["shop"].clone
         assert own is ready
         assert (await ask(sandboxes[2], "SELECT count(*) FROM sale")).value == 20
         assert waiting[0].database not in shop.ours()
