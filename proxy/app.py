@@ -25,7 +25,7 @@ from proxy.control.parts import ControlPlane
 from proxy.control.routes.admin import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.hit_protocol import protocol_for
+from proxy.dataplane.hit_protocol import protocol_for, report_responses
 from proxy.engine import Engine
 from proxy.http.browser_headers import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
@@ -65,7 +65,7 @@ def server(application: DataPlane) -> uvicorn.Server:
     return _Server(
         application.engine,
         uvicorn.Config(
-            application,
+            report_responses(application),
             loop="uvloop",
             http=protocol_for(application),
             ws="websockets-sansio",

@@ -1,19 +1,37 @@
-"""What uvicorn's protocol is made to do: an answer's head leaves with what is written next."""
+"""Connections: who answers a request, in which order, and when a connection is closed."""
 
 import asyncio
-from typing import cast
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
-from proxy.dataplane.hit_protocol import Joining
+import pytest
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
+
+from proxy.dataplane.hit_protocol import HitFirst, UvicornTransport, protocol_for, report_responses
+from proxy.http.asgi import Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from proxy.dataplane.app import DataPlane
 
 
-class Sent:
+class Connection:
+    is_idle = False
+
+
+class Recorded:
+    """A transport that records what is written."""
+
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self.writes: list[bytes] = []
         self.closed = False
 
     def write(self, data: bytes) -> None:
         assert not self.closed
-        self.pieces.append(data)
+        self.writes.append(data)
 
     def close(self) -> None:
         self.closed = True
@@ -22,45 +40,343 @@ class Sent:
         return self.closed
 
 
-def joining() -> tuple[Sent, Joining]:
-    sent = Sent()
-    return sent, Joining(cast("asyncio.Transport", sent), asyncio.get_running_loop())
+def transports() -> tuple[Recorded, UvicornTransport, Connection]:
+    real, connection = Recorded(), Connection()
+    loop = asyncio.get_running_loop()
+    return real, UvicornTransport(cast("HitFirst", connection), cast("asyncio.Transport", real), loop), connection
 
 
-def test_an_answer_leaves_in_one_piece() -> None:
+def test_head_and_body_leave_in_one_write() -> None:
     async def go() -> None:
-        sent, transport = joining()
+        real, transport, _ = transports()
         transport.write(b"head ")
         transport.write(b"body")
-        assert sent.pieces == [b"head body"]
+        assert real.writes == [b"head body"]
         transport.write(b"more")
         await asyncio.sleep(0)
-        assert sent.pieces == [b"head body", b"more"]
+        assert real.writes == [b"head body", b"more"]
 
     asyncio.run(go())
 
 
-def test_a_head_without_a_body_leaves_a_moment_later_and_once() -> None:
+def test_head_without_body_leaves_once() -> None:
     async def go() -> None:
-        sent, transport = joining()
+        real, transport, _ = transports()
         transport.write(b"head")
-        assert sent.pieces == []
+        assert real.writes == []
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert sent.pieces == [b"head"]
+        assert real.writes == [b"head"]
         transport.write(b"body")
-        assert sent.pieces == [b"head", b"body"]
+        assert real.writes == [b"head", b"body"]
 
     asyncio.run(go())
 
 
-def test_what_is_held_leaves_before_the_connection_is_closed() -> None:
+def test_each_response_joins_its_own_head() -> None:
+    """The end of a response writes a head that is still held, so that a hit cannot overtake it."""
+
     async def go() -> None:
-        sent, transport = joining()
+        real, transport, _ = transports()
+        transport.write(b"head 1")
+        transport.begin_response()
+        assert real.writes == [b"head 1"]
+        transport.write(b"head 2 ")
+        transport.write(b"body 2")
+        assert real.writes == [b"head 1", b"head 2 body 2"]
+
+    asyncio.run(go())
+
+
+def test_held_head_leaves_before_the_close() -> None:
+    async def go() -> None:
+        real, transport, _ = transports()
         transport.write(b"head")
         transport.close()
-        assert (sent.pieces, sent.closed, transport.is_closing()) == ([b"head"], True, True)
+        assert (real.writes, real.closed, transport.is_closing()) == ([b"head"], True, True)
         await asyncio.sleep(0)
-        assert sent.pieces == [b"head"]
+        assert real.writes == [b"head"]
+
+    asyncio.run(go())
+
+
+def test_uvicorn_cannot_close_an_idle_connection() -> None:
+    async def go() -> None:
+        real, transport, connection = transports()
+        connection.is_idle = True
+        transport.close()
+        assert not real.closed
+
+    asyncio.run(go())
+
+
+class Client(asyncio.Transport):
+    """The client's end of a connection, in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received = b""
+        self.writes = 0
+        self.gone, self.written = asyncio.Event(), asyncio.Event()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.received += bytes(data)
+        self.written.set()
+        self.writes += 1
+
+    @property
+    def closed(self) -> bool:
+        return self.gone.is_set()
+
+    def close(self) -> None:
+        self.gone.set()
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Server:
+    """One connection to a server that knows the answer to each request whose path begins with /hit.
+
+    The application answers every request with its path and body, so that the order of responses can be seen.
+    """
+
+    def __init__(self, *, timeout_keep_alive: int = 120) -> None:
+        self.app_paths: list[str] = []
+        self.turn = asyncio.Event()
+        self.turn.set()
+        self.gate_second: asyncio.Event | None = None
+        plane = SimpleNamespace(known=self._known, may_stream=lambda _: False)
+        plane.engine = SimpleNamespace(counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)))
+        config = uvicorn.Config(
+            report_responses(self._app), lifespan="off", log_config=None, timeout_keep_alive=timeout_keep_alive
+        )
+        self.state, self.client = ServerState(), Client()
+        self.connection = protocol_for(cast("DataPlane", plane))(config, self.state, {})
+        self.connection.connection_made(self.client)
+
+    async def send(self, *chunks: bytes) -> bytes:
+        """Send chunks, each after the last was read; return what the client has received once all tasks have ended."""
+        for chunk in chunks:
+            if not self.client.closed:
+                self.connection.data_received(chunk)
+                await asyncio.sleep(0)
+        return await self.settled()
+
+    async def settled(self) -> bytes:
+        async with asyncio.timeout(10):
+            while self.state.tasks:
+                await asyncio.wait(self.state.tasks)
+        return self.client.received
+
+    def _known(self, scope: Scope, body: bytes) -> bytes | None:
+        if not scope["path"].startswith("/hit"):
+            return None
+        return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body) + 4, b"hit " + body)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.app_paths.append(scope["path"])
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        await self.turn.wait()
+        if self.gate_second is not None and len(self.app_paths) == 2:
+            await self.gate_second.wait()
+        content = b"app " + body
+        headers = [(b"content-length", b"%d" % len(content))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
+def request(path: str, body: bytes = b"", extra: str = "") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{extra}\r\n".encode() + body
+
+
+def contents(received: bytes) -> list[bytes]:
+    """Return the bodies of responses in their order."""
+    bodies = []
+    while received:
+        head, _, received = received.partition(b"\r\n\r\n")
+        length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+        bodies.append(received[:length])
+        received = received[length:]
+    return bodies
+
+
+def test_known_request_is_one_write_without_a_task() -> None:
+    async def go() -> None:
+        server = Server()
+        server.connection.data_received(request("/hit", b"1"))
+        assert (contents(server.client.received), server.client.writes) == ([b"hit 1"], 1)
+        assert not server.state.tasks
+        assert (server.state.total_requests, server.app_paths) == (1, [])
+
+    asyncio.run(go())
+
+
+def test_hits_and_misses_share_a_connection() -> None:
+    async def go() -> None:
+        server = Server()
+        paths = ["/hit", "/miss", "/hit", "/hit", "/miss", "/miss", "/hit"]
+        received = await server.send(*(request(path, b"%d" % number) for number, path in enumerate(paths)))
+        assert contents(received) == [b"hit 0", b"app 1", b"hit 2", b"hit 3", b"app 4", b"app 5", b"hit 6"]
+        assert server.app_paths == ["/miss"] * 3
+
+    asyncio.run(go())
+
+
+def test_request_behind_an_unanswered_one_waits() -> None:
+    """A known answer must not overtake the response to the request before it."""
+
+    async def go() -> None:
+        server = Server()
+        server.turn.clear()
+        server.connection.data_received(request("/miss", b"1"))
+        server.connection.data_received(request("/hit", b"2"))
+        await asyncio.sleep(0)
+        assert server.client.received == b""
+        server.gate_second = asyncio.Event()
+        server.turn.set()
+        await server.client.written.wait()
+        # The first response is out, the second is not, and a third request comes.
+        server.connection.data_received(request("/hit", b"3"))
+        assert contents(server.client.received) == [b"app 1"]
+        server.gate_second.set()
+        assert contents(await server.settled()) == [b"app 1", b"app 2", b"app 3"]
+        assert contents(await server.send(request("/hit", b"4")))[-1] == b"hit 4"
+
+    asyncio.run(go())
+
+
+def test_hit_path_waits_for_the_end_of_a_request() -> None:
+    """A response may end while the next request is half read: the half that is still to come is not a request."""
+
+    async def go() -> None:
+        server = Server()
+        second = request("/hit", b"12345")
+        server.connection.data_received(request("/miss") + second[:-2])
+        await server.client.written.wait()
+        assert contents(server.client.received) == [b"app "]
+        assert contents(await server.send(second[-2:]))[1:] == [b"app 12345"]
+
+    asyncio.run(go())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from(["/hit", "/miss"]), st.binary(max_size=30), st.booleans()), max_size=5),
+    st.lists(st.integers(0, 600), max_size=8),
+)
+def test_responses_do_not_depend_on_packets(requests: list[tuple[str, bytes, bool]], cuts: list[int]) -> None:
+    """However the bytes are cut into packets, each request gets its own response, in order."""
+
+    async def go() -> None:
+        server = Server()
+        sent = b""
+        for path, body, chunked in requests:
+            if chunked and body:
+                sent += f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+                sent += b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            else:
+                sent += request(path, body)
+        edges = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+        received = await server.send(*(sent[start:end] for start, end in pairwise(edges)))
+        assert [content[4:] for content in contents(received)] == [body for _, body, _ in requests]
+        # Between two requests the connection always comes back to the hit path.
+        assert contents(await server.send(request("/hit", b"last")))[-1] == b"hit last"
+
+    asyncio.run(go())
+
+
+def test_head_in_two_packets_can_still_be_a_hit() -> None:
+    async def go() -> None:
+        server = Server()
+        whole = request("/hit", b"1")
+        assert contents(await server.send(*(bytes([byte]) for byte in whole[:20]), whole[20:])) == [b"hit 1"]
+        assert server.app_paths == []
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    "extra", ["expect: 100-continue\r\n", "connection: close\r\n", "connection: upgrade\r\nupgrade: h2c\r\n"]
+)
+def test_special_requests_take_the_regular_path(extra: str) -> None:
+    async def go() -> None:
+        server = Server()
+        received = await server.send(request("/hit", b"", extra))
+        assert server.app_paths == ["/hit"]
+        assert received.startswith(b"HTTP/1.1 100 Continue\r\n\r\n") == extra.startswith("expect")
+        assert server.client.closed == extra.startswith("connection: close")
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("line", [b"GET http://other/ HTTP/1.1", b"GET /miss", b"nonsense", b"GET /miss HTTP/3.7"])
+@pytest.mark.parametrize("before", [[], [request("/miss")], [request("/hit")]])
+def test_bad_request_line_is_refused_and_closes(line: bytes, before: list[bytes]) -> None:
+    async def go() -> None:
+        server = Server()
+        received = await server.send(*before, line + b"\r\nhost: x\r\n\r\n")
+        assert received.count(b"HTTP/1.1 400 Bad Request") == 1
+        assert received.endswith(b"Invalid HTTP request received.")
+        assert server.client.closed
+        assert len(server.app_paths) == before.count(request("/miss"))
+
+    asyncio.run(go())
+
+
+def test_client_that_does_not_read_gets_no_more() -> None:
+    async def go() -> None:
+        server = Server()
+        server.connection.pause_writing()
+        server.connection.data_received(request("/hit", b"1"))
+        await asyncio.sleep(0)
+        assert server.client.received == b""
+        server.connection.resume_writing()
+        assert contents(await server.settled()) == [b"app 1"]
+
+    asyncio.run(go())
+
+
+def test_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
+    async def go() -> None:
+        server = Server(timeout_keep_alive=0)
+        await server.send(request("/hit"))
+        server.turn.clear()
+        server.connection.data_received(request("/miss", b"1"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not server.client.closed
+        server.turn.set()
+        assert contents(await server.settled())[1] == b"app 1"
+        await server.client.gone.wait()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_shutdown_closes_after_the_response(busy: bool) -> None:
+    async def go() -> None:
+        server = Server()
+        await server.send(request("/hit"), request("/miss"))
+        server.turn.clear()
+        if busy:
+            server.connection.data_received(request("/miss", b"1"))
+            await asyncio.sleep(0)
+        for connection in list(server.state.connections):
+            connection.shutdown()
+        assert server.client.closed is not busy
+        server.turn.set()
+        received = await server.settled()
+        assert server.client.closed
+        assert received.endswith(b"app 1") == busy
+        server.connection.connection_lost(None)
+        assert not server.state.connections
 
     asyncio.run(go())
