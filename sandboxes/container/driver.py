@@ -1,4 +1,9 @@
-"""The `container` driver: sandboxes out of Docker containers, of any image that has /bin/sh."""
+"""The `container` driver: sandboxes in Docker containers, of any image that has /bin/sh.
+
+A state is a copy of what the container wrote over its image, and the dumps of its sessions; with live processes also a
+checkpoint. Root states are images that this driver commits. Containers and images carry labels, so that the next
+instance, or another one on this machine, can remove what a killed instance left.
+"""
 
 import asyncio
 import contextlib
@@ -7,93 +12,111 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Daemon
 from sandboxes.container.orphans import kill_orphans
-from sandboxes.container.root_images import RootImage, RootImages
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.container.spares import Spares
 from sandboxes.container.state_copies import States
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
+from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
+from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.host.source_digest import SourceDigests
 from sandboxes.linux.dir_lock import Ownership, is_unowned
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
 VERSION = 2
-"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
-_PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
+"""Part of every identity. Raise it when equal calls would give other results or other digests than before."""
+
 REAP_S = 30.0
+"""Interval of the sweep that removes containers of dead instances; a sweep takes some ten milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootImage(RootState):
+    """The root state of a spec, as an image that this driver committed.
+
+    Attributes:
+        image: Docker's id of the image.
+    """
+
+    image: str
 
 
 class ContainerDriver:
-    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
-
-    Args:
-        data_dir: The driver's own directory.
-        checkpointer: Saves states with live processes; None reaches such states by replay.
-        spares: How many started containers wait for each image, so that a restore takes milliseconds.
-    """
+    """The driver of containers. One instance owns its data directory; a lock keeps a second one out."""
 
     name = "container"
 
     def __init__(self, data_dir: Path, checkpointer: Checkpointer | None = None, *, spares: int = 2) -> None:
+        """Create the driver; `open` connects to the daemon.
+
+        Args:
+            data_dir: The driver's own directory.
+            checkpointer: Saves states with live processes; None reaches such states by replay.
+            spares: How many started containers wait for each image, so that a restore takes milliseconds.
+        """
         self.data_dir = data_dir.resolve()
         self.daemon = Daemon()
         self.states = States(self.data_dir / "states")
         self.spares = Spares(self.daemon, self.data_dir, spares=spares)
-        self.roots = RootImages(self.data_dir / "roots")
+        self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
         self._sources = SourceDigests()
         self._sandboxes: set[ContainerSandbox] = set()
         self._ownership = Ownership(self.data_dir)
         self._instance = ""
         self._reaper: asyncio.Task[None] | None = None
-        self._building: dict[str, asyncio.Lock] = {}
         self._configs: dict[str, dict[str, Any]] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """See `Driver.open`.
+        """Take the data directory, remove what killed instances left, and start the keeper launcher.
 
         Raises:
-            SandboxError: another process uses this data directory, or no Docker daemon answers.
+            SandboxError: Another process uses this data directory, or no suitable Docker daemon responds.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._ownership.acquire()
         try:
-            await asyncio.to_thread(self._get_ready)
+            await asyncio.to_thread(self._prepare)
             await self.spares.open(self._instance)
             self._reaper = start(self._reap(), name="remove dead containers")
         except BaseException:
             await self.aclose()
             raise
 
-    def _get_ready(self) -> None:
-        told = self.daemon.check()
-        facts = told.get("DriverStatus") or []
+    def _prepare(self) -> None:
+        """Check the daemon's storage, make the directories, and sweep.
+
+        Raises:
+            SandboxError: The daemon does not store containers as overlay2 with native diffs.
+        """
+        info = self.daemon.check()
+        status = info.get("DriverStatus") or []
+        # A keeper reads a container's upper directory as overlayfs wrote it. Other storage drivers have none, and with
+        # `userxattr` or without native diffs its marks are different.
         if (
-            told.get("Driver") != "overlay2"
-            or ["Native Overlay Diff", "true"] not in facts
-            or ["userxattr", "true"] in facts
+            info.get("Driver") != "overlay2"
+            or ["Native Overlay Diff", "true"] not in status
+            or ["userxattr", "true"] in status
         ):
             raise SandboxError(
-                f"Docker at {self.daemon.where} stores its containers with {told.get('Driver')!r}; the driver "
+                f"Docker at {self.daemon.where} stores its containers with {info.get('Driver')!r}; the driver "
                 'needs `overlay2` with native diffs: set "storage-driver" in /etc/docker/daemon.json.'
             )
-        place = self.data_dir / "instance"
-        if not place.exists():
-            place.write_text(secrets.token_hex(8))
-        self._instance = place.read_text()
-        # Boxes are reached from inside containers, by whatever user; the rest is private.
+        instance_file = self.data_dir / "instance"
+        if not instance_file.exists():
+            instance_file.write_text(secrets.token_hex(8))
+        self._instance = instance_file.read_text()
+        # Containers reach their boxes below it, as any user; everything else in it is private.
         self.data_dir.chmod(0o711)
         self.states.open()
         self.roots.open()
@@ -101,13 +124,11 @@ class ContainerDriver:
         self._sweep_images()
 
     def _sweep(self) -> None:
-        """Remove the containers of dead instances on this machine, and images of those that are gone for good.
-
-        Of this instance, those that it does not know: an earlier process made them, or a daemon that went away did not
-        say that it had, or has forgotten them itself.
-        """
+        """Remove containers of dead instances on this machine, and images of instances whose directory is gone."""
         for container, labels in self.daemon.labelled():
             if labels.get(INSTANCE) == self._instance:
+                # This instance's label but an unknown name: an earlier process made the container, or the daemon died
+                # before it reported the start, or it has forgotten the container itself.
                 dead = labels.get(SANDBOX) not in self.spares.names
             else:
                 dead = labels.get(HOST) == socket.gethostname() and is_unowned(Path(labels.get(PLACE, "/")))
@@ -121,22 +142,22 @@ class ContainerDriver:
                     self.daemon.forget_image(image)
 
     def _sweep_images(self) -> None:
-        """Remove the images that an earlier process had committed, and was killed before it noted them as roots."""
-        known = self.roots.images()
+        """Remove images that an earlier process committed but was killed before it saved them as root states."""
+        known = {root.image for root in self.roots.all()}
         for image, labels in self.daemon.images():
             if labels.get(INSTANCE) == self._instance and image not in known:
                 with contextlib.suppress(SandboxError):
                     self.daemon.forget_image(image)
 
     async def _reap(self) -> None:
-        """From time to time remove what died beside us."""
+        """Sweep every `REAP_S`: other instances may die while this one runs."""
         while True:
             await asyncio.sleep(REAP_S)
             with contextlib.suppress(SandboxError, SpecError):
                 await asyncio.to_thread(self._sweep)
 
     async def aclose(self) -> None:
-        """See `Driver.aclose`. Idempotent."""
+        """Close every sandbox, the spares and the keeper launcher. Idempotent."""
         if self._reaper is not None:
             self._reaper.cancel()
             await asyncio.wait([self._reaper])
@@ -148,14 +169,18 @@ class ContainerDriver:
 
     @property
     def sandboxes(self) -> dict[str, ContainerSandbox]:
-        """Those that are not closed yet, by id, dead ones included."""
+        """The sandboxes that are not closed yet, by id; dead ones included."""
         self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
         return {sandbox.id: sandbox for sandbox in self._sandboxes}
 
     # -- states ------------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """See `Driver.identity`: the image's id, whatever its name points to tomorrow."""
+        """Return a digest of the image's id and of every source that the spec names.
+
+        Raises:
+            SpecError: Docker has no such image, or a source is missing or cannot be read.
+        """
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
         digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
         for source in spec.brought:
@@ -163,7 +188,7 @@ class ContainerDriver:
         return digest.hexdigest()
 
     async def config(self, image: str) -> dict[str, Any]:
-        """Return an image's id and what its containers are started with by default, in Docker's words.
+        """Return the configuration of an image, as Docker's API reports it, with its id.
 
         Raises:
             SpecError: Docker has no such image.
@@ -172,12 +197,17 @@ class ContainerDriver:
         if known is None:
             known = await asyncio.to_thread(self.daemon.config, image)
             if image == known["Id"]:
-                # What a name means may change; what an id means does not.
+                # A name may point to another image tomorrow; an id does not, so only ids are cached.
                 self._configs[image] = known
         return known
 
     async def start(self, spec: EnvironmentSpec) -> ContainerSandbox:
-        """See `Driver.start`. The root state of a spec is built once, as an image; then a spare is taken."""
+        """Start a sandbox at a spec's root state, which is built once, as an image.
+
+        Raises:
+            SpecError: The spec cannot be built.
+            SandboxError: Docker or the machine failed.
+        """
         root = await self._root(spec)
         sandbox = await self._launch(spec, root.image, root.born_ns, None)
         try:
@@ -188,12 +218,17 @@ class ContainerDriver:
         return sandbox
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> ContainerSandbox:
-        """See `Driver.restore`: a spare, the copy laid over it, and its shells from their dumps."""
+        """Start a sandbox at a frozen state: lay its copy over a spare container, and restore its shells.
+
+        Raises:
+            StateGoneError: Its copy, images or image are gone.
+            SandboxError: Docker or the machine failed.
+        """
         copy, image = frozen.payload["copy"], frozen.payload["image"]
         with self.states.holding(copy):
             images = frozen.payload.get("images")
             if not self.states.there(copy) or not (images is None or images in self.checkpointer.names()):
-                raise StateGoneError(f"state {copy} is gone; replay its path instead")
+                raise StateGoneError(f"state {copy} is gone. Replay its path instead.")
             try:
                 sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
             except SpecError as error:
@@ -202,46 +237,42 @@ class ContainerDriver:
             return sandbox
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """See `Driver.collect`. Parts are copies; images of root states that nobody has used for long go too."""
-        # What there was, and what lived, before the first await: see LocalDriver.collect.
-        there, before = self.states.all() | self.checkpointer.names(), self._in_use()
+        """Delete copies and checkpoints that are neither kept nor in use, and images of root states out of use.
+
+        Args:
+            keep: The parts of the states that the caller keeps.
+
+        Returns:
+            The bytes that the kept parts occupy.
+        """
+        # Both sets are read before the first await, for the reason that `LocalDriver.collect` gives.
+        present, in_use = self.states.all() | self.checkpointer.names(), self._in_use()
         wanted = set(keep)
         kept = {name for name in wanted if self.states.there(name)}
         size = await asyncio.to_thread(self.states.size_bytes, kept)
         size += await asyncio.to_thread(self.checkpointer.size_bytes, wanted)
-        unneeded = there - wanted - before - self._in_use() - set(self.states.held)
+        unneeded = present - wanted - in_use - self._in_use() - set(self.states.held)
         await asyncio.to_thread(self.states.drop, unneeded - self.checkpointer.names())
         await asyncio.to_thread(self.checkpointer.drop, unneeded)
         needed = {sandbox.image for sandbox in self.sandboxes.values()}
-        for image in await asyncio.to_thread(self.roots.unused):
-            if image not in needed:
-                with contextlib.suppress(SandboxError):
-                    await asyncio.to_thread(self.daemon.forget_image, image)
+        for image in {root.image for root in await asyncio.to_thread(self.roots.unused)} - needed:
+            with contextlib.suppress(SandboxError):
+                await asyncio.to_thread(self.daemon.forget_image, image)
         return size
 
     def _in_use(self) -> set[str]:
         return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
     async def _root(self, spec: EnvironmentSpec) -> RootImage:
-        """Return spec's root state; build it where it is not there (any more)."""
+        """Return a spec's root state; build it if its image is missing."""
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
-        if not (spec.brought or spec.files or spec.setup or spec.workdir not in _PRESENT):
-            return RootImage(image, time.time_ns())
-        beside = {"limits", "merge", "cache", "image", "servers", "mcp_servers"}
-        told = orjson.dumps(spec.model_dump(exclude=beside), option=orjson.OPT_SORT_KEYS)
-        key = hashlib.blake2b(told + (await self.identity(spec)).encode(), digest_size=16).hexdigest()
-        async with self._building.setdefault(key, asyncio.Lock()):
-            known = await asyncio.to_thread(self.roots.find, key)
-            if known is not None and await self._has(known.image):
-                return known
-            root = await self._build_root(spec, image, key)
-            if known is not None and known.content != root.content:
-                raise SpecError(
-                    "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
-                    "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
-                )
-            await asyncio.to_thread(self.roots.save, key, root)
-            return root
+        if not needs_setup(spec):
+            return RootImage(image=image, born_ns=time.time_ns())
+        # The image's name is left out of the key: the identity has its id.
+        key = root_key(spec, await self.identity(spec), without=frozenset({"image"}))
+        return await self.roots.get(
+            key, lambda known: self._has(known.image), lambda: self._build_root(spec, image, key)
+        )
 
     async def _has(self, image: str) -> bool:
         try:
@@ -250,26 +281,22 @@ class ContainerDriver:
             return False
 
     async def _build_root(self, spec: EnvironmentSpec, image: str, key: str) -> RootImage:
-        """Run set-up in a container of the image, and commit that: one layer over the image, once for a spec."""
+        """Run set-up in a container of the image and commit it, as one layer over the image."""
         at_top = spec.model_copy(update={"workdir": "/"})
         sandbox = await self._launch(at_top, image, time.time_ns(), None, spare=False)
         try:
             await furnish(sandbox, spec)
             state = await sandbox.freeze()
-            # Only its digest was wanted.
+            # The copy is not needed: only its digest is, beside the committed image.
             await asyncio.to_thread(self.states.drop, state.parts)
             labels = {**self.spares.labels, ROOT: key}
             made = await asyncio.to_thread(
                 self.daemon.commit, sandbox.container, labels, (f"forkpoint-root-{self._instance}", key)
             )
-        except NotFreezableError as error:
-            raise SpecError(
-                f"set-up leaves something running ({error}): end it, or start it in a call instead"
-            ) from error
         finally:
             await sandbox.close()
         content = state.state.content.hex() if state.state is not None else ""
-        return RootImage(made, time.time_ns(), content)
+        return RootImage(image=made, born_ns=time.time_ns(), content=content)
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +318,7 @@ class ContainerDriver:
 
 
 def variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that an image's containers are born with (pure)."""
+    """Return the environment variables of an image's containers (pure)."""
     return dict(entry.split("=", 1) for entry in config.get("Env") or () if "=" in entry)
 
 
@@ -299,5 +326,5 @@ def _image(spec: EnvironmentSpec) -> str:
     if spec.image is None:
         raise SpecError('the container driver needs an image: name one in the spec, such as "image": "debian:12".')
     if spec.base != "host":
-        raise SpecError("the container driver has images, not bases: leave `base` out.")
+        raise SpecError("the container driver has images, not bases: remove `base` from the spec.")
     return spec.image

@@ -48,9 +48,9 @@ class Bases:
 
     def base(self, name: str) -> Base:
         """Return the base that a spec calls name, as it was when it was last looked at."""
-        return self._known.get(name) or self.look_again(name)
+        return self._known.get(name) or self.refresh(name)
 
-    def look_again(self, name: str) -> Base:
+    def refresh(self, name: str) -> Base:
         """Return the base that a spec calls name: "host", or the path of a directory or tarball, as it is now.
 
         Raises:

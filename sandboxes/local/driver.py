@@ -1,4 +1,9 @@
-"""The `local` driver: sandboxes out of namespaces, overlay layers and a live bash, on this machine, with no daemon."""
+"""The `local` driver: sandboxes made of namespaces, overlay layers and a live bash, on this machine, without a daemon.
+
+A state is a stack of layers and the dumps of its sessions; with live processes also a checkpoint. All of them are named
+in a `FrozenState`. Collecting deletes what is in none of these sets: the states that the caller keeps, the root states
+in use, the stacks of open sandboxes, and the layers of sandboxes that are being started (`Machine.holding`).
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +11,8 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,51 +20,60 @@ import orjson
 
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
+from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.host.provision import furnish
+from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine
 from sandboxes.local.portable_layers import LayerPorter
-from sandboxes.local.root_states import RootState, RootStates
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec
 
 VERSION = 2
-"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
-_PRESENT = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
-"""Working directories that every base has."""
+"""Part of every identity. Raise it when equal calls would give other results or other digests than before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootLayers(RootState):
+    """The root state of a spec, as layers over its base.
+
+    Attributes:
+        layers: The layers, topmost first; empty if the spec asks for nothing but its base.
+    """
+
+    layers: tuple[str, ...]
 
 
 class LocalDriver:
-    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out.
-
-    Args:
-        data_dir: The driver's own directory.
-        checkpointer: Saves states with live processes; None reaches such states by replay.
-    """
+    """The driver of local sandboxes. One instance owns its data directory; a lock keeps a second one out."""
 
     name = "local"
 
     def __init__(self, data_dir: Path, checkpointer: Checkpointer | None = None) -> None:
+        """Create the driver; `open` starts it.
+
+        Args:
+            data_dir: The driver's own directory.
+            checkpointer: Saves states with live processes; None reaches such states by replay.
+        """
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
         self.machine = Machine(self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer())
-        self.roots = RootStates(self.data_dir / "roots", self.machine.layers)
+        self.roots = RootStates(self.data_dir / "roots", RootLayers)
         self.porter = LayerPorter(self.machine.layers, self.machine.holding)
         self._sandboxes: set[LocalSandbox] = set()
         self._ownership = Ownership(self.data_dir)
-        self._building: dict[str, asyncio.Lock] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """See `Driver.open`.
+        """Take the data directory, remove what a killed instance left, and start the launcher.
 
         Raises:
-            SandboxError: another process uses this data directory, or the machine cannot run sandboxes.
+            SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._ownership.acquire()
@@ -73,7 +89,8 @@ class LocalDriver:
             raise
 
     def _sweep(self) -> None:
-        """Remove what a killed instance left, and get the directories ready."""
+        """Remove what a killed instance left, and make the directories."""
+        # The file names the control groups of the last instance. Their processes must end before their layers go.
         with contextlib.suppress(OSError, ValueError):
             for group in orjson.loads((self.data_dir / "instance.json").read_bytes())["cgroups"]:
                 if Path(group).name.startswith("forkpoint-"):
@@ -84,29 +101,40 @@ class LocalDriver:
         self.roots.open()
 
     async def aclose(self) -> None:
-        """See `Driver.aclose`. Idempotent."""
+        """Close every sandbox, the spares and the launcher. Idempotent."""
         await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
         await self.machine.close()
         self._ownership.release()
 
     @property
     def sandboxes(self) -> dict[str, LocalSandbox]:
-        """Those that are not closed yet, by id, dead ones included."""
+        """The sandboxes that are not closed yet, by id; dead ones included."""
         self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
         return {sandbox.id: sandbox for sandbox in self._sandboxes}
 
     # -- states ------------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """See `Driver.identity`. 10 ms for the host; a walk or one reading of everything else that spec names."""
-        base = await asyncio.to_thread(self.bases.look_again, spec.base)
+        """Return a digest of the base and of every source that the spec names.
+
+        It takes 10 ms for the host as a base. A directory is walked; a file is read once.
+
+        Raises:
+            SpecError: A base or source is missing or cannot be read.
+        """
+        base = await asyncio.to_thread(self.bases.refresh, spec.base)
         digest = hashlib.blake2b(f"local\0{VERSION}\0{base.identity}".encode(), digest_size=32)
         for source in spec.brought:
             digest.update((await asyncio.to_thread(self.bases.sources.of, Path(source))).encode())
         return digest.hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
-        """See `Driver.start`. The root state of a spec is built once; then a start takes milliseconds."""
+        """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds.
+
+        Raises:
+            SpecError: The spec cannot be built.
+            SandboxError: The machine failed.
+        """
         base = await asyncio.to_thread(self.bases.base, spec.base)
         root = await self._root(spec, base)
         with self.machine.holding(root.layers):
@@ -119,19 +147,26 @@ class LocalDriver:
         return sandbox
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
-        """See `Driver.restore`."""
+        """Start a sandbox at a frozen state.
+
+        Raises:
+            StateGoneError: Its layers or images are gone, or its base has changed.
+            SandboxError: The machine failed.
+        """
         payload = frozen.payload
         layers = tuple(payload["layers"])
-        root = RootState(layers[len(layers) - payload["root_layers"] :], payload["born_ns"])
+        root = RootLayers(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
         with self.machine.holding(frozen.parts):
             if missing := self.machine.layers.missing(layers):
-                raise StateGoneError(f"layers {', '.join(missing)} of this state are gone; replay its path instead")
+                raise StateGoneError(f"layers {', '.join(missing)} of this state are gone. Replay its path instead.")
             base = await asyncio.to_thread(self.bases.base, spec.base)
             if base.identity != payload["base"]:
-                raise StateGoneError(f"base {spec.base!r} is not what it was when this state was frozen")
+                raise StateGoneError(
+                    f"base {spec.base!r} has changed since this state was frozen. Replay its path instead."
+                )
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
-                raise StateGoneError(f"the images of these processes ({images}) are gone; replay their path instead")
+                raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)
@@ -139,16 +174,25 @@ class LocalDriver:
             return sandbox
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """See `Driver.collect`. Parts are layers, deleted in a thread. Those of root states in use stay anyway."""
-        # What there was, and what lived, before the first await: a sandbox that freezes and ends meanwhile has made a
-        # state that keep does not know of.
+        """Delete layers and checkpoints that are neither kept nor in use. The layers of root states in use stay.
+
+        Args:
+            keep: The parts of the states that the caller keeps.
+
+        Returns:
+            The bytes that the kept parts occupy.
+        """
         checkpointer = self.machine.checkpointer
-        there, before = self.machine.layers.all() | checkpointer.names(), self._in_stacks()
-        kept = set(keep) | await asyncio.to_thread(self.roots.in_use)
+        # Both sets are read before the first await. A sandbox that freezes and ends meanwhile makes a state that `keep`
+        # does not name: its parts are then either not in `present`, or still in `in_stacks`.
+        present, in_stacks = self.machine.layers.all() | checkpointer.names(), self._in_stacks()
+        roots = await asyncio.to_thread(self.roots.used)
+        kept = set(keep).union(*(root.layers for root in roots))
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
         size += await asyncio.to_thread(checkpointer.size_bytes, kept)
-        unneeded = there - kept - before - self._in_stacks() - self.machine.held
-        # At once: a restore that begins while the thread deletes must find them missing, not half there.
+        unneeded = present - kept - in_stacks - self._in_stacks() - self.machine.held
+        # Without an await in between: a restore that begins while the thread deletes must find the layers missing, not
+        # half deleted.
         self.machine.layers.disown(unneeded)
         await asyncio.to_thread(self.machine.layers.drop, unneeded)
         await asyncio.to_thread(checkpointer.drop, unneeded)
@@ -157,43 +201,33 @@ class LocalDriver:
     def _in_stacks(self) -> set[str]:
         return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
-    async def _root(self, spec: EnvironmentSpec, base: Base) -> RootState:
-        """Return spec's root state; build it where it is not there (any more)."""
-        told = orjson.dumps(
-            spec.model_dump(exclude={"limits", "merge", "cache", "servers", "mcp_servers"}), option=orjson.OPT_SORT_KEYS
-        )
+    async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
+        """Return a spec's root state; build it if its layers are missing."""
         identity = (await self.identity(spec)) if spec.brought else base.identity
-        key = hashlib.blake2b(told + identity.encode(), digest_size=16).hexdigest()
-        async with self._building.setdefault(key, asyncio.Lock()):
-            known = await asyncio.to_thread(self.roots.find, key)
-            if known is not None and not self.machine.layers.missing(known.layers):
-                return known
-            root = await self._build_root(spec, base)
-            if known is not None and known.content != root.content:
-                raise SpecError(
-                    "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
-                    "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
-                )
-            await asyncio.to_thread(self.roots.save, key, root)
-            return root
 
-    async def _build_root(self, spec: EnvironmentSpec, base: Base) -> RootState:
-        bare = RootState((), time.time_ns())
-        if not (spec.brought or spec.files or spec.setup or spec.workdir not in _PRESENT):
+        async def is_present(root: RootLayers) -> bool:
+            return not self.machine.layers.missing(root.layers)
+
+        return await self.roots.get(root_key(spec, identity), is_present, lambda: self._build_root(spec, base))
+
+    async def _build_root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
+        """Run set-up in a sandbox of the bare base, and freeze that."""
+        bare = RootLayers(layers=(), born_ns=time.time_ns())
+        if not needs_setup(spec):
             return bare
+        # Set-up makes the working directory, so its own sandbox starts at the root.
         at_top = spec.model_copy(update={"workdir": "/"})
         sandbox = await self._launch(at_top, base, bare, (), _state({}, {}), seals=False)
         try:
             await furnish(sandbox, spec)
             state = await sandbox.freeze(root=True)
-        except NotFreezableError as error:
-            raise SpecError(
-                f"set-up leaves something running ({error}): end it, or start it in a call instead"
-            ) from error
         finally:
             await sandbox.close()
         content = state.state.content.hex() if state.state is not None else ""
-        return RootState(tuple(state.payload["layers"]), time.time_ns(), content)
+        root = RootLayers(layers=tuple(state.payload["layers"]), born_ns=time.time_ns(), content=content)
+        # A whole task depends on its root state. Unlike other layers it must outlive a loss of power.
+        await asyncio.to_thread(self.machine.layers.sync, root.layers)
+        return root
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -201,26 +235,42 @@ class LocalDriver:
         self,
         spec: EnvironmentSpec,
         base: Base,
-        root: RootState,
+        root: RootLayers,
         layers: tuple[str, ...],
         state: dict[str, Any],
         *,
         images: str | None = None,
         seals: bool = True,
     ) -> LocalSandbox:
+        """Start a sandbox from a spare.
+
+        Args:
+            spec: What the sandbox is made for.
+            base: The spec's base, below all layers.
+            root: The spec's root state.
+            layers: The sandbox's layers, topmost first.
+            state: What pid 1 needs of the state; see `_state`.
+            images: The checkpoint to restore in it; None starts a fresh shell.
+            seals: See `LocalSandbox`.
+
+        Raises:
+            SpecError: The base cannot run a shell.
+            SandboxError: The machine failed.
+        """
+        start_one = partial(self._launch_once, spec, base, root, layers, state, images=images, seals=seals)
         try:
-            return await self._launch_in_one(spec, base, root, layers, state, images=images, seals=seals)
+            return await start_one()
         except SandboxError:
             if not self.machine.launcher.has_died:
                 raise
         # The launcher died and took its spares along, which shows only now. The next spare has another launcher.
-        return await self._launch_in_one(spec, base, root, layers, state, images=images, seals=seals)
+        return await start_one()
 
-    async def _launch_in_one(
+    async def _launch_once(
         self,
         spec: EnvironmentSpec,
         base: Base,
-        root: RootState,
+        root: RootLayers,
         layers: tuple[str, ...],
         state: dict[str, Any],
         *,
@@ -232,7 +282,7 @@ class LocalDriver:
                 spare = await self.machine.spare()
         except (ChannelClosedError, TimeoutError, OSError) as error:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
-        sandbox = LocalSandbox(self.machine, spare, spec, base, root, layers, seals=seals)
+        sandbox = LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
         self._sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(START_S):
@@ -252,5 +302,5 @@ def _state(
     pristine: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what pid 1 is told of the state that its sandbox begins with."""
+    """Return what pid 1 needs of the state that its sandbox starts at; see `LocalSandbox.begin`."""
     return {"sessions": sessions, "delta": delta, "pristine": pristine, "checkpoint": checkpoint}

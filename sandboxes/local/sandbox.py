@@ -24,7 +24,6 @@ from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import DEEP, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
-from sandboxes.local.root_states import RootState
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
@@ -38,7 +37,8 @@ class LocalSandbox(Hosting):
         spare: Spare,
         spec: EnvironmentSpec,
         base: Base,
-        root: RootState,
+        root_layers: tuple[str, ...],
+        born_ns: int,
         layers: tuple[str, ...],
         *,
         seals: bool,
@@ -54,7 +54,7 @@ class LocalSandbox(Hosting):
         self._machine = machine
         self._spec = spec
         self._base = base
-        self._root = root
+        self._root_layers, self._born_ns = root_layers, born_ns
         self._upper: Upper = machine.layers.allocate()
         self._process: int | None = spare.process
         self._namespace: int | None = None
@@ -77,7 +77,7 @@ class LocalSandbox(Hosting):
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
-        order = {**self._mount_order(), "root": self._lowers(self._root.layers)}
+        order = {**self._mount_order(), "root": self._lowers(self._root_layers)}
         mounted = await self._machine.launcher.request({"op": "mount", "stack": order}, [])
         fields = {
             "binds": self._base.binds,
@@ -88,7 +88,7 @@ class LocalSandbox(Hosting):
             "workdir": self._spec.workdir,
             "output_bytes": limits.output_bytes,
             "below_bytes": sum(map(self._machine.layers.size_bytes, self._new_layers())),
-            "born_ns": self._root.born_ns,
+            "born_ns": self._born_ns,
             "reserve_bytes": RESERVE_BYTES,
             "seals": self._seals,
             **state,
@@ -111,7 +111,7 @@ class LocalSandbox(Hosting):
             raise SpecError(f"base {self._spec.base!r}: {ready.fields['cannot_start']}")
 
     def _new_layers(self) -> tuple[str, ...]:
-        return self.stack[: len(self.stack) - len(self._root.layers)]
+        return self.stack[: len(self.stack) - len(self._root_layers)]
 
     def _mount_order(self) -> dict[str, Any]:
         return {"lowers": self._lowers(self.stack), **self._upper.stack}
@@ -227,8 +227,8 @@ class LocalSandbox(Hosting):
     def _payload(self, told: dict[str, Any], layers: tuple[str, ...]) -> dict[str, Any]:
         return {
             "layers": list(layers),
-            "root_layers": len(self._root.layers),
-            "born_ns": self._root.born_ns,
+            "root_layers": len(self._root_layers),
+            "born_ns": self._born_ns,
             "base": self._base.identity,
             "sessions": told["sessions"],
             "pristine": told["pristine"],

@@ -98,7 +98,7 @@ def test_a_rollout_that_leaves_an_imported_tree_restores_and_replays_nothing(
         await there.pool.close_where(lambda _: True)
         await collect_garbage(there)
         left = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
-        assert left <= await asyncio.to_thread(_driver(there).roots.in_use)
+        assert left <= {layer for root in _driver(there).roots.used() for layer in root.layers}
 
     on_local(tmp_path, base, act)
 
@@ -208,7 +208,7 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
         await collect_garbage(there)
         for name in ("layers", "uppers"):
             left = {path.name for path in (folder / "local" / name).iterdir()}
-            assert left <= await asyncio.to_thread(_driver(there).roots.in_use)
+            assert left <= {layer for root in _driver(there).roots.used() for layer in root.layers}
         return str(refused.value)
 
     said: str = on_local(folder, base, act)

@@ -364,12 +364,12 @@ def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_sta
 
     async def unnoted(driver: ContainerDriver) -> None:
         before = await ran(driver)
-        assert before <= driver.roots.images()
+        assert before <= {root.image for root in driver.roots.all()}
         for note in (container_dir / "roots").iterdir():
             note.unlink()
 
     async def again(driver: ContainerDriver) -> None:
-        assert await ran(driver) == driver.roots.images()
+        assert await ran(driver) == {root.image for root in driver.roots.all()}
 
     driven(OnImage(container_dir, spares=0), unnoted)
     driven(OnImage(container_dir, spares=0), again)

@@ -1,0 +1,152 @@
+"""Root states: what a spec's base, archives, files and set-up give, built once and kept while it is used.
+
+A small JSON file stays for each root state that was ever built here, even after its layers or its image are gone. Its
+digest then tells whether a second build gives the same state: a tree that was recorded on another state is lost.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import orjson
+
+from sandboxes.errors import NotFreezableError, SpecError
+from sandboxes.spec import EnvironmentSpec
+
+KEPT_S = 30 * 86_400.0
+"""A root state that no sandbox started from for 30 days gives its bytes back. Its file stays."""
+
+_PRESENT_DIRS = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
+"""Working directories that every base and image has."""
+
+_BESIDE_FILES = {"limits", "merge", "cache", "servers", "mcp_servers"}
+"""Parts of a spec that do not change its root state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootState:
+    """A spec's root state; a driver's subclass names its storage, as strings or tuples of strings.
+
+    Attributes:
+        born_ns: When it was built, in ns since 1970; older modification times are not those of calls.
+        content: The digest of all that set-up changed; empty if nothing was set up, or too much to digest.
+    """
+
+    born_ns: int
+    content: str = ""
+
+
+Root = TypeVar("Root", bound=RootState)
+
+
+class RootStates(Generic[Root]):
+    """The root states of one driver. All methods but `get` block, for microseconds."""
+
+    def __init__(self, directory: Path, kind: type[Root]) -> None:
+        """Name the directory; `open` makes it.
+
+        Args:
+            directory: Where the files of the root states are.
+            kind: The dataclass of a root state.
+        """
+        self._directory, self._kind = directory, kind
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def open(self) -> None:
+        """Make the directory."""
+        self._directory.mkdir(exist_ok=True)
+
+    async def get(
+        self, key: str, is_present: Callable[[Root], Awaitable[bool]], build: Callable[[], Awaitable[Root]]
+    ) -> Root:
+        """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build.
+
+        Args:
+            key: See `root_key`.
+            is_present: Whether the storage of a known root state is still there.
+            build: Builds the root state, durably: all of a task depends on it.
+
+        Raises:
+            SpecError: Set-up fails, leaves a process running, or gives another state than before.
+        """
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            known = await asyncio.to_thread(self._find, key)
+            if known is not None and await is_present(known):
+                return known
+            try:
+                root = await build()
+            except NotFreezableError as error:
+                raise SpecError(
+                    f"set-up leaves something running ({error}): end it, or start it in a call instead"
+                ) from error
+            if known is not None and known.content != root.content:
+                raise SpecError(
+                    "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
+                    "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
+                )
+            await asyncio.to_thread(self._save, key, root)
+            return root
+
+    def _find(self, key: str) -> Root | None:
+        """Return what is known of a root state, and mark it as used; its storage may be gone."""
+        path = self._directory / f"{key}.json"
+        root = self._read(path)
+        if root is not None:
+            path.touch()
+        return root
+
+    def _save(self, key: str, root: Root) -> None:
+        draft = self._directory / f"{key}.part"
+        draft.write_text(json.dumps(asdict(root)))
+        # The rename is atomic: a reader sees no half-written file.
+        draft.rename(self._directory / f"{key}.json")
+
+    def all(self) -> list[Root]:
+        """Return every root state that was ever built here."""
+        return [root for _, root in self._entries()]
+
+    def used(self) -> list[Root]:
+        """Return the root states that a sandbox started from within `KEPT_S`."""
+        return [root for used_at, root in self._entries() if used_at >= time.time() - KEPT_S]
+
+    def unused(self) -> list[Root]:
+        """Return the root states that no sandbox started from within `KEPT_S`."""
+        return [root for used_at, root in self._entries() if used_at < time.time() - KEPT_S]
+
+    def _entries(self) -> Iterator[tuple[float, Root]]:
+        for path in self._directory.glob("*.json"):
+            root = self._read(path)
+            if root is not None:
+                yield path.stat().st_mtime, root
+
+    def _read(self, path: Path) -> Root | None:
+        """Return the root state in a file; None if a loss of power has damaged it: it is then built again."""
+        try:
+            fields: dict[str, Any] = json.loads(path.read_bytes())
+            # JSON has no tuples.
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+            return self._kind(**values)
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
+
+
+def needs_setup(spec: EnvironmentSpec) -> bool:
+    """Return whether a spec's root state differs from its bare base or image."""
+    return bool(spec.brought or spec.files or spec.setup or spec.workdir not in _PRESENT_DIRS)
+
+
+def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:
+    """Return the key of a spec's root state.
+
+    Args:
+        spec: The spec.
+        identity: A digest of what the spec names outside itself.
+        without: Further fields of the spec that `identity` stands for.
+    """
+    fields = orjson.dumps(spec.model_dump(exclude=_BESIDE_FILES | without), option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(fields + identity.encode(), digest_size=16).hexdigest()
