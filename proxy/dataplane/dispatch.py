@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from proxy.compat.docker.endpoint import DockerEndpoint
-from proxy.compat.e2b.endpoint import E2b
+from proxy.compat.e2b.endpoint import E2bEndpoint
 from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
 from proxy.dataplane.retries import Retries
 from proxy.dialects import dialect_of
@@ -59,7 +59,7 @@ class Dispatch:
 
     def __init__(self, engine: Engine, addressing: Addressing, docker: DockerEndpoint) -> None:
         self._engine, self._addressing, self._docker = engine, addressing, docker
-        self._answers, self._e2b, self._retries = engine.answers, E2b(engine), Retries()
+        self._answers, self._e2b, self._retries = engine.answers, E2bEndpoint(engine), Retries()
         self._constants: LruCache[tuple[int, CallKey], Answer] = LruCache(MAX_REMEMBERED)
         self._cancellable: dict[tuple[int, str], EventStream] = {}
         self._in_flight = 0

@@ -74,6 +74,7 @@ class DockerApi:
         if local is None:
             return None
         headers = raw(local.headers)
+        # RFC 9110, 8.6: a 204 has no Content-Length.
         if local.status != 204:
             headers.append((b"content-length", b"%d" % len(local.body)))
         return response(local.status, headers, local.body)
@@ -86,6 +87,7 @@ class DockerApi:
         """
         request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
         task, owner = address.task, address.rollout
+        # A ping must not create the task.
         if request.segments[:1] == ("_ping",):
             return responses.ping(method)
         await self._load(task)
@@ -141,6 +143,7 @@ class DockerApi:
                 return self._list(request, task, owner)
             case ("GET", "containers", name, "json"):
                 container = self._registry.find(task, owner, name)
+                # A rollout that is not in memory may have been finished: that needs an await to find out.
                 return responses.container_details(container) if self._registry.rollout(container) else None
             case ("POST", "containers", name, "exec"):
                 container = self._registry.find(task, owner, name)
@@ -179,10 +182,12 @@ class DockerApi:
             case ("POST", "exec", name, "start"):
                 return await self._execs.start_detached(self._execs.find(task, owner, name), request)
             case ("POST", "exec", name, "resize"):
+                # Output does not depend on a terminal's size here, so resizing only checks that the instance exists.
                 self._execs.find(task, owner, name)
                 return Local(200, headers=())
             case (_, "containers", name, *_) if name not in {"json", "create", "prune"}:
                 container = self._registry.find(task, owner, name)
+                # Loads the rollout, after which the request may be one that memory answers.
                 rollout = await self._registry.require_rollout(container)
                 return self._container_from_memory(request, task, owner) or await self._in_container(
                     request, container, rollout
@@ -264,6 +269,7 @@ class DockerApi:
         container_id = secrets.token_hex(32)
         name = name or f"forkpoint_{container_id[:12]}"
         self._require_free(task, owner, name)
+        # From here to `add` there are awaits: a concurrent create with this name must fail.
         self._reserved_names.add((task, owner, name))
         try:
             rollout = await self._begin(task, owner, container_id, requests.environment(body, config))

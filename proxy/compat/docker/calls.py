@@ -39,6 +39,7 @@ class ContainerCalls:
 
     def recorded(self, rollout: Rollout, call: ToolCall) -> bytes | None:
         """Return the result of a rollout's first call without taking a step; None if the root does not know it."""
+        # The main command is the first call of its rollout, so its record is at the root.
         record = rollout.tree.root.records.get(call_key(call))
         return None if record is None else self._answers.of(record).body
 
@@ -54,6 +55,7 @@ class ContainerCalls:
         path = path if path.startswith("/") else f"/{path}"
         if request.method == "PUT":
             arguments = {"path": path, "no_overwrite": request.flag("noOverwriteDirNonDir")}
+            # The key is made from the archive's members, not from its bytes; see `extract_key`.
             call = ToolCall("archive", "extract", arguments, request.body)
             status, body = await self._copy(rollout, call, archives.extract_key(call), path, container)
             return Local(status, body, headers=())

@@ -159,11 +159,13 @@ class DockerEndpoint:
         problem = problem_of(error)
         self._count(problem)
         if problem.status >= 500:
+            # Only defects get a stack trace: every other error names its own cause.
             unforeseen = error if problem.slug == "defect" else None
             log.error("call failed", path=scope["path"], problem=problem.slug, error=repr(error), exc_info=unforeseen)
         if connection.opened:
             await connection.send(frame(ERR, f"forkpoint: {problem.detail}\n".encode()))
             return
         local = error_response(problem.status, problem.detail)
+        # The connection has left HTTP's parser, so it cannot serve another request.
         headers = [*raw(local.headers), (b"content-length", b"%d" % len(local.body)), (b"connection", b"close")]
         connection.refuse(response(local.status, headers, local.body))

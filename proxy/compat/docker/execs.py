@@ -44,6 +44,7 @@ class ContainerExecs:
         spec = requests.exec_spec(body, container.spec.user)
         instance = Exec(secrets.token_hex(32), container, spec, str(body.get("DetachKeys") or ""))
         self._execs[instance.id] = container.execs[instance.id] = instance
+        # An agent may exec thousands of times in one container; clients ask only about the latest.
         if len(container.execs) > MAX_EXECS:
             oldest = next(iter(container.execs))
             del container.execs[oldest]
@@ -83,6 +84,7 @@ class ContainerExecs:
         if known is None:
             return False
         record, body = known
+        # `known` has taken the step, so from here on the instance must not run again.
         instance.exit(ending(body).exit_code)
         headers = (("cache-status", "forkpoint; hit"), ("x-forkpoint-node", f"n{record.target.id}"))
         connection.answer(_client_output(instance, body), tty=instance.spec.tty, headers=headers)
@@ -102,7 +104,9 @@ class ContainerExecs:
             connection.open(tty=spec.tty)
 
         listener = OutputListener([sink], open_stream, connection.disconnected)
+        # Normally the start of the process opens the stream, so that errors before it are HTTP responses.
         opening = asyncio.get_running_loop().call_later(HEAD_DELAY_S, open_stream)
+        # Listed, so that stopping the container can detach it.
         activity.running.add(listener)
         try:
             if spec.stdin:
@@ -110,6 +114,7 @@ class ContainerExecs:
                 open_stream()
             stdin = await connection.input(self._max_stdin_bytes) if spec.stdin else b""
             body = await self._calls.run(rollout, spec.call(stdin), listener)
+        # Cancellation too: clients ask for the exit code of an instance whose stream broke.
         except BaseException:
             instance.exit(FAILED_EXIT_CODE)
             raise
@@ -118,6 +123,7 @@ class ContainerExecs:
             activity.running.discard(listener)
         instance.exit(ending(body).exit_code)
         open_stream()
+        # A hit runs nothing, so the listener received nothing: send the recorded output.
         if not sink.has_output:
             await connection.send(_client_output(instance, body))
 
@@ -148,6 +154,7 @@ class ContainerExecs:
         if instance.state is not ExecState.CREATED:
             raise RefusalError(409, "docker", f"Error: Exec command {instance.id} is already running")
         require_running(instance.container)
+        # Claimed before the first await, so that a concurrent start is refused.
         instance.state = ExecState.RUNNING
         try:
             rollout = await self._registry.require_rollout(instance.container)

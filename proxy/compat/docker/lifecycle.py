@@ -1,16 +1,15 @@
-"""From the start of a container to its end: its main command, attached clients, logs, waiting and removal.
+"""From the start of a container to its end: its main command, attached clients, logs, waiting and removal."""
 
-Theory of operation. `containers` has the table of states. What runs as the main command decides what a start does:
-
-1. *Nothing* (`ContainerSpec.main` is empty): the command would only wait, so it is never executed. The container is
-   RUNNING until it is stopped.
-2. *A command* (`_run_main`): it is the first call of the rollout, runs in a task of its own, and the container exits
-   with it. The first exec detaches it, because calls of a rollout run one at a time.
-3. *An entrypoint before a command that only waits* (`_start_background_main`): it is started as a background process
-   and belongs to the state. Its end is not observed.
-
-Clients may attach before the start. They are kept in `ContainerActivity.attached` until the main command begins.
-"""
+# Theory of operation. `containers` has the table of states. What runs as the main command decides what a start does:
+#
+# 1. *Nothing* (`ContainerSpec.main` is empty): the command would only wait, so it is never executed. The container is
+#    RUNNING until it is stopped.
+# 2. *A command* (`_run_main`): it is the first call of the rollout, runs in a task of its own, and the container exits
+#    with it. The first exec detaches it, because calls of a rollout run one at a time.
+# 3. *An entrypoint before a command that only waits* (`_start_background_main`): it is started as a background process
+#    and belongs to the state. Its end is not observed.
+#
+# Clients may attach before the start. They are kept in `ContainerActivity.attached` until the main command begins.
 
 import asyncio
 import time
@@ -101,6 +100,7 @@ class ContainerLifecycle:
         if verb == "kill" and not container.is_running:
             name = request.segments[1]
             raise RefusalError(409, "docker", f"Cannot kill container: {name}: Container {container.id} is not running")
+        # Stop, kill and restart begin alike: whatever the signal, nothing of a container survives it.
         if verb != "start":
             response = await self._stop(container)
             if verb != "restart":
@@ -135,6 +135,7 @@ class ContainerLifecycle:
     async def _run_main(self, container: Container, rollout: Rollout) -> None:
         activity, command = self._registry.activity(container), requests.main_command(container.spec)
         sinks = [OutputSink(connection.send, streams, tty=command.tty) for connection, streams in activity.attached]
+        # No `disconnected`: the main command belongs to the container, not to a client.
         listener = activity.main = OutputListener(sinks)
         try:
             stdin = await activity.stdin.input(self._max_stdin_bytes) if activity.stdin is not None else b""
@@ -164,9 +165,11 @@ class ContainerLifecycle:
         self._registry.save(container)
         activity = self._registry.activity(container)
         activity.exited.set()
+        # Attached clients wait for the end of the stream, and then ask for the exit code.
         for connection, _ in activity.attached:
             connection.close()
         activity.attached.clear()
+        # `docker run --rm` leaves the removal to the daemon.
         if container.spec.auto_remove:
             await self._remove(container)
 
@@ -205,6 +208,7 @@ class ContainerLifecycle:
                 await self._first_of(activity.removed.wait())
             elif condition == "next-exit" or container.is_running:
                 await self._first_of(activity.exited.wait())
+            # At shutdown there is no exit code to send. The client retries.
             if not (self._closing.is_set() and container.is_running):
                 await send(orjson.dumps({"StatusCode": container.exit_code}) + b"\n")
 
@@ -226,6 +230,7 @@ class ContainerLifecycle:
             activity.log = self._calls.recorded(rollout, requests.main_command(container.spec).call())
 
         async def content(send: SendPiece) -> None:
+            # Decided when the response is sent: the command may have ended since the request.
             main = activity.main
             if main is None or activity.log is not None:
                 body = responses.tail(activity.log or b"", request.query.get("tail", "all"))
@@ -268,16 +273,19 @@ class ContainerLifecycle:
         if container.state is ContainerState.EXITED:
             raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")
         activity, tty, streams = self._registry.activity(container), container.spec.tty, _streams(request)
+        # The head goes out before the start: `docker run` attaches first, and starts the container then.
         connection.open(tty=tty)
         activity.attached.append((connection, streams))
         if request.flag("stdin") and container.spec.stdin:
             activity.stdin = connection
+        # The command runs already. The client gets its output from now on, as from Docker.
         if activity.main is not None:
             has_output = activity.main.has_output
             activity.main.sinks.append(OutputSink(connection.send, streams, tty=tty, has_output=has_output))
         try:
             await self._first_of(activity.exited.wait(), connection.disconnected())
         finally:
+            # A container may be restarted: a connection that is gone must not get the next run's output.
             activity.attached = [entry for entry in activity.attached if entry[0] is not connection]
 
     async def _end_log(self, activity: ContainerActivity, pieces: "asyncio.Queue[bytes | None]") -> None:

@@ -65,6 +65,7 @@ class ContainerRegistry:
     async def load(self, task: str) -> None:
         """Read a task's containers from the store, once."""
         await self._tasks.open(task)
+        # Checked again: another request may have loaded them during the await.
         if task not in self._by_task:
             notes = self._store.rollouts.notes(task, _PROTOCOL)
             containers = [_decode(task, rollout, note) for rollout, note in notes.items()]
@@ -86,6 +87,7 @@ class ContainerRegistry:
             RefusalError: 404, no container matches, or several IDs begin like this.
         """
         shown = self.of(task, owner)
+        # Docker's order: a full ID or a name wins over the beginning of an ID.
         exact = [container for container in shown if name in {container.id, container.name, f"/{container.name}"}]
         matches = exact or [container for container in shown if name and container.id.startswith(name)]
         if len(matches) != 1:
@@ -132,6 +134,7 @@ class ContainerRegistry:
 
     async def remove(self, container: Container) -> None:
         """Remove a container and finish its rollout, once the calls under way have ended."""
+        # A running command would keep the turn to its end.
         self.activity(container).detach()
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is not None:
@@ -142,6 +145,7 @@ class ContainerRegistry:
         self._by_task[container.task].pop(container.id, None)
         container.change(ContainerChange.REMOVE)
         activity = self._activities.pop(container.id, ContainerActivity())
+        # Wakes the clients that wait for either event; the container itself is forgotten.
         activity.exited.set()
         activity.removed.set()
 
@@ -149,6 +153,7 @@ class ContainerRegistry:
 def _decode(task: str, rollout: str, text: str) -> Container:
     """Read a stored container."""
     note: dict[str, Any] = orjson.loads(text)
+    # The stored name of the spec is `made`.
     stored = note.pop("made")
     spec = ContainerSpec(**{**stored, "main": tuple(stored["main"])})
     container = Container(task=task, rollout=rollout, spec=spec, **{**note, "state": ContainerState(note["state"])})

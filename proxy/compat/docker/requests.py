@@ -232,8 +232,10 @@ def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
     if not argv:
         return True
     name = argv[0].rpartition("/")[2]
+    # A shell or `cat` alone reads stdin: it waits if nothing sends input, and ends at once if stdin is closed.
     if len(argv) == 1 and name in _SHELLS:
         return interactive
+    # `sh -c script`: the script decides, not the shell.
     script = argv[2] if name in _SHELLS and len(argv) == 3 and argv[1] in {"-c", "-lc", "-ec"} else " ".join(argv)
     script = script.strip().rstrip(";").strip()
     sleep = _SLEEP.fullmatch(script)
@@ -254,6 +256,7 @@ def variables(entries: object) -> dict[str, str]:
 def environment(body: Mapping[str, Any], config: Mapping[str, Any]) -> EnvironmentRequest:
     """Return the environment that a create request names, with the image's default directory."""
     host = body.get("HostConfig") or {}
+    # 0 and negative values mean no limit in Docker; the task's own limits then apply.
     memory, pids = host.get("Memory") or 0, host.get("PidsLimit") or 0
     workdir = body.get("WorkingDir") or config.get("WorkingDir") or None
     return EnvironmentRequest(

@@ -99,6 +99,7 @@ def timestamp(seconds: float) -> str:
 def container_details(container: Container) -> Local:
     """Return the full description of a container."""
     body, running = container.spec.body, container.is_running
+    # Path and Args show the request's command, also if it is never executed.
     argv = [*_as_list(body.get("Entrypoint")), *_as_list(body.get("Cmd"))] or [""]
     requested = {name: value for name, value in body.items() if name not in {"HostConfig", "NetworkingConfig"}}
     config = {

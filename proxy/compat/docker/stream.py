@@ -1,17 +1,16 @@
-"""Connections that become streams, and the output that is sent over them.
+"""Connections that become streams, and the output that is sent over them."""
 
-Theory of operation. Docker's clients run `exec start` and `attach` over a connection that leaves HTTP ("hijacking" in
-Docker's API reference): after the head of the response, the client's bytes are stdin and ours are output.
-
-1. `proxy.dataplane.hit_protocol` gives the connection away and from then on calls `feed`, `end_input` and `lose`.
-2. A service reads the whole stdin with `input`, because stdin is part of a call's key, and opens the stream.
-3. Output reaches the client through an `OutputSink`: framed by stream (stdout, stderr), or raw for a terminal.
-4. One process may have several clients (`attach`, `logs --follow`). `OutputListener` is the listener of its call. It
-   distributes the output to the sinks, and keeps it for clients that connect later.
-
-A client can die without closing its side. While a stream is open, `_probe` writes empty frames: the kernel of the
-client's machine then resets the connection, and `lose` is called.
-"""
+# Theory of operation. Docker's clients run `exec start` and `attach` over a connection that leaves HTTP ("hijacking" in
+# Docker's API reference): after the head of the response, the client's bytes are stdin and ours are output.
+#
+# 1. `proxy.dataplane.hit_protocol` gives the connection away and from then on calls `feed`, `end_input` and `lose`.
+# 2. A service reads the whole stdin with `input`, because stdin is part of a call's key, and opens the stream.
+# 3. Output reaches the client through an `OutputSink`: framed by stream (stdout, stderr), or raw for a terminal.
+# 4. One process may have several clients (`attach`, `logs --follow`). `OutputListener` is the listener of its call. It
+#    distributes the output to the sinks, and keeps it for clients that connect later.
+#
+# A client can die without closing its side. While a stream is open, `_probe` writes empty frames: the kernel of the
+# client's machine then resets the connection, and `lose` is called.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -85,6 +84,7 @@ class StreamConnection:
     def feed(self, data: bytes) -> None:
         """Take bytes that the client sent."""
         self._input += data
+        # TCP's flow control then slows the client down, so a large stdin does not fill memory.
         if len(self._input) > MAX_BUFFERED_BYTES:
             self._hold(True)
         self._input_changed.set()
@@ -96,6 +96,7 @@ class StreamConnection:
 
     def lose(self) -> None:
         """Note that the connection is lost."""
+        # Ending stdin wakes `input`; `gone` makes every later write a no-op.
         self.gone = self._input_ended = True
         self._lost.set()
         self._input_changed.set()
@@ -107,6 +108,7 @@ class StreamConnection:
         """Send the head of the response, once. Everything sent after it belongs to the stream."""
         if self.opened or self.gone:
             return
+        # Marked before the write: from here on errors are reported in the stream, not as HTTP.
         self.opened, self._opened_at = True, asyncio.get_running_loop().time()
         self._write(self._head(tty=tty, headers=headers))
         if not tty:
@@ -118,6 +120,7 @@ class StreamConnection:
         self.opened, head = True, self._head(tty=tty, headers=headers)
         if self._padded:
             self._write(head)
+            # The caller does not await, so a timer sends the rest.
             asyncio.get_running_loop().call_later(HEAD_PAUSE_S, self._finish, data)
         else:
             self._finish(head + data)
@@ -147,11 +150,13 @@ class StreamConnection:
         if self.gone or not data:
             return
         if self._padded:
+            # Only the first piece really waits: later the time is in the past.
             await asyncio.sleep(self._opened_at + HEAD_PAUSE_S - asyncio.get_running_loop().time())
         self._write(data)
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
                 await self._drain()
+        # The client is stuck. Its process must not wait for it, so the output is dropped from now on.
         except TimeoutError:
             self.gone = True
 
@@ -163,6 +168,7 @@ class StreamConnection:
         """
         data = bytearray()
         while not self._input_ended or self._input:
+            # Reading resumes at once, because the bytes have left the buffer.
             data += self._input
             self._input.clear()
             self._hold(False)
@@ -190,6 +196,7 @@ class StreamConnection:
     def close(self) -> None:
         """Send the queued bytes, then close the connection."""
         self._tasks.cancel()
+        # A lost connection is closed already.
         if not self.gone:
             self._end()
 
@@ -197,6 +204,7 @@ class StreamConnection:
         while not self.gone:
             await asyncio.sleep(PROBE_S)
             if not self.gone:
+                # A frame of length 0 is output of nothing: clients skip it.
                 self._write(frame(OUT, b""))
 
 
@@ -270,6 +278,7 @@ class OutputListener:
     async def data(self, chunk: bytes) -> None:
         """Send a piece of output to every sink."""
         for kind, data in frames(chunk):
+            # Copied, because a client may attach while a slow one is awaited.
             self.output.add(kind, data)
             for sink in list(self.sinks):
                 await sink.put(kind, data)
@@ -281,6 +290,7 @@ class OutputListener:
 
     async def detached(self) -> None:
         """Return once the client has disconnected or `detach` was called."""
+        # Two events detach: a service's request, and the loss of the client that waits.
         waiting: set[asyncio.Task[Any]] = {start(self._detach.wait())}
         if self._disconnected is not None:
             waiting.add(start(self._disconnected()))
@@ -303,6 +313,7 @@ def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
         streams: The streams that the client wants: stdout (1), stderr (2).
         tty: Return raw bytes; False returns frames.
     """
+    # The last frame has the exit code. It is ours, and no client may see it.
     output = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)
     if not ending(body).timed_out:
         return output

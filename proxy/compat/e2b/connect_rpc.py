@@ -83,11 +83,13 @@ def messages(body: bytes) -> list[dict[str, Any]]:
             raise RefusalError(400, "envelope", "The request ends within the header of an envelope.")
         flags, length = _HEADER.unpack_from(body, start)
         start += _HEADER.size
+        # Compression is negotiated, and this server offers none.
         if flags & _COMPRESSED:
             raise RefusalError(400, "envelope", "Compressed envelopes are not supported. Send them uncompressed.")
         if len(body) - start < length:
             missing = length - len(body) + start
             raise RefusalError(400, "envelope", f"The request is cut off: the last envelope lacks {missing} bytes.")
+        # The end of a request's stream carries no message.
         if not flags & _END:
             parsed.append(message(body[start : start + length]))
         start += length

@@ -43,7 +43,7 @@ class SandboxGoneError(Exception):
         self.payload = {"sandboxId": sandbox, "message": text, "code": 502} | ({"port": int(port)} if port else {})
 
 
-class E2b:
+class E2bEndpoint:
     """Serves the e2b endpoint of all tasks."""
 
     def __init__(self, engine: Engine) -> None:
@@ -89,6 +89,7 @@ class E2b:
             raise RefusalError(400, "no-sandbox", "The request names no sandbox. Send it in E2b-Sandbox-Id.")
         sandbox = await self._registry.find(task, name)
         if sandbox is not None:
+            # Before the check: a sandbox created with autoResume is never seen as paused here.
             sandbox = self._registry.resume_on_request(sandbox)
         if sandbox is None or sandbox.note.paused:
             raise SandboxGoneError(name, "The sandbox was not found")
@@ -119,6 +120,7 @@ class E2b:
         try:
             await stream.serve()
         finally:
+            # The stream is over: neither a disconnect nor further events matter.
             watching.cancel()
             producing.cancel()
             problem = (await asyncio.gather(producing, return_exceptions=True))[0]
@@ -128,6 +130,7 @@ class E2b:
         rollout = sandbox.rollout
         try:
             if isinstance(request, ProcessStart):
+                # The request's variables win over the sandbox's.
                 env = {**sandbox.note.envs, **request.call.arguments["env"]}
                 call = replace(request.call, arguments={**request.call.arguments, "env": env})
                 await self._processes.start(rollout, replace(request, call=call), stream)

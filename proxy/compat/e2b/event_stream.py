@@ -93,6 +93,7 @@ class EventStream(Patient):
 
     def enforce_deadline(self) -> None:
         """End the stream at its deadline from now on."""
+        # `serve` computes its timeout again when it is woken.
         self._strict = True
         self._changed.set()
 
@@ -114,8 +115,10 @@ class EventStream(Patient):
             if not self._unsent:
                 await self._wait_for_event()
                 continue
+            # Everything queued goes out in one write: a busy process makes many small events.
             piece = b"".join(self._unsent)
             self._unsent.clear()
+            # Producers may queue the next events while this piece is being sent.
             self._unsent_bytes, self._has_sent = 0, True
             self._sent.set()
             await self._pass({"type": "http.response.body", "body": piece, "more_body": True})
@@ -127,6 +130,7 @@ class EventStream(Patient):
         clock = asyncio.get_running_loop().time
         deadline = self._deadline if self._strict else None
         pause_s = self._keepalive_s if deadline is None else min(self._keepalive_s, deadline - clock())
+        # Cleared before waiting, with no await in between: a `put` since the check sets it again.
         self._changed.clear()
         try:
             async with asyncio.timeout(max(0.0, pause_s)):
@@ -138,10 +142,12 @@ class EventStream(Patient):
                 self.put(WATCH_KEEPALIVE if self.form == "watch" else KEEPALIVE)
 
     def _put(self, piece: bytes) -> None:
+        # A late event after the end is dropped: Connect allows nothing after the last envelope.
         if self.closed:
             return
         self._unsent.append(piece)
         self._unsent_bytes += len(piece)
+        # Only a producer that ignores `wait_for_space` gets here: polls, which must not wait for one client.
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             self.lose()
         self._changed.set()

@@ -101,6 +101,7 @@ def file_transfer(request: Request) -> ToolCalls:
     Raises:
         RefusalError: 400 to 415, the request is invalid.
     """
+    # The user is in the query (`username`) or in the Authorization header, depending on the SDK.
     query = dict(parse_qsl(request.query, keep_blank_values=True))
     user, path = query.get("username", "") or user_of(request), query.get("path", "")
     if request.method == "GET":
@@ -130,6 +131,7 @@ def _decompressed_body(request: Request) -> bytes:
         return request.body
     if encoding != "gzip":
         raise RefusalError(415, "content-encoding", f"Content-Encoding must be identity or gzip, not {encoding}.")
+    # wbits 31 selects the gzip format; the limit stops a small body that would unpack to gigabytes.
     unzip = zlib.decompressobj(wbits=31)
     try:
         data = unzip.decompress(request.body, MAX_UNZIPPED_BYTES)

@@ -1,21 +1,20 @@
-"""The output of E2B processes that run in the background, polled and sent to the clients that are connected to them.
+"""The output of E2B processes that run in the background, polled and sent to the clients that are connected to them."""
 
-Theory of operation. A process that outlives the call that started it produces output while its rollout makes no call.
-What the rollout's clients see must still be part of the tree: a rollout that comes the same way later must see the same
-output at the same node. So output is never forwarded directly. It is taken up by polls (`poll_call`), which are
-calls like any other: a poll that returns output is recorded and moves the rollout to a new node.
-
-1. *Before each request* of a rollout, `catch_up` replays the polls that the tree already knows at the rollout's node.
-   All rollouts that come this way thus take the same polls in the same order.
-2. *Between requests*, one task per rollout (`_poll_while_followed`) runs polls. The pause between two polls starts at
-   `FIRST_POLL_S` after a call and doubles while nothing happens.
-3. A poll is an ordinary call, so it waits for the rollout's turn. While another call runs, polls are put off
-   (`_is_blocked`), because that call may be a short one that the client waits for. After `MAX_BLOCKED_S` the running
-   process is detached in favour of the poll.
-4. Once no client is connected any more, polling stops. Terminals are the exception: see `UNATTENDED_POLL_S`.
-
-Everything here concerns connections. What lasts is in the tree and in the sandbox. See docs/decisions/0015.
-"""
+# Theory of operation. A process that outlives the call that started it produces output while its rollout makes no call.
+# What the rollout's clients see must still be part of the tree: a rollout that comes the same way later must see the
+# same output at the same node. So output is never forwarded directly. It is taken up by polls (`poll_call`), which
+# are calls like any other: a poll that returns output is recorded and moves the rollout to a new node.
+#
+# 1. *Before each request* of a rollout, `catch_up` replays the polls that the tree already knows at the rollout's node.
+#    All rollouts that come this way thus take the same polls in the same order.
+# 2. *Between requests*, one task per rollout (`_poll_while_followed`) runs polls. The pause between two polls starts at
+#    `FIRST_POLL_S` after a call and doubles while nothing happens.
+# 3. A poll is an ordinary call, so it waits for the rollout's turn. While another call runs, polls are put off
+#    (`_is_blocked`), because that call may be a short one that the client waits for. After `MAX_BLOCKED_S` the running
+#    process is detached in favour of the poll.
+# 4. Once no client is connected any more, polling stops. Terminals are the exception: see `UNATTENDED_POLL_S`.
+#
+# Everything here concerns connections. What lasts is in the tree and in the sandbox. See docs/decisions/0015.
 
 import asyncio
 from dataclasses import dataclass, field
@@ -99,6 +98,7 @@ class FollowedRollout:
 
     def is_followed(self) -> bool:
         """Forget streams that have ended; return whether a process is left to poll."""
+        # Copied, because entries are deleted in the loop.
         for pid, process in list(self.processes.items()):
             process.streams[:] = [stream for stream in process.streams if not stream.closed]
             if not process.streams and not process.is_terminal:
@@ -177,6 +177,7 @@ class OutputFollower:
     def end(self, rollout: Rollout, error: ConnectError) -> None:
         """End all streams of a rollout with an error."""
         followed = self._followed.pop(rollout.id, None)
+        # Popped first: the polling task sees that its entry is gone, and leaves a newer one alone.
         if followed is not None:
             followed.end_streams(error)
             if followed.polling is not None:
@@ -186,6 +187,7 @@ class OutputFollower:
         if rollout.finished:
             stream.end(ConnectError("unavailable", f"The sandbox {rollout.name!r} has ended."))
             return
+        # A second stream for the same process shares its polls.
         followed = self._followed.setdefault(rollout.id, FollowedRollout(rollout))
         process = followed.processes.setdefault(pid, FollowedProcess())
         process.streams.append(stream)
@@ -270,6 +272,7 @@ class OutputFollower:
             if answer is None:
                 continue
             produced = True
+            # During the await another request may have caught up with the end of this process.
             if pid in followed.processes:
                 self._deliver_poll(followed, pid, answer.record)
         return produced
@@ -291,6 +294,7 @@ def _deliver(body: bytes, pid: int, streams: list[EventStream], *, sent_bytes: i
     never_started = error is not None and error.code == "invalid_argument"
     for stream in streams:
         events = [] if never_started else _events(body, stream.form, sent_bytes)
+        # A process that was killed before any output still needs its start event before the error.
         if events or error is None:
             stream.begin(pid)
         for event in [*events, *([last] if last else [])]:

@@ -1,17 +1,16 @@
-"""E2B's processes: starting them, sending their output to clients, and requests about running ones.
+"""E2B's processes: starting them, sending their output to clients, and requests about running ones."""
 
-Theory of operation. A start is one call of its rollout, and its response is a stream (`ProcessRun`).
-
-1. While the process runs, its output goes to the client's stream as it is produced.
-2. When the process ends, the call is recorded and the stream ends.
-3. When the rollout sends its next request first, the process is detached: the start is recorded with the output so far
-   and the process continues in the sandbox. `OutputFollower` polls it from then on; each poll is a call of its own.
-   So no client receives output that the sandbox at its rollout's node has not produced.
-4. When the client loses its connection and sends the same start again, the retry adopts the run: the call is not
-   executed twice, and the new stream gets the recorded result.
-
-`process_lifecycle` writes these states as a table. See docs/decisions/0015.
-"""
+# Theory of operation. A start is one call of its rollout, and its response is a stream (`ProcessRun`).
+#
+# 1. While the process runs, its output goes to the client's stream as it is produced.
+# 2. When the process ends, the call is recorded and the stream ends.
+# 3. When the rollout sends its next request first, the process is detached: the start is recorded with the output so
+#    far and the process continues in the sandbox. `OutputFollower` polls it from then on, and each poll is a call of
+#    its own. So no client receives output that the sandbox at its rollout's node has not produced.
+# 4. When the client loses its connection and sends the same start again, the retry adopts the run: the call is not
+#    executed twice, and the new stream gets the recorded result.
+#
+# `process_lifecycle` writes these states as a table. See docs/decisions/0015.
 
 import asyncio
 from hashlib import blake2b
@@ -90,6 +89,7 @@ class ProcessRun:
     def adopt(self, stream: EventStream) -> None:
         """Continue with the stream of a retry, which gets the whole output when the call is recorded."""
         self.change(ProcessChange.RETRY)
+        # The new stream has received nothing, so it must get the output from the first byte.
         self.stream, self.sent_bytes = stream, 0
         if self.pid:
             stream.begin(self.pid)
@@ -157,6 +157,7 @@ class Processes:
         key = call_key(request.call)
         run = self._runs.get(rollout.id)
         if run is not None and await run.is_retried_by(rollout, key):
+            # The call is still running, or its record is the answer: nothing is executed.
             run.adopt(stream)
         else:
             self._runs.pop(rollout.id, None)
@@ -185,6 +186,7 @@ class Processes:
     async def _answer(self, run: ProcessRun, stream: EventStream) -> Answer:
         assert run.task is not None
         try:
+            # Shielded: the client may go, but the call continues and is recorded.
             async with asyncio.timeout(START_EVENT_S):
                 return await asyncio.shield(run.task)
         except TimeoutError:
@@ -217,6 +219,7 @@ class Processes:
         pid = request.pid if request.pid is not None else (await self._find(rollout, None, request.tag))["process"]
         arguments = {"process": pid, **request.arguments}
         result = await self.call(rollout, ToolCall("process", request.verb, arguments, request.data))
+        # The sandbox answers 404 for an unknown process, and 409 for a missing stdin or terminal.
         if result.status == 404:
             raise not_found(pid)
         if result.status != 200:
@@ -238,6 +241,7 @@ class Processes:
 
     async def _find(self, rollout: Rollout, pid: int | None, tag: str) -> dict[str, Any]:
         """Return the listed properties of a background process; `process` is its pid."""
+        # The list is a call of its own: which processes run is part of the sandbox's state.
         for process in responses.background_processes(await self.call(rollout, LIST)):
             if process["process"] == pid or (tag and process["tag"] == tag):
                 return process

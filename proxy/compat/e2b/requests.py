@@ -197,6 +197,7 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
     if any("\0" in argument for argument in (process["cmd"], *args)):
         raise RefusalError(400, "process", "process.cmd and process.args must not contain NUL.")
     deadline_s = _deadline_s(request)
+    # Everything in here is part of the call's key.
     arguments: dict[str, Any] = {
         "argv": [process["cmd"], *args],
         "env": variables(process.get("envs")),
@@ -252,6 +253,7 @@ def _input(message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
 def _stream_input(request: Request) -> ProcessRequest:
     """Read a whole stream of input as one write: where the client cut it into pieces has no meaning."""
     pid, tag, data, arguments = None, "", b"", dict[str, Any]()
+    # Messages are `start` with the selector, `data` with input, or `keepalive`.
     for message in connect.messages(request.body):
         if isinstance(message.get("start"), dict):
             pid, tag = _selected(message["start"])

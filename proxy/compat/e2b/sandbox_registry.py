@@ -75,6 +75,7 @@ class SandboxRegistry:
                 if noted is not None:
                     self._notes[noted.id] = SandboxNote.decode(text, now)
                     self._lifetimes.watch(noted, self._notes[noted.id])
+            # One query reads the notes of all rollouts of a task.
             self._read_tasks.add(rollout.task)
         # Rollouts started through another protocol are visible as sandboxes as well.
         return self._notes.setdefault(rollout.id, SandboxNote.new(now))
@@ -106,6 +107,7 @@ class SandboxRegistry:
             rollout: The sandbox's rollout. A command that it is running is detached, and ends with the sandbox.
             reason: Why; clients with open streams get it.
         """
+        # The call under way would otherwise keep the turn until its command ends.
         self._engine.step.detach(rollout)
         await self._engine.tasks.finish_in_turn(rollout)
         self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {reason}")

@@ -139,6 +139,7 @@ class SandboxControl:
             detail = _detail(RunningSandbox(rollout, note))
             if not note.is_over(now) and metadata.items() <= note.metadata.items() and detail["state"] in states:
                 listed.append(detail)
+        # The newest first, as E2B lists them; the ID makes the order of equal times stable across pages.
         listed.sort(key=lambda detail: (detail["startedAt"], detail["sandboxID"]), reverse=query.get("order") != "asc")
         return page(listed, query)
 
@@ -171,6 +172,7 @@ class SandboxControl:
             tree, node = rollout.tree, rollout.node
         forks = []
         for number in range(count):
+            # A fork is a sandbox of its own: it keeps labels and variables, but has its own timeout and no snapshots.
             now = time.time()
             note = replace(
                 sandbox.note, mortal=True, started_at=now, ends_at=now + duration_s, timeout_s=duration_s, snapshots=[]
