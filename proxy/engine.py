@@ -8,6 +8,8 @@ import structlog
 
 from proxy.audit.auditor import Auditor
 from proxy.execution.executor import Executor
+from proxy.execution.forgetting import Forgetting
+from proxy.execution.open_trees import OpenTrees
 from proxy.execution.restore import Restorer
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.tasks import Tasks
@@ -20,7 +22,8 @@ from proxy.step import Step
 from proxy.storage.journal import Journal, JournalEntry
 from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
-from proxy.transfer.service import Carrying
+from proxy.transfer.adopt import Adopter
+from proxy.transfer.service import TransferService
 from proxy.tree.task import Walkers
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
@@ -85,16 +88,19 @@ class Engine:
         self.traces = None if settings.otel_endpoint is None else Traces(self.store.records, settings.otel_endpoint)
         self.executor = Executor(self.restorer, self.store.records)
         self.step = Step(self.executor, self.journal, self.counts, self.warm, self.traces)
+        self.trees = OpenTrees(self.store.trees, self.cache)
         self.tasks = Tasks(
-            self.store, self.journal, self.cache, self.pool, drivers, walkers, self.step.order, settings.default_spec,
+            self.store, self.journal, self.trees, self.pool, drivers, walkers, self.step.order, settings.default_spec,
             any_image=settings.any_image,
         )  # fmt: skip
+        self.forgetting = Forgetting(self.tasks, self.trees, walkers, self.store, self.journal, self.cache, self.pool)
         self.audit = Auditor(
-            self.restorer, self.store, self.counts, lambda: len(self.step.calls), self.tasks.in_memory,
+            self.restorer, self.store, self.counts, lambda: len(self.step.calls), self.trees.get,
             share=settings.audit_share, quarantine=settings.audit_quarantine,
         )  # fmt: skip
-        self.carrying = Carrying(
-            self.store, self.journal, self.tasks, self.cache, self.capture, drivers, settings.data / "imports",
+        adopter = Adopter(self.store, self.journal, self.tasks, self.trees, self.cache)
+        self.transfer = TransferService(
+            self.store, self.tasks, adopter, self.cache, self.capture, drivers, settings.data / "imports",
             max_bytes=settings.import_bytes,
         )  # fmt: skip
         self.names = None if self.access.needs_token else settings.names
@@ -122,7 +128,7 @@ class Engine:
         """
         for driver in self.drivers.values():
             await driver.open()
-        self.carrying.open()
+        self.transfer.open()
         steps, kept = self.journal.open(), self.snapshots.open()
         await self.evict_snapshots()
         for work in self.background:
@@ -132,7 +138,7 @@ class Engine:
 
     async def evict_snapshots(self) -> int:
         """Evict snapshots until their budgets hold, and return how many were evicted."""
-        return await self.cache.fit(self.tasks.node, self.snapshot_value.prospect)
+        return await self.cache.fit(self.trees.node, self.snapshot_value.prospect)
 
     def hang_up(self) -> None:
         """End what would go on for ever: streams of events, terminals."""
@@ -168,8 +174,8 @@ class Engine:
         await asyncio.to_thread(self.store.database.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
         await self._spare_memory()
-        await self.tasks.sweep_forgotten()
-        self.tasks.close_cold(most=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
+        await self.forgetting.sweep()
+        self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
             await self.evict_snapshots()
 

@@ -9,7 +9,7 @@ from proxy.engine import Engine
 async def collect_garbage(engine: Engine) -> Collected:
     """Free what nothing needs and return what was freed."""
     before = engine.cache.used_bytes + engine.store.database.size_bytes()
-    swept = await engine.tasks.sweep_forgotten()
+    swept = await engine.forgetting.sweep()
     await engine.pool.close_unused(engine.settings.sandbox_idle_s)
     evicted = await engine.evict_snapshots()
     engine.journal.fold()

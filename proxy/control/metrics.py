@@ -78,7 +78,7 @@ class _Totals(Collector):
             ("answer_bytes", engine.answers.used_bytes),
             ("answer_budget_bytes", engine.settings.answer_memory_bytes),
             ("store_bytes", engine.store.database.size_bytes()),
-            ("tree_records", engine.tasks.size),
+            ("tree_records", engine.trees.size),
             ("tree_records_budget", engine.settings.tree_memory_records),
             ("rollouts", len(engine.tasks.rollouts)),
             ("calls_under_way", len(engine.step.calls)),

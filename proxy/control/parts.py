@@ -7,6 +7,7 @@ from proxy.control.scratch_forks import Visits
 from proxy.control.subtree_totals import Sums
 from proxy.control.task_totals import Overview
 from proxy.engine import BackgroundWork, Engine
+from proxy.tree.rollout import Rollout
 
 _ACTIVITY_EVERY_S = 1.0
 """Interval of the activity timeline: a `Second` counts what happened in one second."""
@@ -35,7 +36,12 @@ class ControlPlane:
     @classmethod
     def over(cls, engine: Engine) -> "ControlPlane":
         """Build the parts over an engine that is not open yet; the engine runs and ends their background work."""
-        activity = Pulse(engine.counts, lambda: len(engine.pool.roster), engine.tasks.running_in)
+
+        def running_in(name: str) -> list[Rollout]:
+            task = engine.tasks.get(name)
+            return [] if task is None else list(task.rollouts.values())
+
+        activity = Pulse(engine.counts, lambda: len(engine.pool.roster), running_in)
         engine.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.beat))
         engine.at_hang_up.append(activity.close)
         return cls(

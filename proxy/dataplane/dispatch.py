@@ -197,7 +197,7 @@ class Dispatch:
                     events.cancel()
                 await exchange.local(meaning.answer)
             case Open():
-                opened = await tasks.opened(task, meaning.rollout, meaning.parent, meaning.spec)
+                opened = await tasks.open_rollout(task, meaning.rollout, meaning.parent, meaning.spec)
                 exchange.extra = meaning.headers
                 await self._act(task, meaning.then, exchange, opened)
             case Call():

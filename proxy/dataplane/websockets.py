@@ -205,7 +205,7 @@ class Sockets:
         if before is not None and before.calls:
             await self._finish(before)
         line.aliases.clear()
-        return await tasks.opened(line.address.task, line.name, meaning.parent)
+        return await tasks.open_rollout(line.address.task, line.name, meaning.parent)
 
     async def _finish(self, rollout: Rollout | None) -> None:
         if rollout is not None:

@@ -29,9 +29,14 @@ class TaskStore:
             )
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return a task with the number of its rollouts and nodes; None if there is no such task."""
-        rows = self._database.views(f"SELECT t.*, {_COUNTS} FROM tasks t WHERE t.name = :name", {"name": name})
+        """Return a task's columns; None if there is no such task."""
+        rows = self._database.views("SELECT * FROM tasks WHERE name = :name", {"name": name})
         return rows[0] if rows else None
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """Return an existing task with the number of its rollouts and nodes."""
+        (row,) = self._database.views(f"SELECT t.*, {_COUNTS} FROM tasks t WHERE t.name = :name", {"name": name})
+        return row
 
     def page(self, *, offset: int = 0, limit: int = -1) -> list[dict[str, Any]]:
         """Return tasks ordered by name, each with the number of its rollouts and nodes; limit -1 returns all."""

@@ -1,11 +1,18 @@
-"""Trees that were imported: written as drafts, a piece at a time, and then given to a task."""
+"""Imported trees: written as drafts, a piece at a time, and then given to a task."""
 
 from collections.abc import Iterable
 
+from proxy.execution.open_trees import OpenTrees
+from proxy.execution.tasks import Tasks
+from proxy.refusals import RefusalError
 from proxy.storage.drafts import Draft
+from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.transfer.format import Part
 from proxy.transfer.schema import BundleLine, NodeLine
+from proxy.tree.tree import Tree
+from sandboxes.spec import EnvironmentSpec
+from snapshots.cache import SnapshotCache
 
 
 def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) -> None:
@@ -34,3 +41,75 @@ def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) 
                     effect=item.effect, seconds=item.seconds, recorded_at=item.recorded_at,
                     reproducible=item.reproducible,
                 )  # fmt: skip
+
+
+class Adopter:
+    """Gives imported trees to tasks. A tree is only adopted where the task has none, or an empty one."""
+
+    def __init__(self, store: Store, journal: Journal, tasks: Tasks, trees: OpenTrees, cache: SnapshotCache) -> None:
+        self._store, self._journal, self._tasks, self._trees, self._cache = store, journal, tasks, trees, cache
+
+    async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
+        """Check that a task may adopt a tree.
+
+        Args:
+            name: Name of the task.
+            spec: Environment of the tree.
+            key: Its root key.
+            beside: Whether the tree may belong to another environment than the task's own.
+
+        Returns:
+            Number of the empty tree that the task has under this root key; None if it has none.
+
+        Raises:
+            RefusalError: 409, the task has another environment, or its tree has calls or is used.
+        """
+        if self._store.tasks.get(name) is not None:
+            task = await self._tasks.open(name)
+            if not beside and task.tree.key != key:
+                raise RefusalError(
+                    409,
+                    "task-exists",
+                    f"task {name!r} has another root state. DELETE it, or import under another name.",
+                )
+        known = self._store.trees.id_of(name, key, spec)
+        if known is None:
+            return None
+        users = [rollout.name for rollout in self._tasks.rollouts.values() if rollout.tree.id == known]
+        users += [task.name for task in self._tasks if task.tree.id == known and task.name != name]
+        if users or not self._store.trees.is_empty(known):
+            raise RefusalError(
+                409, "tree-exists",
+                f"calls of this root state are recorded here, or it is in use: {', '.join(sorted(users)[:5])}. "
+                "DELETE the tasks that have it first.",
+            )  # fmt: skip
+        return known
+
+    async def adopt(self, name: str, spec: EnvironmentSpec, key: str, draft: Draft, *, beside: bool) -> Tree:
+        """Publish a draft as a tree of a task; see `require_room` for the arguments.
+
+        With beside, an existing task keeps its environment, and the tree serves rollouts that ask for this one.
+
+        Returns:
+            The tree, in memory.
+
+        Raises:
+            RefusalError: 409, the task has no room for the tree any more.
+        """
+        instead = await self.require_room(name, spec, key, beside=beside)
+        self._journal.fold()
+        self._store.drafts.publish(draft, name, key, spec, instead=instead)
+        replaced = None if instead is None else self._trees.close(instead)
+        if replaced is not None:
+            replaced.root.detached = True
+            self._cache.drop_tree(replaced.id)
+        if not beside:
+            self._store.tasks.put(name, spec.model_dump_json())
+            return self._tasks.admit(name, spec, key).tree
+        if self._store.tasks.get(name) is None:
+            self._store.tasks.put(name, None)
+        task = self._tasks.get(name)
+        if task is not None and task.tree is replaced:
+            # The empty tree was the task's own: the task must see the new one instead.
+            return self._tasks.admit(name, None if task.origin is None else task.spec, key).tree
+        return self._trees.open(name, key, spec)

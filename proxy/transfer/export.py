@@ -13,7 +13,7 @@ import orjson
 
 from proxy.storage.errors import StoreError
 from proxy.transfer.format import FORMAT, Writer
-from proxy.transfer.state_records import Outgoing
+from proxy.transfer.state_records import ExportedStates
 from proxy.tree.keys import KEY_VERSION
 from proxy.tree.tree import Tree
 
@@ -22,7 +22,7 @@ _SENT_BYTES = 256 << 10
 
 
 def export(
-    connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing, *, current: bool
+    connection: sqlite3.Connection, task: str, tree: Tree, states: ExportedStates, *, current: bool
 ) -> Iterator[bytes]:
     """Yield the bytes of a tree's bundle. Blocking, for a thread; the connection is closed at the end.
 
@@ -66,7 +66,7 @@ class _Numbers:
 
 class _Export:
     def __init__(
-        self, connection: sqlite3.Connection, task: str, tree: Tree, states: Outgoing, *, current: bool
+        self, connection: sqlite3.Connection, task: str, tree: Tree, states: ExportedStates, *, current: bool
     ) -> None:
         self._connection, self._task, self._tree, self._states = connection, task, tree, states
         self._current = current
@@ -103,7 +103,7 @@ class _Export:
                 lines = []
         if lines:
             yield self._batch(lines)
-        yield from self._states.pieces(self._writer, self._numbers.of)
+        yield from self._states.parts(self._writer, self._numbers.of)
         yield self._writer.seal()
 
     def _count(self) -> tuple[int, int]:

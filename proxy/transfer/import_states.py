@@ -1,4 +1,15 @@
-"""Kept states out of a checked bundle, into a driver. Blocking, for a thread."""
+"""Unpacks the snapshots of a checked bundle into a driver. Blocking: for a thread.
+
+Theory of operation:
+
+1. A bundle holds units (a driver's layers, for example) in pieces, and states that name the units they need. A unit
+   comes before the states that need it, and several states may share one.
+2. `check` has read the whole file before, so digests and sizes are known. `BundleStates.fitting` has chosen the states
+   that fit, and so the units that are needed; the others are skipped as they pass.
+3. The pieces of one unit are collected in a scratch file. When the unit is complete, the driver takes it.
+4. A unit that this machine cannot hold (a full disk) is left out with the states that need it: a replay reaches them
+   too. A unit or state that the driver refuses is a false file, and the import ends.
+"""
 
 import contextlib
 from pathlib import Path
@@ -7,93 +18,113 @@ from typing import BinaryIO
 import structlog
 
 from proxy.transfer.format import BundleError, read
-from proxy.transfer.state_records import Seen, StateLine, state_of, unit_of
+from proxy.transfer.state_records import BundleStates, StateLine, state_of, unit_of
 from sandboxes.driver import FrozenState
 from sandboxes.portability import NotPortableError, Unpacking
 
 log = structlog.get_logger()
 
 
-def bring(
-    file: BinaryIO, seen: Seen, unpacking: Unpacking, scratch: Path, *, driver: str, room_bytes: int
+def unpack_states(
+    file: BinaryIO, states: BundleStates, unpacking: Unpacking, scratch: Path, *, driver: str, room_bytes: int
 ) -> list[tuple[StateLine, FrozenState]]:
-    """Unpack the kept states of a bundle that fit into room_bytes; return those that are whole.
+    """Unpack the snapshots of a bundle that fit.
 
-    scratch: a file for one unit at a time; it does not exist yet, and does not afterwards.
+    Args:
+        file: The bundle.
+        states: What the check observed about its snapshots.
+        unpacking: Takes the units and states for the driver.
+        scratch: A file for one unit at a time. It does not exist before or afterwards.
+        driver: Name of the driver; states of another driver are skipped.
+        room_bytes: How many bytes the unpacked units may take.
+
+    Returns:
+        Each unpacked state with its line in the file.
 
     Raises:
-        BundleError: one is not what it says it is, and which.
+        BundleError: A unit or state is not what the file states; the text names it.
     """
-    states, units = seen.fitting(room_bytes)
-    bringing = _Bringing(seen, unpacking, scratch, units)
-    found = []
-    place = -1
+    fitting, units = states.fitting(room_bytes)
+    unpacker = _UnitUnpacker(states, unpacking, scratch, units)
+    unpacked = []
+    number = -1
     try:
         for part in read(file):
             if part.kind == "chunk":
-                bringing.more(part.data)
+                unpacker.write(part.data)
                 continue
-            bringing.close()
+            # Any other part ends the unit before it.
+            unpacker.finish()
             if part.kind == "part":
-                bringing.begin(unit_of(part))
+                unpacker.begin(unit_of(part))
             elif part.kind == "snapshot":
-                place += 1
+                number += 1
                 line = state_of(part)
-                if place in states and line.driver == driver and not bringing.failed.intersection(seen.states[place]):
-                    found.append((line, _state(unpacking, line, part.name)))
+                is_whole = not unpacker.failed.intersection(states.units_of_state[number])
+                if number in fitting and line.driver == driver and is_whole:
+                    unpacked.append((line, _state(unpacking, line, part.name)))
     finally:
-        bringing.drop()
-    return found
+        unpacker.discard()
+    return unpacked
 
 
-def _state(unpacking: Unpacking, line: StateLine, where: str) -> FrozenState:
+def _state(unpacking: Unpacking, line: StateLine, part: str) -> FrozenState:
     try:
         return unpacking.state(line.frozen())
     except NotPortableError as error:
-        raise BundleError(f"{where}: the state of node {line.node} is not taken: {error}.") from error
+        raise BundleError(f"{part}: the driver refuses the state of node {line.node}: {error}.") from error
 
 
-class _Bringing:
-    """Unpacks one unit after another. failed: those that this machine could not hold."""
+class _UnitUnpacker:
+    """Unpacks one unit after another.
 
-    def __init__(self, seen: Seen, unpacking: Unpacking, scratch: Path, units: set[str]) -> None:
-        self._seen, self._unpacking, self._scratch, self._units = seen, unpacking, scratch, units
+    Attributes:
+        failed: Names of the units that this machine could not hold.
+    """
+
+    def __init__(self, states: BundleStates, unpacking: Unpacking, scratch: Path, units: set[str]) -> None:
+        self._states, self._unpacking, self._scratch, self._units = states, unpacking, scratch, units
         self._name: str | None = None
         self._writing: BinaryIO | None = None
         self.failed: set[str] = set()
 
     def begin(self, name: str) -> None:
+        """Begin a unit; one that is not needed is skipped."""
         if name in self._units:
             self._name, self._writing = name, self._scratch.open("w+b")
 
-    def more(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
+        """Add a piece to the unit, unless it is skipped."""
         if self._writing is not None:
             try:
                 self._writing.write(data)
             except OSError as error:
                 self._fail(error)
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Give the complete unit to the driver, unless there is none."""
         if self._writing is None or self._name is None:
             return
         try:
             self._writing.seek(0)
-            self._unpacking.part(self._name, self._writing, self._seen.units[self._name][0])
+            digest, _ = self._states.units[self._name]
+            self._unpacking.part(self._name, self._writing, digest)
         except NotPortableError as error:
-            raise BundleError(f"unit {self._name!r} is not taken: {error}.") from error
+            raise BundleError(f"the driver refuses unit {self._name!r}: {error}.") from error
         except OSError as error:
             self._fail(error)
-        self.drop()
+        self.discard()
 
-    def _fail(self, error: OSError) -> None:
-        assert self._name is not None
-        log.warning("a kept state was left out of an import", unit=self._name, error=str(error))
-        self.failed.add(self._name)
-        self.drop()
-
-    def drop(self) -> None:
+    def discard(self) -> None:
+        """Remove what was collected of a unit."""
         if self._writing is not None:
             with contextlib.suppress(OSError):
                 self._writing.close()
             self._writing = None
         self._scratch.unlink(missing_ok=True)
+
+    def _fail(self, error: OSError) -> None:
+        assert self._name is not None
+        log.warning("snapshot unit left out of an import", unit=self._name, error=str(error))
+        self.failed.add(self._name)
+        self.discard()

@@ -1,8 +1,10 @@
-"""Kept states in a bundle: how they are written, and what is looked at before one is believed.
+"""Snapshots in a bundle: how they are written, and what is checked before one is believed.
 
-    part       begins a unit that a driver packed: its name. What it holds follows in chunks, up to whatever is no chunk
+    part       begins a unit that a driver packed, and holds its name; its bytes follow in chunks, up to another part
+    chunk      the next bytes of that unit
     snapshot   a state of a node: the driver's payload, and the units that it needs, each with size and SHA-256
-A unit that no state names counts for nothing: reading it failed halfway.
+
+A unit that no state names means nothing: reading it failed halfway through the export.
 """
 
 import hashlib
@@ -20,13 +22,16 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.portability import Porter
 from snapshots.snapshot import Snapshot
 
-MOST = 100_000
-"""States in a bundle, and units: more are no task's."""
+MAX_STATES = 100_000
+"""Most states in a bundle, and most units: no task has as many, so a file that does is an attack on memory."""
 _Line = TypeVar("_Line", bound=BaseModel)
 _DIGEST = r"^[0-9a-f]{64}$"
 
+NodeNumber = Callable[[int], int | None]
+"""Returns the number that a node of the store has in the bundle; None if it does not travel."""
 
-class UnitOf(BaseModel):
+
+class UnitRef(BaseModel):
     """A unit that a state needs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,7 +42,7 @@ class UnitOf(BaseModel):
 
 
 class UnitLine(BaseModel):
-    """The beginning of a unit."""
+    """The content of a `part`: the name of the unit that it begins."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,7 +50,18 @@ class UnitLine(BaseModel):
 
 
 class StateLine(BaseModel):
-    """A kept state of a node, by its number. exact, content: its digests, as at the node."""
+    """The content of a `snapshot`.
+
+    Attributes:
+        node: Number of its node in the bundle.
+        driver: Name of the driver that made it.
+        kind: What it holds, in the driver's words.
+        payload: What the driver needs to restore it.
+        exact: Exact digest of its state, as hex; None for a state without digest.
+        content: Content digest of its state, as hex; None for a state without digest.
+        cost_s: Seconds that a replay of its state takes.
+        units: The units that it needs.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -56,10 +72,10 @@ class StateLine(BaseModel):
     exact: str | None = Field(pattern=_DIGEST)
     content: str | None = Field(pattern=_DIGEST)
     cost_s: float = Field(ge=0, le=1e9, allow_inf_nan=False)
-    units: tuple[UnitOf, ...]
+    units: tuple[UnitRef, ...]
 
     def frozen(self) -> FrozenState:
-        """Return the state as the driver elsewhere knew it."""
+        """Return the state as the exporting driver had it."""
         state = None
         if self.exact is not None and self.content is not None:
             state = StateDigest(bytes.fromhex(self.exact), bytes.fromhex(self.content))
@@ -67,72 +83,76 @@ class StateLine(BaseModel):
 
 
 def unit_of(part: Part) -> str:
-    """Return the name of the unit that a part begins.
+    """Return the name of the unit that a `part` begins.
 
     Raises:
-        BundleError: it says none.
+        BundleError: The part is malformed.
     """
-    return _line(UnitLine, part).name
+    return _parse(UnitLine, part).name
 
 
 def state_of(part: Part) -> StateLine:
-    """Return what a part says of a kept state.
+    """Return the content of a `snapshot`.
 
     Raises:
-        BundleError: it cannot be read.
+        BundleError: The part is malformed.
     """
-    return _line(StateLine, part)
+    return _parse(StateLine, part)
 
 
-def _line(kind: type[_Line], part: Part) -> _Line:
+def _parse(model: type[_Line], part: Part) -> _Line:
     try:
-        return kind.model_validate(orjson.loads(part.data))
+        return model.model_validate(orjson.loads(part.data))
     except (ValidationError, orjson.JSONDecodeError) as error:
-        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise BundleError(f"{part.name} cannot be read: {why}.") from error
-
-
-# -- out ---------------------------------------------------------------------------------------------------------------
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise BundleError(f"{part.name} cannot be read: {reason}.") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """Kept states that were asked for. porter: of their driver; None where its states cannot travel."""
+class ExportedStates:
+    """The snapshots that an export was asked for.
+
+    Attributes:
+        snapshots: Snapshots of the tree, which stay while the export runs.
+        porter: Packs the states of their driver; None if its states cannot travel.
+        load: Reads what the driver stored with a snapshot.
+    """
 
     snapshots: Sequence[Snapshot] = ()
     porter: Porter | None = None
     load: Callable[[Snapshot], FrozenState] | None = None
 
-    def count(self, number: Callable[[int], int | None]) -> tuple[int, int]:
-        """Return how many will travel if nothing fails, and how many will not. number: of a node in the bundle."""
-        travel = sum(1 for _ in self._chosen(number))
-        return travel, len(self.snapshots) - travel
+    def count(self, number: NodeNumber) -> tuple[int, int]:
+        """Return how many snapshots will travel if nothing fails, and how many will not."""
+        travelling = sum(1 for _ in self._chosen(number))
+        return travelling, len(self.snapshots) - travelling
 
-    def pieces(self, writer: Writer, number: Callable[[int], int | None]) -> Iterator[bytes]:
-        """Yield the parts of the bundle that hold these states. Blocking."""
-        sent: dict[str, UnitOf | None] = {}
+    def parts(self, writer: Writer, number: NodeNumber) -> Iterator[bytes]:
+        """Yield the parts of the bundle that hold these snapshots. Blocking."""
+        sent: dict[str, UnitRef | None] = {}
         for snapshot, node in self._chosen(number):
             assert self.load is not None
             try:
                 frozen = self.load(snapshot)
             except (OSError, ValueError):
-                # Given up or damaged meanwhile: a replay reaches it.
+                # It is damaged, or was dropped meanwhile. The importing proxy can replay its state.
                 continue
             for name in frozen.parts:
                 if name not in sent:
                     sent[name] = yield from self._unit(writer, name)
             units = [unit for name in frozen.parts if (unit := sent[name]) is not None]
             if len(units) == len(frozen.parts):
-                yield writer.json("snapshot", _told(frozen, snapshot, node, units))
+                yield writer.json("snapshot", _state_line(frozen, snapshot, node, units))
 
-    def _chosen(self, number: Callable[[int], int | None]) -> Iterator[tuple[Snapshot, int]]:
+    def _chosen(self, number: NodeNumber) -> Iterator[tuple[Snapshot, int]]:
+        """Yield the snapshots that can travel, each with its node's number, in the order of their nodes."""
         for snapshot in sorted(self.snapshots, key=lambda snapshot: snapshot.node):
             node = number(snapshot.node)
             if node is not None and self.porter is not None and self.porter.carries(snapshot.kind):
                 yield snapshot, node
 
-    def _unit(self, writer: Writer, name: str) -> Generator[bytes, None, UnitOf | None]:
-        """Yield a unit's parts; return what it is, None where it cannot be read to its end."""
+    def _unit(self, writer: Writer, name: str) -> Generator[bytes, None, UnitRef | None]:
+        """Yield a unit's parts; return its reference, or None if it could not be read to its end."""
         assert self.porter is not None
         yield writer.json("part", {"name": name})
         digest, size, pending = hashlib.sha256(), 0, bytearray()
@@ -148,10 +168,10 @@ class Outgoing:
             return None
         if pending:
             yield writer.part("chunk", bytes(pending))
-        return UnitOf(name=name, sha256=digest.hexdigest(), size_bytes=size)
+        return UnitRef(name=name, sha256=digest.hexdigest(), size_bytes=size)
 
 
-def _told(frozen: FrozenState, snapshot: Snapshot, node: int, units: list[UnitOf]) -> dict[str, Any]:
+def _state_line(frozen: FrozenState, snapshot: Snapshot, node: int, units: list[UnitRef]) -> dict[str, Any]:
     state = frozen.state
     exact, content = (None, None) if state is None else (state.exact.hex(), state.content.hex())
     return {
@@ -161,68 +181,73 @@ def _told(frozen: FrozenState, snapshot: Snapshot, node: int, units: list[UnitOf
     }  # fmt: skip
 
 
-# -- in ----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
-class Seen:
-    """What a bundle's kept states were found to be, while it is checked. states: each one's units, in order."""
+class BundleStates:
+    """What the check of a bundle has observed about its snapshots.
+
+    Attributes:
+        units: SHA-256 and size in bytes of each complete unit, by name.
+        units_of_state: Names of the units that each state needs, in the order of the states.
+    """
 
     units: dict[str, tuple[str, int]] = field(default_factory=dict)
-    states: list[tuple[str, ...]] = field(default_factory=list)
+    units_of_state: list[tuple[str, ...]] = field(default_factory=list)
     _nodes: set[int] = field(default_factory=set)
     _open: str | None = None
     _digest: Any = None
     _size: int = 0
 
-    def see(self, part: Part, content_of: Callable[[int], str | None]) -> None:
-        """Take in the next part that is none of the tree's. content_of: a node's digest; raises where there is none.
+    def add(self, part: Part, content_of: Callable[[int], str | None]) -> None:
+        """Check the next part that does not belong to the tree itself.
+
+        Args:
+            part: The part.
+            content_of: Returns the content digest of a node as hex, None if it has none. Raises BundleError for a
+                node that is not in the bundle.
 
         Raises:
-            BundleError: what it says is not so.
+            BundleError: The part contradicts what came before it.
         """
         if part.kind == "chunk":
             if self._open is None:
-                raise BundleError(f"{part.name} belongs to nothing.")
+                raise BundleError(f"{part.name} belongs to no unit.")
             self._digest.update(part.data)
             self._size += len(part.data)
             return
-        self._close()
+        self._end_unit()
         if part.kind == "part":
             self._open, self._digest, self._size = unit_of(part), hashlib.sha256(), 0
-            if self._open in self.units or len(self.units) >= MOST:
-                raise BundleError(f"{part.name}: {self._open!r} is there twice, or it is one of too many.")
+            if self._open in self.units or len(self.units) >= MAX_STATES:
+                raise BundleError(f"{part.name}: unit {self._open!r} is a duplicate, or there are too many units.")
         else:
-            self._state(part, state_of(part), content_of)
+            self._add_state(part, state_of(part), content_of)
 
-    def _close(self) -> None:
+    def _end_unit(self) -> None:
         if self._open is not None:
             self.units[self._open] = (self._digest.hexdigest(), self._size)
             self._open = None
 
-    def _state(self, part: Part, line: StateLine, content_of: Callable[[int], str | None]) -> None:
-        if line.node in self._nodes or len(self.states) >= MOST:
-            raise BundleError(f"{part.name}: node {line.node} has a state already, or there are too many.")
+    def _add_state(self, part: Part, line: StateLine, content_of: Callable[[int], str | None]) -> None:
+        if line.node in self._nodes or len(self.units_of_state) >= MAX_STATES:
+            raise BundleError(f"{part.name}: node {line.node} has a state already, or there are too many states.")
         self._nodes.add(line.node)
         known = content_of(line.node)
         if known is not None and line.content != known:
             raise BundleError(f"{part.name}: the digest of this state is not that of node {line.node}.")
         for unit in line.units:
             if self.units.get(unit.name) != (unit.sha256, unit.size_bytes):
-                raise BundleError(
-                    f"{part.name}: the digest of unit {unit.name!r} is another, or it is not in the file."
-                )
-        self.states.append(tuple(unit.name for unit in line.units))
+                raise BundleError(f"{part.name}: unit {unit.name!r} is not in the file, or its digest differs.")
+        self.units_of_state.append(tuple(unit.name for unit in line.units))
 
     def fitting(self, room_bytes: int) -> tuple[set[int], set[str]]:
-        """Return which states, by their place, and so which units fit into room_bytes: the first ones (pure)."""
+        """Return which states fit into so many bytes, the first ones first, and which units they need (pure)."""
         states: set[int] = set()
         units: set[str] = set()
-        for place, needed in enumerate(self.states):
+        for number, needed in enumerate(self.units_of_state):
             more = set(needed) - units
             size = sum(self.units[name][1] for name in more)
             if size <= room_bytes:
                 room_bytes -= size
-                states.add(place)
+                states.add(number)
                 units |= more
         return states, units

@@ -11,7 +11,7 @@ import orjson
 from proxy.dialects import DIALECTS
 from proxy.transfer.format import BundleError, Part, read
 from proxy.transfer.schema import Manifest, NodeLine, RecordLine, lines_of, manifest_of
-from proxy.transfer.state_records import Seen
+from proxy.transfer.state_records import BundleStates
 from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_key
 from sandboxes.calls import ToolCall
 
@@ -21,7 +21,7 @@ _NAME, _VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\x
 """Of headers, as they may go over the wire."""
 
 
-def check(file: BinaryIO, scratch: Path) -> tuple[Manifest, Seen]:
+def check(file: BinaryIO, scratch: Path) -> tuple[Manifest, BundleStates]:
     """Read a whole bundle and check it: digests, structure, calls and keys. Blocking, for a thread; constant memory.
 
     Return what it says of itself, and what was seen of its kept states.
@@ -51,11 +51,11 @@ class _Check:
         self._ask("CREATE TABLE seen (source INTEGER, key TEXT, PRIMARY KEY (source, key)) WITHOUT ROWID")
         self._ask("CREATE TABLE nodes (number INTEGER PRIMARY KEY, content TEXT)")
         self._nodes = self._records = 0
-        self._states = Seen()
+        self._states = BundleStates()
         self._unreached: int | None = None
         self._databases: frozenset[str] = frozenset()
 
-    def run(self, file: BinaryIO) -> tuple[Manifest, Seen]:
+    def run(self, file: BinaryIO) -> tuple[Manifest, BundleStates]:
         manifest: Manifest | None = None
         for part in read(file):
             match part.kind:
@@ -69,7 +69,7 @@ class _Check:
                 case "seal":
                     pass
                 case _:
-                    self._states.see(part, self._content)
+                    self._states.add(part, self._content)
         assert manifest is not None  # or `read` has raised
         if self._unreached is not None:
             raise BundleError(f"no call leads to node {self._unreached}.")
@@ -78,7 +78,7 @@ class _Check:
                 f"it holds {self._nodes} nodes and {self._records} calls, and its manifest says {manifest.nodes} and "
                 f"{manifest.records}."
             )
-        if len(self._states.states) > manifest.snapshots:
+        if len(self._states.units_of_state) > manifest.snapshots:
             raise BundleError(f"it holds more kept states than the {manifest.snapshots} that its manifest says.")
         return manifest, self._states
 

@@ -32,7 +32,7 @@ class Trouble:
             await asyncio.sleep(0)
         if self.dice.random() < self._chance:
             for snapshot in engine.snapshots:
-                node = engine.tasks.node(snapshot.tree, snapshot.node)
+                node = engine.trees.node(snapshot.tree, snapshot.node)
                 if node is not None and self.dice.random() < 0.5 and not snapshot.leases:
                     engine.cache.drop(node)
         if self.dice.random() < self._chance:

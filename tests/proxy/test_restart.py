@@ -118,11 +118,11 @@ def test_a_cold_task_leaves_memory_and_comes_back_as_it_was(tmp_path: Path) -> N
                 rollout = await running.tasks.rollout(task, "r")
                 for command in ("echo 1 > a", "cd /tmp", "pwd"):
                     await ask(running, rollout, command)
-            assert running.tasks.close_cold(most=0, idle_s=0) == 0, "their sandboxes live"
+            assert running.forgetting.close_cold(max_records=0, idle_s=0) == 0, "their sandboxes live"
             await running.capture.drain()
             await running.pool.close_unused(0)
-            assert running.tasks.close_cold(most=0, idle_s=60) == 0, "they were used a moment ago"
-            assert running.tasks.close_cold(most=8, idle_s=0) == 1
+            assert running.forgetting.close_cold(max_records=0, idle_s=60) == 0, "they were used a moment ago"
+            assert running.forgetting.close_cold(max_records=8, idle_s=0) == 1
             assert [task for task, _ in running.tasks.rollouts] == ["warm"]
             again = await running.tasks.rollout("cold", "r")
             assert again.calls == 3
@@ -141,7 +141,7 @@ def test_a_task_whose_call_is_under_way_stays_in_memory(tmp_path: Path) -> None:
             rollout = await running.tasks.rollout("task", "r")
             asked = asyncio.ensure_future(ask(running, rollout, "pwd"))
             await asyncio.sleep(0)
-            assert running.tasks.close_cold(most=0, idle_s=0) == 0
+            assert running.forgetting.close_cold(max_records=0, idle_s=0) == 0
             await asked
 
     asyncio.run(body())

@@ -49,7 +49,7 @@ class Trouble:
             self.dice.choice(list(self.driver.live.values())).kill()
         if self.dice.random() < self.evict:
             for snapshot in self.engine.snapshots:
-                node = self.engine.tasks.node(snapshot.tree, snapshot.node)
+                node = self.engine.trees.node(snapshot.tree, snapshot.node)
                 if node is not None and self.dice.random() < 0.5 and not snapshot.leases:
                     self.engine.cache.drop(node)
 

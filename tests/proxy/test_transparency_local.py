@@ -141,7 +141,7 @@ class Trouble:
             for victim in living if self.dice.random() < 0.5 else self.dice.sample(living, 1):
                 victim._kill()
         for snapshot in self.running.snapshots:
-            node = self.running.tasks.node(snapshot.tree, snapshot.node)
+            node = self.running.trees.node(snapshot.tree, snapshot.node)
             if node is not None and not snapshot.leases and self.dice.random() < self.drop:
                 self.running.cache.drop(node)
 
@@ -211,7 +211,7 @@ class Bench:
         self.engine.pool.roster.check()
         (await self.engine.tasks.open(task)).tree.check()
         # What one example leaves must not slow the next one down.
-        await self.engine.tasks.delete(task)
+        await self.engine.forgetting.delete_task(task)
         await self.engine.pool.close_where(lambda _: True)
         await self.engine.evict_snapshots()
         return list(told)

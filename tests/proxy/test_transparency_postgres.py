@@ -193,7 +193,7 @@ class Bench:
         told = await asyncio.gather(*walks)
         await self.engine.capture.drain()
         (await self.engine.tasks.open(task)).tree.check()
-        await self.engine.tasks.delete(task)
+        await self.engine.forgetting.delete_task(task)
         await self.engine.pool.close_where(lambda _: True)
         await self.engine.evict_snapshots()
         return list(told)
@@ -225,7 +225,7 @@ class Bench:
         if dice.random() < harm:
             await self.engine.pool.close_where(lambda _: dice.random() < 0.5)
         for snapshot in self.engine.snapshots:
-            node = self.engine.tasks.node(snapshot.tree, snapshot.node)
+            node = self.engine.trees.node(snapshot.tree, snapshot.node)
             if node is not None and not snapshot.leases and dice.random() < harm / 2:
                 self.engine.cache.drop(node)
 

@@ -118,7 +118,9 @@ class SandboxControl:
             return tasks.begin(opened, name, *self._snapshots.node(opened, template))
         base = self._engine.settings.e2b_templates.get(template)
         is_default = template == DEFAULT_TEMPLATE and base is None
-        return await tasks.opened(task, name, wanted=None if is_default else EnvironmentRequest(template, base=base))
+        return await tasks.open_rollout(
+            task, name, wanted=None if is_default else EnvironmentRequest(template, base=base)
+        )
 
     async def _new_name(self, task: str, request: Request) -> str:
         if request.rollout and await self._engine.tasks.running(task, request.rollout) is None:

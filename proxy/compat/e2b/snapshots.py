@@ -36,7 +36,7 @@ class SandboxSnapshots:
             RefusalError: 404, the task has no such node.
         """
         match = _SNAPSHOT_ID.fullmatch(snapshot)
-        position = None if match is None else self._engine.tasks.place(task, int(match[1]))
+        position = None if match is None else self._engine.tasks.position(task, int(match[1]))
         if position is None:
             raise RefusalError(404, "no-such-snapshot", f"snapshot {snapshot!r} was not found in task {task.name!r}")
         return position

@@ -120,7 +120,7 @@ def _task_routes(router: APIRouter, control: ControlPlane) -> None:
     @router.delete("/tasks/{task}", status_code=204)
     async def delete_task(task: TaskName) -> None:
         """Delete a task with its trees and rollouts."""
-        await engine.tasks.delete(task)
+        await engine.forgetting.delete_task(task)
 
     @router.post("/tasks/{task}/warm", status_code=202)
     async def warm_task(task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
@@ -170,8 +170,8 @@ def _tree_routes(router: APIRouter, engine: Engine) -> None:
     ) -> Forgotten:
         """Forget a node and all that came from it: their calls run again. Rollouts that stand there go on alone."""
         tree, top = place_of(engine, await engine.tasks.find(task), node)
-        count, ended, going_on = await engine.tasks.forget(tree, top, end_rollouts=end_rollouts)
-        return Forgotten(nodes=count, rollouts=ended, going_on=going_on)
+        done = await engine.forgetting.forget(tree, top, end_rollouts=end_rollouts)
+        return Forgotten(nodes=done.nodes, rollouts=done.ended, going_on=done.going_on)
 
     @router.post("/tasks/{task}/nodes/{node}/pin")
     async def pin_node(task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
@@ -238,7 +238,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
             raise no_rollout(task, rollout)
         row = rows[-1]
         live = found.rollouts.get(rollout)
-        tree = engine.tasks.tree(row["tree"])
+        tree = engine.trees.load(row["tree"])
         steps = reader.steps(row["id"], tree, offset=offset, limit=limit)
         return RolloutDetail(**rollout_view(row, str(request.base_url), live), steps=steps)
 
@@ -315,9 +315,7 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
 
 
 def _task_view(engine: Engine, task: Task) -> TaskView:
-    row = engine.store.tasks.get(task.name)
-    assert row is not None  # an open task is in the store
-    return task_view(task, row)
+    return task_view(task, engine.store.tasks.summary(task.name))
 
 
 def _snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
@@ -327,7 +325,7 @@ def _snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
 
 def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
     # A listing reads no tree back: what nobody has asked for lately is shown without its worth.
-    tree = engine.tasks.in_memory(snapshot.tree)
+    tree = engine.trees.get(snapshot.tree)
     worth = None if tree is None else engine.snapshot_value.prospect(snapshot, tree.nodes.get(snapshot.node))
     return snapshot_view(snapshot, engine.store.trees.task_of(snapshot.tree), worth)
 

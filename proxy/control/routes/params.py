@@ -54,7 +54,7 @@ def place_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
     Raises:
         Refused: 404, there is none of this name.
     """
-    found = engine.tasks.place(task, int(name[1:]))
+    found = engine.tasks.position(task, int(name[1:]))
     if found is None:
         detail = f"task {task.name!r} has no node {name}. GET …/tree lists them, GET …/trees its other trees."
         raise RefusalError(404, "no-such-node", detail)

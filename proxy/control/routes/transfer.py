@@ -55,11 +55,11 @@ def carry_routes(router: APIRouter, engine: Engine) -> None:
         """
         found = await engine.tasks.find(task)
         tree = tree_of(engine, found, root)
-        export = partial(engine.carrying.export, task, tree, current=tree is found.tree)
+        export = partial(engine.transfer.export, task, tree, current=tree is found.tree)
         headers = {"content-disposition": f'attachment; filename="{task}.forkpoint.tar"', "x-accel-buffering": "no"}
 
         async def states_too() -> AsyncIterator[bytes]:
-            with engine.carrying.kept(tree) as states:
+            with engine.transfer.lend_states(tree) as states:
                 async for piece in iterate_in_threadpool(export(states)):
                     yield piece
 
@@ -74,7 +74,7 @@ def carry_routes(router: APIRouter, engine: Engine) -> None:
         its environment.
         """
         try:
-            taken = await engine.carrying.take(task, request.stream())
+            taken = await engine.transfer.take(task, request.stream())
         except ClientDisconnect as error:
             raise RefusalError(400, "import", "the upload ended before the file did. Nothing was imported.") from error
         manifest = taken.manifest

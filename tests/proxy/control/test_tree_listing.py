@@ -158,10 +158,10 @@ def test_all_of_it_is_there_after_a_restart_and_costs_nothing_until_it_is_asked_
     with serving(tmp_path, any_image=True) as proxy:
         first, second = get(proxy, "kept/trees")
         assert (first["root"], second["root"]) == (root, other_root)
-        trees = proxy.engine.tasks._trees
-        assert [tree.root.id for tree in trees.values()] == [int(root[1:])], "a listing reads no tree back"
+        trees = proxy.engine.trees
+        assert [tree.root.id for tree in trees] == [int(root[1:])], "a listing reads no tree back"
         assert get(proxy, f"kept/nodes/{other}")["parent"] == other_root
-        assert len(trees) == 2
+        assert len(list(trees)) == 2
 
 
 def test_a_tree_whose_driver_is_off_is_still_shown_and_says_why_nothing_runs_there(tmp_path: Path) -> None:

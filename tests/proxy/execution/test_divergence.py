@@ -54,7 +54,7 @@ async def lose_all(running: Engine) -> None:
     """Lose every sandbox and every snapshot."""
     await lose_sandboxes(running)
     for snapshot in running.snapshots:
-        node = running.tasks.node(snapshot.tree, snapshot.node)
+        node = running.trees.node(snapshot.tree, snapshot.node)
         assert node is not None
         running.cache.drop(node)
 
@@ -294,7 +294,7 @@ async def live(running: Engine, name: str, trajectory: list[str], dice: random.R
         if dice.random() < 0.2:
             await lose_sandboxes(running)
         for snapshot in running.snapshots:
-            node = running.tasks.node(snapshot.tree, snapshot.node)
+            node = running.trees.node(snapshot.tree, snapshot.node)
             if node is not None and not snapshot.leases and dice.random() < 0.2:
                 running.cache.drop(node)
         rollout = await running.tasks.rollout("task", name)

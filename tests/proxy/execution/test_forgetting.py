@@ -6,6 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.execution.forgetting import ForgetResult
 from tests.proxy.rig import alone, ask, engine
 
 COMMANDS = ["echo 1 >> f", "echo 2 >> f", "X=1", "cat f", "rm f", "cd /tmp"]
@@ -31,7 +32,7 @@ def test_whatever_is_forgotten_each_rollout_is_answered_as_alone(
             for number in forgotten:
                 nodes = [node for node in task.tree.nodes.values() if node is not task.tree.root]
                 if nodes:
-                    await running.tasks.forget(task.tree, nodes[number % len(nodes)], end_rollouts=False)
+                    await running.forgetting.forget(task.tree, nodes[number % len(nodes)], end_rollouts=False)
                     task.tree.check()
             for at, rollout in enumerate(rollouts):
                 told[at] += [(await ask(running, rollout, command))[0] for command in after]
@@ -49,15 +50,15 @@ def test_a_rollout_goes_on_in_what_was_forgotten_after_a_restart_and_then_it_is_
             for command in ("echo 1 >> f", "echo 2 >> f"):
                 await ask(running, rollout, command)
             (top,) = [record.target for record in task.tree.root.records.values()]
-            assert await running.tasks.forget(task.tree, top, end_rollouts=False) == (2, [], ["r"])
+            assert await running.forgetting.forget(task.tree, top, end_rollouts=False) == ForgetResult(2, [], ["r"])
         async with engine(tmp_path) as again:
             task = await again.tasks.open("task")
             rollout = task.rollouts["r"]
             assert (await ask(again, rollout, "cat f"))[0]["stdout"] == "1\n2\n"
             assert task.tree.root.records == {}
-            assert await again.tasks.sweep_forgotten() == 0
+            assert await again.forgetting.sweep() == 0
             await again.tasks.finish(rollout)
-            assert await again.tasks.sweep_forgotten() == 2
+            assert await again.forgetting.sweep() == 2
             assert list(task.tree.nodes.values()) == [task.tree.root]
             assert again.store.database.tables.table("nodes").count == 1
             task.tree.check()

@@ -200,7 +200,7 @@ def test_the_snapshot_of_a_state_that_was_forgotten_meanwhile_is_not_kept(tmp_pa
         await ask(running, rollout, "echo more > more")
         task = await running.tasks.open("task")
         node = rollout.node
-        await running.tasks.forget(task.tree, node, end_rollouts=True)
+        await running.forgetting.forget(task.tree, node, end_rollouts=True)
         await running.capture.drain()
         assert node.id not in held(running)
 

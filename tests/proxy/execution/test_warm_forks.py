@@ -248,7 +248,7 @@ def test_forgetting_a_node_closes_the_fork_that_stands_there(tmp_path: Path) -> 
         await settled(running)
         node = first.node
         task = await running.tasks.open("task")
-        await running.tasks.forget(task.tree, second.node, end_rollouts=True)
+        await running.forgetting.forget(task.tree, second.node, end_rollouts=True)
         await settled(running)
         assert node not in places(running)
 

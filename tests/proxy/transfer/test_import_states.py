@@ -34,8 +34,8 @@ async def exported(running: Engine, task: str) -> bytes:
     found = await running.tasks.find(task)
     await running.capture.drain()
     running.journal.fold()
-    with running.carrying.kept(found.tree) as states:
-        return b"".join(running.carrying.export(task, found.tree, states))
+    with running.transfer.lend_states(found.tree) as states:
+        return b"".join(running.transfer.export(task, found.tree, states))
 
 
 def local(data: Path, base: Path, **settings: Any) -> Engine:
@@ -85,7 +85,7 @@ def test_a_rollout_that_leaves_an_imported_tree_restores_and_replays_nothing(
     tmp_path: Path, base: Path, bundle: bytes
 ) -> None:
     async def act(there: Engine) -> None:
-        taken = await there.carrying.take("task", chunks(bundle))
+        taken = await there.transfer.take("task", chunks(bundle))
         assert taken.snapshots == len(there.snapshots) == taken.manifest.snapshots > 0
         assert taken.left_out == 0
         told = await walked(there, "task", [[*CALLS, "echo three >> d/g", "echo $X; cat d/g; ls d"]])
@@ -112,7 +112,7 @@ def _driver(running: Engine) -> LocalDriver:
 @needs_root
 def test_a_restored_state_has_the_digest_that_was_recorded(tmp_path: Path, base: Path, bundle: bytes) -> None:
     async def act(there: Engine) -> None:
-        await there.carrying.take("task", chunks(bundle))
+        await there.transfer.take("task", chunks(bundle))
         tree = (await there.tasks.find("task")).tree
         for snapshot in there.snapshots:
             frozen = there.snapshots.load(snapshot)
@@ -127,7 +127,7 @@ def test_a_restored_state_has_the_digest_that_was_recorded(tmp_path: Path, base:
 @needs_root
 def test_states_beyond_the_budget_are_left_out_and_counted(tmp_path: Path, base: Path, bundle: bytes) -> None:
     async def act(there: Engine) -> None:
-        taken = await there.carrying.take("task", chunks(bundle))
+        taken = await there.transfer.take("task", chunks(bundle))
         assert (taken.snapshots, taken.left_out) == (0, taken.manifest.snapshots)
         assert len(there.snapshots) == 0
         told = await walked(there, "task", [[*CALLS, "cat d/g; cat seed"]])
@@ -201,7 +201,7 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
 
     async def act(there: Engine) -> str:
         with pytest.raises(RefusalError) as refused:
-            await there.carrying.take("task", chunks(data))
+            await there.transfer.take("task", chunks(data))
         assert there.store.tasks.get("task") is None
         assert len(there.snapshots) == 0
         assert list((folder / "imports").iterdir()) == []
@@ -262,10 +262,10 @@ def test_states_of_another_driver_travel_too_and_are_looked_at(tmp_path: Path) -
             async with engine(tmp_path / folder) as there:
                 if folder == "forged":
                     with pytest.raises(RefusalError, match="its digest is another"):
-                        await there.carrying.take("task", chunks(state))
+                        await there.transfer.take("task", chunks(state))
                     assert there.store.tasks.get("task") is None
                     continue
-                taken = await there.carrying.take("task", chunks(state))
+                taken = await there.transfer.take("task", chunks(state))
                 assert taken.snapshots == taken.manifest.snapshots > 0
                 assert taken.left_out == 1
                 rollout = there.tasks.begin(found := await there.tasks.find("task"), "r", found.tree, found.tree.root)

@@ -44,7 +44,7 @@ async def walked(running: Engine, task: str, rollouts: list[list[str]]) -> list[
 async def exported(running: Engine, task: str) -> bytes:
     found = await running.tasks.find(task)
     running.journal.fold()
-    return b"".join(running.carrying.export(task, found.tree))
+    return b"".join(running.transfer.export(task, found.tree))
 
 
 async def chunks(data: bytes) -> AsyncIterator[bytes]:
@@ -63,7 +63,7 @@ def test_ten_thousand_nodes_travel_and_the_workload_then_only_hits(tmp_path: Pat
             data = await exported(here, "task")
         driver = MemoryDriver()
         async with engine(tmp_path / "there", driver, reuse=KEEPS_NONE) as there:
-            manifest = (await there.carrying.take("task", chunks(data))).manifest
+            manifest = (await there.transfer.take("task", chunks(data))).manifest
             tree = (await there.tasks.find("task")).tree
             tree.check()
             assert (manifest.nodes, manifest.records) == (len(tree.nodes), tree.size - len(tree.nodes))
@@ -92,7 +92,7 @@ def verdict(data: bytes, folder: Path, task: str = "task") -> str:
     async def go() -> str:
         async with engine(folder / "there") as there:
             try:
-                await there.carrying.take(task, chunks(data))
+                await there.transfer.take(task, chunks(data))
             except Exception as error:  # noqa: BLE001 - what it is, is the test's to say
                 assert there.store.tasks.get(task) is None
                 left = [
@@ -271,7 +271,7 @@ def test_what_was_half_written_is_swept_at_start(tmp_path: Path, bundle: bytes) 
             write_draft(here.store, draft, [part for part in read(io.BytesIO(bundle)) if "blob" in part.kind])
         async with engine(tmp_path) as again:
             assert again.store.database.tables.table("blobs").count == 0
-            assert await again.carrying.take("task", chunks(bundle))
+            assert await again.transfer.take("task", chunks(bundle))
 
     asyncio.run(go())
 
@@ -286,7 +286,7 @@ def test_private_calls_and_set_aside_states_stay_at_home(tmp_path: Path) -> None
             here.store.records.save_divergence(barrier, tree.set_aside(barrier, "a test"))
             data = await exported(here, "task")
         async with engine(tmp_path / "there") as there:
-            assert (await there.carrying.take("task", chunks(data))).manifest.nodes == 2
+            assert (await there.transfer.take("task", chunks(data))).manifest.nodes == 2
             (await there.tasks.find("task")).tree.check()
 
     asyncio.run(go())
@@ -300,7 +300,7 @@ def test_what_was_asked_again_beside_what_lives_travels(tmp_path: Path) -> None:
             told = [answer for answer, _ in await walked(here, "task", [commands])]
             data = await exported(here, "task")
         async with engine(tmp_path / "there") as there:
-            await there.carrying.take("task", chunks(data))
+            await there.transfer.take("task", chunks(data))
             assert await walked(there, "task", [commands]) == [(answer, Outcome.HIT) for answer in told]
 
     asyncio.run(go())

@@ -45,7 +45,7 @@ def test_what_no_environment_can_have_is_refused() -> None:
 
 def test_other_environments_are_other_trees_and_rollouts_keep_theirs_over_a_restart(tmp_path: Path) -> None:
     async def begun(running: Engine, name: str, **env: str) -> tuple[int, str]:
-        rollout = await running.tasks.opened("task", name, wanted=EnvironmentRequest("any", env))
+        rollout = await running.tasks.open_rollout("task", name, wanted=EnvironmentRequest("any", env))
         told, outcome = await ask(running, rollout, "echo $X")
         return rollout.tree.id, f"{told['stdout'].strip()} {Outcome(outcome).name}"
 

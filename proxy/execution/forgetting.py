@@ -1,0 +1,187 @@
+"""Removes what is known: nodes and tasks for good on request, and unused tasks from memory alone.
+
+Forgetting a node means that no rollout is answered from it or from anything below it again. Rollouts that are there
+now cannot be moved, so they go on:
+
+1. The record that leads to the node is set aside, with the reason `FORGOTTEN`. No other rollout comes there any more.
+2. Everything below the node is deleted, except for the paths to the nodes where rollouts are. Their sandboxes can be
+   restored along these paths, also after a restart.
+3. When the last of those rollouts has ended, the background sweep deletes the rest.
+"""
+
+import time
+from dataclasses import dataclass
+
+from proxy.execution.open_trees import OpenTrees
+from proxy.execution.tasks import Tasks
+from proxy.refusals import RefusalError
+from proxy.storage.journal import Journal
+from proxy.storage.store import Store
+from proxy.tree.task import Task, Walkers
+from proxy.tree.tree import Node, Tree
+from sandboxes.pool.pool import Pool
+from snapshots.cache import SnapshotCache
+
+FORGOTTEN = "it was forgotten; rollouts that stood there go on alone"
+"""Why a node was set aside. The store holds this text, so a change would orphan the nodes of existing files."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetResult:
+    """What forgetting a node did.
+
+    Attributes:
+        nodes: How many nodes no other rollout comes to any more.
+        ended: Names of the rollouts that were ended.
+        going_on: Names of the rollouts that are still there.
+    """
+
+    nodes: int
+    ended: list[str]
+    going_on: list[str]
+
+
+class Forgetting:
+    """Deletes nodes and tasks, and removes unused tasks from memory."""
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        trees: OpenTrees,
+        walkers: Walkers,
+        store: Store,
+        journal: Journal,
+        cache: SnapshotCache,
+        pool: Pool,
+    ) -> None:
+        self._tasks, self._trees, self._walkers = tasks, trees, walkers
+        self._store, self._journal, self._cache, self._pool = store, journal, cache, pool
+
+    async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> ForgetResult:
+        """Forget a node and everything below it.
+
+        Args:
+            tree: The tree of the node.
+            node: The node.
+            end_rollouts: Whether the rollouts that are there end.
+
+        Raises:
+            RefusalError: 409, the node is the root.
+        """
+        if node is tree.root:
+            raise RefusalError(
+                409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec."
+            )
+        if node.diverged == FORGOTTEN:
+            return ForgetResult(0, [], [])
+        below = tree.closure(node)
+        present = [rollout for rollout in self._tasks.rollouts.values() if rollout.node in below]
+        if end_rollouts:
+            for rollout in present:
+                await self._tasks.finish(rollout)
+        # Other rollouts may have come or gone while those ended.
+        staying = [rollout for rollout in self._tasks.rollouts.values() if rollout.node in below]
+        count = len(below)
+        self._journal.fold()
+        if staying and node.origin is not None:
+            self._store.records.save_set_aside(tree.set_aside(node.origin, FORGOTTEN))
+            await self._delete_but_paths(tree, node, {rollout.node for rollout in staying})
+        elif not node.detached:
+            await self._delete(tree, node)
+        ended = sorted(rollout.name for rollout in present) if end_rollouts else []
+        return ForgetResult(count, ended, sorted(rollout.name for rollout in staying))
+
+    async def sweep(self) -> int:
+        """Delete what was kept for rollouts that have ended since; return how many nodes were deleted."""
+        deleted = 0
+        for tree in self._trees:
+            tops = [record.target for record in tree.aside if record.target.diverged == FORGOTTEN]
+            for top in [top for top in tops if top.origin is not None and top.origin in tree.aside]:
+                if top.detached:
+                    continue
+                occupied = {rollout.node for rollout in self._walkers.of(tree.id)}
+                if not occupied & tree.closure(top):
+                    deleted += await self._delete(tree, top)
+        return deleted
+
+    async def delete_task(self, name: str) -> None:
+        """Delete a task with its trees and snapshots; its running rollouts end.
+
+        Raises:
+            RefusalError: 404, there is no such task.
+        """
+        task = await self._tasks.find(name)
+        for rollout in list(task.rollouts.values()):
+            await self._tasks.finish(rollout)
+        # Steps that are still in the journal must not be folded later, into rollouts that no longer exist.
+        self._journal.fold()
+        tree_ids = self._store.trees.sole_ids(name)
+        for tree_id in tree_ids:
+            tree = self._trees.close(tree_id)
+            for node in () if tree is None else tree.nodes.values():
+                node.detached = True
+            self._cache.drop_tree(tree_id)
+        self._store.tasks.delete(name)
+        self._tasks.close(task)
+        await self._close_detached()
+
+    def close_cold(self, *, max_records: int, idle_s: float) -> int:
+        """Remove the tasks used longest ago from memory, until its trees fit; return how many tasks were removed.
+
+        A removed task is read back from the store when a request names it.
+
+        Args:
+            max_records: How many nodes and records may stay in memory.
+            idle_s: A task that was used within so many seconds stays, and so does a task with a live sandbox.
+        """
+        closed, size = 0, self._trees.size
+        for task in sorted(self._tasks, key=lambda task: task.last_used_at):
+            if size <= max_records or time.monotonic() - task.last_used_at < idle_s:
+                break
+            trees = self._trees_of_only(task)
+            nodes = {node for tree in trees for node in tree.nodes.values()}
+            if any(slot.position in nodes for slot in self._pool.roster.slots):
+                continue
+            self._journal.fold()
+            self._tasks.close(task)
+            for tree in trees:
+                self._trees.close(tree.id)
+                size -= tree.size
+            closed += 1
+        return closed
+
+    def _trees_of_only(self, task: Task) -> list[Tree]:
+        """Return the task's trees in memory that no other task in memory, or rollout of one, uses."""
+        used = {
+            tree_id
+            for other in self._tasks
+            if other is not task
+            for tree_id in (other.tree.id, *(rollout.tree.id for rollout in other.rollouts.values()))
+        }
+        own = [self._trees.get(tree_id) for tree_id in self._store.trees.ids_of(task.name) if tree_id not in used]
+        return [tree for tree in own if tree is not None]
+
+    async def _delete_but_paths(self, tree: Tree, top: Node, occupied: set[Node]) -> None:
+        """Delete everything below a node, except for the paths from it to the occupied nodes."""
+        kept = set()
+        for node in occupied:
+            while node not in kept:
+                kept.add(node)
+                if node is top or node.origin is None:
+                    break
+                node = node.origin.source  # noqa: PLW2901 - the walk up
+        for node in tree.closure(top):
+            if node not in kept and not node.detached and node.origin is not None and node.origin.source in kept:
+                await self._delete(tree, node)
+
+    async def _delete(self, tree: Tree, node: Node) -> int:
+        nodes, records = tree.forget(node)
+        self._store.records.forget(nodes, records)
+        for deleted in nodes:
+            self._cache.drop(deleted)
+        await self._close_detached()
+        return len(nodes)
+
+    async def _close_detached(self) -> None:
+        """Close the sandboxes at nodes that no longer exist."""
+        await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)

@@ -1,0 +1,60 @@
+"""The trees in memory: each is read back from the store when it is first needed."""
+
+from collections.abc import Iterator
+
+from proxy.storage.trees import TreeStore
+from proxy.tree.tree import Node, Tree
+from sandboxes.spec import EnvironmentSpec
+from snapshots.cache import SnapshotCache
+
+
+class OpenTrees:
+    """Trees by number. Every room sees the same object for a tree, so a change is seen at once."""
+
+    def __init__(self, store: TreeStore, cache: SnapshotCache) -> None:
+        self._store, self._cache = store, cache
+        self._trees: dict[int, Tree] = {}
+
+    def __iter__(self) -> Iterator[Tree]:
+        """Iterate over a copy of the trees in memory."""
+        return iter(tuple(self._trees.values()))
+
+    @property
+    def size(self) -> int:
+        """Number of nodes and records in memory."""
+        return sum(tree.size for tree in self._trees.values())
+
+    def get(self, tree_id: int) -> Tree | None:
+        """Return a tree that is in memory; None if it would have to be read back."""
+        return self._trees.get(tree_id)
+
+    def load(self, tree_id: int) -> Tree:
+        """Return a tree that exists in the store."""
+        tree = self._trees.get(tree_id)
+        return self._keep(self._store.load(tree_id)) if tree is None else tree
+
+    def node(self, tree_id: int, node_id: int) -> Node | None:
+        """Return a node of any tree; None if the node or its tree was deleted."""
+        if tree_id not in self._trees and not self._store.exists(tree_id):
+            return None
+        return self.load(tree_id).nodes.get(node_id)
+
+    def open(self, task: str, key: str, spec: EnvironmentSpec) -> Tree:
+        """Return the tree of a task under this root key, which is created if the store has none."""
+        tree = self._trees.get(self._store.id_of(task, key, spec) or 0)
+        if tree is None:
+            tree = self._keep(self._store.open(task, key, spec))
+        if spec.shared:
+            self._store.share(task, tree.id)
+            # Specs with one root key may name their databases at different addresses; the newest one surely works.
+            tree.spec = spec
+        return tree
+
+    def close(self, tree_id: int) -> Tree | None:
+        """Remove a tree from memory and return it; None if it was not there."""
+        return self._trees.pop(tree_id, None)
+
+    def _keep(self, tree: Tree) -> Tree:
+        self._trees[tree.id] = tree
+        self._cache.reattach(tree.id, tree.nodes)
+        return tree
