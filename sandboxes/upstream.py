@@ -26,7 +26,8 @@ from sandboxes.http_message import end_to_end
 from sandboxes.json_paths import OUR_NAME, member, renamed
 from sandboxes.lean_imports import without
 from sandboxes.listener import Headers, Listener
-from sandboxes.spec import EnvironmentSpec, Upstream
+from sandboxes.server_spec import Upstream
+from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import server_orders as serving
 from sandboxes.tool_clients.server_orders import Spool
 

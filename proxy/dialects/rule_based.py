@@ -19,7 +19,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.http_message import HOP_BY_HOP, InvalidRequestError, request_head
 from sandboxes.json_paths import OUR_NAME, member, renamed
 from sandboxes.listener import Headers
-from sandboxes.spec import Server, Upstream
+from sandboxes.server_spec import Server, Upstream
 
 NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from proxy.tree.keys import canonical_json
 from sandboxes import process_output as process
 from sandboxes.calls import ToolCall
-from sandboxes.spec import EnvironmentSpec, Server, Upstream
+from sandboxes.server_spec import Server, Upstream
+from sandboxes.spec import EnvironmentSpec
 
 _SHIPPED = Path(__file__).parent / "rules"
 _VERSION = 1

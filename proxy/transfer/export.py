@@ -83,7 +83,7 @@ class _Export:
             "manifest",
             {
                 "forkpoint": version("forkpoint"), "format": FORMAT, "key_version": KEY_VERSION, "task": self._task,
-                "root_key": self._tree.key, "spec": self._tree.spec.shown().model_dump(mode="json"),
+                "root_key": self._tree.key, "spec": self._tree.spec.redacted().model_dump(mode="json"),
                 "current": self._current, "nodes": nodes,
                 "records": records, "exported_at": time.time(), "snapshots": snapshots, "snapshots_left_out": left_out,
             },

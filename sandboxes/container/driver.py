@@ -183,7 +183,7 @@ class ContainerDriver:
         """
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
         digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
-        for source in spec.brought:
+        for source in spec.copied_sources:
             digest.update((await asyncio.to_thread(self._sources.of, Path(source))).encode())
         return digest.hexdigest()
 

@@ -137,7 +137,7 @@ class RootStates(Generic[Root]):
 
 def needs_setup(spec: EnvironmentSpec) -> bool:
     """Return whether a spec's root state differs from its bare base or image."""
-    return bool(spec.brought or spec.files or spec.setup or spec.workdir not in _PRESENT_DIRS)
+    return bool(spec.copied_sources or spec.files or spec.setup or spec.workdir not in _PRESENT_DIRS)
 
 
 def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:

@@ -23,7 +23,8 @@ from sandboxes.host.translate import execution
 from sandboxes.inspection import FileEntry
 from sandboxes.ipc.frames import Message
 from sandboxes.listener import Listener
-from sandboxes.spec import EnvironmentSpec, McpServer
+from sandboxes.server_spec import McpServer
+from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import server_orders as serving
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 from sandboxes.tool_clients.mcp import MAX_PAGES, PAGED, PROGRESS_TOKEN, Conversation, McpResponse

@@ -124,7 +124,7 @@ class LocalDriver:
         """
         base = await asyncio.to_thread(self.bases.refresh, spec.base)
         digest = hashlib.blake2b(f"local\0{VERSION}\0{base.identity}".encode(), digest_size=32)
-        for source in spec.brought:
+        for source in spec.copied_sources:
             digest.update((await asyncio.to_thread(self.bases.sources.of, Path(source))).encode())
         return digest.hexdigest()
 
@@ -203,7 +203,7 @@ class LocalDriver:
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
         """Return a spec's root state; build it if its layers are missing."""
-        identity = (await self.identity(spec)) if spec.brought else base.identity
+        identity = (await self.identity(spec)) if spec.copied_sources else base.identity
 
         async def is_present(root: RootLayers) -> bool:
             return not self.machine.layers.missing(root.layers)

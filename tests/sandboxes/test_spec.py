@@ -19,5 +19,5 @@ from sandboxes.spec import Database, EnvironmentSpec
 )
 def test_a_password_is_not_shown(dsn: str, shown: str) -> None:
     spec = EnvironmentSpec(driver="postgres", databases={"x": Database(dsn=dsn, source="x")})
-    assert spec.shown().databases["x"].dsn == shown
+    assert spec.redacted().databases["x"].dsn == shown
     assert spec.databases["x"].dsn == dsn

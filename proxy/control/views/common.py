@@ -324,7 +324,7 @@ def bounded(value: Any) -> tuple[Any, bool]:
 def task_view(task: Task, row: dict[str, Any]) -> TaskView:
     return TaskView(
         task=task.name,
-        spec=task.spec.shown(),
+        spec=task.spec.redacted(),
         default=task.origin is None,
         root=node_name(task.tree.root),
         created_at=task.created_at,

@@ -9,7 +9,8 @@ from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import RulesError, identity, rules_of
 from proxy.refusals import Problem, RefusalError
 from sandboxes.json_paths import OUR_NAME
-from sandboxes.spec import EnvironmentSpec, Server
+from sandboxes.server_spec import Server
+from sandboxes.spec import EnvironmentSpec
 
 JSON = (("content-type", "application/json"),)
 

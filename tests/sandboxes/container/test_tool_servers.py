@@ -12,7 +12,8 @@ from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import ServerError
-from sandboxes.spec import EnvironmentSpec, McpServer, Server
+from sandboxes.server_spec import McpServer, Server
+from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
 from tests.sandboxes.box import opened, run
 from tests.sandboxes.docker import OnImage

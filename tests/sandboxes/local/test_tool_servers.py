@@ -12,7 +12,8 @@ from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import ServerError
 from sandboxes.host.tool_calls import ALONG_BYTES
-from sandboxes.spec import EnvironmentSpec, Limits, Server
+from sandboxes.server_spec import Server
+from sandboxes.spec import EnvironmentSpec, Limits
 from tests.machine import require_criu
 from tests.sandboxes.box import in_sandbox, local_driver, opened, run
 
