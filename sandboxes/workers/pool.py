@@ -164,9 +164,10 @@ class WorkerPool:
         self._idle: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         self._free = asyncio.Semaphore(MAX_READERS)
         self._restocks, self._endings = TaskOwner(), TaskOwner()
+        self._starting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Start the zygote, which forks workers as they are needed.
+        """Start the zygote, which forks workers as they are needed. Without this call, the first worker starts it.
 
         Raises:
             SandboxError: The zygote does not start.
@@ -281,6 +282,9 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
+                async with self._starting:
+                    if not self._zygote.is_open:
+                        await self.open()
                 await self._zygote.ensure_running()
                 response = await self._zygote.request({"op": "fork"}, [theirs.fileno()])
         except BaseException:

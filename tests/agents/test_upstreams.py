@@ -263,7 +263,7 @@ def test_an_upstream_is_a_plain_url(proxy: Running, upstream: str) -> None:
     [
         ({"driver": "http"}, "needs `servers`"),
         ({"driver": "http", "servers": {"a": {"command": "x", "port": 1}}}, "runs no servers"),
-        ({"driver": "memory", "servers": {"a": {"upstream": "http://x"}}}, "driver 'http' does"),
+        ({"driver": "memory", "servers": {"a": {"upstream": "http://x"}}}, "Use driver 'http'"),
         ({"driver": "http", "setup": ["x"], "servers": {"a": {"upstream": "http://x"}}}, "has no sandbox"),
     ],
 )

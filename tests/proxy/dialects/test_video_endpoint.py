@@ -159,7 +159,7 @@ def test_what_cannot_be_asked_says_what_can(
     ("spec", "told"),
     [
         ({"driver": "video"}, "needs `video`"),
-        ({"driver": "local", "video": {"source": "/x"}}, "is of driver"),
+        ({"driver": "local", "video": {"source": "/x"}}, "only driver"),
         ({"driver": "video", "video": {"source": "x.mp4"}}, "source"),
         ({"driver": "video", "video": {"source": "/nowhere.mp4"}}, "/nowhere.mp4"),
         ({"driver": "video", "video": {"source": "/x"}, "setup": ["ls"]}, "runs no shell"),
