@@ -8,7 +8,7 @@ from typing import Any
 
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import RIGHTS
-from sandboxes.guest.background import Left
+from sandboxes.guest.background import BackgroundProcess, pending_outputs
 from sandboxes.guest.process_io import death_of
 
 NAMES = {0: "go", 1: "out", 2: "err"}
@@ -17,12 +17,12 @@ _READS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _WRITES = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class ContainerLeft(Left):
-    """inner: what the container calls its process."""
+class ContainerBackgroundProcess(BackgroundProcess):
+    """A background process whose streams are FIFOs in a directory of the box."""
 
     def __init__(
         self,
-        told: Mapping[str, Any],
+        description: Mapping[str, Any],
         ends: Mapping[int, int],
         death: int,
         pid: int,
@@ -31,15 +31,26 @@ class ContainerLeft(Left):
         inner: int,
         folder: Path,
     ) -> None:
-        super().__init__(told, ends, death, pid, status)
+        """Take over a process that runs.
+
+        Args:
+            description: What it was started with.
+            ends: Our ends of its streams, by stream number.
+            death: A descriptor that is readable once it has ended.
+            pid: Its process on this machine.
+            status: Returns its exit code once it has ended.
+            inner: Its process, as the container numbers it.
+            folder: The directory of its FIFOs.
+        """
+        super().__init__(description, pending_outputs(ends), ends.get(0, -1), death, pid, status)
         self._inner, self._folder = inner, folder
 
     def remember(self) -> dict[str, Any]:
-        """See `Left.remember`; its FIFOs are known by their directory."""
+        """Return what a checkpoint has to keep of it; its FIFOs are found by their directory."""
         return {**super().remember(), "inner": self._inner, "folder": self._folder.name}
 
     def close(self) -> None:
-        """See `Left.close`."""
+        """Close all descriptors of it, and remove its directory."""
         super().close()
         remove(self._folder)
 
@@ -64,7 +75,7 @@ class PendingRestore:
         # Open at both ends, so that nobody waits for another.
         self._held = {place: os.open(self._folder / name, RIGHTS) for place, name in NAMES.items()}
 
-    def adopted(self, house: Household, status: Callable[[int], int]) -> ContainerLeft:
+    def adopted(self, house: Household, status: Callable[[int], int]) -> ContainerBackgroundProcess:
         """Take it over, once it is back."""
         ends = {}
         for place in self._told["places"]:
@@ -76,7 +87,7 @@ class PendingRestore:
         inner = self._told["inner"]
         pid = house.find(inner) or 0
         death = death_of(pid) if pid else os.eventfd(1, os.EFD_CLOEXEC)
-        process = ContainerLeft(
+        process = ContainerBackgroundProcess(
             self._told["told"], ends, death, pid, lambda: status(inner), inner=inner, folder=self._folder
         )
         process.recall(self._told)

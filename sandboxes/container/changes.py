@@ -2,28 +2,31 @@
 
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sandboxes.container import copies
 from sandboxes.container.cgroup_processes import Household
-from sandboxes.guest import bash_session as sessions
 from sandboxes.guest import file_delta as delta
-from sandboxes.guest.changes import disk_watch, free_bytes
+from sandboxes.guest.changes import Digests, digests_of, disk_watch, free_bytes
+from sandboxes.ipc.launch_messages import ForkKeeper
 from sandboxes.session_types import ShellSession
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class ContainerChanges:
-    """Those of one container. `now`: None where it is too much to know."""
+    """The files of one container, compared with what they were before a call and with its image.
 
-    def __init__(self, house: Household, roots: delta.DeltaRoots, fields: dict[str, Any]) -> None:
+    Attributes:
+        disk_bytes: How much the container may write.
+        reserve_bytes: With less free disk than this, failures are the machine's.
+        now: The delta to the image; None if it is too large to know.
+    """
+
+    def __init__(self, house: Household, roots: delta.DeltaRoots, order: ForkKeeper) -> None:
         self._house, self._roots = house, roots
-        self.disk_bytes: int = fields["disk_bytes"]
-        self.reserve_bytes: int = fields["reserve_bytes"]
+        self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
         self._born_ns = 0
         self.now: delta.Delta | None = {}
         self._signatures: dict[str, delta.Signature] = {}
@@ -60,18 +63,9 @@ class ContainerChanges:
             return True
         return self.now != before
 
-    def state(self, told: dict[str, ShellSession], *, alive: bool) -> dict[str, Any]:
-        """Return the state's digests, or beside live processes its witness, with the sessions told."""
-        if self.now is None:
-            return {"state": None, "witness": None}
-        digest, now_ns = sessions.digest(told), time.time_ns()
-        if not alive:
-            exact, content = delta.digests(self.now, digest, born_ns=self._born_ns, now_ns=now_ns)
-            return {"state": [exact.hex(), content.hex()], "witness": None}
-        # What lives may go on writing where it writes: only the rest says what the call itself did.
-        written = self._house.written_paths()
-        still = {path: entry for path, entry in self.now.items() if path not in written}
-        return {"state": None, "witness": delta.digests(still, digest, born_ns=self._born_ns, now_ns=now_ns)[1].hex()}
+    def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
+        """Return the state's digest, or its witness if processes run."""
+        return digests_of(self.now, sessions, self._born_ns, self._house.written_paths() if alive else None)
 
     def copy(self, folder: Path, becomes: str) -> int:
         """Copy the container's own files to a new directory; return the bytes that no earlier copy shares.

@@ -9,7 +9,6 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from sandboxes.container.anchor import ANSWER_S, ContainerAnchor
 from sandboxes.container.background import remove
@@ -19,6 +18,7 @@ from sandboxes.container.shell import RIGHTS
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
 from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal
+from sandboxes.ipc.messages import RunProcess
 
 _START = "start"
 """A FIFO on which the process hears that it is known here, and may become what it is to be."""
@@ -28,35 +28,42 @@ _SHUT = "[ -z \"$BASH_VERSION\" ] || eval 'exec 29<&- 30<&- 31<&- 32<&- 33>&-'"
 
 
 class Launch:
-    """One process on its way: `running` once `begin` has returned. inner: what the container calls it."""
+    """One process on its way: its directory with FIFOs, and the descriptors that are held until it has opened them.
+
+    Attributes:
+        folder: Its directory in the box.
+        inner: The process, as the container numbers it.
+        keeps_folder: Whether the process goes on with its FIFOs after `end`.
+    """
 
     def __init__(self, anchor: ContainerAnchor, house: Household, uid: int) -> None:
         self._anchor, self._house, self._uid = anchor, house, uid
         self.folder = anchor.new_folder()
         self._held: dict[str, int] = {}
         self._pid = self.inner = 0
-        self.left = False
+        self.keeps_folder = False
 
-    def begin(self, fields: Mapping[str, Any], stdin: bytes, to: socket.socket) -> Running:
-        """Start it; its output goes to `to`.
+    def begin(self, request: RunProcess, stdin: bytes, to: socket.socket) -> Running:
+        """Start a process; its output goes to a socket.
 
         Raises:
-            CannotStart: the container's shell is gone. OSError: the machine refuses a terminal or a FIFO.
+            ShellStartError: The container's shell is gone.
+            OSError: The machine refuses a terminal or a FIFO.
         """
-        asked, ends, terminal = fields["arguments"], {}, ""
-        keeps_in = bool(asked.get("stdin"))
+        arguments, ends, terminal = request.arguments, {}, ""
+        keeps_in = bool(arguments.get("stdin"))
         self._furnish()
         try:
-            if asked.get("tty"):
-                ends[1], terminal = self._terminal(asked.get("size"))
+            if arguments.get("tty"):
+                ends[1], terminal = self._terminal(arguments.get("size"))
             else:
                 ends = self._ends(stdin=bool(stdin or keeps_in))
             places = self._places(terminal, stdin=bool(stdin or keeps_in))
             script = text(
-                asked, fields["environment"], uid=self._uid, places=places, ready=self._ready, terminal=terminal
+                arguments, request.environment, uid=self._uid, places=places, ready=self._ready, terminal=terminal
             )
             death = self._start(script)
-            return Running(ends, stdin, death, to, keeps_in=keeps_in, due=due_of(asked))
+            return Running(ends, stdin, death, to, keeps_in=keeps_in, due=due_of(arguments))
         except BaseException:
             for fd in ends.values():
                 os.close(fd)
@@ -83,7 +90,7 @@ class Launch:
         except BaseException:
             os.close(master)
             raise
-        self.left = True
+        self.keeps_folder = True
         return master
 
     def _start(self, script: bytes, beside: bytes = b"") -> int:
@@ -101,7 +108,7 @@ class Launch:
         self._await_start()
         for fd in self._held.values():
             os.close(fd)
-        if not self.left:
+        if not self.keeps_folder:
             remove(self.folder)
 
     def _await_start(self) -> None:

@@ -1,14 +1,23 @@
-"""The process beside a container that runs commands in it, one at a time, and looks at what each of them changed.
+"""The keeper: the process beside a container that runs commands in it and looks at what each of them changed.
 
-It is outside: nothing in the container can reach or signal it. It ends when the driver's end of its socket closes or
-when the container does, and takes the container with it.
+Theory of operation. A container is any image, so the only helper inside is a POSIX shell, the anchor, with which the
+container starts. The keeper stays outside, where no process of the container can see, signal or stop it. It
+talks to the anchor over FIFOs in a directory that is mounted into the container (its box). It sees the container's
+processes through the container's control group, and its files through Docker's overlay directories.
+
+Two numbers name each process. `pid` is its number on this machine, for signals and /proc. `inner` is its number in the
+container, by which the anchor knows it.
+
+The keeper ends when the proxy closes its end of the socket, or when the container ends. It takes the container along.
 """
 
 import contextlib
 import os
+import select
 import signal
 import socket
-import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,68 +25,101 @@ from sandboxes.container import cgroup_processes as household
 from sandboxes.container import mounts as rooms
 from sandboxes.container import terminal
 from sandboxes.container.anchor import ContainerAnchor
-from sandboxes.container.background import ContainerLeft
+from sandboxes.container.background import ContainerBackgroundProcess
 from sandboxes.container.changes import FOLDER, ContainerChanges
-from sandboxes.container.checkpointing import Freezing, Parts
+from sandboxes.container.checkpointing import Freezing
 from sandboxes.container.exec_launch import Launch
 from sandboxes.container.shell import limit
 from sandboxes.container.shell_pool import ContainerShells
 from sandboxes.container.tool_servers import ContainerServers
 from sandboxes.guest import file_delta as delta
 from sandboxes.guest.anchor import ShellStartError
-from sandboxes.guest.background import AllLeft
-from sandboxes.guest.changes import Stillness
-from sandboxes.guest.process_io import Running, failed
+from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
+from sandboxes.guest.driver_link import DriverLink
+from sandboxes.guest.process_io import Running
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.supervisor import Supervisor, not_started
-from sandboxes.guest.survivors import Alive
+from sandboxes.guest.supervisor import Performed, Supervisor, not_started
 from sandboxes.guest.terminal import give
-from sandboxes.ipc.frames import Inbox, Message, pack
+from sandboxes.ipc.codec import IpcMessage
+from sandboxes.ipc.launch_messages import ForkKeeper
+from sandboxes.ipc.messages import (
+    CallDone,
+    DescribeState,
+    Done,
+    OpenTerminal,
+    RunCommand,
+    RunFileOperation,
+    RunProcess,
+    ServerOrder,
+    StartServers,
+    UseBackgroundProcess,
+    UseServer,
+)
+from sandboxes.ipc.state_messages import (
+    BeginSandbox,
+    CopyFiles,
+    DumpProcesses,
+    FinishProcessRestore,
+    FreezeContainer,
+    KeeperReady,
+    SandboxBegun,
+)
 from sandboxes.linux import confine, processes
 from sandboxes.linux import syscalls as kernel
 
 READY_S = 10.0
+"""How long the anchor may take until it is ready: 0.1 s on an idle machine, seconds while many containers start."""
 
 
 class ContainerEndedError(Exception):
-    """The container has ended."""
+    """The container has ended, so there is nothing left to keep."""
 
 
-def run(channel: int, fields: dict[str, Any]) -> None:
-    """Be a container's keeper until the driver lets go."""
+def run(channel: int, order: ForkKeeper) -> None:
+    """Be a container's keeper until the proxy closes its end.
+
+    Args:
+        channel: The socket to the proxy.
+        order: What the keeper has to know of the container.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    driver = socket.socket(fileno=channel)
-    house = household.Household(fields["pid"], fields["container"])
+    link = DriverLink(socket.socket(fileno=channel))
+    house = household.Household(order.pid, order.container)
     _end_with_parent(house.init)
     try:
-        # So that /proc/sysvipc shows the container's.
-        namespace = os.open(f"/proc/{house.pid}/ns/ipc", os.O_RDONLY | os.O_CLOEXEC)
-        kernel.setns(namespace, kernel.CLONE_NEWIPC)
-        os.close(namespace)
-        # Its servers listen on its own loopback; this process has no other use for a network.
-        namespace = os.open(f"/proc/{house.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        kernel.setns(namespace, kernel.CLONE_NEWNET)
-        os.close(namespace)
+        # In the container's IPC namespace /proc/sysvipc shows the container's objects.
+        _enter(house.pid, "ipc", kernel.CLONE_NEWIPC)
+        # The container's tool servers listen on its loopback. The keeper has no other use for a network.
+        _enter(house.pid, "net", kernel.CLONE_NEWNET)
         _narrow(house.pid)
-        lower = rooms.view(fields["lowers"], fields["view"])
-        roots = delta.DeltaRoots(os.open(fields["upper"], FOLDER), lower, lower)
-        anchor = ContainerAnchor(Path(fields["box"]), house)
-        Keeper(driver, house, anchor, roots, fields).serve()
+        lower = rooms.view(order.lowers, order.view)
+        roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
+        Keeper(link, house, ContainerAnchor(Path(order.box), house), roots, order).serve()
     finally:
+        # However this process ends, the container must not go on without its keeper.
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(house.init, signal.SIGKILL)
 
 
-def _end_with_parent(init: int) -> None:
-    """Have the container killed when the doorman ends, whatever this process is doing then.
+def _enter(pid: int, name: str, kind: int) -> None:
+    """Move this process into a namespace of another process."""
+    namespace = os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        kernel.setns(namespace, kind)
+    finally:
+        os.close(namespace)
 
-    By a handler: a doorman whose driver was killed ends at once, and a SIGKILL from it would come before this process
-    has seen its own channel close, and leave the container to the next start.
+
+def _end_with_parent(init: int) -> None:
+    """Have the container killed when the keepers' launcher ends, whatever this process is doing then.
+
+    The death signal is SIGTERM with a handler, not SIGKILL. When the proxy is killed, its launcher ends at once; a
+    SIGKILL would come before this process has seen its own channel close, and would leave the container running.
     """
     own = os.getpid()
 
     def end(_number: int, _frame: object) -> None:
-        # Not in those that it forks, which run as the agent.
+        # Children inherit the handler and may run as the agent; the signal is for this process alone.
         if os.getpid() == own:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(init, signal.SIGKILL)
@@ -88,7 +130,7 @@ def _end_with_parent(init: int) -> None:
 
 
 def _narrow(pid: int) -> None:
-    """See `rooms.narrow`, which needs a process of its own."""
+    """Narrow the container's mounts in a child; see `rooms.narrow`, which changes the caller's namespaces."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -104,192 +146,201 @@ def _narrow(pid: int) -> None:
         raise OSError(code, f"the container's mounts could not be narrowed: {os.strerror(code)}")
 
 
-class Keeper(Supervisor):
-    """One container at work. fields: what the driver told of it; `begin` tells of spec and state."""
+@dataclass(frozen=True)
+class ContainerProcess:
+    """A process of its own in a container; see `StartedProcess`."""
+
+    running: Running
+    launch: Launch
+    house: household.Household
+    shells: ContainerShells
+    spared: set[int]
+
+    @property
+    def pid(self) -> int:
+        """The process, as the container numbers it: the anchor knows it by that number."""
+        return self.launch.inner
+
+    def status(self) -> int:
+        """Return its exit code once it has ended."""
+        return self.shells.status_of(self.pid)
+
+    def kill(self) -> None:
+        """Kill it and all processes that were not there before it."""
+        self.house.kill_except(self.spared)
+
+    def keep(self, description: Mapping[str, Any]) -> BackgroundProcess:
+        """Turn it into a background process, which keeps its directory of FIFOs."""
+        launch, inner, shells = self.launch, self.pid, self.shells
+        launch.keeps_folder = True
+        ends, death = self.running.hand_over()
+        return ContainerBackgroundProcess(
+            description, ends, death, self.house.find(inner) or 0, lambda: shells.status_of(inner),
+            inner=inner, folder=launch.folder,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Free what was made to start it."""
+        self.launch.end()
+
+
+class Keeper:
+    """The platform of a container: the supervisor's steps from outside of it, and freezing by copies."""
 
     def __init__(
         self,
-        driver: socket.socket,
+        link: DriverLink,
         house: household.Household,
         anchor: ContainerAnchor,
         roots: delta.DeltaRoots,
-        fields: dict[str, Any],
+        order: ForkKeeper,
     ) -> None:
-        self.driver, self.house, self.anchor = driver, house, anchor
-        self.inbox = Inbox()
-        self.user = household.ids(house.pid)
-        self.inherited = household.environment(house.pid)
-        self.output_bytes = 0
-        self.shells: ContainerShells = ContainerShells(anchor, house, set(self.inherited))
-        self.servers = ContainerServers(anchor, house)
-        self.left = AllLeft(0)
-        self.changes: ContainerChanges = ContainerChanges(house, roots, fields)
-        self.alive = Alive(self.shells, self.left, self._living)
-        self.stillness = Stillness()
-        self.freezing = Freezing(
-            Parts(house, anchor, self.shells, self.servers, self.left, self.alive, self.changes, self.stillness)
-        )
-
-    # -- requests ----------------------------------------------------------------------------------------------------
+        self._link, self._house, self._anchor = link, house, anchor
+        self._user = household.ids(house.pid)
+        self._inherited = household.environment(house.pid)
+        self._shells = shells = ContainerShells(anchor, house, set(self._inherited))
+        servers = ContainerServers(shells, anchor, house)
+        self._background = BackgroundProcesses(0)
+        self._changes = ContainerChanges(house, roots, order)
+        self._supervisor = Supervisor(link, shells, servers, self._background, self._changes, self)
+        self._survivors = self._supervisor.survivors
+        self._freezing = Freezing(house, anchor, shells, servers, self._changes, self._supervisor)
 
     def serve(self) -> None:
-        """Say that the container is ready; then answer until the driver is gone, or the container."""
-        bash = self.anchor.ready(READY_S)
-        for pid in self.shells.anchor_pids:
-            limit(pid, self.changes.disk_bytes)
-        self._reply({"bash": bash})
-        while (message := self._next()) is not None:
-            match message.fields["op"]:
-                case "begin":
-                    self._begin(message)
-                case "exec" | "file" | "serve" | "process" | "tend":
-                    self._call(message)
-                case "start":
-                    self._start_servers(message.fields["servers"])
-                case "freeze" | "dump" | "copy" | "describe" | "terminal":
-                    self._show(message)
+        """Report that the container is ready; then answer until the proxy is gone, or the container."""
+        bash = self._anchor.ready(READY_S)
+        for pid in self._shells.anchor_pids:
+            limit(pid, self._changes.disk_bytes)
+        self._link.send(KeeperReady(bash))
+        while (envelope := self._supervisor.next_request()) is not None:
+            match request := envelope.message:
+                case BeginSandbox():
+                    self._begin(request, envelope.fds)
+                case StartServers():
+                    self._supervisor.start_servers(request.servers)
+                case RunCommand() | RunFileOperation() | RunProcess() | UseBackgroundProcess() | UseServer():
+                    self._supervisor.call(request, envelope)
+                case DescribeState():
+                    self._supervisor.describe()
+                case OpenTerminal():
+                    self._open_terminal(request)
+                case FreezeContainer() | CopyFiles() | DumpProcesses():
+                    self._link.send(self._freeze(request, envelope.fds))
 
-    def _show(self, message: Message) -> None:
-        """Serve who freezes this state, or looks at it."""
-        fields = message.fields
-        match fields["op"]:
-            case "freeze":
-                self._reply(self.freezing.freeze(fields))
-            case "dump":
-                self._reply(self.freezing.dump(fields["program"], message.fds))
-            case "copy":
-                self._reply(self.freezing.copy(fields))
-            case "terminal":
-                launch, (columns, rows) = Launch(self.anchor, self.house, self.user[0]), fields["size"]
-                give(self.driver, lambda: terminal.start_shell(launch, self.shells, (columns, rows)))
-            case "describe":
-                self.changes.look()
-                known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
-                self._reply({"delta": self.changes.now, **known})
+    def _freeze(self, request: FreezeContainer | CopyFiles | DumpProcesses, fds: list[int]) -> IpcMessage:
+        """Carry out one of the three steps of freezing; return the answer."""
+        if isinstance(request, FreezeContainer):
+            return self._freezing.freeze(request)
+        if isinstance(request, CopyFiles):
+            return self._freezing.copy(request.folder, request.becomes)
+        self._freezing.dump(request.program, fds)
+        return Done()
 
-    def _begin(self, message: Message) -> None:
-        """Become a sandbox: at the image's state, or at that of a copy; then start the shell that is asked first.
+    def _open_terminal(self, request: OpenTerminal) -> None:
+        launch, columns, rows = Launch(self._anchor, self._house, self._user[0]), request.columns, request.rows
+        give(self._link, lambda: terminal.start_shell(launch, self._shells, columns=columns, rows=rows))
 
-        With a checkpoint its processes come back instead, by a CRIU that the driver talks to.
+    def _begin(self, order: BeginSandbox, fds: list[int]) -> None:
+        """Become a sandbox: at the image's state, or at that of a copy.
+
+        Without a checkpoint the shell that is likely to be used first is started. With one, the processes come back
+        instead, by a CRIU that the proxy talks to.
         """
-        fields = message.fields
-        self.output_bytes = fields["output_bytes"]
-        self.left.limit = self.output_bytes
-        given = {name: value for name, value in self.inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
-        self.shells.begin(fields, {**fields["defaults"], **given, **fields["environment"]})
-        self.changes.begin(fields["born_ns"], fields["copy"])
-        if fields["checkpoint"] is not None:
-            self._reply(
-                self.freezing.bring_back(fields["checkpoint"], fields["program"], message.fds, self._await_restored)
-            )
+        self._background.max_bytes = order.output_bytes
+        # Every shell counts SHLVL by itself, and a sandbox's host name is the same in all containers.
+        given = {name: value for name, value in self._inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
+        self._shells.begin(order, {**order.defaults, **given, **order.environment})
+        self._changes.begin(order.born_ns, order.copy)
+        if order.checkpoint is not None:
+            self._freezing.bring_back(order.checkpoint, order.program, fds, self._await_restored)
+            self._link.send(SandboxBegun())
             return
+        shell_error: str | None = None
         try:
-            self.shells.ready(next(iter(self.shells.sessions), "main"))
+            self._shells.ready(next(iter(self._shells.sessions), "main"))
         except ShellStartError as error:
-            self._reply({"cannot_start": str(error)})
-            return
-        self._reply({})
+            shell_error = str(error)
+        self._link.send(SandboxBegun(shell_error))
 
     def _await_restored(self) -> None:
-        self._reply({})
-        while (message := self._next()) is not None and message.fields["op"] != "restored":
-            self._reply({})
+        """Report that CRIU was started, and wait until the proxy says that it has restored the processes."""
+        self._link.send(SandboxBegun())
+        while (envelope := self._supervisor.next_request()) is not None:
+            if isinstance(envelope.message, FinishProcessRestore):
+                return
 
-    # -- calls -------------------------------------------------------------------------------------------------------
-
-    def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
-        """Run a process of its own; the driver gets a socket on which its output comes."""
-        heard, to = socket.socketpair()
-        launch = Launch(self.anchor, self.house, self.user[0])
-        with to, heard:
-            socket.send_fds(self.driver, [pack({"connected": True}, fds=1)], [heard.fileno()])
-            heard.close()
-            spared = {pid for pid, _ in self.house.living()}
-            try:
-                running = launch.begin(fields, stdin, to)
-                return self._conclude_process(running, launch, spared, fields)
-            except ShellStartError as error:
-                self._mind({self.house.init} if household.exiting(self.house.pid) else set())
-                return failed(to, str(error))
-            finally:
-                launch.end()
-
-    def _conclude_process(
-        self, running: Running, launch: Launch, spared: set[int], fields: dict[str, Any]
-    ) -> dict[str, Any]:
-        until, detach = time.monotonic() + fields["timeout_s"], bool(fields["arguments"].get("detach"))
-        ending = running.pump(until, self.driver.fileno(), self._tending(), self._client_left, detach=detach)
-        if household.exiting(self.house.pid):
-            raise ContainerEndedError("the container ended during a call")
-        if ending in {"timeout", "disk", "host"}:
-            self.house.kill_except(spared)
-        elif ending == "left" and "process" in fields["arguments"]:
-            self._leave(running, launch, fields["arguments"], until)
-        elif ending == "left":
-            for fd in running.outputs:
-                self.servers.take_over(fd, launch.inner)
-        answer = running.conclude(ending, lambda: self.shells.status_of(launch.inner), self.changes.disk_bytes)
-        return {**answer, "detached": detach, "kept": "process" in fields["arguments"]}
-
-    def _leave(self, running: Running, launch: Launch, told: dict[str, Any], until: float) -> None:
-        launch.left = True
-        ends, death = running.hand_over()
-        inner, pid = launch.inner, self.house.find(launch.inner) or 0
-        status = lambda: self.shells.status_of(inner)  # noqa: E731
-        process = ContainerLeft(told, ends, death, pid, status, inner=inner, folder=launch.folder)
-        process.until = until
-        self.left.add(process)
-
-    def _exec(self, fields: dict[str, Any], command: bytes) -> tuple[dict[str, Any], bytes]:
-        spared = self.shells.anchor_pids | {pid for pid, _ in self.alive.processes}
-        try:
-            shell = self.shells.ready(fields["session"])
-        except ShellStartError as error:
-            return not_started(error)
-        spared |= {other.pid for other in self.shells if other is not shell}
-        shell.run(command)
-        ending = self._wait(shell, fields["timeout_s"])
-        return self._conclude(shell, ending, lambda: self.house.kill_except(spared, first=shell.pid))
-
-    def _let_go(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
-        # The anchor has to be told to collect it, however it ended.
-        self.shells.kill(shell)
+    # -- the platform ------------------------------------------------------------------------------------------------
 
     @property
-    def _watched(self) -> list[int]:
-        return [self.house.init]
+    def watched(self) -> Sequence[int]:
+        """The container's first process: it is readable once the container has ended."""
+        return (self._house.init,)
 
-    def _mind(self, events: set[int]) -> None:
-        super()._mind(events)
-        if self.house.init in events:
+    def require_sandbox(self) -> None:
+        """Raise if the container has ended.
+
+        The container's first process is marked as exiting before the others are killed. What a call meets in between
+        is no answer.
+        """
+        if household.exiting(self._house.pid) or select.select([self._house.init], [], [], 0)[0]:
             raise ContainerEndedError("the container ended")
 
-    def _order(self, order: dict[str, Any]) -> dict[str, Any]:
-        return {**order, "environment": {**self.shells.environment, **order["environment"]}}
+    def living(self) -> set[processes.Process]:
+        """Return all processes of the container."""
+        self._anchor.look_after()
+        return self._house.living()
 
-    def _end_servers(self) -> None:
-        self.house.kill_except(self.shells.anchor_pids)
+    def run_command(self, request: RunCommand, command: bytes) -> Performed:
+        """Run a command in a session's shell."""
+        spared = self._shells.anchor_pids | {pid for pid, _ in self._survivors.processes}
+        try:
+            shell = self._shells.ready(request.session)
+        except ShellStartError as error:
+            return not_started(error)
+        spared |= {other.pid for other in self._shells if other is not shell}
+        shell.run(command)
+        return self._supervisor.finish_command(
+            shell, request.timeout_s, lambda: self._house.kill_except(spared, first=shell.pid)
+        )
 
-    def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
-        if household.exiting(self.house.pid):
-            # It is about to, before all others: what a call met since then is no answer.
-            raise ContainerEndedError("the container ended during a call")
-        self._reply(answer, body)
-        if not self.alive and touched is not None:
-            self.shells.renew([touched])
+    def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> ContainerProcess:
+        """Start a process of its own under the anchor."""
+        spared = {pid for pid, _ in self._house.living()}
+        launch = Launch(self._anchor, self._house, self._user[0])
+        try:
+            running = launch.begin(request, stdin, to)
+        except BaseException:
+            launch.end()
+            raise
+        return ContainerProcess(running, launch, self._house, self._shells, spared)
 
-    def _become_user(self) -> None:
-        namespace = os.open(f"/proc/{self.house.pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        kernel.setns(namespace, kernel.CLONE_NEWNS)
+    def become_agent(self) -> None:
+        """Move a child into the container's files, confine it, and make it the container's user."""
+        _enter(self._house.pid, "mnt", kernel.CLONE_NEWNS)
         os.umask(0o022)
-        confine.limit_resources(self.changes.disk_bytes, None, None)
+        confine.limit_resources(self._changes.disk_bytes, None, None)
         confine.confine()
-        uid, gid, groups = self.user
+        uid, gid, groups = self._user
         if uid:
             os.setgroups(groups)
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
 
-    def _living(self) -> set[processes.Process]:
-        self.anchor.look_after()
-        return self.house.living()
+    def complete_order(self, order: ServerOrder) -> ServerOrder:
+        """Return the order with the image's variables, which the proxy does not know, below its own."""
+        return replace(order, environment={**self._shells.environment, **order.environment})
+
+    def end_servers(self) -> None:
+        """Kill everything in the container but its first process and the anchor."""
+        self._house.kill_except(self._shells.anchor_pids)
+
+    def forget_shell(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
+        """Give up a shell. However it ended, the anchor has to be told to collect it."""
+        self._shells.kill(shell)
+
+    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+        """Send the answer, unless the container ended during the call."""
+        self.require_sandbox()
+        self._link.send(answer, body)
+        if not self._survivors and session is not None:
+            self._shells.renew([session])

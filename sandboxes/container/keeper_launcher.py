@@ -12,32 +12,35 @@ import signal
 import socket
 
 from sandboxes.container import keeper
+from sandboxes.ipc.codec import decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
-from sandboxes.ipc.frames import Message, pack
+from sandboxes.ipc.launch_messages import Forked, ForkKeeper, LauncherReady
+from sandboxes.ipc.messages import Failed
 from sandboxes.linux import syscalls as kernel
 
 
 def _serve(driver: socket.socket) -> None:
     """Fork a keeper for each request, until the driver is gone."""
-    for message in requests(driver):
+    for frame in requests(driver):
+        request, _, fds = decode(frame)
+        assert isinstance(request, ForkKeeper), "nothing else is sent to this process"
         pid = os.fork()
         if pid == 0:
             driver.close()
-            _become_keeper(message)
-        for fd in message.fds:
+            _become_keeper(request, fds[0])
+        for fd in fds:
             os.close(fd)
-        driver.sendall(pack({"pid": pid}))
+        driver.sendall(pack_message(Forked()))
 
 
-def _become_keeper(message: Message) -> None:
-    channel = message.fds[0]
+def _become_keeper(request: ForkKeeper, channel: int) -> None:
     try:
-        keeper.run(channel, message.fields)
+        keeper.run(channel, request)
     except SystemExit:
         pass
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: tell the driver, then end
         with contextlib.suppress(OSError):
-            os.write(channel, pack({"error": f"{type(error).__name__}: {error}"}))
+            os.write(channel, pack_message(Failed(f"{type(error).__name__}: {error}")))
     finally:
         # _exit: no handler of the launcher's may run in its fork.
         os._exit(0)
@@ -52,11 +55,12 @@ def main() -> None:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     except OSError as error:
-        driver.sendall(pack({"error": str(error)}))
+        driver.sendall(pack_message(Failed(str(error))))
         return
+    prepare()
     freeze_heap()
     gc.disable()
-    driver.sendall(pack({"ready": True}))
+    driver.sendall(pack_message(LauncherReady()))
     _serve(driver)
 
 

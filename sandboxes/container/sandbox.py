@@ -2,29 +2,40 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.calls import Execution, ToolCall
 from sandboxes.checkpointing import Checkpointer, MappedFiles
 from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import States
-from sandboxes.driver import SETTLE_S, FrozenState
+from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
-from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
-from sandboxes.host.inspect import state_look
-from sandboxes.host.pty import Pty
-from sandboxes.host.tool_calls import Hosting
-from sandboxes.host.translate import digest, execution, refuse, request, sql_execution
-from sandboxes.inspection import StateView
-from sandboxes.ipc.frames import Message
+from sandboxes.host.defaults import ENVIRONMENT
+from sandboxes.host.machine_sandbox import MachineSandbox
+from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.state_messages import (
+    BeginSandbox,
+    CopiedState,
+    CopyFiles,
+    DumpProcesses,
+    FinishProcessRestore,
+    FreezeContainer,
+    NotFreezable,
+    ProcessTree,
+)
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
 
-class ContainerSandbox(Hosting):
-    """See `sandboxes.driver.Sandbox`."""
+class ContainerSandbox(MachineSandbox):
+    """A sandbox that is a container.
+
+    Attributes:
+        image: The image that it was started from.
+        parts: The stored states that it needs while it is open.
+    """
 
     def __init__(
         self,
@@ -37,13 +48,15 @@ class ContainerSandbox(Hosting):
         checkpointer: Checkpointer,
         born_with: Mapping[str, str],
     ) -> None:
-        super().__init__(box.id, box.channel)
-        # Its environment is the image's, which the keeper knows, and below that the spec's and the server's.
-        self.hosts(spec, {}, states.folder, spares.read_only, born_with)
+        # The image's variables are known to the keeper, which adds them to those of tool servers. A process of its own
+        # gets its whole environment from here.
+        super().__init__(
+            box.id, box.channel, spec, states.folder, spares.read_only,
+            server_environment={}, process_environment=born_with,
+        )  # fmt: skip
         self.image = image
-        self.closed = False
         self.parts: tuple[str, ...] = ()
-        self._box, self._spec, self._born_ns = box, spec, born_ns
+        self._box, self._born_ns = box, born_ns
         self._spares, self._states, self._checkpointer = spares, states, checkpointer
         self._frozen: FrozenState | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -59,162 +72,125 @@ class ContainerSandbox(Hosting):
         Raises:
             SandboxError: it fails, or what has to be a shell does not start.
         """
-        told = {"sessions": {}, "pristine": None} if frozen is None else frozen.payload
-        fields = {
-            "op": "begin",
-            "defaults": ENVIRONMENT,
-            "environment": self._spec.env,
-            "workdir": self._spec.workdir,
-            "output_bytes": self._spec.limits.output_bytes,
-            "born_ns": self._born_ns,
-            "sessions": told["sessions"],
-            "pristine": told["pristine"],
-            "copy": "" if frozen is None else str(self._states.folder / frozen.payload["copy"]),
-        }
-        checkpoint = None if frozen is None else frozen.payload.get("checkpoint")
-        fields["checkpoint"] = checkpoint
+        payload = {"sessions": {}, "pristine": None} if frozen is None else frozen.payload
+        order = BeginSandbox(
+            defaults=ENVIRONMENT,
+            environment=dict(self._spec.env),
+            workdir=self._spec.workdir,
+            output_bytes=self._spec.limits.output_bytes,
+            born_ns=self._born_ns,
+            sessions=payload["sessions"],
+            pristine=payload["pristine"],
+            copy="" if frozen is None else str(self._states.folder / frozen.payload["copy"]),
+            checkpoint=payload.get("checkpoint"),
+            program=[],
+        )
         if frozen is not None:
             self.parts = frozen.parts
-            self._frozen = frozen if checkpoint is None else None
-        if frozen is None or checkpoint is None:
-            begun = await self._talk(fields)
-            if "cannot_start" in begun.fields:
-                self._die(str(begun.fields["cannot_start"]))
-                raise SandboxError(f"sandbox {self.id} died: {begun.fields['cannot_start']}")
+            self._frozen = frozen if order.checkpoint is None else None
+        if frozen is None or order.checkpoint is None:
+            begun = (await self.link.ask(order)).message
+            if begun.shell_error is not None:
+                self.link.die(begun.shell_error)
+                raise SandboxError(f"sandbox {self.id} died: {begun.shell_error}")
             return
 
         async def start_criu(program: list[str], files: list[int]) -> None:
-            await self._talk({**fields, "program": program}, b"", files)
+            await self.link.ask(replace(order, program=program), fds=files)
 
         await self._checkpointer.restore(frozen.payload["images"], start_criu, [])
-        await self._talk({"op": "restored"})
+        await self.link.ask(FinishProcessRestore())
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """See `Sandbox.execute`. A cancelled execution leaves a dead sandbox: nobody knows how far it came.
-
-        listener: hears the answer of a tool server while it comes.
-        """
-        if self.is_hosted(call):
-            served = await self.serve(call, listener)
-            if served.effect is not Effect.NONE:
-                self._frozen = None
-            return served
-        refusal = refuse(call)
-        if refusal is not None:
-            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
-        limits = self._spec.limits
-        timeout_s = float(call.arguments.get("timeout_s", limits.timeout_s))
-        fields, body = request(call, self._spec, timeout_s)
-        answer = self._concluded(await self.ask(fields, body, timeout_s))
-        if call.endpoint == "sql":
-            done = sql_execution(answer, call, self._spec)
-        else:
-            done = execution(answer, float(answer.fields["seconds"]))
-        if done.effect is not Effect.NONE:
+        """Run a call; what was frozen before stays true for as long as calls change nothing."""
+        ran = await super().execute(call, listener)
+        if ran.effect is not Effect.NONE:
             self._frozen = None
-        return done
+        return ran
 
-    def _concluded(self, answer: Message) -> Message:
-        """See `Hosting._concluded`: nothing is left to do here.
+    def _begin_after_call(self, done: CallDone) -> None:
+        """Do nothing: a container needs nothing between calls."""
 
-        Raises:
-            SandboxError: the machine may be why it went as it did.
-        """
-        if answer.fields.get("young"):
-            self.be_young(SETTLE_S)
-        if answer.fields.get("host_full"):
-            self._die("the machine's disk is full")
-            raise SandboxError(
-                f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free where Docker keeps containers"
-            )
-        return answer
+    async def _settle(self) -> None:
+        """Do nothing: a call leaves nothing to wait for."""
 
-    async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
-        """Send the keeper a call and return its answer.
-
-        Raises:
-            SandboxError: the container is dead, or silent for longer than the call may take.
-        """
-        return await self._run(fields, body, timeout_s, fds or [])
-
-    async def inspect(self) -> StateView:
-        """See `InspectableSandbox.inspect`."""
-        return state_look(await self._talk({"op": "describe"}))
-
-    async def open_terminal(self, columns: int, rows: int) -> Pty:
-        """See `TerminalSandbox.open_terminal`."""
+    def _forget_frozen(self) -> None:
         self._frozen = None
-        return await self._open_terminal(columns, rows)
+
+    @property
+    def _disk(self) -> str:
+        return "where Docker keeps containers"
 
     def _kill(self) -> None:
         # Its keeper then kills the container.
-        self._channel.close(self._dead or "closed")
+        self.link.close()
 
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self) -> FrozenState:
         """See `Sandbox.freeze`: a copy of what was written over the image, unless nothing has changed since."""
-        self.require_still()
+        self._tools.require_still()
         known = self._frozen
         if known is not None and self._states.there(known.payload["copy"]):
             return known
         name, folder = self._states.allocate()
-        fields = {"op": "freeze", "folder": str(folder), "becomes": str(self._states.folder / name)}
         possible = await self._checkpointer.is_available()
         images: tuple[str, ...] = ()
+        copy = CopyFiles(str(folder), str(self._states.folder / name))
         try:
-            told = (await self._talk({**fields, "checkpoint": possible})).fields
-            if "tree" in told:
-                told, images = await self._checkpoint(int(told["tree"]), fields)
+            frozen = (await self.link.ask(FreezeContainer(copy.folder, copy.becomes, possible))).message
+            if isinstance(frozen, ProcessTree):
+                frozen, images = await self._checkpoint(frozen.pid, copy)
         except asyncio.CancelledError:
-            self._die("its freezing was cancelled")
+            self.link.die("its freezing was cancelled")
             raise
-        if "not_freezable" in told:
+        if isinstance(frozen, NotFreezable):
             why = "" if possible else f"; {self._checkpointer.unavailable_reason}"
-            raise NotFreezableError(f"sandbox {self.id}: {told['not_freezable']}{why}")
+            raise NotFreezableError(f"sandbox {self.id}: {frozen.reason}{why}")
         self._states.keep(name)
         self.parts = (name, *images)
         payload = {
             "copy": name,
             "image": self.image,
             "born_ns": self._born_ns,
-            "sessions": told["sessions"],
-            "pristine": told["pristine"],
+            "sessions": frozen.sessions,
+            "pristine": frozen.pristine,
         }
-        added = int(told["added_bytes"])
+        added = frozen.added_bytes
         if images:
-            payload |= {"images": images[0], "checkpoint": told["checkpoint"], "young_s": self.young_s}
+            payload |= {"images": images[0], "checkpoint": frozen.checkpoint, "young_s": self.young_s}
             added += await asyncio.to_thread(self._checkpointer.size_bytes, images)
             return FrozenState("container", "processes", payload, added, None, self.parts)
-        self._frozen = FrozenState("container", "files", payload, added, digest(told["state"]), self.parts)
+        self._frozen = FrozenState("container", "files", payload, added, frozen.state.digest, self.parts)
         return self._frozen
 
-    async def _checkpoint(self, tree: int, fields: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    async def _checkpoint(self, tree: int, copy: CopyFiles) -> tuple[CopiedState, tuple[str, ...]]:
         """Dump the processes below tree, and copy the files of the same moment; they run on."""
-        told: dict[str, Any] = {}
+        copied: list[CopiedState] = []
 
         async def start_criu(program: list[str], files: list[int]) -> None:
-            await self._talk({"op": "dump", "program": program}, b"", files)
+            await self.link.ask(DumpProcesses(program), fds=files)
 
         async def held(mapped: MappedFiles) -> None:
-            told.update((await self._talk({**fields, "op": "copy"})).fields)
+            copied.append((await self.link.ask(copy)).message)
             if mapped:
                 raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
-        return told, (await self._checkpointer.dump(start_criu, tree, held),)
+        images = await self._checkpointer.dump(start_criu, tree, held)
+        return copied[-1], (images,)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
         if self._closing is None:
-            self._dead = self._dead or "it was closed"
+            self.link.death = self.link.death or "it was closed"
             self._closing = start(self._close(), name=f"close {self.id}")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        self.close_sockets()
+        self._tools.close()
         await self._spares.throw_away(self._box)
         self.closed = True

@@ -1,6 +1,5 @@
 """All sessions' shells of a container, held from outside."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from sandboxes.container.anchor import ContainerAnchor
@@ -9,6 +8,7 @@ from sandboxes.container.shell import ContainerShell, read_limits, restore_scrip
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import KILLED, Shells
+from sandboxes.ipc.state_messages import BeginSandbox
 
 
 class ContainerShells(Shells):
@@ -18,10 +18,15 @@ class ContainerShells(Shells):
         super().__init__({}, "/", {}, None)
         self._anchor, self._house, self._inherited = anchor, house, inherited
 
-    def begin(self, told: Mapping[str, Any], environment: dict[str, str]) -> None:
-        """Be those of the sandbox that the driver tells of."""
-        self.environment, self.workdir = environment, told["workdir"]
-        self.sessions, self.pristine = told["sessions"], told["pristine"]
+    def begin(self, order: BeginSandbox, environment: dict[str, str]) -> None:
+        """Take on a sandbox's sessions.
+
+        Args:
+            order: The sandbox.
+            environment: The variables of new sessions.
+        """
+        self.environment, self.workdir = environment, order.workdir
+        self.sessions, self.pristine = order.sessions, order.pristine
 
     @property
     def anchor_pids(self) -> set[int]:

@@ -23,14 +23,15 @@ import socket
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
 from sandboxes.container.daemon import HOST, INSTANCE, PLACE, SANDBOX, Daemon
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
-from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
+from sandboxes.ipc.launch_messages import ForkKeeper
+from sandboxes.ipc.state_messages import KeeperReady
 from sandboxes.linux.files import remove_tree
 from sandboxes.spec import Limits
 from sandboxes.task_owner import TaskOwner, start
@@ -209,38 +210,35 @@ class Spares:
             raise
         ours, theirs = socket.socketpair()
         box = Box(name, started.id, Channel(ours), folder)
-        fields = {
-            "pid": started.pid,
-            "container": started.id,
-            "upper": started.upper,
-            "lowers": started.lowers,
-            "view": str(folder / "view"),
-            "box": str(folder / "box"),
-            "disk_bytes": limits.disk_mb << 20,
-            "reserve_bytes": RESERVE_BYTES,
-        }
+        order = ForkKeeper(
+            pid=started.pid,
+            container=started.id,
+            upper=started.upper,
+            lowers=list(started.lowers),
+            view=str(folder / "view"),
+            box=str(folder / "box"),
+            disk_bytes=limits.disk_mb << 20,
+            reserve_bytes=RESERVE_BYTES,
+        )
         try:
             async with asyncio.timeout(READY_S):
-                await self._fork_keeper(fields, theirs)
-                ready = await box.channel.receive()
-        except (SandboxError, ChannelClosedError, TimeoutError, OSError) as error:
+                await self._fork_keeper(order, theirs)
+                ready = await box.channel.next(KeeperReady)
+        except (SandboxError, ChannelClosedError, PeerFailedError, TimeoutError, OSError) as error:
             await self.throw_away(box)
             raise SandboxError(f"a container could not be set up: {error or 'no response in time'}") from error
         finally:
             theirs.close()
-        if "error" in ready.fields:
-            await self.throw_away(box)
-            raise SandboxError(f"a container could not be set up: {ready.fields['error']}")
-        box.bash = bool(ready.fields["bash"])
+        box.bash = ready.message.bash
         return box
 
-    async def _fork_keeper(self, fields: dict[str, Any], theirs: socket.socket) -> None:
-        if not fields["upper"] or not os.path.isdir(fields["upper"]):  # noqa: ASYNC240, PTH112 - a few microseconds
+    async def _fork_keeper(self, order: ForkKeeper, theirs: socket.socket) -> None:
+        if not order.upper or not os.path.isdir(order.upper):  # noqa: ASYNC240, PTH112 - a few microseconds
             raise SandboxError(
-                f"Docker's directory {fields['upper'] or '(none reported)'} is not visible here. The container driver "
+                f"Docker's directory {order.upper or '(none reported)'} is not visible here. The container driver "
                 "has to run on the daemon's machine, as root, with the overlay2 storage driver; see docs/containers.md."
             )
-        await self._launcher.request(fields, [theirs.fileno()])
+        await self._launcher.ask(order, [theirs.fileno()])
 
     def _discard(self, box: Box) -> None:
         self.background.spawn(f"remove container {box.id}", self.throw_away(box))

@@ -19,7 +19,7 @@ exec /bin/sh -i"""
 _SH_INTERACTIVE = b"unset ENV; TERM=xterm-256color; export TERM; PS1='$PWD# '\n"
 
 
-def start_shell(launch: Launch, shells: ContainerShells, size: tuple[int, int]) -> int:
+def start_shell(launch: Launch, shells: ContainerShells, *, columns: int, rows: int) -> int:
     """Start a shell on a new terminal; return our end.
 
     Raises:
@@ -34,6 +34,6 @@ def start_shell(launch: Launch, shells: ContainerShells, size: tuple[int, int]) 
         script += _SH_INTERACTIVE
     start = _BASH if shells.bash else _SH
     try:
-        return launch.begin_terminal(lambda path: ["/bin/sh", "-c", start, path], script, rows=size[1], columns=size[0])
+        return launch.begin_terminal(lambda path: ["/bin/sh", "-c", start, path], script, rows=rows, columns=columns)
     finally:
         launch.end()

@@ -10,7 +10,9 @@ from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import RIGHTS
 from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.shell_pool import Shells
 from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
+from sandboxes.ipc.messages import ServerOrder
 from sandboxes.shell_quote import quote
 
 
@@ -23,7 +25,7 @@ class ContainerServer(ServerProcess):
     def __init__(self, name: str, pid: int, inner: int, folder: Path, fds: Mapping[str, int], *, talks: bool) -> None:
         super().__init__(name, pid, fds["out"], (fds["go"], fds["dump"]) if talks else ())
         # Held open, so that nobody waits for the other end.
-        self._rest = [fd for name, fd in fds.items() if name != "out" and fd not in self.talk]
+        self._rest = [fd for name, fd in fds.items() if name != "out" and fd not in self.pipes]
         self.inner, self.folder, self.talks = inner, folder, talks
 
     def close(self) -> None:
@@ -43,9 +45,9 @@ class ContainerServer(ServerProcess):
 class ContainerServers(Servers):
     """Those of one container."""
 
-    def __init__(self, anchor: ContainerAnchor, house: Household) -> None:
+    def __init__(self, shells: Shells, anchor: ContainerAnchor, house: Household) -> None:
+        super().__init__(shells)
         self._anchor, self._house = anchor, house
-        self._servers = {}
         self._strays: list[Log] = []
         self._prepared: list[tuple[dict[str, Any], dict[str, int]]] = []
 
@@ -70,12 +72,12 @@ class ContainerServers(Servers):
         """See `Servers.outputs`."""
         return {**super().outputs, **{log.fd: log for log in self._strays if log.fd >= 0}}
 
-    def take_over(self, fd: int, pid: int) -> None:  # noqa: ARG002 - its FIFO has no place in a checkpoint
-        """See `Servers.take_over`."""
+    def drain_detached(self, fd: int, pid: int) -> None:  # noqa: ARG002 - no checkpoint holds its FIFO
+        """From now on drain the output of a process that its client has left."""
         self._strays.append(Log(fd))
 
-    def _start(self, order: dict[str, Any]) -> None:
-        talks = order["port"] is None
+    def _start(self, order: ServerOrder) -> None:
+        talks = order.port is None
         self._anchor.look_after()
         folder = self._anchor.new_folder()
         fds = _furnish(folder, _script(order, folder.name, talks=talks))
@@ -86,12 +88,12 @@ class ContainerServers(Servers):
             said = Log(fds["out"]).tail()
             for fd in fds.values():
                 os.close(fd)
-            what = f"server {order['name']!r} ended when it was started: {said}"
+            what = f"server {order.name!r} ended when it was started: {said}"
             raise ToolServerError("crashed", f"{what} ({error})") from error
-        before = self._servers.pop(order["name"], None)
+        before = self._servers.pop(order.name, None)
         if before is not None:
             before.close()
-        self._servers[order["name"]] = ContainerServer(order["name"], pid, inner, folder, fds, talks=talks)
+        self._servers[order.name] = ContainerServer(order.name, pid, inner, folder, fds, talks=talks)
 
     def _is_over(self, server: ServerProcess) -> bool:
         """See `Servers._is_over`. A server here stays in the foreground."""
@@ -113,10 +115,10 @@ def _furnish(folder: Path, script: bytes) -> dict[str, int]:
     return fds
 
 
-def _script(order: dict[str, Any], folder: str, *, talks: bool) -> bytes:
+def _script(order: ServerOrder, folder: str, *, talks: bool) -> bytes:
     """Return what the shell does that becomes the server."""
-    names = " ".join(f"export {name}={quote(value)};" for name, value in order["environment"].items())
+    names = " ".join(f"export {name}={quote(value)};" for name, value in order.environment.items())
     here = f"{BOX}/{folder}"
     places = f"0<{here}/go 1>{here}/dump 2>{here}/out" if talks else f"0</dev/null 1>{here}/out 2>{here}/out"
-    lines = (names, f"cd -- {quote(order['workdir'])} || cd /", f"exec /bin/sh -c {quote(order['command'])} {places}")
+    lines = (names, f"cd -- {quote(order.workdir)} || cd /", f"exec /bin/sh -c {quote(order.command)} {places}")
     return "\n".join((*lines, "")).encode(errors="surrogateescape")

@@ -1,7 +1,12 @@
-"""Processes that were left running, by the names that they were started under. Seen from pid 1 or a keeper.
+"""Background processes: those that go on after the call that started them, by the number that the call gave them.
 
-What they say is kept until somebody takes it; who takes it is told in which order it came on each stream, and of their
-end when all of it was taken. Until then they are part of the sandbox's state.
+The supervisor holds the other ends of their pipes. It keeps what they print until a call polls it, and forgets a
+process when a poll has reported its exit code. Until then the process is part of the sandbox's state, even after it has
+ended: a restored sandbox must be able to answer the same polls.
+
+When and how the exit code is read matters. Only the anchor, the process's parent, can tell it, and CRIU may be holding
+the anchor still between two calls. So `drain`, which runs between calls, never asks; `look`, which runs during calls,
+does.
 """
 
 import base64
@@ -15,50 +20,63 @@ import signal
 import struct
 import termios
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sandboxes.ipc.messages import UseBackgroundProcess
 from sandboxes.process_output import END, ERR, LINGER_S, MEDIA_TYPE, OUT, frame
 
 ProcessAnswer = tuple[int, str, bytes]
 """Status, media type and body of an answer."""
 _CHUNK = 1 << 16
-_SESSION = 0x5429
-"""TIOCGSID, which Python 3.11 has no name for: whose session a terminal is."""
+"""How much is read at once: the size of a pipe."""
+_TIOCGSID = 0x5429
+"""Reads the session of a terminal; Python 3.11 has no name for it."""
 DYING_S = 0.2
-"""How long one that was just ended is given to be gone."""
+"""How long a killed process is given to be gone. One that takes longer is reported as running once more."""
 LOOK_S = 1.0
-"""Between calls, how often who keeps processes looks at them at least."""
+"""The longest interval between two looks at background processes while no call runs."""
 WRITE_S = 10.0
-"""How long a process may take to read what is written to it."""
+"""How long a process may take to read what is written to its stdin."""
 
 
-class Kept:
-    """One stream: what has come of it and nobody has taken. It keeps limit bytes, and counts what comes then."""
+class PendingOutput:
+    """Output of one stream that was not polled yet.
+
+    Attributes:
+        fd: Our end of the pipe; -1 once it is closed.
+        data: The output.
+        dropped: How many more bytes came than are kept.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.data = bytearray()
         self.dropped = 0
 
-    def drain(self, limit: int) -> None:
-        """Take what is there without waiting."""
+    def drain(self, max_bytes: int) -> None:
+        """Read without waiting, and keep at most max_bytes."""
         while self.fd >= 0:
             try:
                 data = os.read(self.fd, _CHUNK)
             except BlockingIOError:
                 return
             except OSError:
+                # A terminal's master end fails with EIO once no process has the other end open.
                 data = b""
             if not data:
                 self.close()
                 return
-            room = max(0, limit - len(self.data))
+            room = max(0, max_bytes - len(self.data))
             self.data += data[:room]
             self.dropped += max(0, len(data) - room)
 
     def take(self, size: int | None) -> bytes:
-        """Return what has come, at most size bytes; without one all of it, with a last line on what was not kept."""
+        """Remove and return at most size bytes.
+
+        Args:
+            size: How many bytes; None for all of them, and a last line about bytes that were not kept.
+        """
         taken = bytes(self.data[:size])
         del self.data[:size]
         if size is None and self.dropped:
@@ -67,25 +85,53 @@ class Kept:
         return taken
 
     def close(self) -> None:
+        """Close our end of the pipe; what was read stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
-class Left:
-    """One. told: what it was started with. ends: our ends of its streams, by their places.
+def pending_outputs(ends: Mapping[int, int]) -> dict[int, PendingOutput]:
+    """Return the output streams of a process, by stream number, given our ends of its streams."""
+    return {stream: PendingOutput(ends.get(stream, -1)) for stream in (OUT, ERR)}
 
-    until: when its time is up, and it alone is ended, as E2B's server does; by `time.monotonic`.
-    death: readable when it has ended. pid: as this process knows it. status: tells its exit code once it has ended.
+
+class BackgroundProcess:
+    """One process that goes on in the background, or the watch of a directory, which behaves like one.
+
+    Attributes:
+        description: What it was started with: number, argv, environment and the rest of the call's arguments.
+        pid: Its process, as the supervisor numbers it.
+        streams: Its output, by stream number.
+        terminal: Whether it has a terminal. Its master end is then both the OUT stream and the way to type.
+        watches: Whether it is the watch of a directory.
+        stdin: Our end of its stdin; -1 if it has none or it is closed.
+        code: Its exit code; None until the supervisor knows that it has ended.
+        signals: The signals that calls have sent to it.
+        until: When its time is up and it alone is killed, by `time.monotonic`.
     """
 
     def __init__(
-        self, told: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int, status: Callable[[], int]
+        self,
+        description: Mapping[str, Any],
+        streams: dict[int, PendingOutput],
+        stdin: int,
+        death: int,
+        pid: int,
+        status: Callable[[], int],
     ) -> None:
-        self.told, self.pid = dict(told), pid
-        self.terminal, self.watches = bool(told.get("tty")), "argv" not in told
-        self.stdin = ends.get(0, -1)
-        self.streams = {place: Kept(ends.get(place, -1)) for place in (OUT, ERR)}
+        """Take over a process that runs.
+
+        Args:
+            description: What it was started with.
+            streams: Its output, by stream number.
+            stdin: Our end of its stdin, or -1.
+            death: A descriptor that is readable once it has ended.
+            pid: Its process.
+            status: Returns its exit code once it has ended.
+        """
+        self.description, self.pid, self.streams, self.stdin = dict(description), pid, streams, stdin
+        self.terminal, self.watches = bool(description.get("tty")), "argv" not in description
         self.code: int | None = None
         self.signals: set[int] = set()
         self.until = math.inf
@@ -93,51 +139,55 @@ class Left:
         self._ended_at = 0.0
 
     def await_death(self) -> None:
-        """Give it the moment that it takes to die: who killed it and looks finds it gone."""
+        """Wait a moment for a killed process to die, so that the next poll finds it gone."""
         select.select([self._death], [], [], DYING_S)
 
-    def drain(self, limit: int) -> None:
-        """Take what it has said, and end it if its time is up."""
+    def drain(self, max_bytes: int) -> None:
+        """Take its output, and kill it if its time is up."""
         if self.code is None and time.monotonic() > self.until and not select.select([self._death], [], [], 0)[0]:
             self.until = math.inf
             self.signal(signal.SIGKILL)
         for stream in self.streams.values():
-            stream.drain(limit)
+            stream.drain(max_bytes)
 
-    def look(self, limit: int) -> None:
-        """Take what it has said, and note its end, which the anchor tells: never while a dump may hold that still."""
+    def look(self, max_bytes: int) -> None:
+        """Take its output, and note whether it has ended. Only during a call: the anchor is asked for the exit code."""
         overdue = time.monotonic() > self.until
-        self.drain(limit)
+        self.drain(max_bytes)
         if self.code is None and select.select([self._death], [], [], DYING_S if overdue else 0)[0]:
             self.code, self._ended_at = self._status(), time.monotonic()
-            self.drain(limit)
+            self.drain(max_bytes)
         if self.code is not None and time.monotonic() - self._ended_at > LINGER_S:
-            # What it left behind holds its streams.
+            # Children that it left behind hold its streams open, and may do so for ever.
             for stream in self.streams.values():
                 stream.close()
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, and said all that it will."""
+        """Whether it has ended and all its output has come."""
         return self.code is not None and all(stream.fd < 0 for stream in self.streams.values())
 
     def take(self, due: Mapping[int, int] | None) -> bytes:
-        """Return frames of what it has said; of each stream no more than is due."""
-        said = b""
-        for place, stream in self.streams.items():
-            data = stream.take(None if due is None else due[place])
-            said += frame(place, data) if data else b""
-        return said
+        """Remove and return output as frames.
+
+        Args:
+            due: How many bytes of each stream to take at most; None for all.
+        """
+        frames = b""
+        for number, stream in self.streams.items():
+            data = stream.take(None if due is None else due[number])
+            frames += frame(number, data) if data else b""
+        return frames
 
     def ending(self) -> dict[str, Any]:
-        """Return what the last frame of an answer tells."""
+        """Return the content of an answer's last frame: the exit code, once all output was polled."""
         code = self.code if self.over and not any(stream.data for stream in self.streams.values()) else None
         number = 0 if code is None else code - 128
-        told = {"exit_code": code, "timed_out": False, "truncated": False}
-        return {**told, "signal": number} if number in self.signals else told
+        facts = {"exit_code": code, "timed_out": False, "truncated": False}
+        return {**facts, "signal": number} if number in self.signals else facts
 
-    def write(self, data: bytes, limit: int, *, typed: bool) -> str:
-        """Write to its stdin, or typed at its terminal; return why that is not possible, or nothing."""
+    def write(self, data: bytes, max_bytes: int, *, typed: bool) -> str:
+        """Write to its stdin or type at its terminal; return why that is not possible, or an empty text."""
         if typed != self.terminal:
             return "it has a terminal: what it reads is typed there" if self.terminal else "it has no terminal"
         view, deadline = memoryview(data), time.monotonic() + WRITE_S
@@ -148,8 +198,8 @@ class Left:
             try:
                 view = view[os.write(to, view) :]
             except BlockingIOError:
-                # It may wait for us to take what it says.
-                self.look(limit)
+                # A filter such as `cat` stops reading while its own output pipe is full, so output is drained here.
+                self.look(max_bytes)
                 if time.monotonic() > deadline:
                     return "it does not read its stdin"
                 select.select([], [to], [], 0.05)
@@ -157,8 +207,8 @@ class Left:
                 return "it has closed its stdin"
         return ""
 
-    def shut(self) -> str:
-        """Close its stdin; return why that is not possible, or nothing."""
+    def close_stdin(self) -> str:
+        """Close its stdin; return why that is not possible, or an empty text."""
         if self.terminal:
             return "it has a terminal, whose end is typed: Ctrl+D (0x04)"
         if self.stdin >= 0:
@@ -167,27 +217,28 @@ class Left:
         return ""
 
     def resize(self, size: Sequence[int]) -> str:
-        """Give its terminal so many rows and columns; return why that is not possible, or nothing."""
+        """Set its terminal's rows and columns; return why that is not possible, or an empty text."""
         if not self.terminal:
             return "it has no terminal"
-        # Nobody has a terminal open any more whose process has ended.
+        # Fails harmlessly once the process has ended and no process has the terminal open.
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.streams[OUT].fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         return ""
 
     def signal(self, number: int) -> None:
-        """Send it a signal; of a terminal's processes, to the one whose session it is."""
+        """Send it a signal. On a terminal the leader of the terminal's session gets it."""
         self.signals.add(number)
         pid = self.pid
         if self.terminal:
             with contextlib.suppress(OSError):
-                told = fcntl.ioctl(self.streams[OUT].fd, _SESSION, struct.pack("i", 0))
-                pid = struct.unpack("i", told)[0] or pid
+                # The process may be a shell script that has started the leader in a new session.
+                leader = fcntl.ioctl(self.streams[OUT].fd, _TIOCGSID, struct.pack("i", 0))
+                pid = struct.unpack("i", leader)[0] or pid
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close all descriptors of it; the process itself is not touched."""
         if self.stdin >= 0:
             os.close(self.stdin)
             self.stdin = -1
@@ -198,62 +249,72 @@ class Left:
             self._death = -1
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of this side: where its streams are, and the kernel's names of them."""
-        ends = {place: stream.fd for place, stream in self.streams.items()} | {0: self.stdin}
-        open_ends = {place: fd for place, fd in sorted(ends.items()) if fd >= 0}
+        """Return what a checkpoint has to keep of it: its output, and the kernel's names of the pipes to it.
+
+        The members are a disk format.
+        """
+        ends = {number: stream.fd for number, stream in self.streams.items()} | {0: self.stdin}
+        open_ends = {number: fd for number, fd in sorted(ends.items()) if fd >= 0}
         return {
-            "told": self.told, "pid": self.pid, "code": self.code, "signals": sorted(self.signals),
+            "told": self.description, "pid": self.pid, "code": self.code, "signals": sorted(self.signals),
             "places": list(open_ends), "left_s": None if self.until == math.inf else self.until - time.monotonic(),
             "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in open_ends.values()],  # noqa: PTH115
-            "kept": {str(place): base64.b64encode(stream.data).decode() for place, stream in self.streams.items()},
+            "kept": {str(number): base64.b64encode(stream.data).decode() for number, stream in self.streams.items()},
         }  # fmt: skip
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
-        """Know again what was remembered."""
+        """Go on from what `remember` returned before the checkpoint."""
         self.code, self.signals = remembered["code"], set(remembered["signals"])
-        left_s = remembered.get("left_s")
-        self.until = math.inf if left_s is None else time.monotonic() + left_s
-        for place, data in remembered["kept"].items():
-            self.streams[int(place)].data[:] = base64.b64decode(data)
+        remaining_s = remembered.get("left_s")
+        self.until = math.inf if remaining_s is None else time.monotonic() + remaining_s
+        for number, data in remembered["kept"].items():
+            self.streams[int(number)].data[:] = base64.b64decode(data)
 
 
-class AllLeft:
-    """Those of one sandbox. limit: bytes kept of each stream."""
+class BackgroundProcesses:
+    """The background processes of one sandbox.
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._processes: dict[int, Left] = {}
+    Attributes:
+        max_bytes: How much output of each stream is kept.
+    """
 
-    def __iter__(self) -> Any:
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._processes: dict[int, BackgroundProcess] = {}
+
+    def __iter__(self) -> Iterator[BackgroundProcess]:
         return iter(list(self._processes.values()))
 
-    def add(self, process: Left) -> None:
-        """Take one over."""
-        self._processes[process.told["process"]] = process
+    def add(self, process: BackgroundProcess) -> None:
+        """Take a process over."""
+        self._processes[process.description["process"]] = process
 
-    @property
-    def outputs(self) -> dict[int, Kept]:
-        """Their streams by descriptor, for who drains them."""
-        return {s.fd: s for process in self for s in process.streams.values() if s.fd >= 0}
-
-    def drop(self, name: int) -> bool:
-        """Let go of a watch; False where there is none."""
-        watch = self._processes.get(name)
+    def drop_watch(self, number: int) -> bool:
+        """End the watch of a directory; return False if there is no such watch."""
+        watch = self._processes.get(number)
         if watch is None or not watch.watches:
             return False
         watch.close()
-        del self._processes[name]
+        del self._processes[number]
         return True
 
     @property
-    def within_ms(self) -> int:
-        """How soon they are to be looked at: at least every second, and when the time of one is up."""
-        left_s = min((process.until for process in self), default=math.inf) - time.monotonic()
-        return max(1, math.ceil(1000 * min(LOOK_S, left_s)))
+    def outputs(self) -> dict[int, PendingOutput]:
+        """Their open streams by descriptor."""
+        return {s.fd: s for process in self for s in process.streams.values() if s.fd >= 0}
 
     @property
-    def outside(self) -> str:
-        """Say what of them is outside of what a checkpoint holds: the kernel's half of a terminal, or of a watch."""
+    def within_ms(self) -> int:
+        """In how many milliseconds they must be looked at: in a second, or when the time of one is up."""
+        remaining_s = min((process.until for process in self), default=math.inf) - time.monotonic()
+        return max(1, math.ceil(1000 * min(LOOK_S, remaining_s)))
+
+    @property
+    def outside_checkpoint(self) -> str:
+        """Why CRIU could not dump one of them; empty if it could.
+
+        CRIU does not hold the kernel's half of a terminal or of an inotify watch, whose other half is in this process.
+        """
         if any(process.terminal for process in self):
             return "a terminal is open, and a checkpoint does not hold it"
         if any(process.watches for process in self):
@@ -263,63 +324,73 @@ class AllLeft:
     @property
     def state(self) -> set[tuple[Any, ...]]:
         """What of them is part of the sandbox's state."""
-        return {("left", name) for name in self._processes}
+        return {("background", number) for number in self._processes}
 
     def drain(self) -> None:
-        """Take what all have said, so that they do not wait for us. Between calls, when a dump may be under way."""
+        """Take their output between calls. Never asks for an exit code, because a dump may hold the anchor still."""
         for process in self:
-            process.drain(self.limit)
+            process.drain(self.max_bytes)
 
     def look(self) -> None:
-        """The same during a call; who has ended is noted."""
+        """Take their output during a call, and note which of them have ended."""
         for process in self:
-            process.look(self.limit)
+            process.look(self.max_bytes)
 
-    def perform(self, fields: Mapping[str, Any], body: bytes) -> ProcessAnswer:
-        """Do what a call asks for: `list`, or with a process `attend`, `write`, `close`, `resize` or `signal`."""
+    def perform(self, request: UseBackgroundProcess, body: bytes) -> ProcessAnswer:
+        """Carry out `list`, `attend` (which is a poll), `write`, `close`, `resize` or `signal`."""
         self.look()
-        tool, arguments = fields["tool"], fields["arguments"]
+        tool, arguments = request.tool, request.arguments
         if tool == "list":
-            alive = [process.told for process in self if process.code is None and not process.watches]
-            return 200, "application/json", json.dumps(sorted(alive, key=lambda told: int(told["process"]))).encode()
+            running = [process.description for process in self if process.code is None and not process.watches]
+            running.sort(key=lambda description: int(description["process"]))
+            return 200, "application/json", json.dumps(running).encode()
         process = self._processes.get(arguments["process"])
         if process is None or ((process.code is not None or process.watches) and tool != "attend"):
             return 404, "text/plain", f"there is no process {arguments['process']}".encode()
-        why = ""
+        problem = ""
         match tool:
             case "attend":
-                return self._attend(process, arguments.get("until"), fields["timeout_s"])
+                return self._poll(process, arguments.get("until"), request.timeout_s)
             case "write":
-                why = process.write(body, self.limit, typed=bool(arguments.get("typed")))
+                problem = process.write(body, self.max_bytes, typed=bool(arguments.get("typed")))
             case "close":
-                why = process.shut()
+                problem = process.close_stdin()
             case "resize":
-                why = process.resize(arguments["size"])
+                problem = process.resize(arguments["size"])
             case "signal":
                 process.signal(arguments["signal"])
                 if arguments["signal"] == signal.SIGKILL:
                     process.await_death()
-        return (409, "text/plain", why.encode()) if why else (200, "application/json", b"{}")
+        return (409, "text/plain", problem.encode()) if problem else (200, "application/json", b"{}")
 
-    def _attend(self, process: Left, until: Mapping[str, Any] | None, timeout_s: float) -> ProcessAnswer:
-        """Tell what a process has said; with until, wait for as much and no more, or for its end."""
+    def _poll(self, process: BackgroundProcess, until: Mapping[str, Any] | None, timeout_s: float) -> ProcessAnswer:
+        """Return what a process has printed since the last poll.
+
+        Args:
+            process: The process.
+            until: For a replay: how much output the recorded poll returned, and whether the process had ended. The
+                poll waits for as much and returns no more. None: return what is there.
+            timeout_s: How long a replay waits.
+        """
         due = None
         if until is not None:
-            due = {place: int(until[str(place)]) for place in (OUT, ERR)}
-            self._await(process, due, ended=until["ended"], timeout_s=timeout_s)
-        said = process.take(due)
-        told = process.ending()
-        if told["exit_code"] is not None:
+            due = {number: int(until[str(number)]) for number in (OUT, ERR)}
+            self._await_output(process, due, ended=until["ended"], timeout_s=timeout_s)
+        output = process.take(due)
+        ending = process.ending()
+        if ending["exit_code"] is not None:
             process.close()
-            del self._processes[process.told["process"]]
-        return 200, MEDIA_TYPE, said + frame(END, json.dumps(told).encode())
+            del self._processes[process.description["process"]]
+        return 200, MEDIA_TYPE, output + frame(END, json.dumps(ending).encode())
 
-    def _await(self, process: Left, due: Mapping[int, int], *, ended: bool, timeout_s: float) -> None:
+    def _await_output(
+        self, process: BackgroundProcess, due: Mapping[int, int], *, ended: bool, timeout_s: float
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not process.over:
-            enough = all(len(process.streams[place].data) >= size for place, size in due.items())
+            enough = all(len(process.streams[number].data) >= size for number, size in due.items())
             if enough and not ended:
                 return
             fds = [stream.fd for stream in process.streams.values() if stream.fd >= 0]
             select.select([*fds], [], [], 0.01 if ended else 0.05)
-            process.look(self.limit)
+            process.look(self.max_bytes)

@@ -2,13 +2,17 @@
 
 import os
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Container
 
-from sandboxes.guest import bash_session as sessions
+from sandboxes.effects import StateDigest
+from sandboxes.guest import bash_session as session_texts
 from sandboxes.guest import file_delta as delta
+from sandboxes.ipc.state_messages import StartSandbox
 from sandboxes.linux import processes
 from sandboxes.session_types import ShellSession
+
+Digests = tuple[StateDigest | None, bytes | None]
+"""The digest of a state without running processes, or the witness of a state with some; None for the other."""
 
 WATCH_S = 0.1
 QUIET_S = 2.0
@@ -44,22 +48,20 @@ class Stillness:
 
 
 class Changes:
-    """Those of one sandbox. fields: what the driver told of the state it begins with, and of its limits.
+    """The files of one sandbox, compared with what they were before a call and with the root state.
 
-    `now`: the delta to the root state; None where that is too large to know.
+    Attributes:
+        roots: The directories that are compared.
+        disk_bytes: How much the sandbox may write.
+        reserve_bytes: With less free disk than this, failures are the machine's.
+        now: The delta to the root state; None if it is too large to know.
     """
 
-    def __init__(self, roots: delta.DeltaRoots, fields: dict[str, Any]) -> None:
+    def __init__(self, roots: delta.DeltaRoots, order: StartSandbox) -> None:
         self.roots = roots
-        self.disk_bytes: int = fields["disk_bytes"]
-        self.reserve_bytes: int = fields["reserve_bytes"]
-        self._below_bytes: int = fields["below_bytes"]
-        self._born_ns: int = fields["born_ns"]
-        told = fields["delta"]
-        self._base: delta.Delta | None = (
-            None if told is None else {path: (what, at) for path, (what, at) in told.items()}
-        )
-        self.now = self._base
+        self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
+        self._below_bytes, self._born_ns = order.below_bytes, order.born_ns
+        self._base = self.now = order.delta
         self._signatures: dict[str, delta.Signature] = {}
 
     def look(self) -> bool:
@@ -93,24 +95,16 @@ class Changes:
         """Paths that share their file with others."""
         return delta.linked(self._signatures)
 
-    def state(self, told: dict[str, ShellSession], *, alive: bool) -> dict[str, Any]:
-        """Return the state's digests, or beside live processes its witness, with the sessions told."""
-        if self.now is None:
-            return {"state": None, "witness": None}
-        digest, now_ns = sessions.digest(told), time.time_ns()
-        if not alive:
-            exact, content = delta.digests(self.now, digest, born_ns=self._born_ns, now_ns=now_ns)
-            return {"state": [exact.hex(), content.hex()], "witness": None}
-        # What lives may go on writing where it writes: only the rest says what the call itself did. To look at all
-        # descriptors takes a quarter of a millisecond, which a call that leaves the root's files alone need not pay.
-        written = processes.written_paths() if self.now else set()
-        still = {path: entry for path, entry in self.now.items() if path not in written}
-        return {"state": None, "witness": delta.digests(still, digest, born_ns=self._born_ns, now_ns=now_ns)[1].hex()}
+    def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
+        """Return the state's digest, or its witness if processes run."""
+        # Reading all descriptors takes 0.25 ms: a call that leaves the root state's files alone need not pay for it.
+        written = processes.written_paths() if alive and self.now else set()
+        return digests_of(self.now, sessions, self._born_ns, written if alive else None)
 
-    def told(self) -> dict[str, Any]:
-        """Return what a layer of what was written has to keep."""
-        size = delta.size_bytes(self.roots.upper) if self.written else 0
-        return {"delta": self.now, "size_bytes": size, "empty": not self.written}
+    @property
+    def upper_bytes(self) -> int:
+        """The bytes on disk of what was written over the layers below."""
+        return delta.size_bytes(self.roots.upper) if self.written else 0
 
     def switched(self, upper: int, lower: int, added_bytes: int) -> None:
         """Go on over other layers: what was written is below now, or gone."""
@@ -122,13 +116,34 @@ class Changes:
         self._below_bytes += added_bytes
 
     def free_bytes(self) -> int:
-        """Return what the machine's disk has left."""
+        """Return the free bytes of the machine's disk."""
         return free_bytes(self.roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
         """See `disk_watch`."""
         below = self._below_bytes
         return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=below)
+
+
+def digests_of(
+    now: delta.Delta | None, sessions: dict[str, ShellSession], born_ns: int, written: Container[str] | None
+) -> Digests:
+    """Return the digest of a state, or its witness; neither if the delta is too large to know.
+
+    Args:
+        now: The delta to the root state.
+        sessions: The shell sessions that differ from a new one.
+        born_ns: When the root state was made.
+        written: The files that running processes have open for writing; None if no process runs.
+    """
+    if now is None:
+        return None, None
+    digest, now_ns = session_texts.digest(sessions), time.time_ns()
+    if written is None:
+        return StateDigest(*delta.digests(now, digest, born_ns=born_ns, now_ns=now_ns)), None
+    # A running process may go on writing to these files at any moment. Only the other files say what the call did.
+    still = {path: entry for path, entry in now.items() if path not in written}
+    return None, delta.digests(still, digest, born_ns=born_ns, now_ns=now_ns)[1]
 
 
 def free_bytes(folder: int) -> int:

@@ -1,84 +1,140 @@
-"""pid 1's part in restoring a checkpoint: pipes to what comes back, and CRIU, started before anything is confined."""
+"""Pid 1's part in restoring a checkpoint: pipes to the restored processes, and starting CRIU.
+
+Theory of operation. Restored processes had pipes whose other ends were in the old pid 1. CRIU cannot bring those back,
+because that process is not in the tree. So, before anything is restored:
+
+1. New pipes are made for the anchor, each shell, each server and each background process, in the fixed order of
+   `ipc.inherited.inherited`. The proxy tells CRIU the old pipes' names in the same order.
+2. Mapped files that CRIU cannot open by itself are opened by path, at the end of that order.
+3. CRIU inherits the far ends, and gives each restored process the new pipe in place of its old one.
+
+Processes keep their pids, since shells know their children by them. CRIU and its helpers need pids too while they work.
+They get pids far above the restored ones, and afterwards the counter is set to where it was when the checkpoint was
+taken. So the next process gets the pid that it would have got without a checkpoint.
+
+All this happens before pid 1 gives up its rights: restoring needs them, and the agent's processes do not run yet.
+"""
 
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from sandboxes.guest.anchor import Anchor
 from sandboxes.guest.criu_launch import operate, set_last_pid
-from sandboxes.guest.shell import Shell, new_pipes
+from sandboxes.guest.shell import Shell
+from sandboxes.guest.shell import new_pipes as new_shell_pipes
 from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
+from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
 
-OUT_OF_THE_WAY = 1000
-"""CRIU and its helpers get pids this far above those that have to be restored."""
+PID_DISTANCE = 1000
+"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree."""
+
+
+class Restored(NamedTuple):
+    """Our side of what a checkpoint brought back.
+
+    Attributes:
+        anchor: The anchor.
+        shells: The sessions' shells.
+        servers: What was remembered of each server.
+        server_ends: Our ends of all servers' pipes, in order.
+        background: What was remembered of each background process, with our ends of its pipes by stream number.
+        restless: Whether the processes may have been changing files by themselves.
+    """
+
+    anchor: Anchor
+    shells: list[Shell]
+    servers: list[dict[str, Any]]
+    server_ends: list[int]
+    background: list[tuple[dict[str, Any], dict[int, int]]]
+    restless: bool
 
 
 class Restoring:
-    """Under way from its making to `finish`.
+    """One restore, under way from the constructor's return to `finish`."""
 
-    files: socket to the driver, the host's root, images, kernel features; all become ours.
-    """
+    def __init__(self, checkpoint: Checkpoint, program: list[str], files: Sequence[int]) -> None:
+        """Make the pipes and start CRIU.
 
-    def __init__(self, checkpoint: dict[str, Any], program: list[str], files: list[int]) -> None:
-        self.checkpoint = checkpoint
-        requests, answering = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-        theirs = [requests[0], answering[1]]
-        self._anchor_ends = (requests[1], answering[0])
-        self._shell_ends: list[dict[int, int]] = []
-        for shell in checkpoint["shells"]:
-            ours, yours = new_pipes()
-            self._shell_ends.append(ours)
-            theirs += [yours[place] for place in sorted(map(int, shell["pipes"]))]
+        Args:
+            checkpoint: What was remembered of the processes.
+            program: CRIU and its arguments.
+            files: A socket to the proxy, the host's root, the images and the kernel features; they are closed here.
+        """
+        self._checkpoint = checkpoint
+        theirs: list[int] = []
+        self._anchor_ends = _anchor_pipes(theirs)
+        self._shell_ends = [_shell_pipes(shell, theirs) for shell in checkpoint["shells"]]
+        # Snapshots of older versions have no entries for servers and background processes.
         self._servers = list(checkpoint.get("servers", ()))
-        self._server_ends: list[int] = []
-        for server in self._servers:
-            pairs = list(zip(*new_server_pipes(talks=server["talks"]), strict=True))
-            for end, yours_end in pairs[: len(server["pipes"])]:
-                self._server_ends.append(end)
-                theirs.append(yours_end)
-            for pair in pairs[len(server["pipes"]) :]:
-                # Of a log that was closed.
-                for fd in pair:
-                    os.close(fd)
-        self._left = [(process, _pipes(process["places"], theirs)) for process in checkpoint.get("left", ())]
+        self._server_ends = [end for server in self._servers for end in _server_pipes(server, theirs)]
+        self._background = [
+            (process, _process_pipes(process["places"], theirs)) for process in checkpoint.get("left", ())
+        ]
         theirs += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for _, path in sorted(checkpoint["mapped"].items())]
-        reply, host_root, *rest = files
-        self._host_root = host_root
-        set_last_pid(host_root, max([*checkpoint["pids"], checkpoint["last_pid"]]) + OUT_OF_THE_WAY)
+        reply, self._host_root, *rest = files
+        # Without this, CRIU itself could take a pid that it has to give to a restored process.
+        set_last_pid(self._host_root, max([*checkpoint["pids"], checkpoint["last_pid"]]) + PID_DISTANCE)
         self._operator = os.fork()
         if self._operator == 0:
-            operate(host_root, program, reply, [*rest, *theirs])
+            operate(self._host_root, program, reply, [*rest, *theirs])
         for fd in (reply, *rest, *theirs):
             os.close(fd)
 
-    def finish(self) -> None:
-        """Wait for CRIU to be gone; from then on pids are given as if it had never been here."""
+    def finish(self) -> Restored:
+        """Wait until CRIU is gone, and return our side of what came back."""
+        checkpoint = self._checkpoint
         os.waitpid(self._operator, 0)
+        # CRIU's helpers became children of pid 1 when CRIU ended.
         processes.reap()
-        set_last_pid(self._host_root, self.checkpoint["last_pid"])
+        set_last_pid(self._host_root, checkpoint["last_pid"])
         os.close(self._host_root)
-
-    def adopted(
-        self,
-    ) -> tuple[Anchor, list[Shell], list[dict[str, Any]], list[int], list[tuple[dict[str, Any], dict[int, int]]]]:
-        """Return this side of what came back: the anchor, shells, servers, and processes that were left running.
-
-        Servers and processes with our ends of their pipes.
-        """
-        shells = zip(self.checkpoint["shells"], self._shell_ends, strict=True)
-        anchor = Anchor(self.checkpoint["anchor"]["pid"], self._anchor_ends)
-        known = [Shell.adopt(told, ends) for told, ends in shells]
-        return anchor, known, self._servers, self._server_ends, self._left
+        shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
+        return Restored(
+            Anchor(checkpoint["anchor"]["pid"], self._anchor_ends),
+            [Shell.adopt(remembered, ends) for remembered, ends in shells],
+            self._servers,
+            self._server_ends,
+            self._background,
+            restless=checkpoint["restless"],
+        )
 
 
-def _pipes(places: list[int], theirs: list[int]) -> dict[int, int]:
-    """Make the pipes of a process; return our ends by their places, and add the other ends to theirs."""
+def _anchor_pipes(theirs: list[int]) -> tuple[int, int]:
+    """Make the anchor's pipes; return our ends, requests first, and add the anchor's ends to theirs."""
+    requests, replies = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    theirs += [requests[0], replies[1]]
+    return requests[1], replies[0]
+
+
+def _shell_pipes(shell: dict[str, Any], theirs: list[int]) -> dict[int, int]:
+    """Make a shell's pipes; return our ends by the shell's descriptors, and add the shell's ends to theirs."""
+    ours, ends = new_shell_pipes()
+    theirs += [ends[number] for number in sorted(map(int, shell["pipes"]))]
+    return ours
+
+
+def _server_pipes(server: dict[str, Any], theirs: list[int]) -> list[int]:
+    """Make a server's pipes; return our ends, and add the server's ends to theirs."""
+    pairs = list(zip(*new_server_pipes(talks=server["talks"]), strict=True))
+    count = len(server["pipes"])
+    theirs += [end for _, end in pairs[:count]]
+    for pair in pairs[count:]:
+        # The log was closed before the checkpoint: the server has no pipe that this one could replace.
+        for fd in pair:
+            os.close(fd)
+    return [our for our, _ in pairs[:count]]
+
+
+def _process_pipes(numbers: list[int], theirs: list[int]) -> dict[int, int]:
+    """Make the pipes of a process's streams; return our ends by number, and add the other ends to theirs."""
     ours = {}
-    for place in places:
+    for number in numbers:
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        ours[place] = writing if place == 0 else reading
-        os.set_blocking(ours[place], False)
-        other = reading if place == 0 else writing
+        ours[number], other = (writing, reading) if number == 0 else (reading, writing)
+        os.set_blocking(ours[number], False)
+        # A process that has become another user may open /dev/stdout, which is this pipe, again.
         os.fchmod(other, 0o666)
         theirs.append(other)
     return ours

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sandboxes.guest import user_files as entries
-from sandboxes.guest.background import AllLeft, Kept, Left, ProcessAnswer
+from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, PendingOutput, ProcessAnswer
 from sandboxes.ipc.frames import receive
+from sandboxes.ipc.messages import UseBackgroundProcess
 from sandboxes.linux import syscalls as kernel
-from sandboxes.process_output import OUT
+from sandboxes.process_output import ERR, OUT
 
 MAX_FOLDERS = 4096
 _HEAD = struct.Struct("iIII")
@@ -32,15 +33,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SOCKET_FD = 3
 
 
-def _stay() -> None:
-    """A child of pid 1's is where its user is."""
-
-
 class TooManyWatchesError(Exception):
     """More directories are below than one watch takes."""
 
 
-class WatchEvents(Kept):
+class WatchEvents(PendingOutput):
     """What has happened below folder, a descriptor that becomes ours; with recursive, in all directories there too."""
 
     def __init__(self, folder: int, *, recursive: bool) -> None:
@@ -50,7 +47,7 @@ class WatchEvents(Kept):
         self._told: set[str] = set()
         self._add(folder, "", new=False)
 
-    def drain(self, limit: int) -> None:
+    def drain(self, max_bytes: int) -> None:
         """Take what has happened, as lines."""
         while self.fd >= 0:
             try:
@@ -61,7 +58,7 @@ class WatchEvents(Kept):
             while at < len(data):
                 watch, mask, _, size = _HEAD.unpack_from(data, at)
                 at += _HEAD.size
-                self._happened(watch, mask, data[at : at + size].rstrip(b"\0"), limit)
+                self._happened(watch, mask, data[at : at + size].rstrip(b"\0"), max_bytes)
                 at += size
 
     def close(self) -> None:
@@ -116,15 +113,15 @@ def _shown(name: bytes) -> str:
     return name.decode(errors="replace")
 
 
-class Watch(Left):
-    """One, as a process that goes on until it is told to end. folder: becomes ours."""
+def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
+    """Return a watch as a background process, which goes on until it is told to end; it owns folder."""
+    events = WatchEvents(folder, recursive=bool(arguments.get("recursive")))
+    # No process stands behind it: it never dies, and its stderr is closed.
+    death = os.eventfd(0, os.EFD_CLOEXEC)
+    return BackgroundProcess(arguments, {OUT: events, ERR: PendingOutput(-1)}, -1, death, 0, lambda: 0)
 
-    def __init__(self, told: Mapping[str, Any], folder: int) -> None:
-        super().__init__(told, {}, os.eventfd(0, os.EFD_CLOEXEC), 0, lambda: 0)
-        self.streams[OUT] = WatchEvents(folder, recursive=bool(told.get("recursive")))
 
-
-def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Watch | ProcessAnswer:
+def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> BackgroundProcess | ProcessAnswer:
     """Begin to watch a directory; return the watch, or why there is none. enter: takes a child to where its user is."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -141,7 +138,7 @@ def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Watch | Pr
             told or json.dumps({"kind": "internal", "detail": "it cannot be opened"}).encode(),
         )
     try:
-        return Watch(arguments, fds[0])
+        return _watch(arguments, fds[0])
     except (OSError, TooManyWatchesError) as error:
         told = json.dumps({"kind": "internal", "detail": f"no watch can be had: {error}"}).encode()
         return 409, "application/json", told
@@ -164,17 +161,25 @@ def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int
         os._exit(0)
 
 
-def perform(left: AllLeft, fields: Mapping[str, Any], body: bytes, enter: Callable[[], None] = _stay) -> ProcessAnswer:
-    """See `AllLeft.perform`, and what begins and ends a watch: `watch` and `unwatch`."""
-    arguments = fields["arguments"]
-    if fields["tool"] == "watch":
-        made = begin(arguments, enter)
-        if not isinstance(made, Watch):
-            return made
-        left.add(made)
-    elif fields["tool"] == "unwatch":
-        if not left.drop(arguments["process"]):
+def perform(
+    background: BackgroundProcesses, request: UseBackgroundProcess, body: bytes, enter: Callable[[], None]
+) -> ProcessAnswer:
+    """Carry out a call about a background process, or `watch` or `unwatch` a directory.
+
+    Args:
+        background: The background processes.
+        request: The call.
+        body: What a `write` writes.
+        enter: Drops, in a child, the rights that the agent lacks.
+    """
+    if request.tool == "watch":
+        watch = begin(request.arguments, enter)
+        if not isinstance(watch, BackgroundProcess):
+            return watch
+        background.add(watch)
+    elif request.tool == "unwatch":
+        if not background.drop_watch(request.arguments["process"]):
             return 404, "text/plain", b"there is no such watch"
     else:
-        return left.perform(fields, body)
+        return background.perform(request, body)
     return 200, "application/json", b"{}"

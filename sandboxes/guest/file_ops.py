@@ -13,13 +13,21 @@ import os
 import shutil
 import stat
 import tarfile
-from typing import Any
+from typing import Any, NoReturn
 
-from sandboxes.guest import docker_archive as archives
-from sandboxes.guest import shared_sqlite as inside
-from sandboxes.guest import user_files as entries
+from sandboxes.guest import docker_archive, shared_sqlite, user_files
+from sandboxes.ipc.codec import decode, encode
+from sandboxes.ipc.frames import Message
+from sandboxes.ipc.messages import FileOutcome
 
+FileAnswer = tuple[int, str, bytes]
+"""HTTP status, media type and body of an answer."""
+Result = tuple[FileOutcome, bytes]
+"""An operation's outcome, and the body of its answer."""
 _CHUNK = 1 << 20
+"""How much is read or written at once, in bytes."""
+_SOURCE_FD, _RESULT_FD = 3, 4
+"""The only descriptors of a child, besides its standard streams: the archive to unpack, and the pipe for its result."""
 
 
 class FileRequestError(Exception):
@@ -28,10 +36,15 @@ class FileRequestError(Exception):
         self.status, self.title = status, title
 
 
-def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes] | tuple[dict[str, Any], bytes]:
-    """Return an HTTP status, a media type and a body; failures of the operation are problem details (RFC 9457).
+def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Result:
+    """Run an operation and return its answer; failures are problem details (RFC 9457).
 
-    What is more to be told of an operation comes as a dictionary, with `status` and `media_type`, and the body.
+    A statement on a database returns an outcome in the answer's place, because more is to be known of it.
+
+    Args:
+        tool: The operation.
+        fields: Its arguments.
+        body: What it writes.
     """
     try:
         match tool:
@@ -46,8 +59,8 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
             case "sql":
                 return _sql(fields)
             case _:
-                return archives.perform(tool, fields, body)
-    except archives.ArchiveError as refusal:
+                return docker_archive.perform(tool, fields, body)
+    except docker_archive.ArchiveError as refusal:
         return problem(refusal.status, "Archive operation failed", str(refusal))
     except FileRequestError as refusal:
         return problem(refusal.status, refusal.title, str(refusal))
@@ -59,14 +72,14 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
         return problem(status, "File operation failed", f"{fields.get('path')}: {error.strerror}")
 
 
-def _as_user(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
-    def transfer(path: str) -> tuple[int, str, bytes]:
+def _as_user(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer:
+    def transfer(path: str) -> FileAnswer:
         return _get(path, fields["limit_bytes"]) if tool == "read" else _put(path, None, body, owns=True)
 
-    return entries.perform(tool, fields, transfer)
+    return user_files.perform(tool, fields, transfer)
 
 
-def problem(status: int, title: str, detail: str) -> tuple[int, str, bytes]:
+def problem(status: int, title: str, detail: str) -> FileAnswer:
     """Return problem details as an answer."""
     body = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     return status, "application/problem+json", json.dumps(body).encode()
@@ -95,7 +108,7 @@ def _check_regular(path: str) -> os.stat_result | None:
     return status
 
 
-def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> tuple[int, str, bytes]:
+def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> FileAnswer:
     before = _check_regular(path)
     if before is not None and stat.S_ISDIR(before.st_mode):
         raise FileRequestError(409, "Is a directory", f"{path} is a directory: give the path of a file in it")
@@ -113,7 +126,7 @@ def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> tup
     return (201 if before is None else 204), "application/octet-stream", b""
 
 
-def _get(path: str, limit_bytes: int) -> tuple[int, str, bytes]:
+def _get(path: str, limit_bytes: int) -> FileAnswer:
     status = _check_regular(path)
     if status is None:
         return problem(404, "No such file", f"{path} does not exist in the sandbox")
@@ -149,14 +162,14 @@ def _type(mode: int) -> str:
     return "other"
 
 
-def _look(tool: str, fields: dict[str, Any]) -> tuple[int, str, bytes]:
+def _look(tool: str, fields: dict[str, Any]) -> FileAnswer:
     if tool == "get":
         return _get(fields["path"], fields["limit_bytes"])
     return _entries(fields["paths"], fields["content_bytes"])
 
 
-def _entries(paths: list[str], content_bytes: int) -> tuple[int, str, bytes]:
-    """Answer with what is at each path, links not followed; for the driver, no agent can ask for it."""
+def _entries(paths: list[str], content_bytes: int) -> FileAnswer:
+    """FileAnswer with what is at each path, links not followed; for the driver, no agent can ask for it."""
     found = {}
     for path in paths:
         with contextlib.suppress(OSError):
@@ -179,7 +192,7 @@ def _entry(path: str, content_bytes: int) -> dict[str, Any]:
     return told
 
 
-def _delete(path: str) -> tuple[int, str, bytes]:
+def _delete(path: str) -> FileAnswer:
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -191,7 +204,7 @@ def _delete(path: str) -> tuple[int, str, bytes]:
     return 204, "application/octet-stream", b""
 
 
-def _unpack(target: str) -> tuple[int, str, bytes]:
+def _unpack(target: str) -> FileAnswer:
     """Unpack the tar stream on descriptor 3 below target, as tar would inside the sandbox."""
     os.makedirs(target, exist_ok=True)  # noqa: PTH103
     try:
@@ -210,42 +223,61 @@ def checksum_differs(sha256: object, body: bytes) -> bool:
     return isinstance(sha256, str) and hashlib.sha256(body).hexdigest() != sha256.lower()
 
 
-def _sql(fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    told, answer = inside.perform(fields)
-    return {"status": 200, "media_type": "application/json", **told}, answer
+def _sql(fields: dict[str, Any]) -> Result:
+    facts, answer = shared_sqlite.perform(fields)
+    return FileOutcome(200, "application/json", facts), answer
 
 
-def _headed(answer: tuple[int, str, bytes] | tuple[dict[str, Any], bytes]) -> tuple[dict[str, Any], bytes]:
-    if len(answer) == 2:
-        return answer
-    status, media_type, body = answer
-    return {"status": status, "media_type": media_type}, body
+def outcome_of(result: Result | FileAnswer) -> Result:
+    """Return an operation's answer as an outcome and a body."""
+    if len(result) == 2:
+        return result
+    status, media_type, body = result
+    return FileOutcome(status, media_type), body
 
 
-def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, source: int | None) -> None:
-    """In the child: keep result (and source as 3), close all else, perform, answer, end. Never returns."""
+def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, source: int | None) -> NoReturn:
+    """In the child: run an operation, write its outcome and answer to the result pipe, and end.
+
+    Args:
+        tool: The operation.
+        fields: Its arguments.
+        body: What it writes.
+        result: The pipe to the supervisor.
+        source: The archive to unpack; None for other operations.
+    """
     code = 1
     with contextlib.suppress(BaseException):
-        os.dup2(result, 4)
+        # Nothing of the supervisor's stays open, so no path through /proc/self/fd leads to it.
+        os.dup2(result, _RESULT_FD)
         if source is not None:
-            os.dup2(source, 3)
-        os.closerange(5, 1 << 16)
-        # Without root there was no shelter to give up, nor the right to write this.
+            os.dup2(source, _SOURCE_FD)
+        os.closerange(_RESULT_FD + 1, 1 << 16)
+        # The supervisor is sheltered from the OOM killer; its child must not be. Without root it never was, and this
+        # file cannot be written.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
             file.write("0")
-        done = _as_user if tool in entries.TOOLS else perform
-        told, answer = _headed(done(tool, fields, body))
-        head = json.dumps(told).encode() + b"\n"
-        with os.fdopen(4, "wb") as pipe:
-            pipe.write(head + answer)
+        done = _as_user if tool in user_files.TOOLS else perform
+        outcome, answer = outcome_of(done(tool, fields, body))
+        with os.fdopen(_RESULT_FD, "wb") as pipe:
+            pipe.write(json.dumps(encode(outcome)).encode() + b"\n" + answer)
         code = 0
     os._exit(code)
 
 
-def heard(data: bytes, *, whole: bool) -> tuple[dict[str, Any], bytes]:
-    """Return what a child that ran apart told of its operation, and its answer; whole: whether it came to its end."""
-    head, _, body = data.partition(b"\n")
-    if whole and head:
-        told: dict[str, Any] = json.loads(head)
-        return told, body
-    return _headed(problem(507, "File operation failed", "it ran out of time, memory or disk"))
+def parse_result(data: bytes, *, whole: bool) -> Result:
+    """Return what a child wrote to its result pipe.
+
+    The child runs with the agent's rights, so the agent's processes may have interfered with it.
+
+    Args:
+        data: What came on the pipe.
+        whole: Whether the pipe's end was reached.
+    """
+    # A line of JSON, then the answer as it is: a frame would need another copy of what may be half a gigabyte.
+    head, _, answer = data.partition(b"\n")
+    with contextlib.suppress(ValueError, RecursionError):
+        fields = json.loads(head) if whole else None
+        if isinstance(fields, dict) and isinstance(outcome := decode(Message(fields, b"", [])).message, FileOutcome):
+            return outcome, answer
+    return outcome_of(problem(507, "File operation failed", "it ran out of time, memory or disk"))

@@ -1,4 +1,17 @@
-"""A process of its own while it runs: input written, output passed on in frames. Seen from pid 1 or a keeper."""
+"""A process of its own while its call runs: input is written to it, its output goes to the proxy in frames.
+
+Theory of operation. Three buffers are in play: the process's pipes, `_waiting` here, and the socket to the proxy. None
+may make another party wait for ever:
+
+1. The proxy may read slowly. Then `_waiting` grows to `_HELD_BYTES`, and the process's pipes are no longer polled, so
+   that the process waits as it would for any slow reader.
+2. The process may not read its stdin. So stdin is written only when `poll` says that there is room.
+3. The process may have ended, but children that it left behind hold its pipes open. After `LINGER_S` they are not
+   waited for any more.
+
+For a replay, `due` says how much output of each stream was recorded before the client left the process. The pump then
+reads exactly as much and leaves the process at that point, so that later polls find what they found when recorded.
+"""
 
 import contextlib
 import fcntl
@@ -15,19 +28,17 @@ from sandboxes.guest.changes import WATCH_S
 from sandboxes.process_output import ERR, LINGER_S, OUT, frame
 
 _CHUNK = 1 << 16
-_UNLOCK, _NUMBER = 0x40045431, 0x80045430
-"""TIOCSPTLCK and TIOCGPTN, which Python 3.11 has no names for."""
+"""How much is read or written at once: the size of a pipe."""
+_TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
+"""Unlock a terminal's other end, and read its number; Python 3.11 has no names for them."""
 TIMED_OUT, OVER_DISK = 124, 137
+"""Exit codes of processes that were killed: those of `timeout` and of a SIGKILL."""
 _HELD_BYTES = 1 << 20
-"""Of output that waits for the driver; then the process's pipes are left alone until it has taken some."""
+"""How much output waits here for the proxy before the process's pipes are no longer read."""
 
 
 class Running:
-    """One process. ends: our ends of its streams by their places, 0, 1 and 2; of a terminal 1 alone.
-
-    death: readable when it has ended. to: where frames go. keeps_in: whether its stdin stays open after what is given.
-    due: how much of its output, by place, has to come until it is left running; None: it is not for that.
-    """
+    """One process and its streams, from its start until it has ended or is left in the background."""
 
     def __init__(
         self,
@@ -39,15 +50,26 @@ class Running:
         keeps_in: bool = False,
         due: dict[int, int] | None = None,
     ) -> None:
+        """Take over a process that was started.
+
+        Args:
+            ends: Our ends of its streams 0, 1 and 2; a terminal has stream 1 alone.
+            stdin: What to write to its stdin.
+            death: A descriptor that is readable once it has ended.
+            to: Where the frames go.
+            keeps_in: Whether its stdin stays open after what was written.
+            due: How much output of each stream is awaited until the process is left; None: it is not to be left.
+        """
         self._keeps_in, self._due = keeps_in, due
-        self._death, self._to, self._left = death, to, memoryview(stdin)
-        self._outputs = {ends[place]: place for place in (1, 2) if place in ends}
+        self._death, self._to, self._unwritten = death, to, memoryview(stdin)
+        self._outputs = {ends[stream]: stream for stream in (1, 2) if stream in ends}
         self._in = ends.get(0, -1)
         self._owns_in = 0 in ends
         if not self._owns_in and stdin:
+            # Typed at a terminal: its one descriptor is read and written.
             self._in = ends[1]
         self._waiting = bytearray()
-        self._said = False
+        self._has_printed = False
         to.setblocking(False)
         for fd in {*self._outputs, *([self._in] if self._in >= 0 else [])}:
             os.set_blocking(fd, False)
@@ -55,45 +77,59 @@ class Running:
 
     @property
     def outputs(self) -> list[int]:
-        """Our ends of the streams that somebody may still write to."""
+        """Our ends of the output streams that are still open."""
         return list(self._outputs)
 
     def pump(
-        self, until: float, driver: int, over_disk: Callable[[], str | None], mind: Callable[[], bool], *, detach: bool
+        self,
+        until: float,
+        driver: int,
+        over_disk: Callable[[], str | None],
+        client_detached: Callable[[], bool],
+        *,
+        detach: bool,
     ) -> str:
-        """Pass everything on until it ended and was read; return "ended", "timeout", "disk", "host", or "left".
+        """Pass input and output on; return "ended", "timeout", "disk", "host" or "detached".
 
-        until: when its time is up. mind: called when driver can be read; whether the client has left. detach: it is
-        over, "left", once the process has let go of its output without a word on why it could not start.
+        Args:
+            until: When the process's time is up, by `time.monotonic`.
+            driver: The socket from which the proxy's messages come.
+            over_disk: Says, called again and again, that the disk has run out.
+            client_detached: Called when `driver` is readable; returns whether the client has detached.
+            detach: Whether the process was started detached. Its streams lead nowhere then, so the pump is over once
+                they are closed, unless they have reported that the process could not start.
         """
         ended_at: float | None = None
         while True:
             now = time.monotonic()
             if ended_at is not None and (not self._outputs or now - ended_at > LINGER_S):
                 return "ended"
-            if (detach and not (self._outputs or self._said)) or self._has_come:
-                return "left"
+            if (detach and not (self._outputs or self._has_printed)) or self._due_has_come:
+                return "detached"
             if now > until and ended_at is None:
                 return "timeout"
             within_s = WATCH_S if ended_at is not None else min(WATCH_S, max(0.001, until - now))
             events = self._poll(driver, within_s, watch_death=ended_at is None)
-            if driver in events and mind():
-                return "left"
-            self._turn(events)
+            if driver in events and client_detached():
+                return "detached"
+            self._pass_on(events)
             if ended_at is None and self._death in events:
                 ended_at = time.monotonic()
             if (over := over_disk()) is not None:
                 return over
 
-    def conclude(self, ending: str, status: Callable[[], int], disk_bytes: int) -> dict[str, Any]:
-        """Say how it ended, and let go of its streams; those of one that was left go on, for who reads them.
+    def conclude(self, ending: str, status: Callable[[], int], disk_bytes: int) -> int | None:
+        """Close the streams and return the exit code; None for a process that goes on, whose output stays open.
 
-        status: tells the exit code of one that has ended.
+        Args:
+            ending: What `pump` returned.
+            status: Returns the exit code of a process that has ended.
+            disk_bytes: How much the sandbox may write, for the message to a process that wrote more.
         """
         code: int | None = None
         if ending == "ended":
             code = status()
-        elif ending != "left":
+        elif ending != "detached":
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             for fd in list(self._outputs):
                 self._read(fd)
@@ -101,28 +137,27 @@ class Running:
                 note = f"\n[forkpoint: killed: the sandbox may hold {disk_bytes >> 20} MB of new files]\n"
                 self._waiting += frame(ERR, note.encode())
         self._flush()
-        self._close(keep=ending == "left")
-        return {"exit_code": code, "timed_out": ending == "timeout", "host_full": ending == "host"}
-
-    @property
-    def _has_come(self) -> bool:
-        """Whether all output that was due has come."""
-        return self._due is not None and not any(self._due.values())
+        self._close(keep_outputs=ending == "detached")
+        return code
 
     def hand_over(self) -> tuple[dict[int, int], int]:
-        """Return our ends of its streams, by their places, and its death: the caller's from now on."""
-        ends = {place: fd for fd, place in self._outputs.items()}
+        """Return our ends of its streams, by stream number, and its death descriptor; the caller owns them now."""
+        ends = {stream: fd for fd, stream in self._outputs.items()}
         if self._owns_in and self._in >= 0:
             ends[0] = self._in
         self._outputs, self._in = {}, -1
         death, self._death = self._death, -1
         return ends, death
 
-    def _close(self, *, keep: bool) -> None:
+    @property
+    def _due_has_come(self) -> bool:
+        return self._due is not None and not any(self._due.values())
+
+    def _close(self, *, keep_outputs: bool) -> None:
         if self._owns_in and self._in >= 0:
             os.close(self._in)
         self._in = -1
-        if not keep:
+        if not keep_outputs:
             for fd in self._outputs:
                 os.close(fd)
             self._outputs.clear()
@@ -130,48 +165,52 @@ class Running:
             os.close(self._death)
 
     def _poll(self, driver: int, within_s: float, *, watch_death: bool) -> dict[int, int]:
+        """Wait for whatever can go on; each descriptor is registered only while its event would be acted on."""
         poll = select.poll()
         poll.register(driver, select.POLLIN | select.POLLRDHUP)
         if watch_death:
             poll.register(self._death, select.POLLIN)
-        if len(self._waiting) < _HELD_BYTES:
-            for fd, place in self._outputs.items():
-                if self._due is None or self._due[place]:
+        reads = len(self._waiting) < _HELD_BYTES
+        if reads:
+            for fd, stream in self._outputs.items():
+                if self._due is None or self._due[stream]:
                     poll.register(fd, select.POLLIN)
         if self._waiting:
             poll.register(self._to, select.POLLOUT)
-        if self._in >= 0 and (self._left or not self._keeps_in):
-            readable = select.POLLIN if self._in in self._outputs and len(self._waiting) < _HELD_BYTES else 0
+        if self._in >= 0 and (self._unwritten or not self._keeps_in):
+            # A second registration replaces the first: a terminal is read and written by one descriptor.
+            readable = select.POLLIN if self._in in self._outputs and reads else 0
             poll.register(self._in, select.POLLOUT | readable)
         return dict(poll.poll(within_s * 1000))
 
-    def _turn(self, events: Mapping[int, int]) -> None:
+    def _pass_on(self, events: Mapping[int, int]) -> None:
         if self._in in events and events[self._in] & (select.POLLOUT | select.POLLERR | select.POLLHUP):
             self._write()
         for fd in [fd for fd in self._outputs if fd in events]:
             self._read(fd)
         if self._waiting:
-            self._pass_on()
+            self._send()
 
     def _write(self) -> None:
         try:
-            self._left = self._left[os.write(self._in, self._left[:_CHUNK]) :]
+            self._unwritten = self._unwritten[os.write(self._in, self._unwritten[:_CHUNK]) :]
         except BlockingIOError:
             return
         except OSError:
-            # It reads no more.
-            self._left = self._left[:0]
+            # The process has closed its stdin: the rest of the input has no reader.
+            self._unwritten = self._unwritten[:0]
         self._close_in_if_done()
 
     def _close_in_if_done(self) -> None:
-        if self._in >= 0 and not self._left and not self._keeps_in:
+        if self._in >= 0 and not self._unwritten and not self._keeps_in:
             if self._owns_in:
                 os.close(self._in)
             self._in = -1
 
     def _read(self, fd: int) -> None:
-        place = self._outputs[fd]
-        room = _CHUNK if self._due is None else min(_CHUNK, self._due[place])
+        stream = self._outputs[fd]
+        # Not one byte more than is due: what is left in the pipe belongs to the next poll.
+        room = _CHUNK if self._due is None else min(_CHUNK, self._due[stream])
         if not room:
             return
         try:
@@ -179,26 +218,26 @@ class Running:
         except BlockingIOError:
             return
         except OSError:
-            # A terminal that nobody has open any more.
+            # EIO: no process has the terminal open any more.
             data = b""
         if data:
-            self._said = True
-            self._waiting += frame(OUT if place == 1 else ERR, data)
+            self._has_printed = True
+            self._waiting += frame(OUT if stream == 1 else ERR, data)
             if self._due is not None:
-                self._due[place] -= len(data)
+                self._due[stream] -= len(data)
             return
         del self._outputs[fd]
         if fd == self._in:
             self._in = -1
         os.close(fd)
 
-    def _pass_on(self) -> None:
+    def _send(self) -> None:
         try:
             sent = self._to.send(self._waiting)
         except BlockingIOError:
             return
         except OSError:
-            # Nobody hears it any more.
+            # The proxy has closed its end of this socket: the output has no reader.
             sent = len(self._waiting)
         del self._waiting[:sent]
 
@@ -209,14 +248,14 @@ class Running:
         self._waiting.clear()
 
 
-def due_of(asked: Mapping[str, Any]) -> dict[int, int] | None:
-    """Return how much output is due of each stream before a process is left running; None where it is not for that."""
-    until = asked.get("until")
-    return None if until is None else {place: int(until[str(place)]) for place in (OUT, ERR)}
+def due_of(arguments: Mapping[str, Any]) -> dict[int, int] | None:
+    """Return how much output of each stream is awaited until a process is left; None if it is not to be left."""
+    until = arguments.get("until")
+    return None if until is None else {stream: int(until[str(stream)]) for stream in (OUT, ERR)}
 
 
 def death_of(pid: int) -> int:
-    """Return a descriptor that is readable once this process has ended, which it may have by now."""
+    """Return a descriptor that is readable once a process has ended; at once if it has ended already."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -224,12 +263,16 @@ def death_of(pid: int) -> int:
 
 
 def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
-    """Return our ends and a process's ends of its streams, by their places; its stdin is /dev/null without stdin."""
+    """Return our ends and a process's ends of its streams, by stream number.
+
+    Args:
+        stdin: Whether its stdin is a pipe; otherwise it is /dev/null, of which we have no end.
+    """
     ours, theirs = {}, {}
-    for place in (1, 2):
-        ours[place], theirs[place] = os.pipe2(os.O_CLOEXEC)
-        # Whoever it becomes may open /dev/stdout again, as whatever user.
-        os.fchmod(theirs[place], 0o666)
+    for stream in (1, 2):
+        ours[stream], theirs[stream] = os.pipe2(os.O_CLOEXEC)
+        # A process that becomes another user may open /dev/stdout, which is this pipe, again.
+        os.fchmod(theirs[stream], 0o666)
     if stdin:
         theirs[0], ours[0] = os.pipe2(os.O_CLOEXEC)
         os.fchmod(theirs[0], 0o666)
@@ -239,20 +282,15 @@ def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def open_terminal(multiplexer: str, size: object) -> tuple[int, str]:
-    """Return our end of a new terminal and the path of the other end, in the file system that multiplexer is of.
+    """Return the master end of a new terminal, and the path of its other end.
 
-    size: rows and columns, where they are known.
+    Args:
+        multiplexer: The `ptmx` device of the file system that the terminal belongs to.
+        size: Its rows and columns; anything else leaves the size unset.
     """
     master = os.open(multiplexer, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
-    fcntl.ioctl(master, _UNLOCK, struct.pack("i", 0))
-    number = struct.unpack("i", fcntl.ioctl(master, _NUMBER, struct.pack("i", 0)))[0]
+    fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
+    number = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, struct.pack("i", 0)))[0]
     if isinstance(size, list | tuple) and len(size) == 2:
         fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
     return master, f"/dev/pts/{number}"
-
-
-def failed(to: socket.socket, why: str) -> dict[str, Any]:
-    """Say that a process could not be started."""
-    with contextlib.suppress(OSError):
-        to.sendall(frame(OUT, f"OCI runtime exec failed: {why}\r\n".encode()))
-    return {"exit_code": 126, "timed_out": False}

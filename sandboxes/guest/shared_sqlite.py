@@ -8,6 +8,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+from sandboxes.ipc.messages import SqlOutcome
 from sandboxes.sql.results import Failure, failure, other
 from sandboxes.sql.sqlite_authorizer import Act
 from sandboxes.sql.sqlite_connection import SqliteConnection
@@ -20,8 +21,8 @@ ALONE = (
 )
 
 
-def perform(fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Run a tool on the database at `path`; return whether its answer is `volatile` or `timed_out`, and the answer."""
+def perform(fields: dict[str, Any]) -> tuple[SqlOutcome, bytes]:
+    """Run a tool on the database at `path`; return what is to be known of the statement, and its answer."""
     inputs = VolatileInputs()
     inputs.begin(fields["frozen_ms"], bytes.fromhex(fields["seed"]))
     told = _run(fields, inputs, writing=False)
@@ -29,7 +30,7 @@ def perform(fields: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         told = _run(fields, inputs, writing=True)
     assert told is not None
     timed_out = told.failure is not None and told.failure.kind == "timeout"
-    return {"volatile": inputs.used, "timed_out": timed_out}, told.body
+    return SqlOutcome(timed_out, volatile=inputs.used), told.body
 
 
 def _run(fields: dict[str, Any], inputs: VolatileInputs, *, writing: bool) -> ToolRun | None:

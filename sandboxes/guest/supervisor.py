@@ -1,212 +1,332 @@
-"""A sandbox's calls, run one at a time: what pid 1 of a local sandbox and a container's keeper do alike."""
+"""The loop that runs a sandbox's calls, one at a time, in pid 1 of a local sandbox and in a container's keeper.
 
-import contextlib
-import os
-import select
-import signal
-import socket
+Theory of operation. The supervisor is a single thread between two kinds of peers that it trusts differently:
+
+1. The proxy, over one socket. It sends a request and waits for the answer. While a call runs it may send one thing
+   more: that the client has detached, or, during a call to a tool server, how that call goes on.
+2. The agent's processes, over pipes. They may print without end, never read, kill each other, or be gone at any moment.
+   So every wait is a `poll` with a deadline over all that may happen, and no pipe is ever read or written blockingly.
+
+A call is: note the state, let the call run, then compare. What the call changed (files, session, processes) goes into
+the answer together with the digest of the new state, because the proxy names a node of its tree by it. Between calls
+the supervisor keeps draining the output of whatever still runs: a full pipe would stop those processes.
+
+What differs between the two homes of a supervisor (how a command is killed, how a process of its own starts, where the
+agent's rights come from) is in `Platform`. The supervisor decides order and answers; a platform does the steps.
+"""
+
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from select import POLLHUP, POLLIN, POLLRDHUP, poll
+from socket import socket
+from typing import Protocol
 
-from sandboxes.guest import dir_watch as watching
-from sandboxes.guest import file_ops as files
-from sandboxes.guest.background import AllLeft, Kept
+from sandboxes.guest import dir_watch, file_call, process_call
+from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash_session import MalformedDumpError
-from sandboxes.guest.changes import WATCH_S, Stillness
+from sandboxes.guest.changes import WATCH_S, Digests, Stillness
+from sandboxes.guest.driver_link import DriverLink
+from sandboxes.guest.file_delta import Delta
+from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_pool import Shells
-from sandboxes.guest.survivors import Alive
-from sandboxes.guest.tool_servers import Log, Servers, ToolServerError, hand_over, served
-from sandboxes.ipc.frames import Inbox, Message, pack, receive
-from sandboxes.linux import processes
+from sandboxes.guest.survivors import Survivors
+from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
+from sandboxes.ipc.codec import Envelope, IpcMessage
+from sandboxes.ipc.messages import (
+    CallDone,
+    CommandOutcome,
+    Described,
+    Detach,
+    Done,
+    FileOutcome,
+    FinishServerCall,
+    Outcome,
+    RunCommand,
+    RunFileOperation,
+    RunProcess,
+    ServerConnected,
+    ServerFailed,
+    ServerOrder,
+    ServerOutcome,
+    StateSummary,
+    UseBackgroundProcess,
+    UseServer,
+)
+from sandboxes.linux.processes import Process, ran_between, run_counts
 from sandboxes.session_types import ShellSession
 
 TIMED_OUT, OVER_DISK = 124, 137
-Answered = tuple[dict[str, Any], bytes]
-"""What a call's answer says of it, and its body."""
+"""Exit codes of commands that were killed: those of `timeout` and of a SIGKILL."""
+
+CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
+"""Requests that are calls: their effects are measured and reported."""
+
+
+@dataclass(frozen=True)
+class Performed:
+    """What came of a call, before its effects are known.
+
+    Attributes:
+        outcome: How it ended.
+        body: Its output.
+        session_changed: Whether the shell session differs from before.
+        read: Whether the caller knows that the call changed nothing in a server's memory.
+        awaited: Whether the processes that it started are known to be ready.
+        host_full: Whether it was killed because the machine's disk was nearly full.
+    """
+
+    outcome: Outcome
+    body: bytes = b""
+    session_changed: bool = False
+    read: bool = False
+    awaited: bool = False
+    host_full: bool = False
 
 
 class Files(Protocol):
-    """What a sandbox's files differ in from its root state; see `changes.Changes`."""
+    """What a sandbox's files differ in from its root state; `changes.Changes` is one implementation."""
 
+    now: Delta | None
     disk_bytes: int
     reserve_bytes: int
 
-    def look(self) -> bool: ...
+    def look(self) -> bool:
+        """Update the delta; return whether anything differs from before."""
 
-    def state(self, told: dict[str, ShellSession], *, alive: bool) -> dict[str, Any]: ...
+    def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
+        """Return the state's digest, or its witness if processes run."""
 
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """Return the free bytes of the machine's disk."""
 
-    def disk_watch(self) -> Callable[[], str | None]: ...
+    def disk_watch(self) -> Callable[[], str | None]:
+        """Return a function that says when the sandbox holds too much; see `changes.disk_watch`."""
 
 
-def state_of(changes: Files, shells: Shells, alive: Alive, stillness: Stillness) -> dict[str, Any]:
-    """Return what every answer tells of the state."""
-    lives = bool(alive)
-    return {**changes.state(shells.sessions, alive=lives), "restless": lives and stillness.restless}
+class Platform(Protocol):
+    """The steps of a call that depend on where the supervisor runs."""
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """Descriptors that become readable when the sandbox itself has ended."""
+
+    def require_sandbox(self) -> None:
+        """Raise if the sandbox itself has ended."""
+
+    def living(self) -> set[Process]:
+        """Return all processes of the sandbox, the supervisor's own included."""
+
+    def run_command(self, request: RunCommand, command: bytes) -> Performed:
+        """Run a command in a session's shell."""
+
+    def start_process(self, request: RunProcess, stdin: bytes, to: socket) -> StartedProcess:
+        """Start a process of its own, whose output goes to a socket.
+
+        Raises:
+            ShellStartError: No process can be started.
+        """
+
+    def become_agent(self) -> None:
+        """Drop, in a child that works on the agent's paths, every right that the agent lacks."""
+
+    def complete_order(self, order: ServerOrder) -> ServerOrder:
+        """Return the order that a server is started with."""
+
+    def end_servers(self) -> None:
+        """Kill the agent's processes, but not what starts others."""
+
+    def forget_shell(self, shell: Shell, ending: str) -> None:
+        """Give up a shell whose command did not end with a dump."""
+
+    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+        """Send the answer, and get ready for the next call.
+
+        Args:
+            answer: The answer.
+            body: The call's output.
+            session: The session that a command ran in; None for other calls.
+        """
 
 
 class Supervisor:
-    """That of one sandbox. Subclasses say what they have of it, and how what is theirs alone is done."""
+    """Runs the calls of one sandbox and reports what each of them changed.
 
-    driver: socket.socket
-    inbox: Inbox
-    output_bytes: int
-    shells: Shells
-    servers: Servers
-    left: AllLeft
-    changes: Files
-    alive: Alive
-    stillness: Stillness
+    Attributes:
+        link: The socket to the proxy.
+        shells: The sessions' shells.
+        servers: The tool servers.
+        background: The processes that go on after their calls.
+        changes: The sandbox's files.
+        survivors: What outlives a call.
+        stillness: Whether the running processes may be changing files by themselves.
+    """
 
-    # -- theirs ------------------------------------------------------------------------------------------------------
+    def __init__(
+        self,
+        link: DriverLink,
+        shells: Shells,
+        servers: Servers,
+        background: BackgroundProcesses,
+        changes: Files,
+        platform: Platform,
+    ) -> None:
+        self.link, self.shells, self.servers = link, shells, servers
+        self.background, self.changes = background, changes
+        self.survivors = Survivors(shells, background, platform.living)
+        self.stillness = Stillness()
+        self._platform = platform
 
-    @property
-    def _watched(self) -> list[int]:
-        """Descriptors that can be read when nobody is left to answer; see `_mind`."""
-        return []
+    # -- waiting -----------------------------------------------------------------------------------------------------
 
-    def _mind(self, events: set[int]) -> None:
-        """End where nobody waits for an answer any more, or nobody is left to give one."""
-        if self.driver.fileno() in events:
-            sys.exit(0)
-
-    def _exec(self, fields: dict[str, Any], command: bytes) -> Answered:
-        raise NotImplementedError
-
-    def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _become_user(self) -> None:
-        """In a child that works on paths of the agent's: be able to do no more than the agent is."""
-
-    def _order(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Return what a server is started with."""
-        return order
-
-    def _end_servers(self) -> None:
-        """Kill all that lives but what starts others."""
-        raise NotImplementedError
-
-    def _let_go(self, shell: Shell, ending: str) -> None:
-        """Forget a shell whose call did not end with a dump."""
-        raise NotImplementedError
-
-    def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
-        """Tell the driver, and get ready for the next call. touched: the session that it was in."""
-        raise NotImplementedError
-
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def _next(self) -> Message | None:
-        """Wait for a request; meanwhile take the output of what lives, so that it does not block."""
-        while (message := self.inbox.take()) is None:
-            if not self._listen(self._outputs if self.alive else {}, self.left.within_ms if self.alive else None):
+    def next_request(self) -> Envelope[IpcMessage] | None:
+        """Wait for a request and return it; None if the proxy is gone. Meanwhile drain the output of what runs."""
+        while (envelope := self.link.take()) is None:
+            outputs = self._outputs if self.survivors else {}
+            if not self._listen(outputs, self.background.within_ms if self.survivors else None):
                 return None
             self.shells.reap()
-            self.left.drain()
-        return message
+            self.background.drain()
+        return envelope
 
     @property
-    def _outputs(self) -> dict[int, Output | Log | Kept]:
-        """The streams of all that may live on between calls."""
-        return {**self.shells.outputs, **self.servers.outputs, **self.left.outputs}
+    def _outputs(self) -> dict[int, Output | Log | PendingOutput]:
+        """The streams of everything that may run between calls, by descriptor."""
+        return {**self.shells.outputs, **self.servers.outputs, **self.background.outputs}
 
-    def _listen(self, outputs: Mapping[int, Output | Log | Kept], within_ms: int | None = None) -> bool:
-        """Wait for the driver, or for a second where outputs are to be drained; False where the driver is gone."""
-        poll = select.poll()
-        for fd in (self.driver.fileno(), *self._watched, *outputs):
-            poll.register(fd, select.POLLIN)
-        events = poll.poll(within_ms or (1000 if self.alive else None))
-        self._mind({fd for fd, _ in events} - {self.driver.fileno()})
+    def _listen(self, outputs: Mapping[int, Output | Log | PendingOutput], within_ms: int | None) -> bool:
+        """Wait for the proxy or for output, for at most within_ms; return False if the proxy is gone."""
+        waiting = poll()
+        for fd in (self.link.fileno(), *self._platform.watched, *outputs):
+            waiting.register(fd, POLLIN)
+        events = waiting.poll(within_ms)
+        self._require_sandbox({fd for fd, _ in events})
         for fd, event in events:
             if fd in outputs:
-                outputs[fd].drain(self.output_bytes)
-                if not event & select.POLLIN:
-                    # Nobody writes there any more; polled again and again, it would keep this process busy.
+                outputs[fd].drain(self.background.max_bytes)
+                if not event & POLLIN:
+                    # Hung up: nothing writes there any more. `poll` would report this at once, again and again.
                     self.servers.close_log(fd)
-            elif fd == self.driver.fileno():
-                return self._receive()
+            elif fd == self.link.fileno():
+                return self.link.receive()
         return True
 
-    def _receive(self) -> bool:
-        data, fds = receive(self.driver)
-        self.inbox.feed(data, fds)
-        return bool(data)
+    def _require_sandbox(self, readable: set[int]) -> None:
+        if not readable.isdisjoint(self._platform.watched):
+            self._platform.require_sandbox()
 
-    def _reply(self, fields: dict[str, Any], body: bytes = b"") -> None:
-        self.driver.sendall(pack(fields, body))
+    def _require_peers(self, readable: set[int]) -> None:
+        """End this process if the proxy has hung up: no request comes from it during a call but `Detach`."""
+        if self.link.fileno() in readable:
+            sys.exit(0)
+        self._require_sandbox(readable)
 
-    def _state(self) -> dict[str, Any]:
-        return state_of(self.changes, self.shells, self.alive, self.stillness)
+    def _client_detached(self) -> bool:
+        """Take what the proxy has sent during a call; return whether the client has detached."""
+        if not self.link.receive():
+            sys.exit(0)
+        envelope = self.link.take()
+        return envelope is not None and isinstance(envelope.message, Detach)
+
+    def _call_watch(self) -> Callable[[], str | None]:
+        """Return a function to be called again and again during a call; it returns "disk" or "host" if disk runs out.
+
+        It also drains servers and background processes: they run during the call, and a full pipe would stop them.
+        """
+        over_disk = self.changes.disk_watch()
+
+        def watch() -> str | None:
+            self.background.look()
+            for log in self.servers.outputs.values():
+                log.drain()
+            return over_disk()
+
+        return watch
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    def _call(self, message: Message) -> None:
+    def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
+        """Run a call, and answer with what came of it and what it changed."""
         self.shells.reap()
-        alive_before, free = self.alive.now, self.changes.free_bytes()
-        turns_before = processes.run_counts(self.alive.processes)
+        before, free = self.survivors.now, self.changes.free_bytes()
+        runs_before = run_counts(self.survivors.processes)
         started = time.perf_counter()
-        answer, body = self._perform(message)
-        answer["seconds"] = time.perf_counter() - started
-        changed, read = answer.pop("session_changed", False), answer.pop("read", False)
-        self.alive.settle()
-        # Whoever answers works: where its client's word is that it reads, only who lives is looked at.
-        worked = not read and processes.ran_between(turns_before, processes.run_counts(self.alive.processes))
-        came_or_went, wrote_files = self.alive.now != alive_before, self.changes.look()
+        try:
+            performed = self._perform(request, envelope)
+        except ToolServerError as error:
+            # The proxy gives this sandbox up: how far the call came is not known.
+            self.link.send(ServerFailed(error.kind, str(error)))
+            return
+        seconds = time.perf_counter() - started
+        self.survivors.settle()
+        # A process that answers has worked. After a call that is known to only read, only comings and goings count.
+        busy = not performed.read and ran_between(runs_before, run_counts(self.survivors.processes))
+        came_or_went, wrote_files = self.survivors.now != before, self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
-        # A server of the spec's was waited for; others may be on their way for a while.
-        awaited = answer.pop("awaited", False)
-        answer["young"] = bool(self.alive) and came_or_went and not awaited
-        effects = {"session": changed, "processes": worked or came_or_went, "files": wrote_files}
-        if self.changes.free_bytes() < min(free, self.changes.reserve_bytes):
-            answer["host_full"] = True
-        touched = message.fields["session"] if message.fields["op"] == "exec" else None
-        self._answer_call({**answer, **effects, **self._state()}, body, touched)
+        # A low disk that this call did not make lower is no fault of this call.
+        disk_low = self.changes.free_bytes() < min(free, self.changes.reserve_bytes)
+        answer = CallDone(
+            performed.outcome,
+            seconds,
+            changed_session=performed.session_changed,
+            changed_processes=busy or came_or_went,
+            changed_files=wrote_files,
+            settling=bool(self.survivors) and came_or_went and not performed.awaited,
+            host_full=performed.host_full or disk_low,
+            state=self.state(),
+        )
+        session = request.session if isinstance(request, RunCommand) else None
+        self._platform.finish_call(answer, performed.body, session)
 
-    def _perform(self, message: Message) -> Answered:
-        fields = message.fields
-        match fields["op"]:
-            case "exec":
-                return self._exec(fields, message.body)
-            case "serve":
-                return self._serve(self._order(fields["server"]), message.body), b""
-            case "process":
-                return self._process(fields, message.body), b""
-            case "tend":
-                status, media_type, body = watching.perform(self.left, fields, message.body, self._become_user)
-                return {"status": status, "media_type": media_type}, body
-            case _:
-                return self._file(fields, message)
+    def _perform(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> Performed:
+        match request:
+            case RunCommand():
+                return self._platform.run_command(request, envelope.body)
+            case RunProcess():
+                return self._run_process(request, envelope.body)
+            case UseServer():
+                return self._use_server(self._platform.complete_order(request.server), envelope.body)
+            case UseBackgroundProcess():
+                enter = self._platform.become_agent
+                status, media_type, body = dir_watch.perform(self.background, request, envelope.body, enter)
+                return Performed(FileOutcome(status, media_type), body)
+            case RunFileOperation():
+                enter, over_disk = self._platform.become_agent, self._call_watch()
+                return Performed(*file_call.run(request, envelope.body, envelope.fds, enter, over_disk))
 
-    def _wait(self, shell: Shell, timeout_s: float) -> str:
-        """Wait for shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
-        deadline, over_disk = time.monotonic() + timeout_s, self._tending()
-        poll = select.poll()
-        outputs = {output.fd: output for output in (shell.out, shell.err)}
-        for fd in (*outputs, shell.dump_fd, shell.death, *self._watched):
-            poll.register(fd, select.POLLIN)
-        poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return "timeout"
-            events = {fd for fd, _ in poll.poll(max(1, min(left, WATCH_S) * 1000))}
-            for fd in events & outputs.keys():
-                outputs[fd].drain(self.output_bytes)
-            self._mind(events)
-            if shell.dump_fd in events and shell.read_dump():
-                return "dump"
-            if shell.death in events:
-                return "died"
-            if (over := over_disk()) is not None:
-                return over
+    def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
+        platform, disk_bytes = self._platform, self.changes.disk_bytes
+        outcome, host_full = process_call.run(
+            self.link, self.background, self.servers, request,
+            lambda to: platform.start_process(request, stdin, to),
+            self._call_watch(), self._client_detached, platform.require_sandbox, disk_bytes,
+        )  # fmt: skip
+        return Performed(outcome, host_full=host_full)
 
-    def _conclude(self, shell: Shell, ending: str, kill: Callable[[], None]) -> Answered:
-        """Return the answer of a command that ended so. kill: ends all that it started."""
+    def state(self) -> StateSummary:
+        """Return what every answer reports of the state."""
+        running = bool(self.survivors)
+        digest, witness = self.changes.digests(self.shells.sessions, alive=running)
+        return StateSummary(digest, witness, restless=running and self.stillness.restless)
+
+    def describe(self) -> None:
+        """Answer `DescribeState`."""
+        self.changes.look()
+        self.link.send(Described(self.changes.now, self.shells.sessions, self.shells.pristine))
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def finish_command(self, shell: Shell, timeout_s: float, kill: Callable[[], None]) -> Performed:
+        """Wait for the command that a shell has begun, and return what came of it.
+
+        Args:
+            shell: The shell.
+            timeout_s: How long the command may run.
+            kill: Ends everything that the command started.
+        """
+        ending = self._wait(shell, timeout_s)
         code, changed, notes = 0, False, b""
         if ending == "dump":
             try:
@@ -222,136 +342,98 @@ class Supervisor:
             if ending == "disk":
                 megabytes = self.changes.disk_bytes >> 20
                 notes = f"\n[forkpoint: killed: the sandbox may hold {megabytes} MB of new files]\n".encode()
+        # The writers are gone or idle now: what is still in the pipes is the last of the command's output.
         for output in (shell.out, shell.err):
-            output.drain(self.output_bytes)
+            output.drain(self.background.max_bytes)
         (out, out_cut), (err, err_cut) = shell.out.take(), shell.err.take()
         if ending != "dump":
-            self._let_go(shell, ending)
-        cut = out_cut or err_cut
-        answer, body = told(code, out, err + notes, timed_out=ending == "timeout", truncated=cut)
-        return {**answer, "session_changed": changed, "host_full": ending == "host"}, body
+            self._platform.forget_shell(shell, ending)
+        outcome = CommandOutcome(code, ending == "timeout", truncated=out_cut or err_cut, stdout_bytes=len(out))
+        return Performed(outcome, out + err + notes, session_changed=changed, host_full=ending == "host")
 
-    def _file(self, fields: dict[str, Any], message: Message) -> Answered:
-        """Run a file operation in a child; like a command's, its time and its memory are bounded."""
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        try:
-            pid = os.fork()
-        except OSError as error:
-            # The sandbox has as many processes as it may have.
-            for fd in (reading, writing, *message.fds):
-                os.close(fd)
-            why = f"no process for it: {error.strerror}"
-            status, media_type, body = files.problem(507, "File operation failed", why)
-            return {"status": status, "media_type": media_type}, body
-        if pid == 0:
-            self._operate(message, writing)
-        for fd in (writing, *message.fds):
-            os.close(fd)
-        data, whole = self._read_all(reading, fields["timeout_s"])
-        os.close(reading)
-        # It alone, which starts nobody: what lives beside it may have started others meanwhile.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return files.heard(data, whole=whole)
-
-    def _operate(self, message: Message, result: int) -> None:
-        """In the child. Never returns."""
-        try:
-            self._become_user()
-            source = message.fds[0] if message.fds else None
-            files.run_apart(message.fields["tool"], message.fields["arguments"], message.body, result, source)
-        finally:
-            os._exit(1)
-
-    def _read_all(self, fd: int, timeout_s: float) -> tuple[bytes, bool]:
-        output = Output(fd)
-        deadline, over_disk = time.monotonic() + timeout_s, self._tending()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN | select.POLLHUP)
-        while time.monotonic() < deadline and over_disk() is None:
-            events = poll.poll(WATCH_S * 1000)
-            output.drain(sys.maxsize)
-            if events and events[0][1] & select.POLLHUP and not events[0][1] & select.POLLIN:
-                return bytes(output.kept), True
-        return bytes(output.kept), False
-
-    def _client_left(self) -> bool:
-        """Hear what the driver says during a call: that its client has left, or nothing ever again."""
-        if not self._receive():
-            sys.exit(0)
-        message = self.inbox.take()
-        return message is not None and message.fields["op"] == "leave"
-
-    def _tending(self) -> Callable[[], str | None]:
-        """Return what is to be called during a call: it says when the sandbox holds too much, see `disk_watch`.
-
-        It takes the output of servers, and of what their clients left, so that these do not block meanwhile.
-        """
-        over_disk = self.changes.disk_watch()
-
-        def tend() -> str | None:
-            self.left.look()
-            for log in self.servers.outputs.values():
-                log.drain()
-            return over_disk()
-
-        return tend
+    def _wait(self, shell: Shell, timeout_s: float) -> str:
+        """Wait for a shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
+        deadline, watch = time.monotonic() + timeout_s, self._call_watch()
+        waiting = poll()
+        outputs = {output.fd: output for output in (shell.out, shell.err)}
+        for fd in (*outputs, shell.dump_fd, shell.death, *self._platform.watched):
+            waiting.register(fd, POLLIN)
+        # Not POLLIN: the proxy sends no request during a command, so only its hanging up matters.
+        waiting.register(self.link, POLLHUP | POLLRDHUP)
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            events = {fd for fd, _ in waiting.poll(max(1, min(remaining_s, WATCH_S) * 1000))}
+            for fd in events & outputs.keys():
+                outputs[fd].drain(self.background.max_bytes)
+            self._require_peers(events)
+            # The dump comes first: a shell that wrote it whole and then died has still told its session.
+            if shell.dump_fd in events and shell.read_dump():
+                return "dump"
+            if shell.death in events:
+                return "died"
+            if (over := watch()) is not None:
+                return over
+        return "timeout"
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
-    def _start_servers(self, orders: list[dict[str, Any]]) -> None:
-        """Start servers, as part of the root state."""
+    def start_servers(self, orders: Sequence[ServerOrder]) -> None:
+        """Start tool servers as part of the root state, and answer `StartServers`."""
         try:
             for order in orders:
-                for fd in self.servers.connect(self._order(order), self._watch())[0]:
-                    os.close(fd)
+                self.servers.start(self._platform.complete_order(order), self._server_watch())
         except ToolServerError as error:
-            self._reply({"failed": error.kind, "detail": str(error)})
+            self.link.send(ServerFailed(error.kind, str(error)))
             return
-        self.alive.settle()
+        self.survivors.settle()
         self.changes.look()
-        self._reply({})
+        self.link.send(Done())
 
-    def _serve(self, order: dict[str, Any], first: bytes) -> dict[str, Any]:
-        """Give the driver a way to a server, on which first was sent, and wait until it has its answer."""
-        watch = self._watch()
+    def _use_server(self, order: ServerOrder, first: bytes) -> Performed:
+        """Give the proxy a connection to a server, and wait until the proxy says that the server has answered.
+
+        Args:
+            order: The server.
+            first: What to send over the connection before the proxy has it.
+        """
+        watch = self._server_watch()
         while True:
-            try:
-                fresh = hand_over(self.driver, self.servers, order, watch, first)
-            except ToolServerError as error:
-                return {"failed": error.kind, "detail": str(error)}
-            while (message := self.inbox.take()) is None:
+            fds, fresh = self.servers.connect(order, watch, first)
+            self.link.hand_over(ServerConnected(fresh, self.servers.note(order.name)), fds)
+            while (envelope := self.link.take()) is None:
                 if not self._listen(self._outputs, int(WATCH_S * 1000)):
                     sys.exit(0)
                 watch()
-            if message.fields["op"] != "again":
-                return {**served(self.servers, order, message), "awaited": fresh}
+            if isinstance(envelope.message, FinishServerCall):
+                return self._finish_server_call(order, envelope.message, fresh=fresh)
+            # The proxy needs another connection to the same server.
             first = b""
 
-    def _watch(self) -> Callable[[], None]:
-        """Return what ends the servers when the sandbox holds too much, and this process when nobody needs it."""
-        over_disk = self._tending()
-        poll = select.poll()
-        poll.register(self.driver, select.POLLHUP | select.POLLRDHUP)
-        for fd in self._watched:
-            poll.register(fd, select.POLLIN)
+    def _finish_server_call(self, order: ServerOrder, finish: FinishServerCall, *, fresh: bool) -> Performed:
+        if finish.note is not None:
+            self.servers.take_note(order.name, finish.note)
+        log = self.servers.log((order.behind or order).name) if finish.log else ""
+        # A server that was started for this call was waited for; other processes may still be starting.
+        return Performed(ServerOutcome(log), read=finish.read, awaited=fresh)
 
-        def look() -> None:
-            self._mind({fd for fd, _ in poll.poll(0)})
-            if over_disk() is not None:
-                self._end_servers()
+    def _server_watch(self) -> Callable[[], None]:
+        """Return a function to be called while a server starts or answers.
 
-        return look
+        It ends the servers if the sandbox holds too much, and this process if the proxy is gone.
+        """
+        watch = self._call_watch()
+        waiting = poll()
+        waiting.register(self.link, POLLHUP | POLLRDHUP)
+        for fd in self._platform.watched:
+            waiting.register(fd, POLLIN)
+
+        def watch_server() -> None:
+            self._require_peers({fd for fd, _ in waiting.poll(0)})
+            if watch() is not None:
+                self._platform.end_servers()
+
+        return watch_server
 
 
-def told(code: int, out: bytes, err: bytes, *, timed_out: bool = False, truncated: bool = False) -> Answered:
-    """Return what a command's answer says, and its streams (pure)."""
-    lengths = {"stdout_bytes": len(out), "stderr_bytes": len(err)}
-    return {"exit_code": code, "timed_out": timed_out, "truncated": truncated, **lengths}, out + err
-
-
-def not_started(error: Exception) -> Answered:
-    """Return the answer of a command whose shell does not start (pure)."""
-    return told(127, b"", f"{error}\n".encode())
+def not_started(error: Exception) -> Performed:
+    """Return what came of a command whose shell does not start."""
+    return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())

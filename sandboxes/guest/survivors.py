@@ -1,26 +1,38 @@
-"""What outlives a call, and so is part of the state: processes, what shells hold, System V objects, untaken output."""
+"""What outlives a call, and so is part of the sandbox's state.
+
+Five kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of, System V
+IPC objects, and output of background processes that was not polled yet. While any of them exists, the files alone do
+not describe the state, so it has a witness in place of a digest, and only a checkpoint can freeze it.
+
+Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
+"""
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-from sandboxes.guest.background import AllLeft
+from sandboxes.guest.background import BackgroundProcesses
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.linux import processes
 from sandboxes.linux.processes import Process
 
 _KINDS = {
+    "background": "a background process has not been polled to its end",
     "descriptors": "the shell holds open descriptors",
     "ipc": "System V IPC objects exist",
     "jobs": "the shell has jobs",
 }
 
 
-class Alive:
-    """That of one sandbox. living: returns all its processes, ours too. `now`: equal where the same things live."""
+class Survivors:
+    """What outlives the calls of one sandbox; true if anything does.
 
-    def __init__(self, shells: Shells, left: AllLeft, living: Callable[[], set[Process]]) -> None:
-        self._shells, self._left, self._living = shells, left, living
+    Attributes:
+        now: What was there after the last call. Two equal values mean that the same things survive.
+    """
+
+    def __init__(self, shells: Shells, background: BackgroundProcesses, living: Callable[[], set[Process]]) -> None:
+        self._shells, self._background, self._living = shells, background, living
         self._settled = 0
         self.now: frozenset[Any] = frozenset()
 
@@ -29,47 +41,54 @@ class Alive:
 
     @property
     def processes(self) -> list[Process]:
-        """Those of the agent's that live."""
+        """The agent's processes."""
         return [(entry[0], entry[1]) for entry in self.now if isinstance(entry[0], int)]
 
     @property
     def has_ipc_objects(self) -> bool:
-        """Whether there are System V objects, which no checkpoint holds."""
+        """Whether System V IPC objects exist, which no checkpoint holds."""
         return any(kind == "ipc" for kind, *_ in self.now)
 
     @property
-    def who(self) -> str:
-        """What lives, in words: five of it at most."""
-        return "; ".join(sorted({_KINDS.get(str(kind), f"process {kind} lives") for kind, *_ in self.now})[:5])
+    def description(self) -> str:
+        """At most five of the things that survive, as text."""
+        return "; ".join(sorted({_KINDS.get(str(kind), f"process {kind} runs") for kind, *_ in self.now})[:5])
 
     def settle(self, *, patient: bool = True) -> None:
-        """Find out what outlives the call, with some grace for what is just about to end."""
+        """Find out what survives.
+
+        Args:
+            patient: Whether processes get a grace period to end. Restored processes need none.
+        """
         self._settled += 1
-        left = self._outliving() if patient else self._others()
-        # Each call may move what descriptors point at, or write to shared memory: these are never what they were.
+        running = self._running() if patient else self._others()
+        # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
+        # the call is part of these entries: they never equal earlier ones.
         held = {("descriptors", shell.name, shell.runs) for shell in self._shells.holding()}
         objects = processes.ipc_objects()
-        now: set[Any] = left | held | ({("ipc", objects, self._settled)} if objects else set()) | self._left.state
+        shared = {("ipc", objects, self._settled)} if objects else set()
+        now: set[Any] = running | held | shared | self._background.state
         if now:
-            # These shells are not replaced after the call: what they know of their children lives on with them.
+            # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs.
             now |= {("jobs", shell.name, *shell.jobs) for shell in self._shells if shell.jobs}
         self.now = frozenset(now)
 
-    def _outliving(self) -> set[Process]:
+    def _running(self) -> set[Process]:
+        """Return the agent's processes that are still there after the grace period."""
         grace, pauses_s = processes.Grace(), iter(processes.PAUSES_S)
         pause_s = 0.0
         while True:
-            left = self._others()
-            unknown = left - self.now
+            others = self._others()
+            unknown = others - self.now
             if unknown and self._shells.arriving:
-                # A shell on its way may have children that are not the agent's.
+                # A shell that is still starting has children of its own, which are not the agent's.
                 self._shells.ready_all()
                 continue
             if not unknown or grace.expired(unknown):
-                return left
+                return others
             pause_s = next(pauses_s, pause_s)
             time.sleep(pause_s)
 
     def _others(self) -> set[Process]:
-        found, ours = self._living(), self._shells.idle_pids
-        return {process for process in found if process[0] not in ours}
+        every, ours = self._living(), self._shells.idle_pids
+        return {process for process in every if process[0] not in ours}

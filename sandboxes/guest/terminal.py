@@ -1,14 +1,18 @@
-"""A terminal in a sandbox, opened by pid 1; `pty` is the driver's side of it."""
+"""A terminal in a sandbox, opened by pid 1; `host.pty` is the proxy's end of it.
+
+The shell on it is started outside the anchor's tree, so no checkpoint can be taken while somebody types.
+"""
 
 import fcntl
 import os
-import socket
 import termios
 from collections.abc import Callable
 
-from sandboxes.guest import bash_session as sessions
+from sandboxes.guest import bash_session as session_texts
 from sandboxes.guest.anchor import BASH, ShellStartError
-from sandboxes.ipc.frames import pack
+from sandboxes.guest.driver_link import DriverLink
+from sandboxes.guest.shell_pool import Shells
+from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.tty import set_size
 from sandboxes.session_types import ShellSession
@@ -16,32 +20,30 @@ from sandboxes.session_types import ShellSession
 INTERACTIVE = b"""
 shopt -s expand_aliases; set -mH; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '
 """
+"""What turns a restored session's shell into one for people: aliases, job control, history, a prompt."""
 
 
-def give(driver: socket.socket, start: Callable[[], int]) -> None:
-    """Start a shell on a terminal, and give the driver our end; or tell it why there is none."""
+def give(link: DriverLink, start: Callable[[], int]) -> None:
+    """Answer `OpenTerminal`: start a shell on a terminal, and give the proxy our end."""
     try:
         end = start()
     except (OSError, ShellStartError) as error:
-        driver.sendall(pack({"failed": f"no terminal can be had: {error}"}))
+        link.send(TerminalFailed(f"no terminal can be had: {error}"))
         return
-    socket.send_fds(driver, [pack({}, fds=1)], [end])
-    os.close(end)
+    link.hand_over(TerminalOpened(), [end])
 
 
-def start_shell(session: ShellSession | None, environment: dict[str, str], workdir: str, size: tuple[int, int]) -> int:
-    """In pid 1: start a bash on a new terminal, as session; return our end.
-
-    It is started outside the anchor's tree: no checkpoint is taken of a sandbox that somebody types in.
+def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
+    """Start a bash in the main session's state on a new terminal; return the master end.
 
     Raises:
-        OSError: no terminal, or no process, can be had.
+        OSError: The kernel has no terminal or no process left.
     """
     master, slave = os.openpty()
     try:
-        set_size(slave, *size)
+        set_size(slave, columns, rows)
         if os.fork() == 0:
-            _become_shell(slave, session, environment, workdir)
+            _become_shell(slave, shells.sessions.get("main"), shells.environment, shells.workdir)
     except OSError:
         os.close(master)
         raise
@@ -52,16 +54,19 @@ def start_shell(session: ShellSession | None, environment: dict[str, str], workd
 
 def _become_shell(slave: int, session: ShellSession | None, environment: dict[str, str], workdir: str) -> None:
     try:
+        # The leader of a new session without a terminal gets the one that it asks for.
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         script = os.memfd_create("text", os.MFD_CLOEXEC)
-        os.pwrite(script, sessions.restore_script(session, workdir) + INTERACTIVE, 0)
+        os.pwrite(script, session_texts.restore_script(session, workdir) + INTERACTIVE, 0)
+        # The script ends with a dump, which nothing reads here.
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        places = {0: slave, 1: slave, 2: slave, sessions.RESTORE_FD: script, sessions.DUMP_FD: null}
-        kernel.arrange_descriptors(places)
+        numbers = {0: slave, 1: slave, 2: slave, session_texts.RESTORE_FD: script, session_texts.DUMP_FD: null}
+        kernel.arrange_descriptors(numbers)
         kernel.reset_signals()
-        told = environment if session is None else {}
-        argv = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{sessions.RESTORE_FD}", "-i"]
-        os.execve(BASH, argv, {"PATH": os.defpath, **told})  # noqa: S606
+        # A session that is not new brings its own variables along.
+        variables = environment if session is None else {}
+        argv = ["bash", "--noprofile", "--rcfile", f"/proc/self/fd/{session_texts.RESTORE_FD}", "-i"]
+        os.execve(BASH, argv, {"PATH": os.defpath, **variables})  # noqa: S606
     finally:
         os._exit(127)

@@ -1,4 +1,12 @@
-"""The tool servers of a sandbox: started under its anchor, reached over its own loopback. Seen from pid 1."""
+"""The tool servers of a sandbox, as its supervisor sees them: started under the anchor, reached over loopback.
+
+A server is started when a call needs it, or for the root state. It is ready when its port takes connections, or when
+its health path answers. Servers that talk over stdin and stdout (MCP) are ready at once; the pipes stay open here, so
+that they outlive the connection of each call.
+
+The supervisor never reads a server's answers. It hands the proxy a descriptor and waits for the proxy to say that the
+answer has come.
+"""
 
 import contextlib
 import os
@@ -6,37 +14,51 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.shell_pool import Shells
-from sandboxes.ipc.frames import Message, pack
+from sandboxes.ipc.messages import ServerOrder
 from sandboxes.linux import processes
 from sandboxes.shell_quote import quote
 
 TAIL_BYTES = 1 << 14
+"""How much of a server's log is kept, from its end. It is only quoted in errors."""
 POLL_S = 0.01
+"""The interval between two tries to connect while a server starts."""
 CONNECT_S = 5.0
+"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full."""
 _CHUNK, _CHUNKS = 1 << 16, 16
+"""How much of a log is read at once, and how often. A server that prints without end must not keep the supervisor."""
 
 
 class ToolServerError(Exception):
-    """A server is not there to be asked. `kind`: "crashed" or "silent"."""
+    """A server cannot be reached.
 
-    def __init__(self, kind: str, text: str) -> None:
+    Attributes:
+        kind: "crashed" or "silent".
+    """
+
+    def __init__(self, kind: Literal["crashed", "silent"], text: str) -> None:
         super().__init__(text)
         self.kind = kind
 
 
 class Log:
-    """What a server prints: the last of it is kept, for who asks why it failed. It is no part of any answer."""
+    """The last of what a server prints, for errors. It is no part of any answer.
+
+    Attributes:
+        fd: Our end of the pipe; -1 once it is closed.
+        kept: The last bytes.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.kept = bytearray()
 
-    def drain(self, _limit: int = 0) -> None:
-        """Take what is there without waiting; not all of it, where somebody writes faster than this reads."""
+    def drain(self, _max_bytes: int = 0) -> None:
+        """Read without waiting; not to the end, if the server writes faster than this reads."""
         for _ in range(_CHUNKS if self.fd >= 0 else 0):
             try:
                 data = os.read(self.fd, _CHUNK)
@@ -48,6 +70,7 @@ class Log:
             del self.kept[:-TAIL_BYTES]
 
     def close(self) -> None:
+        """Close our end of the pipe; what was read stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -59,14 +82,18 @@ class Log:
 
 
 class ServerProcess:
-    """One that was started. pid: of the command itself, which may have left the work to a child and ended.
+    """A server that was started.
 
-    talk: our ends of its stdin and stdout, where it speaks over these. note: what its clients have to know of it.
+    Attributes:
+        name: Its name.
+        pid: The command itself, which may have left the work to a child and ended.
+        log: What it prints.
+        pipes: Our ends of its stdin and stdout, if it talks over them; empty otherwise.
+        note: What its next clients have to know of it, such as a session that was agreed on.
     """
 
-    def __init__(self, name: str, pid: int, log_fd: int, talk: Sequence[int] = (), note: str = "") -> None:
-        self.note = note
-        self.name, self.pid, self.log, self.talk = name, pid, Log(log_fd), tuple(talk)
+    def __init__(self, name: str, pid: int, log_fd: int, pipes: Sequence[int] = (), note: str = "") -> None:
+        self.name, self.pid, self.log, self.pipes, self.note = name, pid, Log(log_fd), tuple(pipes), note
         try:
             self._death: int | None = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -80,24 +107,24 @@ class ServerProcess:
         return bool(select.select([self._death], [], [], 0)[0])
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of this side; pipes: the kernel's names of those that lead to it.
+        """Return what a checkpoint has to keep of it, with the kernel's names of the open pipes that lead to it.
 
-        A log that was closed has none.
+        The members are a disk format.
         """
-        ours = [*self.talk, *([self.log.fd] if self.log.fd >= 0 else [])]
-        pipes = [os.readlink(f"/proc/self/fd/{fd}") for fd in ours]  # noqa: PTH115
-        return {"name": self.name, "pid": self.pid, "pipes": pipes, "talks": bool(self.talk), "note": self.note}
+        ours = [*self.pipes, *([self.log.fd] if self.log.fd >= 0 else [])]
+        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in ours]  # noqa: PTH115
+        return {"name": self.name, "pid": self.pid, "pipes": names, "talks": bool(self.pipes), "note": self.note}
 
     def close(self) -> None:
-        """Let go of it; it runs on where it runs."""
+        """Close all descriptors of it; the process itself is not touched."""
         self.log.close()
-        for fd in (*self.talk, *([] if self._death is None else [self._death])):
+        for fd in (*self.pipes, *([] if self._death is None else [self._death])):
             os.close(fd)
-        self.talk, self._death = (), None
+        self.pipes, self._death = (), None
 
 
 class Servers:
-    """Those of one sandbox, by name. Orders are the driver's: what a server is told in them, it is each time."""
+    """The tool servers of one sandbox, by name. The proxy's orders say each time what a server is."""
 
     def __init__(self, shells: Shells) -> None:
         self._shells = shells
@@ -108,73 +135,97 @@ class Servers:
 
     @property
     def outputs(self) -> dict[int, Log]:
-        """Their streams by descriptor, for who drains them."""
+        """Their open logs by descriptor."""
         return {server.log.fd: server.log for server in self if server.log.fd >= 0}
 
-    def take_over(self, fd: int, pid: int) -> None:
-        """From now on take the output of a process that its client has left; a checkpoint holds it as a server's."""
+    def drain_detached(self, fd: int, pid: int) -> None:
+        """From now on drain the output of a process that its client has left, as if it were a server's log.
+
+        So a checkpoint also holds the pipe.
+        """
         name = f"left {pid} {fd}"
         self._servers[name] = ServerProcess(name, pid, fd)
 
-    def connect(self, order: dict[str, Any], watch: Callable[[], None]) -> tuple[list[int], bool]:
-        """Return descriptors that lead to the server that order names, and whether it was started for that.
+    def start(self, order: ServerOrder, watch: Callable[[], None]) -> None:
+        """Start a server and wait until it is ready; see `connect`."""
+        for fd in self.connect(order, watch)[0]:
+            os.close(fd)
 
-        One of a connection to its port, or where it speaks over them, of its stdin and its stdout. One `behind` it is
-        made ready before. watch: called now and then while it starts.
+    def connect(self, order: ServerOrder, watch: Callable[[], None], first: bytes = b"") -> tuple[list[int], bool]:
+        """Return descriptors that lead to a server, and whether the server was started for that.
+
+        Args:
+            order: The server. It is started if it does not run; the server behind it first.
+            watch: Called now and then while the server starts.
+            first: What to write to the server at once.
+
+        Returns:
+            One connection to its port, or its stdin and stdout; the caller closes them.
 
         Raises:
-            ServerFailed: it ended, or did not get ready in time.
+            ToolServerError: The server ended, or did not get ready in time.
         """
-        connection = None if order["port"] is None else _connected(order["port"])
+        fds, fresh = self._connect(order, watch)
+        # A server that hangs up without reading has its reason in its answer, which the proxy reads.
+        with contextlib.suppress(OSError):
+            while first:
+                first = first[os.write(fds[0], first) :]
+        return fds, fresh
+
+    def _connect(self, order: ServerOrder, watch: Callable[[], None]) -> tuple[list[int], bool]:
+        connection = None if order.port is None else _connected(order.port)
         if connection is not None:
             return [connection.detach()], False
-        known = self._servers.get(order["name"])
+        known = self._servers.get(order.name)
         fresh = known is None or known.ended
         if fresh:
-            if "behind" in order:
-                behind = {**order["behind"], "environment": order["environment"]}
-                for fd in self.connect(behind, watch)[0]:
-                    os.close(fd)
+            if order.behind is not None:
+                self.start(replace(order.behind, environment=order.environment), watch)
             self._start(order)
-        if order["port"] is None:
-            return [os.dup(fd) for fd in self._servers[order["name"]].talk], fresh
-        return [self._await_ready(order, watch).detach()], fresh
+        if order.port is None:
+            return [os.dup(fd) for fd in self._servers[order.name].pipes], fresh
+        return [self._await_ready(order, order.port, watch).detach()], fresh
 
     def note(self, name: str) -> str:
-        """Return what was noted of a server, as long as its process lives; empty where nothing was."""
+        """Return what was noted about a server since it was started; empty if nothing was."""
         return self._servers[name].note if name in self._servers else ""
 
     def take_note(self, name: str, note: str) -> None:
-        """Note what a server's clients have to know of it from call to call."""
+        """Note what a server's next clients have to know of it."""
         if name in self._servers:
             self._servers[name].note = note
 
     def log(self, name: str) -> str:
-        """Return the last that a server printed."""
+        """Return the last lines that a server printed; empty if there is no such server."""
         return self._servers[name].log.tail() if name in self._servers else ""
 
     def close_log(self, fd: int) -> None:
-        """Let go of a log that nobody writes to any more."""
+        """Close a log that no process writes to any more."""
         for server in self:
             if server.log.fd == fd:
                 server.log.close()
 
-    def adopt(self, told: list[dict[str, Any]], ends: list[int]) -> None:
-        """Take over those that a checkpoint brought back; ends: our ends of their pipes, in the order of `pipes`."""
-        left = iter(ends)
-        for server in told:
-            ours = [next(left) for _ in server["pipes"]]
-            talk = ours[:2] if server["talks"] else []
-            log = ours[-1] if len(ours) > len(talk) else -1
-            self._servers[server["name"]] = ServerProcess(server["name"], server["pid"], log, talk, server["note"])
+    def adopt(self, remembered: list[dict[str, Any]], ends: list[int]) -> None:
+        """Take over the servers that a checkpoint brought back.
 
-    def _start(self, order: dict[str, Any]) -> None:
-        talks = order["port"] is None
+        Args:
+            remembered: What `ServerProcess.remember` returned of each.
+            ends: Our ends of all their pipes, in the order of the remembered pipes.
+        """
+        remaining = iter(ends)
+        for server in remembered:
+            ours = [next(remaining) for _ in server["pipes"]]
+            pipes = ours[:2] if server["talks"] else []
+            log = ours[-1] if len(ours) > len(pipes) else -1
+            self._servers[server["name"]] = ServerProcess(server["name"], server["pid"], log, pipes, server["note"])
+
+    def _start(self, order: ServerOrder) -> None:
+        talks = order.port is None
         ours, theirs = new_pipes(talks=talks)
         null = [] if talks else [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
         places = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
         try:
-            pid = self._shells.launch(order["environment"], places, _program(order))
+            pid = self._shells.launch(order.environment, places, _program(order))
         except ShellStartError as error:
             for fd in ours:
                 os.close(fd)
@@ -182,25 +233,25 @@ class Servers:
         finally:
             for fd in (*theirs, *null):
                 os.close(fd)
-        before = self._servers.pop(order["name"], None)
+        before = self._servers.pop(order.name, None)
         if before is not None:
             before.close()
-        self._servers[order["name"]] = ServerProcess(order["name"], pid, ours[-1], ours[:-1])
+        self._servers[order.name] = ServerProcess(order.name, pid, ours[-1], ours[:-1])
 
-    def _await_ready(self, order: dict[str, Any], watch: Callable[[], None]) -> socket.socket:
-        server, deadline = self._servers[order["name"]], time.monotonic() + order["ready_s"]
+    def _await_ready(self, order: ServerOrder, port: int, watch: Callable[[], None]) -> socket.socket:
+        server, deadline = self._servers[order.name], time.monotonic() + order.ready_s
         while time.monotonic() < deadline:
             watch()
             server.log.drain()
-            # Looked at before the port: what has ended by then opens it no more, unless a child of it does.
+            # Read before the port is tried: a server that has ended by now opens its port no more, unless a child does.
             gone = server.ended
-            connection = _connected(order["port"])
+            connection = _connected(port)
             if connection is not None:
-                if order["ready"] == "tcp":
+                if order.ready == "tcp":
                     return connection
                 with connection:
-                    ready = _answers(connection, order["ready"], deadline)
-                if ready and (again := _connected(order["port"])) is not None:
+                    ready = _answers(connection, order.ready, deadline)
+                if ready and (again := _connected(port)) is not None:
                     return again
             elif gone and self._is_over(server):
                 raise ToolServerError(
@@ -209,50 +260,17 @@ class Servers:
             time.sleep(POLL_S)
         raise ToolServerError(
             "silent",
-            f"server {server.name!r} was not ready on port {order['port']} within {order['ready_s']:g} s: "
-            f"{server.log.tail()}",
+            f"server {server.name!r} was not ready on port {port} within {order.ready_s:g} s: {server.log.tail()}",
         )
 
     def _is_over(self, server: ServerProcess) -> bool:
-        """Whether a command that ended has failed, or left nobody behind to do its work."""
-        left = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
-        return self._shells.status_of(server.pid) != 0 or not left
-
-
-def hand_over(
-    driver: socket.socket, servers: Servers, order: dict[str, Any], watch: Callable[[], None], first: bytes = b""
-) -> bool:
-    """Give the driver what leads to the server that order names; return whether it was started for that.
-
-    first: what goes there before that.
-
-    Raises:
-        ServerFailed: see `Servers.connect`.
-    """
-    fds, fresh = servers.connect(order, watch)
-    try:
-        # One that hangs up without reading is met by the driver, who hears its answer.
-        with contextlib.suppress(OSError):
-            while first:
-                first = first[os.write(fds[0], first) :]
-        told = {"connected": True, "fresh": fresh, "note": servers.note(order["name"])}
-        socket.send_fds(driver, [pack(told, fds=len(fds))], fds)
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return fresh
-
-
-def served(servers: Servers, order: dict[str, Any], told: Message) -> dict[str, Any]:
-    """Take what the driver says at the end of a call to a server; return what that means for the call's answer."""
-    fields = told.fields
-    if "note" in fields:
-        servers.take_note(order["name"], fields["note"])
-    return {"read": fields["read"], "log": fields["log"] and servers.log(order.get("behind", order)["name"])}
+        """Whether a command that has ended failed, or left no process behind to do its work."""
+        others = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
+        return self._shells.status_of(server.pid) != 0 or not others
 
 
 def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:
-    """Return our ends and a server's ends of its pipes: stdin and stdout where it talks over them, then its log."""
+    """Return our ends and a server's ends of its pipes: stdin and stdout if it talks over them, then its log."""
     ours, theirs = [], []
     if talks:
         reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -261,23 +279,22 @@ def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:
     for _ in range(1 + talks):
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
-        # Whoever the server becomes may open /dev/stdout again.
+        # A server that becomes another user may open /dev/stdout, which is this pipe, again.
         os.fchmod(writing, 0o666)
         ours.append(reading)
         theirs.append(writing)
     return ours, theirs
 
 
-def _program(order: dict[str, Any]) -> str:
-    # It must not inherit pid 1's shelter from the OOM killer.
-    place = f"cd -- {quote(order['workdir'])} || cd /"
-    return (
-        f"printf 0 >/proc/self/oom_score_adj; {place}; exec /bin/bash --noprofile --norc -c {quote(order['command'])}"
-    )
+def _program(order: ServerOrder) -> str:
+    # The supervisor is sheltered from the OOM killer, and a server must not inherit that.
+    change_folder = f"cd -- {quote(order.workdir)} || cd /"
+    become = f"exec /bin/bash --noprofile --norc -c {quote(order.command)}"
+    return f"printf 0 >/proc/self/oom_score_adj; {change_folder}; {become}"
 
 
 def _connected(port: int) -> socket.socket | None:
-    """Return a connection to whoever listens on port of this sandbox's loopback; None where nobody does."""
+    """Return a connection to a port of this sandbox's loopback; None if no process listens there."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.ExitStack() as undo:
             try:
@@ -293,7 +310,7 @@ def _connected(port: int) -> socket.socket | None:
 
 
 def _answers(connection: socket.socket, path: str, deadline: float) -> bool:
-    """Whether GET path is answered with less than 500."""
+    """Whether a GET of path is answered with a status below 500."""
     try:
         connection.settimeout(max(0.1, deadline - time.monotonic()))
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())

@@ -1,97 +1,121 @@
-"""A sandbox's driver side talks to who runs its calls, pid 1 or a container's keeper; one that fails is dead."""
+"""The proxy's link to one sandbox's supervisor: pid 1, or a container's keeper. If it fails, the sandbox is dead."""
 
 import asyncio
-import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, overload
 
 from sandboxes.errors import SandboxError
-from sandboxes.host.pty import Pty
-from sandboxes.ipc.channel import Channel, ChannelClosedError
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, Request
 
 GRACE_S = 60.0
-"""How long over its own time a call may keep the other side busy (killing, comparing files); then it counts as dead."""
+"""How long over a call's own time the supervisor may take, to kill and to compare files, until it counts as dead.
+
+Comparing the most files that count takes seconds on a busy machine. Half of this has been too short there.
+"""
+
+ResultT = TypeVar("ResultT")
+FirstT = TypeVar("FirstT", bound=IpcMessage)
+SecondT = TypeVar("SecondT", bound=IpcMessage)
 
 
-class Talk:
-    """What the sandboxes of both drivers have in common. `dead`: why it is, if it is."""
+class GuestLink:
+    """Sends requests to a supervisor, and declares its sandbox dead when the supervisor fails.
 
-    def __init__(self, name: str, channel: Channel) -> None:
-        self.id = name
-        self._channel = channel
-        self._dead: str | None = None
-        self._stirred_at = self._grown_at = 0.0
+    Attributes:
+        name: The sandbox's ID, for error texts.
+        death: Why the sandbox is dead; None while it is not.
+    """
 
-    @property
-    def young_s(self) -> float:
-        """Seconds until what was left running here counts as started."""
-        return max(0.0, self._grown_at - time.monotonic())
+    def __init__(self, name: str, channel: Channel, kill: Callable[[], None]) -> None:
+        """Take over a channel.
 
-    def be_young(self, seconds: float) -> None:
-        """Note that what lives here was just started: it takes so many seconds until it counts as such."""
-        self._stirred_at = time.monotonic()
-        self._grown_at = self._stirred_at + seconds
-
-    async def rest(self, age_s: float) -> None:
-        """See `Resting.rest`."""
-        if (seconds := min(age_s - (time.monotonic() - self._stirred_at), self.young_s)) > 0:
-            await asyncio.sleep(seconds)
+        Args:
+            name: The sandbox's ID.
+            channel: The channel to its supervisor.
+            kill: Ends everything that runs in the sandbox; called when the sandbox is declared dead.
+        """
+        self.name, self.death = name, None if channel.lost is None else channel.lost
+        self._channel, self._kill = channel, kill
 
     @property
     def alive(self) -> bool:
-        return self._dead is None and self._channel.lost is None
+        """Whether requests can be sent."""
+        return self.death is None and self._channel.lost is None
 
-    def _kill(self) -> None:
-        """End all that runs in the sandbox, now."""
-        raise NotImplementedError
-
-    def _die(self, reason: str) -> None:
-        self._dead = self._dead or reason
+    def die(self, reason: str) -> None:
+        """Declare the sandbox dead, and kill what runs in it. Only the first reason is kept."""
+        self.death = self.death or reason
         self._kill()
 
-    async def _run(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int]) -> Message:
-        """Send a call and return its answer. Cancelled, the sandbox is dead: nobody knows how far it came.
+    def close(self, reason: str = "closed") -> None:
+        """Close the channel."""
+        self.death = self.death or reason
+        self._channel.close(self.death)
+
+    async def call(
+        self, request: Request[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
+    ) -> Envelope[AnswerT]:
+        """Send a request that may change the sandbox, and return its answer.
+
+        If the caller is cancelled, the sandbox is dead: how far the call came is not known.
+
+        Args:
+            request: The request.
+            body: Its body.
+            timeout_s: How long the call itself may take.
+            fds: Descriptors to send along.
 
         Raises:
-            SandboxError: it is dead, or silent for longer than the call may take.
+            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
         """
         try:
-            return await self._talk(fields, body, fds, within_s=timeout_s + GRACE_S)
+            return await self.ask(request, body, fds, within_s=timeout_s + GRACE_S)
         except asyncio.CancelledError:
-            self._die("its call was cancelled")
+            self.die("its call was cancelled")
             raise
 
-    async def _talk(
-        self, fields: dict[str, Any], body: bytes = b"", fds: list[int] | None = None, *, within_s: float = GRACE_S
-    ) -> Message:
-        return await self._hear(self._channel.request(fields, body, fds or []), within_s)
+    async def ask(
+        self, request: Request[AnswerT], body: bytes = b"", fds: Sequence[int] = (), *, within_s: float = GRACE_S
+    ) -> Envelope[AnswerT]:
+        """Send a request and return its answer, which the supervisor has to give within_s.
 
-    async def _open_terminal(self, columns: int, rows: int) -> Pty:
-        """See `TerminalSandbox.open_terminal`."""
-        told = await self._talk({"op": "terminal", "size": [columns, rows]})
-        if not told.fds:
-            raise SandboxError(f"sandbox {self.id}: {told.fields['failed']}")
-        return Pty(told.fds[0])
+        Raises:
+            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
+        """
+        self._require_life()
+        return await self._await(self._channel.ask(request, body, fds), within_s)
 
-    async def _listen(self) -> Message:
-        """Return what the other side says unasked."""
-        return await self._hear(self._channel.receive(), GRACE_S)
+    @overload
+    async def next(self, first: type[FirstT], /) -> Envelope[FirstT]: ...
 
-    async def _hear(self, coming: Coroutine[Any, Any, Message], within_s: float) -> Message:
-        if self._dead is not None:
-            coming.close()
-            raise SandboxError(f"sandbox {self.id} died: {self._dead}")
+    @overload
+    async def next(self, first: type[FirstT], second: type[SecondT], /) -> Envelope[FirstT | SecondT]: ...
+
+    async def next(self, *expected: type[IpcMessage]) -> Envelope[Any]:
+        """Return the next message that the supervisor sends unasked.
+
+        Raises:
+            SandboxError: The sandbox is dead, or the supervisor was silent for too long.
+        """
+        self._require_life()
+        return await self._await(self._channel.next(*expected), GRACE_S)
+
+    async def post(self, message: IpcMessage) -> None:
+        """Send a message that is not answered."""
+        await self._channel.post(message)
+
+    def _require_life(self) -> None:
+        if self.death is not None:
+            raise SandboxError(f"sandbox {self.name} died: {self.death}")
+
+    async def _await(self, answer: Awaitable[ResultT], within_s: float) -> ResultT:
         try:
             async with asyncio.timeout(within_s):
-                answer = await coming
+                return await answer
         except TimeoutError as error:
-            self._die("it gave no answer in time")
-            raise SandboxError(f"sandbox {self.id} gave no answer within {within_s:.0f} s") from error
-        except ChannelClosedError as error:
-            self._die(str(error))
-            raise SandboxError(f"sandbox {self.id} died: {error}") from error
-        if "error" in answer.fields:
-            self._die(str(answer.fields["error"]))
-            raise SandboxError(f"sandbox {self.id} died: {answer.fields['error']}")
-        return answer
+            self.die("it gave no answer in time")
+            raise SandboxError(f"sandbox {self.name} gave no answer within {within_s:.0f} s") from error
+        except (ChannelClosedError, PeerFailedError) as error:
+            self.die(str(error))
+            raise SandboxError(f"sandbox {self.name} died: {error}") from error

@@ -1,4 +1,4 @@
-"""From what pid 1 or a keeper tells of a state to what is shown of it (pure)."""
+"""From a supervisor's description of a state to what people are shown of it (pure)."""
 
 import json
 import re
@@ -7,21 +7,21 @@ from typing import Any
 
 from sandboxes.errors import SandboxError
 from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.codec import Envelope
+from sandboxes.ipc.messages import CallDone, Described, FileOutcome
 from sandboxes.session_types import ShellSession
 
 _VARIABLE = re.compile(r"(?:declare -\S+ )?([A-Za-z_][A-Za-z0-9_]*)")
-"""As bash declares it, or as a POSIX shell assigns it."""
+"""The name in a variable's line, as bash declares it or as a POSIX shell assigns it."""
 _FUNCTION = re.compile(r"^(\S+) \(\) *$", re.MULTILINE)
+"""The head of a function, as `declare -f` prints it."""
 
 
-def state_look(told: Message) -> StateView:
-    """Return the answer to `describe`. Paths are absolute."""
-    delta = told.fields["delta"]
-    files = None if delta is None else {f"/{path}": str(what) for path, (what, _) in delta.items()}
-    fresh = told.fields["pristine"]
-    sessions = {name: _session(session) for name, session in told.fields["sessions"].items()}
-    return StateView(files, sessions, None if fresh is None else _session(fresh))
+def state_look(state: Described) -> StateView:
+    """Return a state as it is shown, with absolute paths."""
+    files = None if state.delta is None else {f"/{path}": what for path, (what, _) in state.delta.items()}
+    sessions = {name: _session(session) for name, session in state.sessions.items()}
+    return StateView(files, sessions, None if state.pristine is None else _session(state.pristine))
 
 
 def _session(session: ShellSession) -> SessionView:
@@ -34,31 +34,32 @@ def _session(session: ShellSession) -> SessionView:
 
 
 def _functions(text: str) -> dict[str, str]:
-    """Split what `declare -f` prints; bash indents what stands in a function, so only names begin a line."""
+    """Split the output of `declare -f`. Bash indents a function's body, so only heads begin a line."""
     heads = list(_FUNCTION.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
     return {head[1]: text[head.start() : end].rstrip() for head, end in zip(heads, ends, strict=False)}
 
 
 def _text(latin: str) -> str:
-    """Return a session's text as it is meant: bytes that a dump reads as latin-1."""
+    """Return a session's text as people read it: a dump keeps bytes as latin-1."""
     return latin.encode("latin-1", "replace").decode(errors="replace")
 
 
-def entries_of(told: Message, paths: Sequence[str]) -> Mapping[str, FileEntry]:
-    """Return the answer to `entries`.
+def entries_of(done: Envelope[CallDone], paths: Sequence[str]) -> Mapping[str, FileEntry]:
+    """Return what is at each of the paths that were looked at.
 
     Raises:
-        SandboxError: it ran out of time or memory.
+        SandboxError: The operation ran out of time or memory.
     """
-    if told.fields.get("status") != 200:
+    outcome = done.message.outcome
+    if not isinstance(outcome, FileOutcome) or outcome.status != 200:
         raise SandboxError("the files could not be looked at: it ran out of time or memory. Ask again.")
-    found: dict[str, dict[str, Any]] = json.loads(told.body)
-    return {path: _entry(found.get(path)) for path in paths}
+    entries: dict[str, dict[str, Any]] = json.loads(done.body)
+    return {path: _entry(entries.get(path)) for path in paths}
 
 
-def _entry(told: dict[str, Any] | None) -> FileEntry:
-    if told is None:
+def _entry(facts: dict[str, Any] | None) -> FileEntry:
+    if facts is None:
         return GONE
-    content = told.pop("content", None)
-    return FileEntry(**told, content=None if content is None else content.encode("latin-1"))
+    content = facts.pop("content", None)
+    return FileEntry(**facts, content=None if content is None else content.encode("latin-1"))

@@ -1,133 +1,160 @@
-"""A process of its own, asked for from the driver's side; what the sandboxes of both drivers share."""
+"""Calls that run a process of its own, or that are about one that runs in the background.
+
+A process's output comes over a socket of its own while the process runs, and goes to the client's listener at once. If
+the client leaves, the proxy tells the supervisor, and the process goes on in the background.
+"""
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
 from sandboxes.guest.file_ops import problem
+from sandboxes.host.guest import Guest
 from sandboxes.host.guest_link import GRACE_S
 from sandboxes.host.translate import execution
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.codec import Envelope
+from sandboxes.ipc.messages import CallDone, Detach, ProcessOutcome, RunProcess, UseBackgroundProcess
 from sandboxes.listener import Detachable, Listener
 from sandboxes.process_output import ERR, MEDIA_TYPE, OUT, Frames, Incoming, ending, environment, frame, output, refusal
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 HOST = "sandbox"
-"""What `hostname` says in every sandbox."""
-_CHUNK = 1 << 16
-_TENDING = frozenset({"list", "attend", "write", "close", "resize", "signal", "watch", "unwatch"})
+"""The host name in every sandbox."""
+_CHUNK_BYTES = 1 << 16
+"""How much output is read at once."""
+_BACKGROUND_TOOLS = frozenset({"list", "attend", "write", "close", "resize", "signal", "watch", "unwatch"})
 
 
-def is_process(call: ToolCall) -> bool:
-    """Whether call runs a process of its own."""
-    return call.endpoint == "process" and call.tool == "run"
+class ProcessCalls:
+    """Runs processes of their own in one sandbox, and polls those in the background."""
 
+    def __init__(self, guest: Guest, spec: EnvironmentSpec, environment: Mapping[str, str]) -> None:
+        """Prepare for the calls of a sandbox.
 
-def is_tending(call: ToolCall) -> bool:
-    """Whether call is about processes that were left running."""
-    return call.endpoint == "process" and call.tool in _TENDING
+        Args:
+            guest: The sandbox.
+            spec: What it was made from.
+            environment: Variables that its processes have below those of the spec: the image's.
+        """
+        self._guest, self._spec, self._environment = guest, spec, environment
 
+    @staticmethod
+    def handles(call: ToolCall) -> bool:
+        """Whether a call runs a process of its own, or is about one in the background."""
+        return call.endpoint == "process" and (call.tool == "run" or call.tool in _BACKGROUND_TOOLS)
 
-def tended(call: ToolCall, answer: Message) -> Execution:
-    """Return what came of a call about such processes (pure).
+    async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
+        """Carry a call out.
 
-    One that was told of what a process has said makes a state: in a sandbox that stands there it has said so much. So
-    does one that gave a process something: whether or not it has taken that up yet, it is there.
-    """
-    done = execution(answer, float(answer.fields["seconds"]))
-    if call.tool == "list" or done.result.status != 200:
-        return done
-    if call.tool != "attend":
-        # What happens in a directory that is watched hangs on the moment: that is for who watches alone.
-        return replace(done, effect=done.effect | Effect.PROCESSES, shareable=call.tool != "watch")
-    told = ending(done.result.body)
-    said = {str(place): len(output(done.result.body, place)) for place in (OUT, ERR)}
-    until = {**said, "ended": told.exit_code is not None}
-    replay = replace(call, arguments={**call.arguments, "until": until})
-    nothing = not any(said.values()) and told.exit_code is None
-    return replace(done, effect=done.effect | Effect.PROCESSES, replay=replay, is_empty=nothing)
-
-
-def request(call: ToolCall, spec: EnvironmentSpec, base: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
-    """Return what pid 1, or a keeper, is asked for call; base: the variables of the image (pure)."""
-    asked = {**call.arguments, "cwd": call.arguments.get("cwd") or spec.workdir}
-    told = environment({**base, **spec.env}, call.arguments.get("env") or {}, HOST, tty=bool(call.arguments.get("tty")))
-    return {"op": "process", "arguments": asked, "environment": told, "timeout_s": timeout_s}
-
-
-def refused(call: ToolCall) -> Execution | None:
-    """Return the answer to a call that no sandbox needs to see (pure)."""
-    why = refusal(call.arguments.get("argv"), call.arguments.get("env") or {})
-    return Execution(ToolResult(*problem(400, "Bad process", why)), Effect.NONE, 0.0) if why else None
-
-
-class ProcessConversation:
-    """One process and who listens to it. hears: what its sandbox's other side says; tell: says something to it."""
-
-    def __init__(self, call: ToolCall, listener: Listener | None) -> None:
-        self._call, self._listener = call, listener
-        self.frames = Frames()
-
-    async def hear(self, end: int, leave: Coroutine[Any, Any, None], *, within_s: float) -> None:
-        """Take the frames that come on end until it is closed, and pass them on; leave: awaited if the client leaves.
+        Args:
+            call: The call.
+            listener: Receives the output of a process while it comes, but not its exit code. None for nobody.
 
         Raises:
-            SandboxError: nothing has ended after within_s.
+            SandboxError: The sandbox failed; it is dead.
         """
-        leaving = asyncio.ensure_future(self._departure(leave))
+        return await (self._run(call, listener) if call.tool == "run" else self._use_background(call))
+
+    async def _run(self, call: ToolCall, listener: Listener | None) -> Execution:
+        reason = refusal(call.arguments.get("argv"), call.arguments.get("env") or {})
+        if reason:
+            return Execution(ToolResult(*problem(400, "Bad process", reason)), Effect.NONE, 0.0)
+        timeout_s = float(call.arguments.get("timeout_s") or self._spec.limits.timeout_s)
+        started = await self._guest.ask(self._request(call, timeout_s), call.body, timeout_s)
+        link = self._guest.link
+        try:
+            frames = await self._pass_on(started.fds[0], listener, within_s=timeout_s + GRACE_S)
+            return _ran(call, frames, self._guest.conclude(await link.next(CallDone)))
+        except asyncio.CancelledError:
+            link.die("its call was cancelled")
+            raise
+        except SandboxError as error:
+            link.die(str(error))
+            raise
+
+    def _request(self, call: ToolCall, timeout_s: float) -> RunProcess:
+        arguments = {**call.arguments, "cwd": call.arguments.get("cwd") or self._spec.workdir}
+        base, given = {**self._environment, **self._spec.env}, call.arguments.get("env") or {}
+        variables = environment(base, given, HOST, tty=bool(call.arguments.get("tty")))
+        # Clients may send numbers as values.
+        return RunProcess(arguments, {name: str(value) for name, value in variables.items()}, timeout_s)
+
+    async def _pass_on(self, end: int, listener: Listener | None, *, within_s: float) -> Frames:
+        """Pass output on until the supervisor closes its socket; return what came.
+
+        Raises:
+            SandboxError: The process has not ended within_s, although its time is long up.
+        """
+        frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
+        detaching = start(self._detach_when_told(listener))
         connection = socket.socket(fileno=end)
         connection.setblocking(False)
         try:
-            async with asyncio.timeout(within_s + GRACE_S):
-                if self._listener is not None:
-                    await self._listener.head(200, (("Content-Type", MEDIA_TYPE),))
-                await self._pass_on(connection)
+            async with asyncio.timeout(within_s):
+                if listener is not None:
+                    await listener.head(200, (("Content-Type", MEDIA_TYPE),))
+                while data := await loop.sock_recv(connection, _CHUNK_BYTES):
+                    for kind, piece in incoming.feed(data):
+                        frames.add(kind, piece)
+                        if listener is not None:
+                            await listener.data(frame(kind, piece))
         except TimeoutError as error:
             raise SandboxError("a process gave no sign of its end in time") from error
         finally:
-            leaving.cancel()
+            detaching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await leaving
-            leave.close()
+                await detaching
             connection.close()
+        return frames
 
-    async def _pass_on(self, connection: socket.socket) -> None:
-        incoming, loop = Incoming(), asyncio.get_running_loop()
-        while data := await loop.sock_recv(connection, _CHUNK):
-            for kind, piece in incoming.feed(data):
-                self.frames.add(kind, piece)
-                if self._listener is not None:
-                    await self._listener.data(frame(kind, piece))
+    async def _detach_when_told(self, listener: Listener | None) -> None:
+        if isinstance(listener, Detachable):
+            await listener.detached()
+            await self._guest.link.post(Detach())
 
-    async def _departure(self, leave: Coroutine[Any, Any, None]) -> None:
-        if isinstance(self._listener, Detachable):
-            await self._listener.detached()
-            await leave
+    async def _use_background(self, call: ToolCall) -> Execution:
+        timeout_s = self._spec.limits.timeout_s
+        request = UseBackgroundProcess(call.tool, dict(call.arguments), timeout_s)
+        return _used(call, self._guest.conclude(await self._guest.ask(request, call.body, timeout_s)))
 
-    def execution(self, answer: Message) -> Execution:
-        """Return what came of it; answer: what pid 1, or a keeper, saw."""
-        told: Mapping[str, Any] = answer.fields
-        body = self.frames.end(told["exit_code"], timed_out=told["timed_out"])
-        done = execution(answer, float(told["seconds"]), ToolResult(200, MEDIA_TYPE, body))
-        if told.get("kept") and told["exit_code"] is None:
-            return self._left(done, body)
-        gone = told["exit_code"] is None and not told.get("detached")
-        return replace(done, shareable=self._steady and not told["timed_out"] and not gone)
 
-    def _left(self, done: Execution, body: bytes) -> Execution:
-        """Return what is known of a process that is kept track of: a replay leaves it when it has said as much."""
-        until = {str(place): len(output(body, place)) for place in (OUT, ERR)}
-        replay = replace(self._call, arguments={**self._call.arguments, "until": until})
-        return replace(done, shareable=self._steady, effect=done.effect | Effect.PROCESSES, replay=replay)
+def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone]) -> Execution:
+    """Return what came of a process that ran, or that goes on (pure)."""
+    outcome = done.message.outcome
+    assert isinstance(outcome, ProcessOutcome), "the supervisor ran a process"
+    body = frames.end(outcome.exit_code, timed_out=outcome.timed_out)
+    ran = execution(done, ToolResult(200, MEDIA_TYPE, body))
+    # What was typed at a terminal, and when, shows in its output: it holds for this rollout alone.
+    steady = frames.whole and not ("process" in call.arguments and call.arguments.get("tty"))
+    if outcome.kept and outcome.exit_code is None:
+        # A replay leaves the process when as much output has come as now.
+        until = {str(stream): len(output(body, stream)) for stream in (OUT, ERR)}
+        replay = replace(call, arguments={**call.arguments, "until": until})
+        return replace(ran, shareable=steady, effect=ran.effect | Effect.PROCESSES, replay=replay)
+    abandoned = outcome.exit_code is None and not outcome.detached
+    return replace(ran, shareable=steady and not outcome.timed_out and not abandoned)
 
-    @property
-    def _steady(self) -> bool:
-        """Whether others may be answered with it: what somebody can type at shows what came in which moment."""
-        typed_at = "process" in self._call.arguments and self._call.arguments.get("tty")
-        return self.frames.whole and not typed_at
+
+def _used(call: ToolCall, done: Envelope[CallDone]) -> Execution:
+    """Return what came of a call about a background process (pure).
+
+    A poll that returned output creates a new node, because restoring it must not return the same output again. Writing
+    to a process's stdin does too, whether or not the process has read it.
+    """
+    ran = execution(done)
+    if call.tool == "list" or ran.result.status != 200:
+        return ran
+    if call.tool != "attend":
+        # What happens in a watched directory depends on the moment, so it is for this rollout alone.
+        return replace(ran, effect=ran.effect | Effect.PROCESSES, shareable=call.tool != "watch")
+    exit_code = ending(ran.result.body).exit_code
+    sizes = {str(stream): len(output(ran.result.body, stream)) for stream in (OUT, ERR)}
+    replay = replace(call, arguments={**call.arguments, "until": {**sizes, "ended": exit_code is not None}})
+    is_empty = not any(sizes.values()) and exit_code is None
+    return replace(ran, effect=ran.effect | Effect.PROCESSES, replay=replay, is_empty=is_empty)

@@ -3,13 +3,14 @@
 import asyncio
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import orjson
 
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.errors import SpecError
-from sandboxes.ipc.frames import Message
+from sandboxes.host.guest import Guest
+from sandboxes.ipc.messages import FileOutcome, RunFileOperation
 from sandboxes.shell_quote import quote
 from sandboxes.spec import EnvironmentSpec
 
@@ -17,17 +18,14 @@ UNPACK_S = 3600.0
 SETUP_SESSION = "set-up"
 
 
-class Furnishable(Protocol):
-    """A sandbox whose `ask` takes an archive as a descriptor, beside what calls can bring."""
+class Provisioned(Guest, Protocol):
+    """A sandbox that runs calls, and whose supervisor takes an archive as a descriptor."""
 
-    async def execute(self, call: ToolCall) -> Execution: ...
-
-    async def ask(
-        self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None
-    ) -> Message: ...
+    async def execute(self, call: ToolCall) -> Execution:
+        """Run a call."""
 
 
-async def furnish(sandbox: Furnishable, spec: EnvironmentSpec) -> None:
+async def furnish(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
     """Bring archives and files in and run set-up commands, as calls of a session that is then forgotten.
 
     Raises:
@@ -47,7 +45,7 @@ async def furnish(sandbox: Furnishable, spec: EnvironmentSpec) -> None:
         await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
 
 
-async def _must(sandbox: Furnishable, spec: EnvironmentSpec, what: str, command: str) -> None:
+async def _must(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command: str) -> None:
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
@@ -55,7 +53,7 @@ async def _must(sandbox: Furnishable, spec: EnvironmentSpec, what: str, command:
         raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {said}")
 
 
-async def _bring(sandbox: Furnishable, source: Path, path: Path) -> None:
+async def _bring(sandbox: Provisioned, source: Path, path: Path) -> None:
     """Copy a database file of the proxy's machine into the sandbox."""
     if await asyncio.to_thread(_has_log, source):
         raise SpecError(
@@ -71,13 +69,13 @@ def _has_log(source: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-async def _unpack(sandbox: Furnishable, source: Path, target: str) -> None:
+async def _unpack(sandbox: Provisioned, source: Path, target: str) -> None:
     """Stream a tarball, or a directory as one, into the sandbox, which unpacks it inside its own root."""
     folder = await asyncio.to_thread(source.is_dir)
     await _stream(sandbox, source, ("--numeric-owner", "-C", str(source), ".") if folder else (), target)
 
 
-async def _stream(sandbox: Furnishable, source: Path, packing: tuple[str, ...], target: str) -> None:
+async def _stream(sandbox: Provisioned, source: Path, packing: tuple[str, ...], target: str) -> None:
     """Stream source into the sandbox: through tar with these options, or, without any, as the tarball that it is."""
     process: asyncio.subprocess.Process | None = None
     if packing:
@@ -88,12 +86,13 @@ async def _stream(sandbox: Furnishable, source: Path, packing: tuple[str, ...], 
             os.close(writing)
     else:
         reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    fields: dict[str, Any] = {"op": "file", "tool": "unpack", "arguments": {"target": target}, "timeout_s": UNPACK_S}
+    unpack = RunFileOperation("unpack", {"target": target}, UNPACK_S)
     try:
-        answer = await sandbox.ask(fields, b"", UNPACK_S, [reading])
+        done = await sandbox.ask(unpack, b"", UNPACK_S, [reading])
     finally:
         os.close(reading)
     if process is not None and await process.wait() != 0:
         raise SpecError(f"archive {str(source)!r} could not be read whole")
-    if answer.fields["status"] >= 400:
-        raise SpecError(f"archive {str(source)!r} cannot be unpacked: {orjson.loads(answer.body)['detail']}")
+    outcome = done.message.outcome
+    if not isinstance(outcome, FileOutcome) or outcome.status >= 400:
+        raise SpecError(f"archive {str(source)!r} cannot be unpacked: {orjson.loads(done.body)['detail']}")

@@ -1,4 +1,4 @@
-"""From calls to what pid 1 is asked, and from what it answers to executions (pure)."""
+"""From calls to the requests that a supervisor gets, and from its answers to executions (pure)."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,24 +6,21 @@ from typing import Any
 import orjson
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
-from sandboxes.effects import Effect, StateDigest
+from sandboxes.effects import Effect
 from sandboxes.guest.file_ops import checksum_differs, problem
-from sandboxes.ipc.frames import Message
+from sandboxes.ipc.codec import Envelope
+from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, RunCommand, RunFileOperation
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.results import Failure, failure
 
 _WITH_PATHS = {"shell": {"put", "get", "delete"}, "archive": {"stat", "pack", "extract"}}
+"""The tools of each endpoint that have a path among their arguments."""
 SQL_GRACE_S = 2.0
-"""How long after its time a statement that does not let itself be stopped is ended with its process."""
-
-
-def digest(state: list[str] | None) -> StateDigest | None:
-    """Return pid 1's two hexadecimal words as a digest."""
-    return None if state is None else StateDigest(bytes.fromhex(state[0]), bytes.fromhex(state[1]))
+"""How long after its time limit a statement may stop by itself, until its process is killed."""
 
 
 def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
-    """Return the answer to a call that no sandbox needs to see."""
+    """Return the answer to a call that is wrong in itself; None for a call that needs the sandbox."""
     if call.tool == "exec":
         if "\0" in str(call.arguments["command"]):
             return problem(400, "Bad command", "a shell command cannot contain NUL: remove it")
@@ -38,22 +35,16 @@ def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
     return None
 
 
-def request(call: ToolCall, spec: EnvironmentSpec, timeout_s: float) -> tuple[dict[str, Any], bytes]:
-    """Return what pid 1 is asked for call."""
+def request(call: ToolCall, spec: EnvironmentSpec, timeout_s: float) -> tuple[RunCommand | RunFileOperation, bytes]:
+    """Return the request, and its body, that carries a call out."""
     arguments = dict(call.arguments)
     if call.endpoint == "sql":
-        return {
-            "op": "file",
-            "tool": "sql",
-            "arguments": _statement(call, spec),
-            "timeout_s": timeout_s + SQL_GRACE_S,
-        }, b""
+        return RunFileOperation("sql", _statement(call, spec), timeout_s + SQL_GRACE_S), b""
     if call.tool == "exec":
-        fields = {"op": "exec", "session": arguments["session"], "timeout_s": timeout_s}
-        return fields, str(arguments["command"]).encode(errors="surrogateescape")
-    # The largest file that `get` answers with.
+        return RunCommand(arguments["session"], timeout_s), str(arguments["command"]).encode(errors="surrogateescape")
+    # `get` answers with files up to this size: the sandbox can hold no larger one.
     arguments["limit_bytes"] = spec.limits.disk_mb << 20
-    return {"op": "file", "tool": call.tool, "arguments": arguments, "timeout_s": timeout_s}, call.body
+    return RunFileOperation(call.tool, arguments, timeout_s), call.body
 
 
 def _statement(call: ToolCall, spec: EnvironmentSpec) -> dict[str, Any]:
@@ -64,40 +55,60 @@ def _statement(call: ToolCall, spec: EnvironmentSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sql_execution(answer: Message, call: ToolCall, spec: EnvironmentSpec) -> Execution:
-    """Return what pid 1 told of a statement on a database that the shell shares."""
-    done = execution(answer, float(answer.fields["seconds"]))
-    effect = done.effect | (Effect.DATABASE if Effect.FILES in done.effect else Effect.NONE)
-    fields, result = answer.fields, done.result
-    ended = "timed_out" not in fields
-    if ended:
+def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpec) -> Execution:
+    """Return what came of a statement on a database file that the shell shares."""
+    ran = execution(done)
+    effect, result, outcome = ran.effect, ran.result, done.message.outcome
+    if Effect.FILES in effect:
+        effect |= Effect.DATABASE
+    facts = outcome.sql if isinstance(outcome, FileOutcome) else None
+    if facts is None:
         shape = str(call.arguments.get("format", "json"))
-        told = Failure("the statement was ended: it ran out of time, memory or disk", "limit")
-        result = ToolResult(200, "application/json", failure(told, shape=shape))
-    once = ended or fields["timed_out"] or (fields["volatile"] and spec.volatile == "never")
-    return replace(done, effect=effect, result=result, shareable=not once)
+        error = Failure("the statement was ended: it ran out of time, memory or disk", "limit")
+        result = ToolResult(200, "application/json", failure(error, shape=shape))
+    # An answer that depends on the load of the machine, or on chance, is not for other rollouts.
+    once = facts is None or facts.timed_out or (facts.volatile and spec.volatile == "never")
+    return replace(ran, effect=effect, result=result, shareable=not once)
 
 
-def execution(answer: Message, seconds: float, served: ToolResult | None = None) -> Execution:
-    """Return what pid 1 told of a call; served: the answer to one that it has not seen itself, a tool server's."""
-    fields = answer.fields
-    if served is not None:
-        result = served
-    elif "status" in fields:
-        result = ToolResult(fields["status"], fields["media_type"], answer.body)
-    else:
-        cut = fields["stdout_bytes"]
-        body = {
-            "stdout": answer.body[:cut].decode(errors="replace"),
-            "stderr": answer.body[cut:].decode(errors="replace"),
-            **{name: fields[name] for name in ("exit_code", "timed_out", "truncated")},
-        }
-        result = ToolResult(200, "application/json", orjson.dumps(body))
+def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Execution:
+    """Return what came of a call.
+
+    Args:
+        done: The supervisor's answer.
+        result: The call's result, if it came another way, as the answer of a tool server does.
+    """
+    message = done.message
     effect = Effect.NONE
-    for name, flag in (("files", Effect.FILES), ("session", Effect.SESSION), ("processes", Effect.PROCESSES)):
-        if fields[name]:
+    for changed, flag in (
+        (message.changed_files, Effect.FILES),
+        (message.changed_session, Effect.SESSION),
+        (message.changed_processes, Effect.PROCESSES),
+    ):
+        if changed:
             effect |= flag
-    witness = fields["witness"] and bytes.fromhex(fields["witness"])
-    state, restless = digest(fields["state"]), bool(fields.get("restless"))
-    settling = bool(fields.get("young"))
-    return Execution(result, effect, seconds, state, witness or None, restless=restless, settling=settling)
+    return Execution(
+        result or _result(done),
+        effect,
+        message.seconds,
+        message.state.digest,
+        message.state.witness or None,
+        restless=message.state.restless,
+        settling=message.settling,
+    )
+
+
+def _result(done: Envelope[CallDone]) -> ToolResult:
+    match done.message.outcome:
+        case FileOutcome(status, media_type):
+            return ToolResult(status, media_type, done.body)
+        case CommandOutcome(exit_code, timed_out, truncated, stdout_bytes):
+            body = {
+                "stdout": done.body[:stdout_bytes].decode(errors="replace"),
+                "stderr": done.body[stdout_bytes:].decode(errors="replace"),
+                "exit_code": exit_code,
+                "timed_out": timed_out,
+                "truncated": truncated,
+            }
+            return ToolResult(200, "application/json", orjson.dumps(body))
+    raise TypeError(f"the result of {done.message.outcome} comes another way")

@@ -6,13 +6,19 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, Request, answers_of, decode, encode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError, Message, pack, receive
+from sandboxes.ipc.messages import Failed
 
 
 class ChannelClosedError(ConnectionError):
     """The other end is gone."""
+
+
+class PeerFailedError(Exception):
+    """The other end reports that it failed; the text is its own."""
 
 
 class Channel:
@@ -42,11 +48,46 @@ class Channel:
             await self._send(pack(fields, body, len(fds)), fds)
         return await answer
 
-    async def tell(self, fields: dict[str, Any]) -> None:
-        """Send what gets no answer. Nothing happens where the other end is gone."""
+    async def ask(self, request: Request[AnswerT], body: bytes = b"", fds: Sequence[int] = ()) -> Envelope[AnswerT]:
+        """Send a typed request and return its answer; the caller closes the answer's descriptors.
+
+        Raises:
+            ChannelClosedError: The other end is gone, or has sent a frame that is no answer to this request.
+            PeerFailedError: The other end reports that it failed.
+        """
+        frame = await self.request(encode(request), body, fds)
+        return cast("Envelope[AnswerT]", self._expect_one_of(frame, answers_of(type(request))))
+
+    async def post(self, message: IpcMessage) -> None:
+        """Send a message that is not answered. Nothing happens if the other end is gone."""
         async with self._sending:
             if self.lost is None:
-                await self._send(pack(fields), ())
+                await self._send(pack_message(message), ())
+
+    async def next(self, *expected: type[AnswerT]) -> Envelope[AnswerT]:
+        """Return the next message that answers no request.
+
+        Raises:
+            ChannelClosedError: The other end is gone, or has sent a frame that is not expected.
+            PeerFailedError: The other end reports that it failed.
+        """
+        return cast("Envelope[AnswerT]", self._expect_one_of(await self.receive(), expected))
+
+    def _expect_one_of(self, frame: Message, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
+        """Decode a frame; whoever sends what cannot be decoded, or is not expected, is not talked to any more."""
+        try:
+            envelope = decode(frame)
+        except MalformedFrameError as error:
+            self.close(str(error))
+            raise ChannelClosedError(str(error)) from error
+        if isinstance(envelope.message, expected):
+            return envelope
+        for fd in envelope.fds:
+            os.close(fd)
+        if isinstance(envelope.message, Failed):
+            raise PeerFailedError(envelope.message.error)
+        self.close(f"{envelope.message.op!r} came where another message was expected")
+        raise ChannelClosedError(self.lost)
 
     async def receive(self) -> Message:
         """Return the next message that nobody has asked for."""

@@ -9,11 +9,12 @@ import contextlib
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.codec import AnswerT, Envelope, Request, answers_of, decode, encode
 from sandboxes.ipc.frames import Message
 
 START_S = 30.0
@@ -138,6 +139,16 @@ class ForkServer:
         if "error" in response.fields:
             raise SandboxError(f"{self._name}: the kernel refused: {response.fields['error']}")
         return response
+
+    async def ask(self, request: Request[AnswerT], fds: Sequence[int] = ()) -> Envelope[AnswerT]:
+        """Send the child a typed request and return its answer; see `request`.
+
+        Raises:
+            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's.
+        """
+        answer = decode(await self.request(encode(request), fds))
+        assert isinstance(answer.message, answers_of(type(request))), "the child is our own code"
+        return cast("Envelope[AnswerT]", answer)
 
     def disconnect(self) -> None:
         """Close the socket, which tells the child to exit. Idempotent."""

@@ -78,7 +78,7 @@ class Inbox:
         carried, self._fds = self._fds[:fds], self._fds[fds:]
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MalformedFrameError(str(error)) from error
         if not isinstance(fields, dict):
             raise MalformedFrameError("not an object")

@@ -1,229 +1,247 @@
-"""pid 1 of a sandbox: sets its namespaces up, confines itself, then runs what the driver asks for, one at a time.
+"""Pid 1 of a local sandbox: it sets up namespaces, confines itself, and then runs the proxy's requests one at a time.
 
-After setting up it has no right that the agent's processes lack: what needs more (mounting layers) the launcher does.
-It dies with the launcher and when the driver's end of its socket closes; everything in the sandbox dies with it.
+Order matters here. While it sets up, this process has rights that the agent must never have: it mounts layers, writes
+control group files, restores processes. Then it gives all of them up for good (`confine`), and only after that does the
+first of the agent's code run. What needs rights later, such as switching layers, the launcher does from outside.
+
+It dies with the launcher, and when the proxy closes its end of the socket. As it is pid 1 of its pid namespace, the
+kernel then kills everything in the sandbox.
 """
 
 import contextlib
 import os
 import signal
 import socket
-import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sandboxes.guest import file_delta as delta
 from sandboxes.guest import terminal
-from sandboxes.guest.anchor import Anchor, ShellStartError
-from sandboxes.guest.background import AllLeft, Left
-from sandboxes.guest.changes import Changes, Stillness
-from sandboxes.guest.checkpoint_restore import Restoring
+from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, pending_outputs
+from sandboxes.guest.changes import Changes
+from sandboxes.guest.checkpoint_restore import Restored, Restoring
+from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
-from sandboxes.guest.process_io import Running, death_of, due_of, failed, new_pipes, open_terminal
+from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import Shells
-from sandboxes.guest.supervisor import Answered, Supervisor, not_started
-from sandboxes.guest.survivors import Alive
+from sandboxes.guest.supervisor import CallRequest, Performed, Supervisor, not_started
 from sandboxes.guest.tool_servers import Servers
-from sandboxes.ipc.frames import Inbox, Message, pack, receive
-from sandboxes.linux import confine, processes
-from sandboxes.linux import mounts as rootfs
+from sandboxes.ipc.codec import pack_message
+from sandboxes.ipc.messages import (
+    CallDone,
+    DescribeState,
+    Done,
+    Failed,
+    OpenTerminal,
+    RunCommand,
+    RunProcess,
+    ServerOrder,
+    StartServers,
+)
+from sandboxes.ipc.state_messages import (
+    InspectHeld,
+    LayersSwitched,
+    LayerState,
+    NotFreezable,
+    Pause,
+    ProcessTree,
+    Ready,
+    RestoreStarted,
+    SandboxStarted,
+    StartSandbox,
+)
+from sandboxes.linux import confine, mounts, processes
 from sandboxes.linux import syscalls as kernel
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
-    """Be a sandbox until the driver lets go: get ready for whatever spec comes, then begin with one."""
+    """Be a sandbox until the proxy closes its end.
+
+    The first part needs no spec. It is done ahead, in spare sandboxes.
+
+    Args:
+        channel: The socket to the proxy.
+        cgroups: Files of control groups that this process joins.
+        privileged: Whether the proxy is root; otherwise this is root of a user namespace.
+    """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.set_process_name("init")
-    driver = socket.socket(fileno=channel)
-    # Up to 15 ms, while the kernel waits for its readers: the reason for spare sandboxes.
+    # Joining a group takes up to 15 ms, while the kernel waits for readers (RCU): the reason for spare sandboxes.
     for path in cgroups:
         with open(path, "w") as file:  # noqa: PTH123
             file.write("0")
+    # If a command takes all memory, the OOM killer should end the command and not the process that reports it.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        # Memory is short when a command takes too much: it should go, not the one that tells of it.
         file.write("-900")
     kernel.unshare(NAMESPACES)
+    # After the groups were joined: they become the root of what the sandbox sees of control groups.
     kernel.unshare(kernel.CLONE_NEWCGROUP)
     socket.sethostname("sandbox")
     kernel.bring_up_loopback()
     os.umask(0o022)
-    rootfs.prepare(devices_from_host=not privileged)
-    driver.sendall(pack({"ready": True}))
-    _begin(driver)
+    mounts.prepare(devices_from_host=not privileged)
+    link = DriverLink(socket.socket(fileno=channel))
+    link.send(Ready())
+    _start(link)
 
 
-def _begin(driver: socket.socket) -> None:
+def _start(link: DriverLink) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
-    inbox = Inbox()
-    message = _wait_for(driver, inbox)
-    fields, (overlay, upper, lower, root, *files) = message.fields, message.fds
-    for folder in fields["binds"]:
-        rootfs.bind_read_only(folder)
-    rootfs.switch(overlay, fields["binds"])
+    order, _, (overlay, upper, lower, root, *files) = link.wait()
+    assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
+    for folder in order.binds:
+        mounts.bind_read_only(folder)
+    mounts.switch(overlay, order.binds)
     os.close(overlay)
-    checkpoint: dict[str, Any] | None = fields["checkpoint"]
-    restoring = None if checkpoint is None else Restoring(checkpoint, fields["program"], files)
-    if restoring is not None:
-        driver.sendall(pack({"restoring": True}))
-        _wait_for(driver, inbox)
-        restoring.finish()
+    restored: Restored | None = None
+    if order.checkpoint is not None:
+        restoring = Restoring(order.checkpoint, order.program, files)
+        link.send(RestoreStarted())
+        # The next message is `FinishRestore`: the proxy has seen CRIU succeed.
+        link.wait()
+        restored = restoring.finish()
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    confine.limit_resources(fields["disk_bytes"], fields["memory_bytes"], fields["pids"])
+    # From here on this process has no right that the agent's processes lack.
+    confine.limit_resources(order.disk_bytes, order.memory_bytes, order.pids)
     confine.confine()
-    init = Init(driver, inbox, delta.DeltaRoots(upper, lower, root), fields)
-    if restoring is not None:
-        init.adopt(*restoring.adopted(), restless=restoring.checkpoint["restless"])
+    init = Init(link, delta.DeltaRoots(upper, lower, root), order)
+    if restored is not None:
+        init.adopt(restored)
     init.serve(namespace)
 
 
-def _wait_for(driver: socket.socket, inbox: Inbox) -> Message:
-    while (message := inbox.take()) is None:
-        data, fds = receive(driver)
-        if not data:
-            sys.exit(0)
-        inbox.feed(data, fds)
-    return message
-
-
-def say_last_words(channel: int, error: BaseException) -> None:
-    """Tell the driver why this pid 1 ends; the driver may be gone already."""
+def report_failure(channel: int, error: BaseException) -> None:
+    """Tell the proxy why this process ends; the proxy may be gone already."""
     with contextlib.suppress(OSError):
-        os.write(channel, pack({"error": f"{type(error).__name__}: {error}"}))
+        os.write(channel, pack_message(Failed(f"{type(error).__name__}: {error}")))
 
 
-class Init(Supervisor):
-    """A sandbox at work. fields: what the driver told it of its spec and of the frozen state that it goes on from."""
+@dataclass(frozen=True)
+class LocalProcess:
+    """A process of its own in a local sandbox; see `StartedProcess`."""
 
-    def __init__(self, driver: socket.socket, inbox: Inbox, roots: delta.DeltaRoots, fields: dict[str, Any]) -> None:
-        self.driver = driver
-        self.inbox = inbox
-        self.output_bytes: int = fields["output_bytes"]
-        self.seals: bool = fields["seals"]
-        self.shells = Shells(fields["environment"], fields["workdir"], fields["sessions"], fields["pristine"])
-        self.servers = Servers(self.shells)
-        self.left = AllLeft(self.output_bytes)
-        self.changes: Changes = Changes(roots, fields)
-        self.alive = Alive(self.shells, self.left, self._living)
-        self.stillness, self.held_from = Stillness(), 0.0
+    running: Running
+    pid: int
+    shells: Shells
+    spared: set[processes.Process]
 
-    # -- requests ----------------------------------------------------------------------------------------------------
+    def status(self) -> int:
+        """Return its exit code once it has ended."""
+        return self.shells.status_of(self.pid)
+
+    def kill(self) -> None:
+        """Kill it and all processes that were not there before it."""
+        self.shells.kill_except(self.spared)
+
+    def keep(self, description: Mapping[str, Any]) -> BackgroundProcess:
+        """Turn it into a background process."""
+        ends, death = self.running.hand_over()
+        return _background_process(self.shells, description, ends, death, self.pid)
+
+    def close(self) -> None:
+        """Do nothing: its start has left nothing behind."""
+
+
+class Init:
+    """The platform of a local sandbox: the supervisor's steps in pid 1, and freezing by layers."""
+
+    def __init__(self, link: DriverLink, roots: delta.DeltaRoots, order: StartSandbox) -> None:
+        self._link, self._seals = link, order.seals
+        self._shells = shells = Shells(order.environment, order.workdir, order.sessions, order.pristine)
+        self._changes, self._background = Changes(roots, order), BackgroundProcesses(order.output_bytes)
+        self._servers = Servers(shells)
+        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self)
+        self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
+        self._held_from = 0.0
 
     def serve(self, namespace: int) -> None:
-        """Say that the sandbox is ready, or that its bash is not; then answer until the driver is gone.
+        """Report that the sandbox has started, then answer requests until the proxy is gone.
 
-        namespace: the mount namespace, by which the launcher finds it again.
+        Args:
+            namespace: The mount namespace, by which the launcher will switch layers; it is closed here.
         """
-        told: dict[str, Any] = {}
+        shell_error: str | None = None
         try:
-            self.shells.ready("main")
+            self._shells.ready("main")
         except ShellStartError as error:
-            told = {"cannot_start": str(error)}
-        socket.send_fds(self.driver, [pack(told, fds=1)], [namespace])
-        os.close(namespace)
-        while True:
-            message = self._next()
-            if message is None:
-                return
-            match message.fields["op"]:
-                case "exec" | "file" | "serve" | "process" | "tend":
-                    self._call(message)
-                case "start":
-                    self._start_servers(message.fields["servers"])
-                case "pause":
-                    self._pause(root=message.fields["root"], checkpoint=message.fields["checkpoint"])
-                case "look" | "describe" | "terminal":
-                    self._show(message.fields)
-                case "switched":
-                    self._switched(message)
+            shell_error = str(error)
+        self._link.hand_over(SandboxStarted(shell_error), [namespace])
+        while (envelope := self._supervisor.next_request()) is not None:
+            match request := envelope.message:
+                case StartServers():
+                    self._supervisor.start_servers(request.servers)
+                case Pause():
+                    self._pause(root=request.root, checkpoint=request.checkpoint)
+                case InspectHeld():
+                    self._inspect_held()
+                case DescribeState():
+                    self._supervisor.describe()
+                case OpenTerminal():
+                    self._open_terminal(request)
+                case LayersSwitched():
+                    self._layers_switched(request, envelope.fds)
+                case _ if isinstance(request, CallRequest):
+                    self._supervisor.call(request, envelope)
 
-    # -- calls -------------------------------------------------------------------------------------------------------
+    # -- the platform ------------------------------------------------------------------------------------------------
 
-    def _exec(self, fields: dict[str, Any], command: bytes) -> Answered:
-        spared = processes.list_processes() if self.alive else set()
+    @property
+    def watched(self) -> Sequence[int]:
+        """No descriptors: a local sandbox ends with this process."""
+        return ()
+
+    def require_sandbox(self) -> None:
+        """Do nothing: a local sandbox ends with this process."""
+
+    def living(self) -> set[processes.Process]:
+        """Return all processes of the sandbox."""
+        self._shells.reap()
+        return processes.list_processes()
+
+    def run_command(self, request: RunCommand, command: bytes) -> Performed:
+        """Run a command in a session's shell."""
+        # After a timeout everything is killed but what was there before: survivors, and the other sessions' shells.
+        spared = processes.list_processes() if self._survivors else set()
         try:
-            shell = self.shells.ready(fields["session"])
+            shell = self._shells.ready(request.session)
         except ShellStartError as error:
             return not_started(error)
-        others = {other.pid for other in self.shells if other is not shell}
+        others = {other.pid for other in self._shells if other is not shell}
         if spared or others:
-            # The anchor goes with its shells, unless others have to stay.
-            others |= self.shells.anchor_pids
+            # The anchor goes together with its shells, unless others have to stay.
+            others |= self._shells.anchor_pids
         spared |= {process for process in processes.list_processes() if process[0] in others}
         shell.run(command)
-        ending = self._wait(shell, fields["timeout_s"])
-        return self._conclude(shell, ending, lambda: self.shells.kill_except(spared, first=shell.pid))
+        return self._supervisor.finish_command(
+            shell, request.timeout_s, lambda: self._shells.kill_except(spared, first=shell.pid)
+        )
 
-    def _let_go(self, shell: Shell, ending: str) -> None:
-        if ending == "malformed":
-            self.shells.kill(shell)
-        else:
-            self.shells.forget(shell)
-
-    def _end_servers(self) -> None:
-        self.shells.kill_except(set())
-
-    def _answer_call(self, answer: dict[str, Any], body: bytes, touched: str | None) -> None:
-        wrote = self.seals and self.changes.written and not self.alive
-        discard = wrote and self.changes.undone
-        seal = wrote and not discard and not self.changes.linked
-        self._reply({**answer, "discard": discard, "seal": seal}, body)
-        if discard or seal:
-            # What was written goes away or into a layer: the driver is told at once what it would ask next.
-            self._pause(discard=discard)
-        elif not self.alive:
-            self.shells.renew([touched] if touched else [])
-
-    def _process(self, fields: dict[str, Any], stdin: bytes) -> dict[str, Any]:
-        """Run a process of its own; the driver gets a socket on which its output comes."""
-        heard, to = socket.socketpair()
-        with to, heard:
-            socket.send_fds(self.driver, [pack({"connected": True}, fds=1)], [heard.fileno()])
-            heard.close()
-            spared = processes.list_processes()
-            try:
-                running, pid = self._launch(fields, stdin, to)
-            except ShellStartError as error:
-                return failed(to, str(error))
-            until = time.monotonic() + fields["timeout_s"]
-            detach = bool(fields["arguments"].get("detach"))
-            over_disk = self._tending()
-            ending = running.pump(until, self.driver.fileno(), over_disk, self._client_left, detach=detach)
-            if ending in {"timeout", "disk", "host"}:
-                self.shells.kill_except(spared)
-            elif ending == "left" and "process" in fields["arguments"]:
-                ends, death = running.hand_over()
-                process = self._left(fields["arguments"], ends, death, pid)
-                process.until = until
-                self.left.add(process)
-            elif ending == "left":
-                for fd in running.outputs:
-                    self.servers.take_over(fd, pid)
-            answer = running.conclude(ending, lambda: self.shells.status_of(pid), self.changes.disk_bytes)
-            return {**answer, "detached": detach, "kept": "process" in fields["arguments"]}
-
-    def _left(self, told: dict[str, Any], ends: dict[int, int], death: int, pid: int) -> Left:
-        return Left(told, ends, death, pid, lambda: self.shells.status_of(pid))
-
-    def _launch(self, fields: dict[str, Any], stdin: bytes, to: socket.socket) -> tuple[Running, int]:
-        asked, terminal = fields["arguments"], ""
-        if asked.get("tty"):
-            master, terminal = open_terminal("/dev/ptmx", asked.get("size"))
+    def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
+        """Start a process of its own under the anchor."""
+        spared = processes.list_processes()
+        arguments, terminal_path = request.arguments, ""
+        if arguments.get("tty"):
+            master, terminal_path = open_terminal("/dev/ptmx", arguments.get("size"))
             ours, theirs = {1: master}, {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)}
         else:
-            ours, theirs = new_pipes(stdin=bool(stdin or asked.get("stdin")))
+            ours, theirs = new_pipes(stdin=bool(stdin or arguments.get("stdin")))
+        # The script may be longer than an argument can be, so bash reads it from memory.
         theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
-        places = f"0<>{terminal} 1>&0 2>&0 {TEXT_FD}<&-" if terminal else f"{TEXT_FD}<&-"
-        os.pwrite(
-            theirs[TEXT_FD], text(asked, fields["environment"], uid=os.getuid(), places=places, terminal=terminal), 0
-        )
+        redirections = f"0<>{terminal_path} 1>&0 2>&0 {TEXT_FD}<&-" if terminal_path else f"{TEXT_FD}<&-"
+        script = text(arguments, request.environment, uid=os.getuid(), places=redirections, terminal=terminal_path)
+        os.pwrite(theirs[TEXT_FD], script, 0)
         try:
-            pid = self.shells.launch({}, theirs, PROGRAM)
-            keeps_in = bool(asked.get("stdin"))
-            return Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(asked)), pid
+            pid = self._shells.launch({}, theirs, PROGRAM)
+            keeps_in = bool(arguments.get("stdin"))
+            running = Running(ours, stdin, death_of(pid), to, keeps_in=keeps_in, due=due_of(arguments))
+            return LocalProcess(running, pid, self._shells, spared)
         except BaseException:
             for fd in ours.values():
                 os.close(fd)
@@ -232,107 +250,137 @@ class Init(Supervisor):
             for fd in theirs.values():
                 os.close(fd)
 
-    # -- what lives --------------------------------------------------------------------------------------------------
+    def become_agent(self) -> None:
+        """Do nothing: this process has the agent's rights already."""
 
-    def _living(self) -> set[processes.Process]:
-        self.shells.reap()
-        return processes.list_processes()
+    def complete_order(self, order: ServerOrder) -> ServerOrder:
+        """Return the order as it is: the proxy knows the whole environment."""
+        return order
+
+    def end_servers(self) -> None:
+        """Kill everything in the sandbox but this process."""
+        self._shells.kill_except(set())
+
+    def forget_shell(self, shell: Shell, ending: str) -> None:
+        """Give up a shell; one whose dump was malformed still runs."""
+        if ending == "malformed":
+            self._shells.kill(shell)
+        else:
+            self._shells.forget(shell)
+
+    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+        """Send the answer; if something was written, say at once what becomes of the upper layer.
+
+        An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
+        recorded. Another one becomes a layer. With hard links it cannot, and stays as it is.
+        """
+        written = self._seals and self._changes.written and not self._survivors
+        discard = written and self._changes.undone
+        seal = written and not discard and not self._changes.linked
+        self._link.send(replace(answer, discard=discard, seal=seal), body)
+        if discard or seal:
+            # The proxy would ask for this next. Sending it unasked saves a round trip on each call that writes.
+            self._pause(discard=discard)
+        elif not self._survivors:
+            self._shells.renew([] if session is None else [session])
+
+    def _open_terminal(self, request: OpenTerminal) -> None:
+        columns, rows = request.columns, request.rows
+        terminal.give(self._link, lambda: terminal.start_shell(self._shells, columns=columns, rows=rows))
 
     # -- states ------------------------------------------------------------------------------------------------------
 
     def _pause(self, *, discard: bool = False, root: bool = False, checkpoint: bool = False) -> None:
-        """Get ready for other layers below: no shell may stand in the old ones. Tell the driver of the state.
+        """Get ready to be frozen, and answer `Pause`.
 
-        checkpoint: where something lives, stay as it is, and name the process whose tree can be dumped instead.
+        1. With survivors, and a checkpoint possible: everything stays as it is; the answer names the tree to dump.
+        2. With survivors otherwise, or with hard links: the answer is the reason why the state cannot be frozen.
+        3. Otherwise the shells end, because no process may hold files of the layers that are about to change.
+
+        Args:
+            discard: Whether the upper layer is to be thrown away.
+            root: Whether the state becomes a root state. Hard links then break for all sandboxes alike.
+            checkpoint: Whether CRIU is available.
         """
-        alive = bool(self.alive) and not discard
-        if alive and (not checkpoint or root or (why := self._outside_the_tree())):
-            self._reply({"not_freezable": why if checkpoint and not root else self.alive.who})
+        surviving = bool(self._survivors) and not discard
+        if surviving and (not checkpoint or root or (reason := self._outside_the_tree())):
+            self._link.send(NotFreezable(reason if checkpoint and not root else self._survivors.description))
             return
-        self.stillness.saw(wrote=self.changes.look())
-        linked = self.changes.linked
+        self._stillness.saw(wrote=self._changes.look())
+        linked = self._changes.linked
         if linked and not discard and not root:
-            # Over a frozen layer, writing to one name of a file leaves its other names behind: a later call would
-            # see the difference.
-            self._reply({"not_freezable": f"hard links would not stay one file: {', '.join(linked[:4])}"})
+            # Over a frozen layer, a write to one name of a file copies it up under that name alone: the other names
+            # keep the old content, and a later call would see the difference.
+            self._link.send(NotFreezable(f"hard links would not stay one file: {', '.join(linked[:4])}"))
             return
-        if alive and self.shells.anchor is not None:
-            self.shells.ready_all()
-            self.held_from = time.monotonic()
-            self._reply({"tree": self.shells.anchor.pid})
+        if surviving and self._shells.anchor is not None:
+            # A first dump that is still in its pipe would be lost, because CRIU does not see our end of it.
+            self._shells.ready_all()
+            self._held_from = time.monotonic()
+            self._link.send(ProcessTree(self._shells.anchor.pid))
             return
-        if self.changes.written:
-            self.shells.end()
-        self._reply(self._told())
+        if self._changes.written:
+            self._shells.end()
+        self._link.send(self._layer_state())
 
-    def _told(self) -> dict[str, Any]:
-        known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
-        return {**known, **self.changes.told(), **self._state()}
+    def _layer_state(self, checkpoint: dict[str, Any] | None = None) -> LayerState:
+        changes, shells = self._changes, self._shells
+        return LayerState(
+            shells.sessions, shells.pristine, changes.now, changes.upper_bytes, not changes.written,
+            self._supervisor.state(), checkpoint,
+        )  # fmt: skip
 
-    def _look(self) -> None:
-        """Tell of the state while all processes stand still, and what must be known of them to take them over."""
-        self.stillness.saw(wrote=self.changes.look())
-        self.stillness.stood_still(time.monotonic() - self.held_from)
-        checkpoint = {
-            **self.shells.remember(),
-            "restless": self.stillness.restless,
-            "servers": [server.remember() for server in self.servers],
-            "left": [process.remember() for process in self.left],
-            "pids": sorted(pid for pid, _ in processes.list_processes()),
-            "last_pid": processes.last_pid(),
-        }
-        self._reply({**self._told(), "checkpoint": checkpoint})
+    def _inspect_held(self) -> None:
+        """Answer `InspectHeld`: CRIU holds all processes still, so files and processes are of the same moment."""
+        self._stillness.saw(wrote=self._changes.look())
+        self._stillness.stood_still(time.monotonic() - self._held_from)
+        self._link.send(
+            self._layer_state({
+                **self._shells.remember(),
+                "restless": self._stillness.restless,
+                "servers": [server.remember() for server in self._servers],
+                "left": [process.remember() for process in self._background],
+                "pids": sorted(pid for pid, _ in processes.list_processes()),
+                "last_pid": processes.last_pid(),
+            })
+        )  # fmt: skip
 
     def _outside_the_tree(self) -> str:
-        """Say what lives here that no checkpoint would hold; empty where there is nothing."""
-        if self.alive.has_ipc_objects:
+        """Return why a checkpoint would not hold all that survives; empty if it would."""
+        if self._survivors.has_ipc_objects:
             return "System V IPC objects exist, and a checkpoint does not hold them"
-        if why := self.left.outside:
-            return why
-        anchor = self.shells.anchor
+        if reason := self._background.outside_checkpoint:
+            return reason
+        anchor = self._shells.anchor
         if anchor is None or not processes.all_descend(
             lambda: (pid for pid, _ in processes.list_processes()), anchor.pid
         ):
             return "processes live that have lost the sandbox's anchor, because a command killed it"
         return ""
 
-    def adopt(
-        self,
-        anchor: Anchor,
-        shells: list[Shell],
-        servers: list[dict[str, Any]],
-        logs: list[int],
-        left: list[tuple[dict[str, Any], dict[int, int]]],
-        *,
-        restless: bool,
-    ) -> None:
+    def adopt(self, restored: Restored) -> None:
         """Take over what a checkpoint brought back."""
-        self.stillness.saw(wrote=restless)
-        self.shells.adopt(anchor, shells)
-        self.servers.adopt(servers, logs)
-        for told, ends in left:
-            process = self._left(told["told"], ends, death_of(told["pid"]), told["pid"])
-            process.recall(told)
-            self.left.add(process)
-        self.alive.settle(patient=False)
+        self._stillness.saw(wrote=restored.restless)
+        self._shells.adopt(restored.anchor, restored.shells)
+        self._servers.adopt(restored.servers, restored.server_ends)
+        for remembered, ends in restored.background:
+            pid = remembered["pid"]
+            process = _background_process(self._shells, remembered["told"], ends, death_of(pid), pid)
+            process.recall(remembered)
+            self._background.add(process)
+        self._survivors.settle(patient=False)
 
-    def _show(self, fields: dict[str, Any]) -> None:
-        """Serve who looks at this state."""
-        if fields["op"] == "look":
-            self._look()
-        elif fields["op"] == "terminal":
-            columns, rows = fields["size"]
-            given = (self.shells.sessions.get("main"), self.shells.environment, self.shells.workdir)
-            terminal.give(self.driver, lambda: terminal.start_shell(*given, (columns, rows)))
-        else:
-            self.changes.look()
-            known = {"sessions": self.shells.sessions, "pristine": self.shells.pristine}
-            self._reply({"delta": self.changes.now, **known})
+    def _layers_switched(self, request: LayersSwitched, fds: list[int]) -> None:
+        """Go on over other layers, with fresh shells."""
+        upper, lower = fds
+        self._changes.switched(upper, lower, request.added_bytes)
+        self._link.send(Done())
+        self._shells.renew(list(self._shells.sessions) or ["main"])
 
-    def _switched(self, message: Message) -> None:
-        """Go on over other layers; message carries the new upper and lower directories, if they did change."""
-        if message.fds:
-            upper, lower = message.fds
-            self.changes.switched(upper, lower, message.fields["added_bytes"])
-        self._reply({})
-        self.shells.renew(list(self.shells.sessions) or ["main"])
+
+def _background_process(
+    shells: Shells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
+) -> BackgroundProcess:
+    return BackgroundProcess(
+        description, pending_outputs(ends), ends.get(0, -1), death, pid, lambda: shells.status_of(pid)
+    )

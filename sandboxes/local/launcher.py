@@ -17,11 +17,21 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
 
 from sandboxes.guest.criu_launch import operate
+from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
-from sandboxes.ipc.frames import Message, pack
+from sandboxes.ipc.launch_messages import (
+    Forked,
+    ForkSandbox,
+    LauncherReady,
+    LayerStack,
+    Mounted,
+    MountLayers,
+    RunCriu,
+    SwitchLayers,
+)
+from sandboxes.ipc.messages import Done, Failed
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
 from sandboxes.local import init
@@ -44,65 +54,66 @@ class Launcher:
 
     def serve(self) -> None:
         """Answer requests until the driver is gone."""
-        for message in requests(self.driver):
-            self._answer(message)
+        for frame in requests(self.driver):
+            self._answer(decode(frame))
 
-    def _answer(self, message: Message) -> None:
-        reply: dict[str, Any] = {}
+    def _answer(self, envelope: Envelope[IpcMessage]) -> None:
+        answer: IpcMessage = Done()
         fds: list[int] = []
         try:
-            match message.fields["op"]:
-                case "fork":
-                    fds = [self._fork(message)]
-                case "mount":
-                    fds = self._mount(message.fields["stack"])
-                case "switch":
-                    fds = self._switch(message)
-                case "operate":
-                    self._operate(message)
+            match request := envelope.message:
+                case ForkSandbox():
+                    answer, fds = Forked(), [self._fork(request, envelope.fds[0])]
+                case MountLayers():
+                    answer, fds = Mounted(), self._mount(request.stack)
+                case SwitchLayers():
+                    answer, fds = Mounted(), self._switch(request, envelope.fds[0])
+                case RunCriu():
+                    self._run_criu(request, envelope.fds)
         except OSError as error:
-            reply = {"error": str(error)}
-        frame = pack(reply, fds=len(fds))
+            answer = Failed(str(error))
+        frame = pack_message(answer, fds=len(fds))
         sent = socket.send_fds(self.driver, [frame], fds)
         if sent < len(frame):
             self.driver.sendall(frame[sent:])
-        for fd in [*fds, *message.fds]:
+        for fd in [*fds, *envelope.fds]:
             os.close(fd)
 
-    def _fork(self, message: Message) -> int:
+    def _fork(self, request: ForkSandbox, channel: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
         # unshare(CLONE_NEWPID) changes where children are born, not this process; setns undoes it for the next child.
         kernel.unshare(kernel.CLONE_NEWPID)
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_init(message)
+                self._become_init(request, channel)
         finally:
             kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
         return os.pidfd_open(pid)
 
-    def _become_init(self, message: Message) -> None:
+    def _become_init(self, request: ForkSandbox, channel: int) -> None:
         code = 1
         try:
+            # Nothing of the launcher's may be reachable from a sandbox.
             self.driver.close()
             os.close(self.own_mounts)
             os.close(self.own_pids)
-            init.run(message.fds[0], message.fields["cgroups"], privileged=self.privileged)
+            init.run(channel, request.cgroups, privileged=self.privileged)
             code = 0
         except SystemExit:
             code = 0
         except BaseException as error:  # noqa: BLE001 - the last frame of a process: tell the driver, then end
-            init.say_last_words(message.fds[0], error)
+            init.report_failure(channel, error)
         finally:
             os._exit(code)
 
-    def _switch(self, message: Message) -> list[int]:
+    def _switch(self, request: SwitchLayers, namespace: int) -> list[int]:
         """Move a sandbox, named by its mount namespace, to new layers; return its new upper and lower directories."""
-        overlay, *rest = self._mount(message.fields["stack"])
+        overlay, *rest = self._mount(request.stack)
         try:
-            kernel.setns(message.fds[0], kernel.CLONE_NEWNS)
+            kernel.setns(namespace, kernel.CLONE_NEWNS)
             try:
-                rootfs.switch(overlay, message.fields["binds"])
+                rootfs.switch(overlay, request.binds)
             finally:
                 kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
                 os.chdir("/")
@@ -114,36 +125,36 @@ class Launcher:
             os.close(overlay)
         return rest
 
-    def _operate(self, message: Message) -> None:
+    def _run_criu(self, request: RunCriu, fds: list[int]) -> None:
         """Start CRIU inside a sandbox, named by its pid 1, in a child that replies to the driver itself."""
         pid = os.fork()
         if pid:
             return
+        sandbox, reply, host_root, *files = fds
         try:
             self.driver.close()
-            sandbox, reply, host_root, *files = message.fds
             kernel.setns(sandbox, init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
             os.chdir("/")
-            operate(host_root, message.fields["program"], reply, files, survey=True)
+            operate(host_root, request.program, reply, files, survey=True)
         except OSError as error:
-            init.say_last_words(message.fds[1], error)
+            init.report_failure(reply, error)
         finally:
             os._exit(1)
 
-    def _mount(self, stack: dict[str, Any]) -> list[int]:
+    def _mount(self, stack: LayerStack) -> list[int]:
         """Mount a stack of layers.
 
         Returns:
             Descriptors of the whole stack as a detached mount, its upper directory, and a mount of the layers below
             the upper. If the stack names the root state's layers, a mount of these comes fourth.
         """
-        fds = [kernel.overlay(stack["lowers"], stack["upper"], stack["work"])]
+        fds = [kernel.overlay(stack.lowers, stack.upper, stack.work)]
         try:
-            fds.append(os.open(stack["upper"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            fds.append(kernel.overlay(stack["lowers"], None, None))
-            if "root" in stack:
-                same = stack["root"] == stack["lowers"]
-                fds.append(os.dup(fds[2]) if same else kernel.overlay(stack["root"], None, None))
+            fds.append(os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fds.append(kernel.overlay(stack.lowers, None, None))
+            if stack.root is not None:
+                same = stack.root == stack.lowers
+                fds.append(os.dup(fds[2]) if same else kernel.overlay(stack.root, None, None))
         except OSError:
             for fd in fds:
                 os.close(fd)
@@ -199,11 +210,12 @@ def main() -> None:
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         if privileged:
             _show_host(sys.argv[2])
+        prepare()
         freeze_heap()
         gc.disable()
-        driver.sendall(pack({"ready": True, "privileged": privileged}))
+        driver.sendall(pack_message(LauncherReady()))
     except OSError as error:
-        driver.sendall(pack({"error": str(error)}))
+        driver.sendall(pack_message(Failed(str(error))))
         return
     Launcher(driver, privileged=privileged).serve()
 

@@ -30,10 +30,6 @@ class Upper(NamedTuple):
     id: str
     path: Path
 
-    @property
-    def stack(self) -> dict[str, str]:
-        return {"upper": str(self.path / "diff"), "work": str(self.path / "work")}
-
 
 class Layers:
     """The layers of one data directory. Methods do blocking I/O: microseconds unless they say otherwise."""

@@ -25,8 +25,10 @@ from pathlib import Path
 
 from sandboxes.checkpointing import Checkpointer
 from sandboxes.errors import SandboxError
-from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.fork_server import ForkServer
+from sandboxes.ipc.launch_messages import ForkSandbox
+from sandboxes.ipc.state_messages import Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layers import Layers
 from sandboxes.task_owner import TaskOwner
@@ -141,8 +143,7 @@ class Machine:
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         try:
-            request = {"op": "fork", "cgroups": self.cgroups.create(name)}
-            forked = await self.launcher.request(request, [theirs.fileno()])
+            forked = await self.launcher.ask(ForkSandbox(self.cgroups.create(name)), [theirs.fileno()])
         except BaseException:
             channel.close()
             raise
@@ -150,15 +151,14 @@ class Machine:
             theirs.close()
         spare = Spare(name, channel, forked.fds[0])
         try:
-            ready = await channel.receive()
-        except BaseException:
+            await channel.next(Ready)
+        except BaseException as error:
             self._discard(spare)
+            if isinstance(error, PeerFailedError):
+                raise SandboxError(
+                    f"a sandbox could not be set up: {error}. Run `forkpoint doctor` to see why."
+                ) from error
             raise
-        if "error" in ready.fields:
-            self._discard(spare)
-            raise SandboxError(
-                f"a sandbox could not be set up: {ready.fields['error']}. Run `forkpoint doctor` to see why."
-            )
         return spare
 
     def restock(self) -> None:

@@ -4,23 +4,29 @@ import asyncio
 import contextlib
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
-from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.checkpointing import MappedFiles, changed_since_mapped
-from sandboxes.driver import SETTLE_S, FrozenState
-from sandboxes.effects import Effect
+from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
-from sandboxes.host.inspect import state_look
-from sandboxes.host.pty import Pty
-from sandboxes.host.tool_calls import Hosting
-from sandboxes.host.translate import digest, execution, refuse, request, sql_execution
-from sandboxes.inspection import StateView
-from sandboxes.ipc.frames import Message
+from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.ipc.inherited import inherited
+from sandboxes.ipc.launch_messages import LayerStack, MountLayers, RunCriu, SwitchLayers
+from sandboxes.ipc.messages import CallDone
+from sandboxes.ipc.state_messages import (
+    FinishRestore,
+    InspectHeld,
+    LayersSwitched,
+    LayerState,
+    NotFreezable,
+    Pause,
+    ProcessTree,
+    SandboxStarted,
+    StartSandbox,
+)
 from sandboxes.linux.files import remove_tree
-from sandboxes.listener import Listener
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import DEEP, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
@@ -28,8 +34,12 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
 
-class LocalSandbox(Hosting):
-    """See `sandboxes.driver.Sandbox`."""
+class LocalSandbox(MachineSandbox):
+    """A sandbox of namespaces and overlay layers.
+
+    Attributes:
+        stack: The layers that it stands on, the topmost first.
+    """
 
     def __init__(
         self,
@@ -43,20 +53,20 @@ class LocalSandbox(Hosting):
         *,
         seals: bool,
     ) -> None:
-        super().__init__(spare.id, spare.channel)
-        self.hosts(spec, ENVIRONMENT, machine.data_dir, machine.read_only)
+        self._process: int | None = spare.process
+        super().__init__(
+            spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
+            server_environment=ENVIRONMENT, process_environment={},
+        )  # fmt: skip
         self.stack = layers
-        self.closed = False
         self._seals = seals
         self._unkept: set[str] = set()
         self._held: tuple[str, ...] = ()
-        self._sealed: dict[str, Any] | None = None
+        self._sealed: LayerState | None = None
         self._machine = machine
-        self._spec = spec
         self._base = base
         self._root_layers, self._born_ns = root_layers, born_ns
         self._upper: Upper = machine.layers.allocate()
-        self._process: int | None = spare.process
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -77,114 +87,77 @@ class LocalSandbox(Hosting):
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
-        order = {**self._mount_order(), "root": self._lowers(self._root_layers)}
-        mounted = await self._machine.launcher.request({"op": "mount", "stack": order}, [])
-        fields = {
-            "binds": self._base.binds,
-            "disk_bytes": limits.disk_mb << 20,
-            "memory_bytes": None if cgroups.writable else memory_bytes,
-            "pids": None if cgroups.writable else limits.pids,
-            "environment": {**ENVIRONMENT, **self._spec.env},
-            "workdir": self._spec.workdir,
-            "output_bytes": limits.output_bytes,
-            "below_bytes": sum(map(self._machine.layers.size_bytes, self._new_layers())),
-            "born_ns": self._born_ns,
-            "reserve_bytes": RESERVE_BYTES,
-            "seals": self._seals,
-            **state,
-        }
+        stack = replace(self._layer_stack(), root=self._lowers(self._root_layers))
+        mounted = await self._machine.launcher.ask(MountLayers(stack))
+        order = StartSandbox(
+            binds=list(self._base.binds),
+            disk_bytes=limits.disk_mb << 20,
+            memory_bytes=None if cgroups.writable else memory_bytes,
+            pids=None if cgroups.writable else limits.pids,
+            environment={**ENVIRONMENT, **self._spec.env},
+            workdir=self._spec.workdir,
+            output_bytes=limits.output_bytes,
+            below_bytes=sum(map(self._machine.layers.size_bytes, self._new_layers())),
+            born_ns=self._born_ns,
+            reserve_bytes=RESERVE_BYTES,
+            seals=self._seals,
+            sessions=state["sessions"],
+            pristine=state["pristine"],
+            delta=state["delta"],
+            checkpoint=state["checkpoint"],
+            program=[],
+        )
         try:
             if images is None:
-                ready = await self._talk(fields, b"", mounted.fds)
+                answer = await self.link.ask(order, fds=mounted.fds)
+                started, namespaces = answer.message, answer.fds
+                assert isinstance(started, SandboxStarted), "nothing is restored without a checkpoint"
             else:
 
                 async def start_criu(program: list[str], files: list[int]) -> None:
-                    await self._talk({**fields, "program": program}, b"", [*mounted.fds, *files])
+                    await self.link.ask(replace(order, program=program), fds=[*mounted.fds, *files])
 
                 await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
-                ready = await self._talk({"op": "restored"})
+                finished = await self.link.ask(FinishRestore())
+                started, namespaces = finished.message, finished.fds
         finally:
             for fd in mounted.fds:
                 os.close(fd)
-        self._namespace = ready.fds[0]
-        if "cannot_start" in ready.fields and not self.stack:
-            raise SpecError(f"base {self._spec.base!r}: {ready.fields['cannot_start']}")
+        self._namespace = namespaces[0]
+        if started.shell_error is not None and not self.stack:
+            raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
 
     def _new_layers(self) -> tuple[str, ...]:
         return self.stack[: len(self.stack) - len(self._root_layers)]
 
-    def _mount_order(self) -> dict[str, Any]:
-        return {"lowers": self._lowers(self.stack), **self._upper.stack}
+    def _layer_stack(self) -> LayerStack:
+        return LayerStack(self._lowers(self.stack), str(self._upper.path / "diff"), str(self._upper.path / "work"))
 
     def _lowers(self, layers: tuple[str, ...]) -> list[str]:
         return [*self._machine.layers.lowers(layers), *self._base.lowers]
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
-    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """See `Sandbox.execute`. A cancelled execution leaves a dead sandbox: nobody knows how far it came.
-
-        listener: hears the answer of a tool server while it comes.
-        """
-        if self.is_hosted(call):
-            return await self.serve(call, listener)
-        refusal = refuse(call)
-        if refusal is not None:
-            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
-        limits = self._spec.limits
-        timeout_s = float(call.arguments.get("timeout_s", limits.timeout_s))
-        fields, body = request(call, self._spec, timeout_s)
-        answer = self._concluded(await self.ask(fields, body, timeout_s))
-        if call.endpoint == "sql":
-            return sql_execution(answer, call, self._spec)
-        return execution(answer, float(answer.fields["seconds"]))
-
-    def _concluded(self, answer: Message) -> Message:
-        """Begin what a call leaves to do.
-
-        Raises:
-            SandboxError: the machine may be why it went as it did.
-        """
-        if answer.fields.get("young"):
-            self.be_young(SETTLE_S)
-        if answer.fields.get("host_full"):
-            self._die("the machine's disk is full")
-            where = self._machine.data_dir
-            raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free at {where}")
-        if answer.fields["discard"]:
+    def _begin_after_call(self, done: CallDone) -> None:
+        self._sealed = None
+        if done.discard:
             self._pending = self._machine.background.spawn(
                 f"discard upper of {self.id}", self._discard_upper(), awaited=True
             )
-        elif answer.fields["seal"]:
+        elif done.seal:
             self._pending = self._machine.background.spawn(f"seal layer of {self.id}", self._seal(), awaited=True)
-        return answer
-
-    async def ask(self, fields: dict[str, Any], body: bytes, timeout_s: float, fds: list[int] | None = None) -> Message:
-        """Send pid 1 a call and return its answer.
-
-        Raises:
-            SandboxError: it is dead, or silent for longer than the call may take.
-        """
-        await self._settle()
-        self._sealed = None
-        return await self._run(fields, body, timeout_s, fds or [])
-
-    async def inspect(self) -> StateView:
-        """See `InspectableSandbox.inspect`."""
-        await self._settle()
-        return state_look(await self._talk({"op": "describe"}))
 
     async def _settle(self) -> None:
-        """Wait for what the last call left to do."""
         if self._pending is not None:
             await asyncio.shield(self._pending)
             self._pending = None
 
-    async def open_terminal(self, columns: int, rows: int) -> Pty:
-        """See `TerminalSandbox.open_terminal`."""
-        await self._settle()
+    def _forget_frozen(self) -> None:
         self._sealed = None
-        return await self._open_terminal(columns, rows)
+
+    @property
+    def _disk(self) -> str:
+        return f"at {self._machine.data_dir}"
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -202,21 +175,20 @@ class LocalSandbox(Hosting):
         try:
             return await self._freeze(root=root)
         except asyncio.CancelledError:
-            self._die("its freezing was cancelled")
+            self.link.die("its freezing was cancelled")
             raise
 
     async def _freeze(self, *, root: bool) -> FrozenState:
-        self.require_still()
-        told = self._sealed
-        if told is None:
-            paused = await self._talk(
-                {"op": "pause", "root": root, "checkpoint": await self._machine.checkpointer.is_available()}
-            )
-            if "tree" in paused.fields:
-                return await self._checkpoint(int(paused.fields["tree"]))
-            told = await self._on_new_layer(paused)
+        self._tools.require_still()
+        state = self._sealed
+        if state is None:
+            checkpoint = await self._machine.checkpointer.is_available()
+            paused = (await self.link.ask(Pause(root, checkpoint))).message
+            if isinstance(paused, ProcessTree):
+                return await self._checkpoint(paused.pid)
+            state = await self._on_new_layer(paused)
         added = self._keep_stack()
-        return FrozenState("local", "files", self._payload(told, self.stack), added, digest(told["state"]), self.stack)
+        return FrozenState("local", "files", self._payload(state, self.stack), added, state.state.digest, self.stack)
 
     def _keep_stack(self) -> int:
         """Leave the layers that the sandbox stands on to a frozen state; return the bytes of those that none had."""
@@ -224,14 +196,14 @@ class LocalSandbox(Hosting):
         self._unkept -= mine
         return sum(map(self._machine.layers.size_bytes, mine))
 
-    def _payload(self, told: dict[str, Any], layers: tuple[str, ...]) -> dict[str, Any]:
+    def _payload(self, state: LayerState, layers: tuple[str, ...]) -> dict[str, Any]:
         return {
             "layers": list(layers),
             "root_layers": len(self._root_layers),
             "born_ns": self._born_ns,
             "base": self._base.identity,
-            "sessions": told["sessions"],
-            "pristine": told["pristine"],
+            "sessions": state.sessions,
+            "pristine": state.pristine,
         }
 
     async def _checkpoint(self, tree: int) -> FrozenState:
@@ -240,26 +212,26 @@ class LocalSandbox(Hosting):
         Raises:
             NotFreezable: CRIU cannot dump them, in its own words.
         """
-        told: dict[str, Any] = {}
+        states: list[LayerState] = []
         copies: list[Upper] = []
 
         async def start_criu(program: list[str], files: list[int]) -> None:
             assert self._process is not None
-            await self._machine.launcher.request({"op": "operate", "program": program}, [self._process, *files])
+            await self._machine.launcher.ask(RunCriu(program), [self._process, *files])
 
         async def held(mapped: MappedFiles) -> None:
-            told.update((await self._talk({"op": "look"})).fields)
-            told["checkpoint"]["mapped"] = mapped
-            if (path := changed_since_mapped(mapped, told["delta"])) is not None:
+            state = (await self.link.ask(InspectHeld())).message
+            if (path := changed_since_mapped(mapped, state.delta)) is not None:
                 raise NotFreezableError(f"{path} may have been changed since it was mapped")
+            states.append(replace(state, checkpoint={**(state.checkpoint or {}), "mapped": mapped}))
             # Of an attempt before this one, which met a file that it was not told of.
             await asyncio.to_thread(layers.undo, copies)
             copies.clear()
-            if not told["empty"]:
+            if not state.empty:
                 copies.append(layers.allocate())
                 # Held by name from before it is a layer: collecting may come in between.
                 self._held = (copies[0].id,)
-                await asyncio.to_thread(self._copy_upper, copies[0], told)
+                await asyncio.to_thread(self._copy_upper, copies[0], state)
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
@@ -272,17 +244,17 @@ class LocalSandbox(Hosting):
         # Held for as long as nobody else can know of it.
         self._held = (*layer, images)
         stack = (*layer, *self.stack)
-        payload = self._payload(told, stack)
-        payload |= {"images": images, "checkpoint": told["checkpoint"], "young_s": self.young_s}
+        payload = self._payload(states[-1], stack)
+        payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.young_s}
         # Before any other await: closed meanwhile, the sandbox would take with it what no frozen state holds.
         added = self._keep_stack() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpointer.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, None, (*stack, images))
 
-    def _copy_upper(self, copy: Upper, told: dict[str, Any]) -> None:
+    def _copy_upper(self, copy: Upper, state: LayerState) -> None:
         """Make a layer of a copy of what the sandbox, which goes on writing, has written so far."""
         self._machine.layers.copy(self._upper, copy)
-        self._machine.layers.freeze(copy, {"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
+        self._machine.layers.freeze(copy, {"delta": state.delta, "size_bytes": state.size_bytes})
 
     async def _seal(self) -> None:
         """Put what a call wrote into a layer of its own, whether or not its state will be kept.
@@ -293,30 +265,25 @@ class LocalSandbox(Hosting):
         """
         with contextlib.suppress(SandboxError, NotFreezableError):
             # What pid 1 says of the state holds until the next call.
-            self._sealed = await self._on_new_layer(await self._listen())
+            self._sealed = await self._on_new_layer((await self.link.next(LayerState, NotFreezable)).message)
 
-    async def _on_new_layer(self, paused: Message) -> dict[str, Any]:
-        """Make a layer of the upper if anything was written; return what pid 1 says of the state.
+    async def _on_new_layer(self, paused: LayerState | NotFreezable) -> LayerState:
+        """Make a layer of the upper if anything was written; return the state.
 
         Raises:
-            NotFreezable: something lives, or hard links would break.
+            NotFreezableError: Processes run, or hard links would break.
         """
-        told = paused.fields
-        if "not_freezable" in told:
-            why = (
-                f"; {self._machine.checkpointer.unavailable_reason}"
-                if self._machine.checkpointer.unavailable_reason
-                else ""
-            )
-            raise NotFreezableError(f"sandbox {self.id}: {told['not_freezable']}{why}")
-        if not told["empty"]:
-            await self._switch({"delta": told["delta"], "size_bytes": int(told["size_bytes"])})
-        return told
+        if isinstance(paused, NotFreezable):
+            why = self._machine.checkpointer.unavailable_reason
+            raise NotFreezableError(f"sandbox {self.id}: {paused.reason}{'; ' if why else ''}{why}")
+        if not paused.empty:
+            await self._switch({"delta": paused.delta, "size_bytes": paused.size_bytes})
+        return paused
 
     async def _discard_upper(self) -> None:
         """Throw away an upper in which nothing differs from what lies below: live is then as recorded."""
         with contextlib.suppress(SandboxError):
-            await self._listen()
+            await self.link.next(LayerState, NotFreezable)
             await self._switch(None)
 
     async def _switch(self, meta: dict[str, Any] | None) -> None:
@@ -335,15 +302,15 @@ class LocalSandbox(Hosting):
                 self._unkept.add(frozen)
                 await self._merge_when_deep()
             self._upper = layers.allocate()
-            order = {"op": "switch", "stack": self._mount_order(), "binds": self._base.binds}
-            switched = await self._machine.launcher.request(order, [namespace])
+            order = SwitchLayers(self._layer_stack(), list(self._base.binds))
+            switched = await self._machine.launcher.ask(order, [namespace])
         except (SandboxError, OSError) as error:
             # Its shells are gone and its layers half moved; the frozen ones are whole.
-            self._die(str(error))
+            self.link.die(str(error))
             raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
         try:
             added = 0 if meta is None else int(meta["size_bytes"])
-            await self._talk({"op": "switched", "added_bytes": added}, b"", switched.fds)
+            await self.link.ask(LayersSwitched(added), fds=switched.fds)
         finally:
             for fd in switched.fds:
                 os.close(fd)
@@ -370,14 +337,14 @@ class LocalSandbox(Hosting):
     async def close(self) -> None:
         """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
         if self._closing is None:
-            self._dead = self._dead or "it was closed"
+            self.link.death = self.link.death or "it was closed"
             self._closing = start(self._close(), name=f"close {self.id}")
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self._kill()
-        self.close_sockets()
-        self._channel.close()
+        self._tools.close()
+        self.link.close()
         # A switch under way ends soon, now that nobody answers it. Until then it names its namespace by a descriptor
         # whose number, closed, might soon be that of another sandbox's.
         async with self._switching:

@@ -5,13 +5,13 @@ import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from sandboxes.calls import ToolCall, ToolResult, content_type
 from sandboxes.errors import SandboxError
 from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
+from sandboxes.ipc.messages import ServerOrder
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
 
@@ -19,34 +19,40 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _IN_MEMORY = 1 << 20
 
 
-def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a sandbox must know to start, and to find, spec's server of that name (pure)."""
+def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
+    """Return what a sandbox must know to start and to reach a tool server of the spec (pure).
+
+    Args:
+        name: The server's name in the spec.
+        spec: The spec.
+        environment: Variables below those of the spec and of the server.
+    """
     server = spec.hosted[name]
-    return {
-        "name": name,
-        "command": server.command,
-        "port": server.port,
-        "environment": {**environment, **spec.env, **server.env},
-        "workdir": spec.workdir,
-        "ready": server.ready,
-        "ready_s": server.ready_s,
-    }
+    return ServerOrder(
+        name=name,
+        command=server.command,
+        port=server.port,
+        environment={**environment, **spec.env, **server.env},
+        workdir=spec.workdir,
+        ready=server.ready,
+        ready_s=server.ready_s,
+    )
 
 
-def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the same for spec's MCP server of that name; over stdio it has no port (pure)."""
+def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
+    """Return the same for an MCP server of the spec; over stdio it has no port (pure)."""
     server = spec.mcp_servers[name]
     if server.command is None:
         return order(next(other for other in spec.hosted if spec.hosted[other].port == server.port), spec, environment)
-    return {
-        "name": f"mcp {name}",
-        "command": f"exec {shlex.join([server.command, *server.args])}",
-        "port": server.port,
-        "ready": "tcp",
-        "environment": {**environment, **spec.env, **server.env},
-        "workdir": server.cwd or spec.workdir,
-        "ready_s": server.ready_s,
-    }
+    return ServerOrder(
+        name=f"mcp {name}",
+        command=f"exec {shlex.join([server.command, *server.args])}",
+        port=server.port,
+        environment={**environment, **spec.env, **server.env},
+        workdir=server.cwd or spec.workdir,
+        ready="tcp",
+        ready_s=server.ready_s,
+    )
 
 
 def request(call: ToolCall, port: int) -> bytes:

@@ -11,8 +11,7 @@ import os
 import shlex
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import orjson
 from websockets.client import ClientProtocol
@@ -25,6 +24,7 @@ from websockets.uri import WebSocketURI
 
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.http_message import end_to_end
+from sandboxes.ipc.messages import ServerOrder
 from sandboxes.tool_clients.http1 import MalformedResponseError
 
 MESSAGES_TYPE = "application/vnd.forkpoint.messages+json"
@@ -39,11 +39,11 @@ def is_message(call: ToolCall) -> bool:
     return call.arguments.get("method") == "WS"
 
 
-def carrier(call: ToolCall, order: dict[str, Any]) -> dict[str, Any]:
-    """Return what a sandbox must know to open call's connection to the server that order names, and carry it (pure)."""
-    opens = f"exec 5<>/dev/tcp/127.0.0.1/{order['port']}; cat <&5 & exec cat >&5"
-    name = f"ws {order['name']} {call.arguments['connection']} {call.arguments['target']}"
-    return {**order, "name": name, "command": f"exec bash -c {shlex.quote(opens)}", "port": None, "behind": order}
+def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
+    """Return the order of a process that opens call's connection to a server, and carries its bytes (pure)."""
+    opens = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
+    name = f"ws {order.name} {call.arguments['connection']} {call.arguments['target']}"
+    return replace(order, name=name, command=f"exec bash -c {shlex.quote(opens)}", port=None, behind=order)
 
 
 @dataclass(slots=True)

@@ -26,8 +26,9 @@ from pathlib import Path
 
 from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
 from sandboxes.errors import NotFreezableError, SandboxError
-from sandboxes.ipc.channel import Channel, ChannelClosedError
+from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
+from sandboxes.ipc.launch_messages import CriuStarted
 from sandboxes.linux.files import remove_tree
 from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
@@ -183,12 +184,13 @@ class CriuCheckpointer:
             # Close our copy of the far end: only CRIU's parent holds one now, so its exit closes the socket.
             os.close(fds.pop(0))
             async with asyncio.timeout(START_S):
-                message = await reply.receive()
-            if "error" in message.fields:
-                raise CriuError(str(message.fields["error"]))
-            criu = CriuConversation(socket.socket(fileno=message.fds[0]), outer_session=self._outer_session)
+                try:
+                    started = await reply.next(CriuStarted)
+                except PeerFailedError as error:
+                    raise CriuError(str(error)) from error
+            criu = CriuConversation(socket.socket(fileno=started.fds[0]), outer_session=self._outer_session)
             try:
-                yield criu, message.fields.get("mapped", {})
+                yield criu, started.message.mapped
             finally:
                 criu.close()
                 # No second message comes: the wait ends when the far end closes. A CRIU that hangs is left to the

@@ -1,12 +1,13 @@
-"""Processes that were left running, seen by who keeps them: without a sandbox."""
+"""Background processes, without a sandbox."""
 
 import os
 from typing import Any
 
-from sandboxes.guest.background import AllLeft, Left
+from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, pending_outputs
+from sandboxes.ipc.messages import UseBackgroundProcess
 from sandboxes.process_output import ERR, OUT, ending, output
 
-TOLD = {"process": 7, "argv": ["server"], "env": {}, "cwd": "/", "tag": ""}
+DESCRIPTION = {"process": 7, "argv": ["server"], "env": {}, "cwd": "/", "tag": ""}
 DEAD = 1
 
 
@@ -18,12 +19,13 @@ def test_between_calls_nobody_asks_how_it_ended_for_the_anchor_may_stand_still()
         asked.append(None)
         return 3
 
-    left = AllLeft(1 << 20)
-    left.add(Left(TOLD, ended_with(b"last words"), os.eventfd(DEAD, os.EFD_CLOEXEC), 4711, status))
+    background = BackgroundProcesses(1 << 20)
+    streams, death = pending_outputs(ended_with(b"last words")), os.eventfd(DEAD, os.EFD_CLOEXEC)
+    background.add(BackgroundProcess(DESCRIPTION, streams, -1, death, 4711, status))
     for _ in range(3):
-        left.drain()
+        background.drain()
     assert asked == []
-    code, _, body = left.perform({"tool": "attend", "arguments": {"process": 7}, "timeout_s": 1.0}, b"")
+    code, _, body = background.perform(UseBackgroundProcess("attend", {"process": 7}, 1.0), b"")
     assert (code, output(body, OUT), ending(body).exit_code, asked) == (200, b"last words", 3, [None])
 
 

@@ -1,0 +1,57 @@
+"""The supervisor's end of its socket to the proxy."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
+from sandboxes.ipc.frames import Inbox, receive
+
+
+class DriverLink:
+    """Sends and receives messages over a blocking socket. This process ends when the proxy closes its end."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._inbox = Inbox()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for `select.poll`."""
+        return self._end.fileno()
+
+    def close(self) -> None:
+        """Close the socket, in a child that must not have it."""
+        self._end.close()
+
+    def receive(self) -> bool:
+        """Take what has come on the socket; return False if the proxy is gone."""
+        data, fds = receive(self._end)
+        self._inbox.feed(data, fds)
+        return bool(data)
+
+    def take(self) -> Envelope[IpcMessage] | None:
+        """Return the next message that has come whole; None if there is none."""
+        frame = self._inbox.take()
+        return None if frame is None else decode(frame)
+
+    def wait(self) -> Envelope[IpcMessage]:
+        """Wait for the next message; end this process if the proxy is gone."""
+        while (envelope := self.take()) is None:
+            if not self.receive():
+                sys.exit(0)
+        return envelope
+
+    def send(self, message: IpcMessage, body: bytes = b"", fds: Sequence[int] = ()) -> None:
+        """Send a message; the descriptors stay the caller's."""
+        frame = pack_message(message, body, len(fds))
+        sent = socket.send_fds(self._end, [frame], fds) if fds else 0
+        self._end.sendall(memoryview(frame)[sent:])
+
+    def hand_over(self, message: IpcMessage, fds: Sequence[int]) -> None:
+        """Send a message with descriptors, and close these here."""
+        try:
+            self.send(message, fds=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)

@@ -1,0 +1,85 @@
+"""An operation on files as the supervisor runs it: in a child, with limits of time and disk like a command.
+
+The child works on paths that the agent controls. It may meet a FIFO without a writer, a directory without end, or
+a file that does not fit into memory. Then only the child is killed.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from select import POLLHUP, POLLIN, poll
+from typing import NoReturn
+
+from sandboxes.guest import file_ops
+from sandboxes.guest.changes import WATCH_S
+from sandboxes.guest.shell import Output
+from sandboxes.ipc.messages import FileOutcome, RunFileOperation
+
+
+def run(
+    request: RunFileOperation,
+    body: bytes,
+    fds: Sequence[int],
+    enter: Callable[[], None],
+    over_disk: Callable[[], str | None],
+) -> tuple[FileOutcome, bytes]:
+    """Run an operation in a child; return its outcome and its answer.
+
+    Args:
+        request: The operation.
+        body: What it writes.
+        fds: The descriptor of an archive to unpack, or none; it is closed.
+        enter: Called in the child first: it drops the rights that the agent lacks.
+        over_disk: Says, called again and again, that the disk has run out.
+    """
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reading, False)
+    try:
+        pid = os.fork()
+    except OSError as error:
+        # The sandbox has reached its limit of processes.
+        for fd in (reading, writing, *fds):
+            os.close(fd)
+        return file_ops.outcome_of(
+            file_ops.problem(507, "File operation failed", f"no process can be started for it: {error.strerror}")
+        )
+    if pid == 0:
+        _operate(request, body, fds, enter, writing)
+    for fd in (writing, *fds):
+        os.close(fd)
+    data, whole = _read_all(reading, request.timeout_s, over_disk)
+    os.close(reading)
+    # The child alone: file operations start no processes, and others may have started some meanwhile.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return file_ops.parse_result(data, whole=whole)
+
+
+def _operate(
+    request: RunFileOperation, body: bytes, fds: Sequence[int], enter: Callable[[], None], result: int
+) -> NoReturn:
+    """In the child: drop rights, run the operation, write the result, end."""
+    try:
+        enter()
+        file_ops.run_apart(request.tool, request.arguments, body, result, fds[0] if fds else None)
+    finally:
+        os._exit(1)
+
+
+def _read_all(fd: int, timeout_s: float, over_disk: Callable[[], str | None]) -> tuple[bytes, bool]:
+    """Read a pipe to its end; return what came, and whether the end was reached in time."""
+    output = Output(fd)
+    deadline = time.monotonic() + timeout_s
+    waiting = poll()
+    waiting.register(fd, POLLIN | POLLHUP)
+    while time.monotonic() < deadline and over_disk() is None:
+        events = waiting.poll(WATCH_S * 1000)
+        output.drain(sys.maxsize)
+        # Hung up and nothing left to read: the child has closed its end, or has died.
+        if events and events[0][1] & POLLHUP and not events[0][1] & POLLIN:
+            return bytes(output.kept), True
+    return bytes(output.kept), False

@@ -1,0 +1,187 @@
+"""What the sandboxes of all machine drivers do alike: they run every kind of call through their supervisor."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.driver import SETTLE_S
+from sandboxes.effects import Effect
+from sandboxes.errors import SandboxError
+from sandboxes.host.defaults import RESERVE_BYTES
+from sandboxes.host.guest_link import GuestLink
+from sandboxes.host.inspect import entries_of, state_look
+from sandboxes.host.mcp_calls import McpCalls
+from sandboxes.host.process_calls import ProcessCalls
+from sandboxes.host.pty import Pty
+from sandboxes.host.server_calls import ServerCalls
+from sandboxes.host.tool_calls import ToolCalls
+from sandboxes.host.translate import execution, refuse, request, sql_execution
+from sandboxes.inspection import FileEntry, StateView
+from sandboxes.ipc.channel import Channel
+from sandboxes.ipc.codec import AnswerT, Envelope, Request
+from sandboxes.ipc.messages import CallDone, DescribeState, OpenTerminal, RunFileOperation, TerminalFailed
+from sandboxes.listener import Listener
+from sandboxes.spec import EnvironmentSpec
+
+LOOK_S = 30.0
+"""Timeout for reading files and their attributes, for people who look at a state."""
+
+
+class MachineSandbox(ABC):
+    """A sandbox with a supervisor: pid 1 of a local sandbox, or a container's keeper.
+
+    Attributes:
+        id: The sandbox's ID.
+        link: The link to its supervisor.
+        closed: Whether nothing is left of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        spec: EnvironmentSpec,
+        folder: Path,
+        known_reads: dict[str, frozenset[str]],
+        *,
+        server_environment: Mapping[str, str],
+        process_environment: Mapping[str, str],
+    ) -> None:
+        """Take over a channel.
+
+        Args:
+            name: The sandbox's ID.
+            channel: The channel to its supervisor.
+            spec: What the sandbox is made from.
+            folder: Where long answers of tool servers are stored while they come.
+            known_reads: See `McpCalls`.
+            server_environment: Variables that tool servers have below those of the spec.
+            process_environment: Variables that processes of their own have below those of the spec.
+        """
+        self.id, self.closed = name, False
+        self.link = GuestLink(name, channel, self._kill)
+        self._spec = spec
+        servers = ServerCalls(self)
+        self._processes = ProcessCalls(self, spec, process_environment)
+        self._tools = ToolCalls(servers, spec, server_environment, folder)
+        self._mcp = McpCalls(self, servers, spec, server_environment, known_reads)
+        self._stirred_at = self._settled_at = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can be run."""
+        return self.link.alive
+
+    # -- what drivers add --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End everything that runs in the sandbox, now."""
+
+    @abstractmethod
+    async def _settle(self) -> None:
+        """Wait for what the last call left to do."""
+
+    @abstractmethod
+    def _begin_after_call(self, done: CallDone) -> None:
+        """Begin what a call leaves to do."""
+
+    @abstractmethod
+    def _forget_frozen(self) -> None:
+        """Forget what is known of the current state, which is about to change without a call."""
+
+    @property
+    @abstractmethod
+    def _disk(self) -> str:
+        """Where the disk is that the sandbox fills, for error texts, with its preposition."""
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        """Run a call; see `Sandbox.execute`. If it is cancelled, the sandbox is dead.
+
+        Args:
+            call: The call.
+            listener: Receives the answer of a tool server, or the output of a process, while it comes.
+        """
+        if self._processes.handles(call):
+            return await self._processes.execute(call, listener)
+        if call.endpoint == "mcp":
+            return await self._mcp.execute(call, listener)
+        if self._tools.handles(call):
+            return await self._tools.execute(call, listener)
+        refusal = refuse(call)
+        if refusal is not None:
+            return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
+        timeout_s = float(call.arguments.get("timeout_s", self._spec.limits.timeout_s))
+        message, body = request(call, self._spec, timeout_s)
+        done = self.conclude(await self.ask(message, body, timeout_s))
+        return sql_execution(done, call, self._spec) if call.endpoint == "sql" else execution(done)
+
+    async def ask(
+        self, request: Request[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
+    ) -> Envelope[AnswerT]:
+        """See `Guest.ask`."""
+        await self._settle()
+        return await self.link.call(request, body, timeout_s, fds)
+
+    def conclude(self, done: Envelope[CallDone]) -> Envelope[CallDone]:
+        """See `Guest.conclude`."""
+        if done.message.settling:
+            self.be_young(SETTLE_S)
+        if done.message.host_full:
+            self.link.die("the machine's disk is full")
+            raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free {self._disk}")
+        self._begin_after_call(done.message)
+        return done
+
+    async def start_servers(self) -> None:
+        """Start the tool servers that belong to the root state.
+
+        Raises:
+            ServerError: One of them did not get ready.
+        """
+        await self._tools.start()
+        await self._mcp.start()
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    @property
+    def young_s(self) -> float:
+        """Seconds until the processes that a call left running count as started."""
+        return max(0.0, self._settled_at - time.monotonic())
+
+    def be_young(self, seconds: float) -> None:
+        """Note that processes were just started, which need so many seconds until they count as started."""
+        self._stirred_at = time.monotonic()
+        self._settled_at = self._stirred_at + seconds
+
+    async def rest(self, age_s: float) -> None:
+        """See `Resting.rest`."""
+        if (seconds := min(age_s - (time.monotonic() - self._stirred_at), self.young_s)) > 0:
+            await asyncio.sleep(seconds)
+
+    # -- inspection --------------------------------------------------------------------------------------------------
+
+    async def inspect(self) -> StateView:
+        """See `InspectableSandbox.inspect`."""
+        await self._settle()
+        return state_look((await self.link.ask(DescribeState())).message)
+
+    async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
+        """See `InspectableSandbox.entries`."""
+        arguments = {"paths": list(paths), "content_bytes": content_bytes}
+        operation = RunFileOperation("entries", arguments, LOOK_S)
+        return entries_of(self.conclude(await self.ask(operation, b"", LOOK_S)), paths)
+
+    async def open_terminal(self, columns: int, rows: int) -> Pty:
+        """See `TerminalSandbox.open_terminal`."""
+        await self._settle()
+        self._forget_frozen()
+        opened = await self.link.ask(OpenTerminal(columns, rows))
+        if isinstance(opened.message, TerminalFailed):
+            raise SandboxError(f"sandbox {self.id}: {opened.message.error}")
+        return Pty(opened.fds[0])

@@ -1,0 +1,169 @@
+"""Calls to the MCP servers in a sandbox, over stdio or over HTTP."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import orjson
+
+from sandboxes.calls import Execution, ToolCall, ToolResult
+from sandboxes.errors import ServerError
+from sandboxes.host.guest import Guest
+from sandboxes.host.server_calls import ServerCalls
+from sandboxes.host.translate import execution
+from sandboxes.ipc.codec import Envelope
+from sandboxes.ipc.messages import CallDone, ServerConnected
+from sandboxes.listener import Listener
+from sandboxes.server_spec import McpServer
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.tool_clients.mcp import MAX_PAGES, PAGED, PROGRESS_TOKEN, Conversation, McpResponse
+from sandboxes.tool_clients.mcp_http import HttpTransport
+from sandboxes.tool_clients.mcp_stdio import StdioTransport
+from sandboxes.tool_clients.server_orders import mcp_order
+
+MCP_TYPE = "application/vnd.forkpoint.mcp+json"
+"""The media type of results: an object with the answer and the notifications before it."""
+MCP_BYTES = 32 << 20
+"""The largest message of an MCP server. Screenshots take a few megabytes; a server gone wild should end here."""
+
+
+class McpCalls:
+    """Talks to the MCP servers of one sandbox."""
+
+    def __init__(
+        self,
+        guest: Guest,
+        servers: ServerCalls,
+        spec: EnvironmentSpec,
+        environment: Mapping[str, str],
+        known_reads: dict[str, frozenset[str]],
+    ) -> None:
+        """Prepare for the calls of a sandbox.
+
+        Args:
+            guest: The sandbox.
+            servers: Begins and ends the calls.
+            spec: What the sandbox was made from.
+            environment: Variables that servers have below those of the spec.
+            known_reads: By definition of a server, the tools that are known to change nothing; shared by all sandboxes
+                of the driver, and filled here.
+        """
+        self._guest, self._servers, self._spec, self._environment = guest, servers, spec, environment
+        self._known_reads = known_reads
+
+    async def start(self) -> None:
+        """Start all servers and initialize them, so that the first client finds a server as any later one does.
+
+        Raises:
+            ServerError: One of them did not get ready.
+        """
+        for name in self._spec.mcp_servers:
+            await self._ask(name, "ping", {}, read=True)
+
+    async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
+        """Send a request to one server, or to several whose lists become one.
+
+        Args:
+            call: The request; `server` names one server, or several separated by commas.
+            listener: Receives notifications while they come; None for nobody.
+
+        Raises:
+            SandboxError: The server or the sandbox failed.
+        """
+        method, params, names = (call.arguments[member] for member in ("method", "params", "server"))
+        if "," in names:
+            return await self._list_all(method, params, names.split(","))
+        read = method != "tools/call" or await self._only_reads(names, params.get("name"))
+        ask = self._ask_pages if method in PAGED else self._ask
+        response, done = await ask(names, method, dict(params), listener, read=read)
+        body = orjson.dumps({"notifications": response.notifications, **response.payload})
+        return replace(execution(done, ToolResult(200, MCP_TYPE, body)), shareable=response.shareable)
+
+    async def _list_all(self, method: str, params: dict[str, Any], names: list[str]) -> Execution:
+        """Return one list of what several servers have; a tool's name gets its server's name in front."""
+        lists: dict[str, list[Any]] = {}
+        runs = []
+        for name in names:
+            response, done = await self._ask_pages(name, method, dict(params), read=True)
+            runs.append(execution(done, ToolResult(200, MCP_TYPE, b"")))
+            for kind, listed in response.payload.get("result", {}).items():
+                if isinstance(listed, list):
+                    prefixed = kind == "tools"
+                    lists.setdefault(kind, []).extend(
+                        {**entry, "name": f"{name}__{entry['name']}"} if prefixed else entry for entry in listed
+                    )
+        effect = reduce(or_, (run.effect for run in runs))
+        result = ToolResult(200, MCP_TYPE, orjson.dumps({"notifications": [], "result": lists}))
+        return replace(runs[-1], result=result, effect=effect, seconds=sum(run.seconds for run in runs))
+
+    async def _only_reads(self, name: str, tool: object) -> bool:
+        """Whether a tool is known not to change its server's memory: by its annotations, if the spec trusts them.
+
+        The first process of each server is asked for them.
+        """
+        server = self._spec.mcp_servers[name]
+        if not server.trust_hints:
+            return False
+        definition = server.model_dump_json()
+        known = self._known_reads.get(definition)
+        if known is None:
+            response, _ = await self._ask_pages(name, "tools/list", {}, read=True)
+            known = self._known_reads[definition] = _read_only_tools(response.payload)
+        return tool in known
+
+    async def _ask_pages(
+        self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
+    ) -> tuple[McpResponse, Envelope[CallDone]]:
+        """Request a list with all its pages; see `_ask`."""
+        response, done = await self._ask(name, method, dict(params), listener, read=read)
+        whole = response
+        while cursor := response.payload.get("result", {}).get("nextCursor"):
+            response, done = await self._ask(name, method, {**params, "cursor": cursor}, listener, read=read)
+            whole = whole.with_page(response)
+            if whole.pages > MAX_PAGES:
+                self._guest.link.die(f"MCP server {name!r} lists without end")
+                raise ServerError(f"MCP server {name!r} has more than {MAX_PAGES} pages of {method}")
+        return whole, done
+
+    async def _ask(
+        self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
+    ) -> tuple[McpResponse, Envelope[CallDone]]:
+        """Send one request to a server; return its answer, and the supervisor's.
+
+        Raises:
+            SandboxError: The server or the sandbox failed.
+        """
+        server = self._spec.mcp_servers[name]
+        order = mcp_order(name, self._spec, self._environment)
+        connected = await self._servers.connect(order)
+        silence_s = server.timeout_s or self._spec.limits.timeout_s
+        conversation = self._conversation(server, connected)
+        params["_meta"] = {**params.get("_meta", {}), "progressToken": PROGRESS_TOKEN}
+        try:
+            async with self._servers.conversation(order.name):
+                # Over HTTP a server that was started by something else has no session of ours either.
+                if connected.message.fresh or (server.url is not None and not connected.message.note):
+                    await conversation.initialize(silence_s=server.ready_s)
+                response = await conversation.request(method, params, silence_s=silence_s, listener=listener)
+                return response, await self._servers.finish(read=read, note=conversation.note)
+        finally:
+            conversation.close()
+
+    def _conversation(self, server: McpServer, connected: Envelope[ServerConnected]) -> Conversation:
+        if server.url is None:
+            return Conversation(StdioTransport(connected.fds, max_bytes=MCP_BYTES, fresh=connected.message.fresh))
+
+        async def reconnect() -> socket.socket:
+            return socket.socket(fileno=await self._servers.reconnect(server.ready_s))
+
+        first = socket.socket(fileno=connected.fds[0])
+        note = connected.message.note
+        return Conversation(HttpTransport(server.url, first, reconnect, note, max_bytes=MCP_BYTES))
+
+
+def _read_only_tools(payload: dict[str, Any]) -> frozenset[str]:
+    tools = payload.get("result", {}).get("tools", [])
+    return frozenset(tool["name"] for tool in tools if (tool.get("annotations") or {}).get("readOnlyHint") is True)

@@ -1,0 +1,106 @@
+"""A call to a tool server, as its supervisor sees it: the server is made ready, a conversation runs, the call ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar, cast
+
+from sandboxes.errors import ServerError
+from sandboxes.host.guest import Guest
+from sandboxes.host.guest_link import GRACE_S
+from sandboxes.ipc.codec import Envelope
+from sandboxes.ipc.messages import (
+    CallDone,
+    FinishServerCall,
+    ReconnectServer,
+    ServerConnected,
+    ServerFailed,
+    ServerOrder,
+    ServerOutcome,
+    StartServers,
+    UseServer,
+)
+from sandboxes.tool_clients.http1 import MalformedResponseError
+
+ConnectedT = TypeVar("ConnectedT")
+
+
+class ServerCalls:
+    """Begins and ends calls to the tool servers of one sandbox.
+
+    A server that fails leaves the sandbox in an unknown state, so the sandbox is dead after a `ServerError`.
+    """
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+
+    async def start(self, orders: Sequence[ServerOrder]) -> None:
+        """Start servers as part of the root state.
+
+        Raises:
+            ServerError: One of them did not get ready.
+        """
+        within_s = sum(order.ready_s for order in orders)
+        self._require_server(await self._guest.link.call(StartServers(list(orders)), b"", within_s))
+
+    async def connect(self, order: ServerOrder, first: bytes = b"") -> Envelope[ServerConnected]:
+        """Begin a call: return descriptors that lead to the server.
+
+        Args:
+            order: The server; it is started if it does not run.
+            first: What the supervisor writes to the server at once.
+
+        Raises:
+            ServerError: The server did not get ready.
+        """
+        return self._require_server(await self._guest.ask(UseServer(order), first, order.ready_s))
+
+    async def reconnect(self, ready_s: float) -> int:
+        """Return another connection to the server of the current call.
+
+        Raises:
+            ServerError: The server does not run any more.
+        """
+        link = self._guest.link
+        try:
+            connected = self._require_server(await link.ask(ReconnectServer(), within_s=ready_s + GRACE_S))
+        except asyncio.CancelledError:
+            # The answer that comes now would be taken for that to the next request.
+            link.die("its call was cancelled")
+            raise
+        return connected.fds[0]
+
+    async def finish(self, *, read: bool, note: str | None = None) -> Envelope[CallDone]:
+        """End a call whose answer has come; see `FinishServerCall`."""
+        return self._guest.conclude(await self._guest.link.ask(FinishServerCall(read, note=note)))
+
+    @asynccontextmanager
+    async def conversation(self, name: str) -> AsyncIterator[None]:
+        """Turn what goes wrong while a server is talked to into an error that quotes the server's log.
+
+        Raises:
+            ServerError: The server hung up, said nothing for too long, or said something that it must not.
+        """
+        try:
+            yield
+        except (MalformedResponseError, OSError, TimeoutError) as error:
+            raise await self._failure(name, error) from error
+        except asyncio.CancelledError:
+            self._guest.link.die("its call was cancelled")
+            raise
+
+    async def _failure(self, name: str, error: Exception) -> ServerError:
+        silent = isinstance(error, TimeoutError)
+        done = await self._guest.link.ask(FinishServerCall(read=False, log=True))
+        outcome = done.message.outcome
+        log = outcome.log if isinstance(outcome, ServerOutcome) else ""
+        self._guest.link.die(f"its server {name!r} failed")
+        what = "says nothing for too long" if silent else f"failed: {error}"
+        return ServerError(f"server {name!r} {what}. It printed: {log}", silent=silent)
+
+    def _require_server(self, answer: Envelope[ConnectedT | ServerFailed]) -> Envelope[ConnectedT]:
+        message = answer.message
+        if isinstance(message, ServerFailed):
+            self._guest.link.die(message.detail)
+            raise ServerError(message.detail, silent=message.kind == "silent")
+        return cast("Envelope[ConnectedT]", answer)

@@ -1,0 +1,112 @@
+"""Messages to the launchers, which fork pid 1s and keepers, mount layers and start CRIU; `messages` has the table."""
+
+from dataclasses import dataclass
+
+from sandboxes.ipc.codec import IpcMessage, Request
+from sandboxes.ipc.messages import Done
+
+
+@dataclass(frozen=True)
+class LauncherReady(IpcMessage, op="launcher_ready"):
+    """The launcher has its mounts and waits for requests."""
+
+
+@dataclass(frozen=True)
+class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
+    """The process was forked; a descriptor of a pid 1 accompanies this message, and none of a keeper."""
+
+
+@dataclass(frozen=True)
+class ForkSandbox(Request[Forked], op="fork", descriptors=(1, 1)):
+    """Fork a pid 1, which serves on the socket that accompanies this message.
+
+    Attributes:
+        cgroups: Files of control groups that it joins by writing 0 to them.
+    """
+
+    cgroups: list[str]
+
+
+@dataclass(frozen=True)
+class ForkKeeper(Request[Forked], op="fork_keeper", descriptors=(1, 1)):
+    """Fork a keeper, which serves on the socket that accompanies this message.
+
+    Attributes:
+        pid: The container's first process, by its number on this machine.
+        container: Docker's ID of the container.
+        upper: The directory in which Docker keeps what the container writes.
+        lowers: The image's layers, the topmost first.
+        view: A directory where the keeper may mount for a moment.
+        box: The directory that the container sees as its box.
+        disk_bytes: How much the container may write.
+        reserve_bytes: With less free disk than this, failures are the machine's.
+    """
+
+    pid: int
+    container: str
+    upper: str
+    lowers: list[str]
+    view: str
+    box: str
+    disk_bytes: int
+    reserve_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of an overlay mount.
+
+    Attributes:
+        lowers: The directories below, the topmost first.
+        upper: The directory that takes what is written.
+        work: The work directory that overlayfs needs beside it.
+        root: The lower directories of the root state, to be shown as well; None if they are not needed.
+    """
+
+    lowers: list[str]
+    upper: str
+    work: str
+    root: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Mounted(IpcMessage, op="mounted", descriptors=(2, 4)):
+    """The layers are mounted; see the table in `messages` for the descriptors."""
+
+
+@dataclass(frozen=True)
+class MountLayers(Request[Mounted], op="mount"):
+    """Make a detached overlay mount."""
+
+    stack: LayerStack
+
+
+@dataclass(frozen=True)
+class SwitchLayers(Request[Mounted], op="switch", descriptors=(1, 1)):
+    """Put the sandbox whose mount namespace accompanies this message on other layers.
+
+    Attributes:
+        stack: The layers.
+        binds: Directories of the host that are visible in the sandbox, read-only.
+    """
+
+    stack: LayerStack
+    binds: list[str]
+
+
+@dataclass(frozen=True)
+class RunCriu(Request[Done], op="run_criu", descriptors=(5, 5)):
+    """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
+
+    program: list[str]
+
+
+@dataclass(frozen=True)
+class CriuStarted(IpcMessage, op="criu_started", descriptors=(1, 1)):
+    """CRIU runs; the socket to it accompanies this message.
+
+    Attributes:
+        mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
+    """
+
+    mapped: dict[str, str]

@@ -1,0 +1,396 @@
+"""The vocabulary of our processes: every message between the proxy and the processes that run and watch sandboxes.
+
+Each request class names its answer as type argument, so mypy checks both ends against each other. Requests on one
+socket are answered in order. A process that fails says `Failed` and ends; that answers any request.
+
+Between the proxy and a sandbox's supervisor (pid 1 of a `local` sandbox, or the keeper beside a container):
+
+| op | sent by | answer | descriptors |
+|---|---|---|---|
+| exec, file, background | proxy | call_done | file: the archive to unpack, or none |
+| process | proxy | process_started, then call_done unasked | process_started: the socket with its output |
+| detach | proxy | none | |
+| serve, reconnect | proxy | server_connected or server_failed | server_connected: a connection, or stdin and stdout |
+| served | proxy | call_done | |
+| start_servers | proxy | done or server_failed | |
+| describe | proxy | described | |
+| terminal | proxy | terminal_opened or terminal_failed | terminal_opened: the terminal's master end |
+
+Between the proxy and pid 1 of a `local` sandbox only:
+
+| op | sent by | answer | descriptors |
+|---|---|---|---|
+| ready | pid 1, unasked | | |
+| start_sandbox | proxy | sandbox_started or restore_started | the mounts; with a checkpoint also CRIU's files |
+| restored | proxy | sandbox_started | sandbox_started: the mount namespace |
+| pause | proxy | not_freezable, process_tree or layer_state | |
+| inspect_held | proxy | layer_state | |
+| layers_switched | proxy | done | the new upper and lower directory |
+
+After a call_done with `discard` or `seal`, pid 1 answers as to `pause` unasked.
+
+Between the proxy and a container's keeper only:
+
+| op | sent by | answer | descriptors |
+|---|---|---|---|
+| keeper_ready | keeper, unasked | | |
+| begin | proxy | sandbox_begun | with a checkpoint CRIU's files |
+| restored_processes | proxy | sandbox_begun | |
+| freeze | proxy | not_freezable, process_tree or copied_state | |
+| copy | proxy | copied_state | |
+| dump | proxy | done | CRIU's files |
+
+Between the proxy and a launcher (of pid 1s, or of keepers), and whoever runs CRIU:
+
+| op | sent by | answer | descriptors |
+|---|---|---|---|
+| launcher_ready | launcher, unasked | | |
+| fork | proxy | forked | the new pid 1's socket; forked: its process |
+| fork_keeper | proxy | forked | the new keeper's socket |
+| mount | proxy | mounted | mounted: overlay, upper, lower and, with `root`, the root state |
+| switch | proxy | mounted | the sandbox's mount namespace; mounted: upper and lower |
+| run_criu | proxy | done | the sandbox's process, then CRIU's files |
+| criu_started | CRIU's operator, unasked | | the socket to CRIU |
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sandboxes.effects import StateDigest
+from sandboxes.ipc.codec import IpcMessage, Request
+from sandboxes.session_types import ShellSession
+
+FileDelta = dict[str, tuple[str, int]]
+"""The paths that differ from the root state: what each is now, and its modification time in nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Failed(IpcMessage, op="failed"):
+    """The sender ends, or could not do what was requested.
+
+    Attributes:
+        error: What failed, as text for people.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True)
+class Done(IpcMessage, op="done"):
+    """The request was carried out, and there is nothing else to report."""
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateSummary:
+    """What every answer reports of the sandbox's state.
+
+    Attributes:
+        digest: The state's names. None while something is running, or if too much changed to know.
+        witness: Beside running processes, a digest of what they do not write. None otherwise.
+        restless: Whether something that runs in the sandbox may be changing the state by itself.
+    """
+
+    digest: StateDigest | None
+    witness: bytes | None
+    restless: bool
+
+
+@dataclass(frozen=True)
+class CommandOutcome(IpcMessage, op="command_outcome"):
+    """How a session's command ended; the body is its stdout, then its stderr.
+
+    Attributes:
+        exit_code: The command's exit status; 124 after a timeout, 137 after too much disk use.
+        timed_out: Whether its time ran out.
+        truncated: Whether it printed more than is recorded.
+        stdout_bytes: Where stderr begins in the body.
+    """
+
+    exit_code: int
+    timed_out: bool
+    truncated: bool
+    stdout_bytes: int
+
+
+@dataclass(frozen=True)
+class SqlOutcome:
+    """What is to be known of a statement on a database file besides its result.
+
+    Attributes:
+        timed_out: Whether the statement's own time limit stopped it.
+        volatile: Whether its result depends on chance or on the time of day.
+    """
+
+    timed_out: bool
+    volatile: bool
+
+
+@dataclass(frozen=True)
+class FileOutcome(IpcMessage, op="file_outcome"):
+    """The HTTP-like answer of an operation on files, on a database or on a background process.
+
+    Attributes:
+        status: The HTTP status.
+        media_type: The media type of the body.
+        sql: Facts about a statement; None for other operations, and for a statement whose process was killed.
+    """
+
+    status: int
+    media_type: str
+    sql: SqlOutcome | None = None
+
+
+@dataclass(frozen=True)
+class ProcessOutcome(IpcMessage, op="process_outcome"):
+    """How a process of its own ended, or that it goes on.
+
+    Attributes:
+        exit_code: The exit status; None for a process that goes on in the background.
+        timed_out: Whether its time ran out.
+        detached: Whether its client started it detached.
+        kept: Whether it may be polled later, by its number.
+    """
+
+    exit_code: int | None
+    timed_out: bool
+    detached: bool = False
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class ServerOutcome(IpcMessage, op="server_outcome"):
+    """A tool server's answer has come over its own connection.
+
+    Attributes:
+        log: The last lines that the server printed, where they were requested; empty otherwise.
+    """
+
+    log: str
+
+
+Outcome = CommandOutcome | FileOutcome | ProcessOutcome | ServerOutcome
+
+
+@dataclass(frozen=True)
+class CallDone(IpcMessage, op="call_done"):
+    """A call has ended; the body is its output.
+
+    Attributes:
+        outcome: How it ended, by the kind of call.
+        seconds: How long it ran.
+        changed_session: Whether the shell session differs from before.
+        changed_processes: Whether processes appeared, ended or worked.
+        changed_files: Whether files differ from before.
+        settling: Whether it left processes running that may still be starting.
+        host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
+        state: The state after the call.
+        discard: `local` only: the upper layer makes no difference; it is to be replaced by an empty one.
+        seal: `local` only: the upper layer is to become a frozen layer.
+    """
+
+    outcome: Outcome
+    seconds: float
+    changed_session: bool
+    changed_processes: bool
+    changed_files: bool
+    settling: bool
+    host_full: bool
+    state: StateSummary
+    discard: bool = False
+    seal: bool = False
+
+
+@dataclass(frozen=True)
+class RunCommand(Request[CallDone], op="exec"):
+    """Run a command, the body, in a session's shell.
+
+    Attributes:
+        session: The session's name.
+        timeout_s: How long the command may run.
+    """
+
+    session: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class RunFileOperation(Request[CallDone], op="file", descriptors=(0, 1)):
+    """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
+
+    Attributes:
+        tool: The operation; see `guest.file_ops.perform`.
+        arguments: The operation's arguments, by tool.
+        timeout_s: How long it may run.
+    """
+
+    tool: str
+    arguments: dict[str, Any]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class UseBackgroundProcess(Request[CallDone], op="background"):
+    """List, poll, write to, resize, signal or watch something that runs in the background; see `guest.background`."""
+
+    tool: str
+    arguments: dict[str, Any]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
+    """A process of its own was requested; its output comes on the socket that accompanies this message."""
+
+
+@dataclass(frozen=True)
+class RunProcess(Request[ProcessStarted], op="process"):
+    """Run a process of its own, outside any session; the body is its stdin.
+
+    Attributes:
+        arguments: argv, cwd, user, tty and the rest of the call's arguments.
+        environment: All of its environment variables.
+        timeout_s: How long it may run.
+    """
+
+    arguments: dict[str, Any]
+    environment: dict[str, str]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Detach(IpcMessage, op="detach"):
+    """The client of the running process has left; the process goes on in the background."""
+
+
+# -- tool servers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerOrder:
+    """What a sandbox must know to start a tool server and to reach it.
+
+    Attributes:
+        name: The server's name in this sandbox.
+        command: The shell command that becomes the server.
+        port: The loopback port that it listens on; None if it talks over stdin and stdout.
+        environment: Its environment variables.
+        workdir: Its working directory.
+        ready: "tcp", or the path that answers below 500 when the server is ready.
+        ready_s: How long it may take until it is ready.
+        behind: The server that this one is a connection to, made ready first; None for a server itself.
+    """
+
+    name: str
+    command: str
+    port: int | None
+    environment: dict[str, str]
+    workdir: str
+    ready: str
+    ready_s: float
+    behind: "ServerOrder | None" = None
+
+
+@dataclass(frozen=True)
+class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
+    """The descriptors lead to the server: one connection, or its stdin and its stdout.
+
+    Attributes:
+        fresh: Whether the server was started for this call.
+        note: What an earlier call noted about this server process; empty if nothing.
+    """
+
+    fresh: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class ServerFailed(IpcMessage, op="server_failed"):
+    """The server ended, or did not get ready in time.
+
+    Attributes:
+        kind: "crashed" or "silent".
+        detail: The reason, with the last lines of the server's log.
+    """
+
+    kind: Literal["crashed", "silent"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class UseServer(Request[ServerConnected | ServerFailed], op="serve"):
+    """Begin a call to a tool server; the body is what to send to it at once."""
+
+    server: ServerOrder
+
+
+@dataclass(frozen=True)
+class ReconnectServer(Request[ServerConnected | ServerFailed], op="reconnect"):
+    """During a call to a tool server: give another connection to it."""
+
+
+@dataclass(frozen=True)
+class FinishServerCall(Request[CallDone], op="served"):
+    """End a call to a tool server: its answer has come.
+
+    Attributes:
+        read: Whether the call is known not to change the server's memory.
+        log: Whether the answer is to contain the server's log.
+        note: What later calls have to know about this server process; None leaves the note as it is.
+    """
+
+    read: bool
+    log: bool = False
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class StartServers(Request[Done | ServerFailed], op="start_servers"):
+    """Start tool servers as part of the root state."""
+
+    servers: list[ServerOrder]
+
+
+# -- inspection ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Described(IpcMessage, op="described"):
+    """The state, for people who look at it.
+
+    Attributes:
+        delta: The files that differ from the root state; None if they are too many to know.
+        sessions: The shell sessions that differ from a new one, by name.
+        pristine: A new shell's session; None if none was started yet.
+    """
+
+    delta: FileDelta | None
+    sessions: dict[str, ShellSession]
+    pristine: ShellSession | None
+
+
+@dataclass(frozen=True)
+class DescribeState(Request[Described], op="describe"):
+    """Describe the state of the sandbox."""
+
+
+@dataclass(frozen=True)
+class TerminalOpened(IpcMessage, op="terminal_opened", descriptors=(1, 1)):
+    """A shell runs on a new terminal, whose master end accompanies this message."""
+
+
+@dataclass(frozen=True)
+class TerminalFailed(IpcMessage, op="terminal_failed"):
+    """There is no terminal, for this reason."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class OpenTerminal(Request[TerminalOpened | TerminalFailed], op="terminal"):
+    """Open an interactive shell in the main session's state, on a terminal of this size in characters."""
+
+    columns: int
+    rows: int

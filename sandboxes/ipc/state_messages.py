@@ -1,0 +1,259 @@
+"""Messages that start, freeze and restore a sandbox; `messages` has the table of all.
+
+A checkpoint is the record that `guest.checkpoint_restore` and `container.checkpointing` make of running processes. It
+is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sandboxes.ipc.codec import IpcMessage, Request
+from sandboxes.ipc.messages import Done, FileDelta, StateSummary
+from sandboxes.session_types import ShellSession
+
+Checkpoint = dict[str, Any]
+"""What the supervisor has to know to take restored processes over; part of a snapshot."""
+
+
+@dataclass(frozen=True)
+class NotFreezable(IpcMessage, op="not_freezable"):
+    """The state cannot be frozen, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ProcessTree(IpcMessage, op="process_tree"):
+    """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox."""
+
+    pid: int
+
+
+# -- pid 1 of a local sandbox ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ready(IpcMessage, op="ready"):
+    """Pid 1 has its namespaces and waits for `StartSandbox`."""
+
+
+@dataclass(frozen=True)
+class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 1)):
+    """The sandbox runs; its mount namespace accompanies this message.
+
+    Attributes:
+        shell_error: Why its main shell does not start; None if it does.
+    """
+
+    shell_error: str | None
+
+
+@dataclass(frozen=True)
+class RestoreStarted(IpcMessage, op="restore_started"):
+    """CRIU was started, and the proxy may tell it to restore."""
+
+
+@dataclass(frozen=True)
+class StartSandbox(Request[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(4, 8)):
+    """Become a sandbox.
+
+    Attributes:
+        binds: Directories of the host that are visible in the sandbox, read-only.
+        disk_bytes: How much the sandbox may write.
+        memory_bytes: A limit of each process's address space; None where a control group limits memory.
+        pids: A limit of the number of processes; None where a control group limits them.
+        environment: Environment variables of its sessions.
+        workdir: The directory that its sessions begin in.
+        output_bytes: How much of each stream of a command is recorded.
+        below_bytes: What the sandbox has written into layers already.
+        born_ns: When the root state was made, on the clock of file times.
+        reserve_bytes: With less free disk than this, failures are the machine's.
+        seals: Whether what a call wrote becomes a layer after each call.
+        sessions: The shell sessions of the state that it begins with, by name.
+        pristine: A new shell's session, if it is known.
+        delta: The files in which that state differs from the root state; None if they are too many to know.
+        checkpoint: The running processes to restore; None for none.
+        program: CRIU and its arguments; empty without a checkpoint.
+    """
+
+    binds: list[str]
+    disk_bytes: int
+    memory_bytes: int | None
+    pids: int | None
+    environment: dict[str, str]
+    workdir: str
+    output_bytes: int
+    below_bytes: int
+    born_ns: int
+    reserve_bytes: int
+    seals: bool
+    sessions: dict[str, ShellSession]
+    pristine: ShellSession | None
+    delta: FileDelta | None
+    checkpoint: Checkpoint | None
+    program: list[str]
+
+
+@dataclass(frozen=True)
+class FinishRestore(Request[SandboxStarted], op="restored"):
+    """CRIU has restored the processes and ended."""
+
+
+@dataclass(frozen=True)
+class LayerState(IpcMessage, op="layer_state"):
+    """The state of a sandbox whose upper layer can be frozen now.
+
+    Attributes:
+        sessions: The shell sessions that differ from a new one, by name.
+        pristine: A new shell's session; None if none was started yet.
+        delta: The files that differ from the root state; None if they are too many to know.
+        size_bytes: The bytes on disk of the upper layer.
+        empty: Whether nothing was written into the upper layer.
+        state: The state's digests.
+        checkpoint: What must be known of the running processes; None if none run.
+    """
+
+    sessions: dict[str, ShellSession]
+    pristine: ShellSession | None
+    delta: FileDelta | None
+    size_bytes: int
+    empty: bool
+    state: StateSummary
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class Pause(Request[NotFreezable | ProcessTree | LayerState], op="pause"):
+    """Get ready to be frozen.
+
+    Attributes:
+        root: Whether the state becomes a root state, in which hard links may break.
+        checkpoint: Whether CRIU is available for running processes.
+    """
+
+    root: bool
+    checkpoint: bool
+
+
+@dataclass(frozen=True)
+class InspectHeld(Request[LayerState], op="inspect_held"):
+    """Report the state while CRIU holds all processes still."""
+
+
+@dataclass(frozen=True)
+class LayersSwitched(Request[Done], op="layers_switched", descriptors=(2, 2)):
+    """The sandbox has a fresh upper layer; the descriptors are the new upper and lower directories.
+
+    Attributes:
+        added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
+    """
+
+    added_bytes: int
+
+
+# -- the keeper of a container ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeeperReady(IpcMessage, op="keeper_ready"):
+    """The container's anchor runs.
+
+    Attributes:
+        bash: Whether its sessions run in bash; otherwise in /bin/sh.
+    """
+
+    bash: bool
+
+
+@dataclass(frozen=True)
+class SandboxBegun(IpcMessage, op="sandbox_begun"):
+    """The container is the sandbox that was requested, or CRIU was started to make it so.
+
+    Attributes:
+        shell_error: Why its shell does not start; None if it does.
+    """
+
+    shell_error: str | None = None
+
+
+@dataclass(frozen=True)
+class BeginSandbox(Request[SandboxBegun], op="begin", descriptors=(0, 4)):
+    """Make a spare container a sandbox.
+
+    Attributes:
+        defaults: Environment variables below those of the image.
+        environment: Environment variables above those of the image.
+        workdir: The directory that its sessions begin in.
+        output_bytes: How much of each stream of a command is recorded.
+        born_ns: When the root state was made, on the clock of file times.
+        sessions: The shell sessions of the state that it begins with, by name.
+        pristine: A new shell's session, if it is known.
+        copy: The directory with the copy of that state's files; empty for the image's state.
+        checkpoint: The running processes to restore; None for none.
+        program: CRIU and its arguments; empty without a checkpoint.
+    """
+
+    defaults: dict[str, str]
+    environment: dict[str, str]
+    workdir: str
+    output_bytes: int
+    born_ns: int
+    sessions: dict[str, ShellSession]
+    pristine: ShellSession | None
+    copy: str
+    checkpoint: Checkpoint | None
+    program: list[str]
+
+
+@dataclass(frozen=True)
+class FinishProcessRestore(Request[SandboxBegun], op="restored_processes"):
+    """CRIU has restored the container's processes and ended."""
+
+
+@dataclass(frozen=True)
+class CopiedState(IpcMessage, op="copied_state"):
+    """The container's own files were copied.
+
+    Attributes:
+        sessions: The shell sessions that differ from a new one, by name.
+        pristine: A new shell's session; None if none was started yet.
+        added_bytes: The bytes that the copy shares with no earlier one.
+        state: The state's digests.
+        checkpoint: What must be known of the running processes; None if none run.
+    """
+
+    sessions: dict[str, ShellSession]
+    pristine: ShellSession | None
+    added_bytes: int
+    state: StateSummary
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True)
+class FreezeContainer(Request[NotFreezable | ProcessTree | CopiedState], op="freeze"):
+    """Copy the container's files, or name the tree of its running processes.
+
+    Attributes:
+        folder: The directory to make the copy in.
+        becomes: The path that the directory will have later.
+        checkpoint: Whether CRIU is available for running processes.
+    """
+
+    folder: str
+    becomes: str
+    checkpoint: bool
+
+
+@dataclass(frozen=True)
+class CopyFiles(Request[CopiedState], op="copy"):
+    """Copy the container's files while CRIU holds all processes still; see `FreezeContainer`."""
+
+    folder: str
+    becomes: str
+
+
+@dataclass(frozen=True)
+class DumpProcesses(Request[Done], op="dump", descriptors=(4, 4)):
+    """Start CRIU, with these arguments, to dump the container's processes."""
+
+    program: list[str]
