@@ -14,7 +14,7 @@ from proxy.execution.restore import Restorer
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.tasks import Tasks
 from proxy.execution.tracing import Traces
-from proxy.execution.warm_forks import Warm, available_bytes
+from proxy.execution.warm_forks import WarmForks, available_bytes
 from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
 from proxy.settings import Settings
@@ -79,9 +79,9 @@ class Engine:
         self.restorer = Restorer(
             drivers, self.pool, self.cache, self.capture, self.snapshot_value, self.store.records, self.counts
         )
-        self.warm = Warm(
+        self.warm = WarmForks(
             self.restorer, self.pool, self.cache.costs, self.counts, walkers,
-            most=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
+            max_forks=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
             reserve_bytes=settings.memory_reserve_bytes,
         )  # fmt: skip
         self.answers = Answers(self.store.records, budget_bytes=settings.answer_memory_bytes)

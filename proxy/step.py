@@ -18,7 +18,7 @@ from proxy.execution.call_order import CallOrder
 from proxy.execution.errors import RolloutGoneError
 from proxy.execution.executor import AnyCall, Executor
 from proxy.execution.tracing import Traces
-from proxy.execution.warm_forks import Warm
+from proxy.execution.warm_forks import WarmForks
 from proxy.storage.journal import Journal, JournalEntry
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
@@ -45,7 +45,7 @@ class Step:
     """Answers the calls of all rollouts. `order` has each rollout's turns; `calls` are the tasks of calls in flight."""
 
     def __init__(
-        self, executor: Executor, journal: Journal, counts: Counters, warm: Warm, traces: Traces | None = None
+        self, executor: Executor, journal: Journal, counts: Counters, warm: WarmForks, traces: Traces | None = None
     ) -> None:
         self._executor, self._journal, self._counts, self._warm, self._traces = executor, journal, counts, warm, traces
         self.order, self.calls = CallOrder(), TaskOwner()
@@ -115,6 +115,6 @@ class Step:
         self._journal.append(JournalEntry(rollout.id, rollout.calls, record.id, outcome))
         rollout.advance(record, outcome, time.monotonic())
         self._counts.answered(outcome, record.seconds)
-        self._warm.saw(rollout)
+        self._warm.note_step(rollout)
         if self._traces is not None:
             self._traces.answered(rollout, record, outcome, timing)

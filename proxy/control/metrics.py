@@ -69,7 +69,7 @@ class _Totals(Collector):
         for name, gauge in (
             ("sandboxes", len(engine.pool.roster)),
             ("sandboxes_budget", engine.settings.max_sandboxes),
-            ("warm_sandboxes", len(engine.warm.standing())),
+            ("warm_sandboxes", len(engine.warm.forks())),
             ("checkpoint_bytes", engine.cache.checkpoint_bytes),
             ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
             ("snapshots", len(engine.snapshots)),

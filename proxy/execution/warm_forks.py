@@ -1,7 +1,16 @@
-"""Warm forks: sandboxes made ahead of their use, where `prefetch` expects rollouts to leave the tree.
+"""Warm forks: sandboxes made ahead of their use, where rollouts are expected to leave the tree.
 
-A warm fork is an idle sandbox that nobody owns. It is made in the background as for an agent's call (`Attach`), from
-snapshots and replays alone, and is among the first to give way; no call ever waits for one to be made.
+A warm fork is an idle sandbox without an owner, so any rollout may take it. It is made in the background from snapshots
+and replays alone, never from another rollout's sandbox, and is among the first to be closed if the budget is needed.
+No call waits for one to be made.
+
+1. Each step of a rollout is noted (`note_step`): a set and a flag, because every hit does it.
+2. `work` looks ahead for the rollouts whose last call was some milliseconds ago: their agents are thinking. A rollout
+   in full run would be elsewhere before a sandbox is ready.
+3. `departures.targets` says where sandboxes are worth having, from the tree's own statistics and from the number of
+   forks that a trainer requested at the root for its next batch (`request`).
+4. The most valuable ones are made, a few at a time, within `max_forks`, the spare room of the pool and the memory
+   reserve. If all forks are there already, the oldest one that no rollout is expected at is closed for a better one.
 """
 
 import asyncio
@@ -24,33 +33,54 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import OverloadedError, Pool
 from sandboxes.pool.roster import Slot
+from sandboxes.task_owner import TaskOwner
 from snapshots.costs import Costs
 
 log = structlog.get_logger()
 
-_THINKS_S = 0.005
-"""A rollout whose last call was this long ago is thinking, and worth looking ahead for; one in full run soon stands
-elsewhere. Looks are as far apart."""
-_SHARE = 50
-"""A look is followed by a pause at least this many times as long: looking takes no more than 2 % of a core."""
-_AT_ONCE = 2
-"""Warm forks that are being made at the same time: an agent's call finds a start free."""
-_COOL_S = 10.0
-"""How long a node at which no sandbox could be made is left alone."""
+_THINKING_S = 0.005
+"""A rollout without a call for this long is thinking; rounds of `work` are at least as far apart.
+
+Several times the gap between two calls of a replayed workload, and far below the time a model thinks. Halved, forks are
+made for rollouts that are about to move on. Doubled, forks are ready 5 ms later.
+"""
+_PAUSE_SHARE = 50
+"""A round of `work` is followed by a pause this many times as long, so that it takes at most 2 % of a core."""
+_MAX_STARTS = 2
+"""Warm forks that are made at the same time. The pool allows four starts, so an agent's call finds one free."""
+_COOLDOWN_S = 10.0
+"""How long a node at which no sandbox could be made is not tried again.
+
+An estimate of how long the cause of a failure lasts. Halved, a node that never works costs twice the attempts. Doubled,
+a machine that has recovered gets its forks later.
+"""
 _STALE_S = 5.0
-"""A warm fork that stands this long where nobody is expected any more gives way to a better one."""
+"""How long a warm fork stays where no rollout is expected any more, before it may be closed for a better one.
+
+An estimate: longer than an agent thinks between two calls. Halved, forks are closed and made again while agents think.
+Doubled, better ones come later.
+"""
 
 
 @dataclass(slots=True)
 class WarmBatch:
-    """Forks that were asked for at the root of a tree: how many are still to be made, and until when."""
+    """Forks that a trainer requested at the root of a tree.
+
+    Attributes:
+        count: Number of forks still to be made.
+        until: When the request expires, in seconds of the monotonic clock.
+    """
 
     count: int
     until: float
 
 
-class Warm:
-    """Makes sandboxes ready. most: warm forks that may stand at once. reserve_bytes: of memory that they leave free."""
+class WarmForks:
+    """Makes warm forks in the background.
+
+    Attributes:
+        max_forks: Warm forks that may exist at once; 0 turns them off.
+    """
 
     def __init__(
         self,
@@ -60,157 +90,172 @@ class Warm:
         counts: Counters,
         walkers: Walkers,
         *,
-        most: int,
+        max_forks: int,
         idle_s: float,
         reserve_bytes: int,
     ) -> None:
+        """Prepare to make forks; `work` does it.
+
+        Args:
+            restorer: Makes the sandboxes.
+            pool: Has the sandboxes.
+            costs: By driver, what ways to a sandbox cost.
+            counts: Where forks and failures are counted.
+            walkers: The running rollouts by tree.
+            max_forks: Warm forks that may exist at once.
+            idle_s: How long an idle sandbox is kept; a rollout without calls for as long is not looked at.
+            reserve_bytes: Memory that forks leave free on the machine.
+        """
         self._restorer, self._pool, self._costs, self._counts, self._walkers = restorer, pool, costs, counts, walkers
-        self.most, self._idle_s, self._reserve_bytes = most, idle_s, reserve_bytes
-        self._seen: set[Rollout] = set()
-        self._left: set[Tree] = set()
+        self.max_forks, self._idle_s, self._reserve_bytes = max_forks, idle_s, reserve_bytes
+        self._moved: set[Rollout] = set()
+        self._unfinished: set[Tree] = set()
         self._wake = asyncio.Event()
         self._batches: dict[Tree, WarmBatch] = {}
-        self._making: dict[asyncio.Task[None], Node] = {}
+        self._starts = TaskOwner()
+        self._starting: Counter[Node] = Counter()
         self._cooling: dict[Node, float] = {}
 
-    def saw(self, rollout: Rollout) -> None:
-        """Note that a rollout took a step. On the way of every hit: a set and a flag, 0.2 µs."""
-        if self.most:
-            self._seen.add(rollout)
+    def note_step(self, rollout: Rollout) -> None:
+        """Note that a rollout took a step. Part of every hit: a set and a flag, 0.2 µs."""
+        if self.max_forks:
+            self._moved.add(rollout)
             self._wake.set()
 
-    def ask(self, tree: Tree, count: int) -> int:
-        """Have forks ready at a tree's root for the next batch, as long as an idle sandbox lives; return how many."""
-        granted = min(count, self.most)
+    def request(self, tree: Tree, count: int) -> int:
+        """Have forks ready at a tree's root for as long as an idle sandbox is kept; return how many are granted."""
+        granted = min(count, self.max_forks)
         missing = max(0, granted - self.ready(tree.root))
         self._batches[tree] = WarmBatch(missing, time.monotonic() + self._idle_s)
         self._wake.set()
         return granted
 
-    def standing(self) -> list[Slot]:
-        """Return the warm forks that stand or are being made."""
+    def forks(self) -> list[Slot]:
+        """Return the warm forks that exist or are being made."""
         return [slot for slot in self._pool.roster.slots if slot.warm]
 
     def ready(self, node: Node) -> int:
-        """Return how many sandboxes at node anyone may have, at once or, where its state is just being kept, soon."""
+        """Return how many sandboxes at a node any rollout may take, now or as soon as its freeze or start ends."""
         shared = node.snapshot is not None or node.origin is None
-        there = sum(
+        existing = sum(
             slot.state is SandboxState.FREEZING or (slot.state is SandboxState.IDLE and (shared or slot.owner is None))
             for slot in self._pool.roster.at(node)
         )
-        return there + sum(made is node for made in self._making.values())
+        return existing + self._starting[node]
 
     async def work(self) -> None:
-        """Wait until something happened, then begin to make what is worth it. One round; returns soon after."""
+        """Wait for a step, then start the forks that are worth it. One round; it returns when the next may come."""
         await self._wake.wait()
         self._wake.clear()
         began = time.perf_counter()
-        before = time.monotonic() - _THINKS_S
-        thinking = {rollout for rollout in self._seen if rollout.used_at < before}
-        self._seen -= thinking
-        trees = {rollout.tree for rollout in thinking if not rollout.finished} | self._asked_for() | self._left
-        self._left.clear()
-        if trees and self.most and not self._short_of_memory():
-            await self._make(self._wanted(trees))
-        await asyncio.sleep(max(_THINKS_S, _SHARE * (time.perf_counter() - began)))
-        if self._seen:
+        before = time.monotonic() - _THINKING_S
+        thinking = {rollout for rollout in self._moved if rollout.used_at < before}
+        self._moved -= thinking
+        trees = {rollout.tree for rollout in thinking if not rollout.finished} | self._requested() | self._unfinished
+        self._unfinished.clear()
+        if trees and self.max_forks and not self._short_of_memory():
+            await self._start(self._worthwhile(trees))
+        await asyncio.sleep(max(_THINKING_S, _PAUSE_SHARE * (time.perf_counter() - began)))
+        if self._moved:
             self._wake.set()
 
     async def drain(self) -> None:
         """Wait for the warm forks that are being made."""
-        while self._making:
-            await asyncio.wait(self._making)
+        await self._starts.wait()
 
     async def aclose(self) -> None:
-        """Make no more of them; those under way are given up."""
-        self.most = 0
-        for making in self._making:
-            making.cancel()
+        """Cancel the forks that are being made, and make no more."""
+        self.max_forks = 0
+        self._starts.cancel()
         await self.drain()
 
-    def _asked_for(self) -> set[Tree]:
+    def _requested(self) -> set[Tree]:
         now = time.monotonic()
         self._batches = {
             tree: batch for tree, batch in self._batches.items() if batch.until > now and not tree.root.detached
         }
         return set(self._batches)
 
-    def _wanted(self, trees: Iterable[Tree]) -> list[tuple[Tree, Target]]:
-        """Return what is worth making in these trees, most valuable first."""
+    def _worthwhile(self, trees: Iterable[Tree]) -> list[tuple[Tree, Target]]:
+        """Return the sandboxes that are worth making in these trees, the most valuable first."""
         now = time.monotonic()
         self._cooling = {node: until for node, until in self._cooling.items() if until > now}
-        found: list[tuple[Tree, Target]] = []
+        worthwhile: list[tuple[Tree, Target]] = []
         for tree in trees:
             if tree.spec.upstreams:
-                # What is replayed ahead would be sent to somebody else's server.
+                # A replay ahead of its use would send requests to servers that are not ours.
                 continue
             running = [r for r in self._walkers.of(tree.id) if r.cached and now - r.used_at < self._idle_s]
-            # One whose call is being answered has a sandbox at work for it.
-            thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKS_S)
+            # A rollout with a call in flight has a sandbox at work for it already.
+            thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKING_S)
             walking = Counter(rollout.node for rollout in thinking if not self._has_own(rollout))
-            asked = {tree.root: self._at_root(tree, running)}
-            worth = targets(walking, asked, ready=self.ready, saved_s=partial(self._saved_s, tree))
-            found += [(tree, target) for target in worth if target.node not in self._cooling]
-        return sorted(found, key=lambda pair: -pair[1].worth_s)
+            requested = {tree.root: self._at_root(tree, running)}
+            found = targets(walking, requested, ready=self.ready, saved_s=partial(self._saved_s, tree))
+            worthwhile += [(tree, target) for target in found if target.node not in self._cooling]
+        return sorted(worthwhile, key=lambda pair: -pair[1].worth_s)
 
     def _has_own(self, rollout: Rollout) -> bool:
-        """Whether a rollout that leaves the tree where it stands needs no other sandbox than its own."""
+        """Return whether the rollout has a sandbox of its own at its node."""
         return any(slot.owner == rollout.id for slot in self._pool.roster.at(rollout.node))
 
     def _at_root(self, tree: Tree, running: list[Rollout]) -> int:
-        """Return how many forks to have at the root: one once a rollout has begun, for the others of its group."""
+        """Return how many forks to have at the root: one for the rest of a begun group, or what is requested."""
         batch = self._batches.get(tree)
         missing = batch.count if batch is not None else 0
         return max(1 if running else 0, self.ready(tree.root) + missing if missing else 0)
 
     def _saved_s(self, tree: Tree, node: Node) -> float:
+        """Return how many seconds a sandbox that is ready at the node saves the call that needs it."""
         plan = plan_restore(node, standing=lambda _: False, costs=self._costs[tree.spec.driver])
-        # A replay that may reach another state is begun for who needs it, not ahead: a snapshot may be on its way.
+        # A replay that may diverge is left to the call that needs it: by then there may be a snapshot.
         if plan is None or any(record.doubtful for record in plan.suffix):
             return 0.0
         return plan.cost_s
 
-    async def _make(self, wanted: list[tuple[Tree, Target]]) -> None:
-        nodes = {target.node for _, target in wanted}
-        for tree, target in wanted:
+    async def _start(self, worthwhile: list[tuple[Tree, Target]]) -> None:
+        nodes = {target.node for _, target in worthwhile}
+        for tree, target in worthwhile:
             if target.worth_s <= 0 or not self._pool.has_spare_room:
                 break
-            if len(self._making) >= _AT_ONCE:
-                # What is made next wakes this again.
-                self._left.add(tree)
+            if len(self._starts) >= _MAX_STARTS:
+                # The end of a start wakes `work`, which then continues with these trees.
+                self._unfinished.add(tree)
                 continue
-            if len(self.standing()) >= self.most and not await self._give_way(nodes):
+            if len(self.forks()) >= self.max_forks and not await self._close_stale(nodes):
                 break
             batch = self._batches.get(tree)
             if batch is not None and target.node is tree.root:
                 batch.count -= 1
-            making = asyncio.get_running_loop().create_task(self._bring(tree, target.node))
-            self._making[making] = target.node
-            making.add_done_callback(self._made)
+            self._starting[target.node] += 1
+            self._starts.spawn("warm fork", self._make(tree, target.node)).add_done_callback(
+                partial(self._started, target.node)
+            )
 
-    def _made(self, making: "asyncio.Task[None]") -> None:
-        del self._making[making]
+    def _started(self, node: Node, _task: "asyncio.Task[None]") -> None:
+        self._starting[node] -= 1
+        if not self._starting[node]:
+            del self._starting[node]
         self._wake.set()
 
-    async def _bring(self, tree: Tree, node: Node) -> None:
+    async def _make(self, tree: Tree, node: Node) -> None:
         try:
             if await self._restorer.prepare(tree, node):
                 self._counts.warm_made += 1
             else:
-                self._cooling[node] = time.monotonic() + _COOL_S
-        except Exception as error:  # noqa: BLE001 - a background task ends here; whoever needs the state asks for it
-            self._cooling[node] = time.monotonic() + _COOL_S
+                self._cooling[node] = time.monotonic() + _COOLDOWN_S
+        except Exception as error:  # noqa: BLE001 - a background task ends here; a call that needs the state retries
+            self._cooling[node] = time.monotonic() + _COOLDOWN_S
             if not isinstance(error, OverloadedError):
                 self._counts.failure("warm")
-                log.warning("no warm fork", node=node.id, error=repr(error))
+                log.warning("warm fork failed", node=node.id, error=repr(error))
 
-    async def _give_way(self, nodes: set[Node]) -> bool:
-        """Close the oldest warm fork at which nobody is expected; False where there is none."""
+    async def _close_stale(self, nodes: set[Node]) -> bool:
+        """Close the oldest warm fork that is at none of the nodes; return False if there is none to close."""
         before = time.monotonic() - _STALE_S
         stale = [
-            s
-            for s in self.standing()
-            if s.state is SandboxState.IDLE and s.position not in nodes and s.used_at < before
+            slot
+            for slot in self.forks()
+            if slot.state is SandboxState.IDLE and slot.position not in nodes and slot.used_at < before
         ]
         if not stale:
             return False
@@ -222,7 +267,7 @@ class Warm:
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the memory that the machine could give to new processes; plenty where it does not tell. 30 µs."""
+    """Return the memory that the machine can give to new processes; a very large number if it does not say. 30 µs."""
     try:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -204,7 +204,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         """Begin a rollout at a node, whoever stands there."""
         found = await engine.tasks.find(task)
         begun = engine.tasks.begin(found, name, *place_of(engine, found, node))
-        engine.warm.saw(begun)
+        engine.warm.note_step(begun)
         row = engine.store.rollouts.of_task(task, name=name)[-1]
         return RolloutView(**rollout_view(row, str(request.base_url), begun))
 

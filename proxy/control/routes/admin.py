@@ -126,7 +126,7 @@ def _task_routes(router: APIRouter, control: ControlPlane) -> None:
     async def warm_task(task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
         """Have sandboxes ready at a tree's root for the next batch of rollouts. They are made in the background."""
         tree = tree_of(engine, await engine.tasks.open(task), root)
-        granted = engine.warm.ask(tree, batch.count)
+        granted = engine.warm.request(tree, batch.count)
         return WarmView(
             task=task,
             node=node_name(tree.root),
@@ -204,7 +204,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         """Begin a rollout at the root. A first call under a new name does the same."""
         opened = await engine.tasks.open(task)
         begun = engine.tasks.begin(opened, rollout, opened.tree, opened.tree.root)
-        engine.warm.saw(begun)
+        engine.warm.note_step(begun)
         return RolloutView(**_shown(engine, begun, request))
 
     @router.get("/tasks/{task}/rollouts")
@@ -262,7 +262,7 @@ def _rollout_routes(router: APIRouter, engine: Engine) -> None:
         if start.detached:
             raise RefusalError(409, "forgotten", f"the state that rollout {rollout!r} stands at was forgotten.")
         begun = engine.tasks.begin(found, name, tree, start)
-        engine.warm.saw(begun)
+        engine.warm.note_step(begun)
         return RolloutView(**_shown(engine, begun, request))
 
 
@@ -307,7 +307,7 @@ def _state_routes(router: APIRouter, engine: Engine) -> None:
             snapshot_budget_bytes=engine.settings.snapshot_bytes,
             checkpoint_bytes=engine.cache.checkpoint_bytes,
             checkpoint_budget_bytes=engine.settings.checkpoint_bytes,
-            warm_sandboxes=len(engine.warm.standing()),
+            warm_sandboxes=len(engine.warm.forks()),
             costs={driver: costs_view(costs) for driver, costs in engine.cache.costs.items()},
             reuse_rate=engine.snapshot_value.reuse.rate,
             **engine.counts.as_dict(),

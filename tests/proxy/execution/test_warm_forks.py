@@ -40,7 +40,7 @@ async def settled(running: Engine) -> None:
         await asyncio.sleep(0.003)
         await running.capture.drain()
         await warm.drain()
-        quiet = 0 if warm._wake.is_set() or warm._seen or warm._making else quiet + 1
+        quiet = 0 if warm._wake.is_set() or warm._moved or warm._starts else quiet + 1
 
 
 async def begun(running: Engine, name: str, *commands: str) -> Rollout:
@@ -51,7 +51,7 @@ async def begun(running: Engine, name: str, *commands: str) -> Rollout:
 
 
 def places(running: Engine) -> list[Node]:
-    return [slot.position for slot in running.warm.standing() if isinstance(slot.position, Node)]
+    return [slot.position for slot in running.warm.forks() if isinstance(slot.position, Node)]
 
 
 def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_none_is_made_for_a_rollout_whose_own_sandbox_stands_where_it_will_leave
 
         def wanted() -> set[Node]:
             first.used_at = time.monotonic() - 1
-            return {target.node for _, target in running.warm._wanted([first.tree])}
+            return {target.node for _, target in running.warm._worthwhile([first.tree])}
 
         assert node not in wanted()
         await running.pool.close_where(lambda slot: slot.owner == first.id)
@@ -163,10 +163,10 @@ def test_where_a_state_is_just_being_kept_none_is_made_by_running_its_calls_agai
 def test_forks_that_were_asked_for_are_made_and_not_made_again_when_they_are_used(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
-        assert running.warm.ask(task.tree, 3) == 3
+        assert running.warm.request(task.tree, 3) == 3
         await settled(running)
         assert places(running) == [task.tree.root] * 3
-        assert running.warm.ask(task.tree, 99) == 4, "no more than the setting allows"
+        assert running.warm.request(task.tree, 99) == 4, "no more than the setting allows"
         await settled(running)
         assert len(places(running)) == 4
         await running.pool.close_where(lambda slot: slot.warm)
@@ -182,10 +182,10 @@ def test_there_are_no_more_than_the_setting_and_half_of_the_budget(
 ) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
-        running.warm.ask(task.tree, 50)
+        running.warm.request(task.tree, 50)
         await settled(running)
         assert len(places(running)) <= min(expected, max(0, most - 1))
-        assert running.warm.most == expected
+        assert running.warm.max_forks == expected
 
     warmed(tmp_path, test, max_sandboxes=most, warm_sandboxes=warm)
 
@@ -193,7 +193,7 @@ def test_there_are_no_more_than_the_setting_and_half_of_the_budget(
 def test_they_give_way_to_whoever_needs_the_place(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
-        running.warm.ask(task.tree, 2)
+        running.warm.request(task.tree, 2)
         await settled(running)
         assert len(places(running)) == 2
         for number in range(4):
