@@ -20,14 +20,13 @@ MAX_TIMER_S = 86_400.0
 class Lifetimes:
     """One timer for each sandbox whose timeout applies."""
 
-    def __init__(self, over: Callable[[Rollout], Awaitable[None]], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, over: Callable[[Rollout], Awaitable[None]]) -> None:
         """Create the timers' owner.
 
         Args:
             over: Awaited when a timer is due. It checks the note again, because the timeout may have been extended.
-            clock: Returns seconds since 1970.
         """
-        self._over, self._clock = over, clock
+        self._over = over
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._endings = TaskOwner()
 
@@ -35,7 +34,7 @@ class Lifetimes:
         """Replace the timer of a sandbox according to its note."""
         self.forget(rollout)
         if note.mortal and not note.paused:
-            remaining_s = min(MAX_TIMER_S, max(0.0, note.ends_at - self._clock()))
+            remaining_s = min(MAX_TIMER_S, max(0.0, note.ends_at - time.time()))
             self._timers[rollout.id] = asyncio.get_running_loop().call_later(remaining_s, self._due, rollout)
 
     def forget(self, rollout: Rollout) -> None:

@@ -1,4 +1,4 @@
-"""E2B: requests are parsed, responses are built, and Connect envelopes are read and written."""
+"""E2B: requests are parsed, and what they run has keys."""
 
 import base64
 import gzip
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b import requests as e2b
-from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.control_requests import ControlRequest
 from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest
@@ -21,11 +20,9 @@ from proxy.dialects.base import Request
 from proxy.refusals import RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
-from sandboxes.process_output import END, ERR, OUT, Frames, frame
 from sandboxes.spec import EnvironmentSpec
 
 SPEC = EnvironmentSpec()
-JSON = st.dictionaries(st.text(), st.recursive(st.none() | st.integers(-9, 9) | st.text(), st.lists, max_leaves=5))
 NAMES = st.text(st.characters(exclude_characters='"\\\r\n\0', exclude_categories=["Cs"]), min_size=1)
 
 
@@ -48,21 +45,6 @@ def start(message: dict[str, Any], **headers: str) -> ProcessStart:
 
 def process(command: str = "ls", **more: Any) -> dict[str, Any]:
     return {"process": {"cmd": "/bin/bash", "args": ["-l", "-c", command], **more}, "stdin": False}
-
-
-@given(st.lists(JSON, max_size=4))
-def test_envelopes_round_trip(values: list[dict[str, Any]]) -> None:
-    """A stream of envelopes is read back as the messages that were written."""
-    assert connect.messages(b"".join(map(connect.envelope, values)) + connect.end()) == values
-
-
-@given(JSON, st.data())
-def test_truncated_stream_is_refused(value: dict[str, Any], data: st.DataObject) -> None:
-    """A request that ends within an envelope is refused, wherever it ends."""
-    whole = connect.envelope(value)
-    cut = data.draw(st.integers(1, len(whole) - 1))
-    with pytest.raises(RefusalError):
-        connect.messages(whole[:cut])
 
 
 @given(st.lists(st.tuples(NAMES, st.binary()), min_size=1, max_size=3), st.data())
@@ -233,36 +215,3 @@ def test_driver_without_processes_is_refused() -> None:
     spec = EnvironmentSpec.model_validate({"driver": "sqlite", "databases": {"d": {"source": "/d.sql"}}})
     with pytest.raises(RefusalError, match="no e2b endpoint"):
         e2b.read(Request("POST", "/sandboxes", (), b"{}"), spec)
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from([OUT, ERR]), st.binary(min_size=1)), max_size=5),
-    st.integers(0, 40),
-    st.booleans(),
-)
-def test_events_carry_output_after_skipped_bytes(pieces: list[tuple[int, bytes]], skip: int, terminal: bool) -> None:
-    """The events of a result carry its whole output, without the bytes that the client has received already."""
-    frames = Frames()
-    for kind, data in pieces:
-        frames.add(kind, data)
-    received = b""
-    for event in responses.output(frames.end(0), terminal=terminal, skip=skip):
-        assert terminal == ("pty" in event["event"]["data"])
-        received += b"".join(base64.b64decode(data) for data in event["event"]["data"].values())
-    assert received == b"".join(data for _, data in pieces)[skip:]
-
-
-def test_end_event_describes_exit() -> None:
-    """Exit codes, signals and deadlines appear in the last event as envd reports them."""
-
-    def ended(**fields: Any) -> Any:
-        return responses.ended(frame(END, json.dumps({"timed_out": False, "truncated": False, **fields}).encode()))
-
-    assert ended(exit_code=None) is None
-    assert ended(exit_code=0)["event"]["end"] == {"exitCode": 0, "exited": True, "status": "exit status 0"}
-    assert ended(exit_code=7)["event"]["end"]["error"] == "exit status 7"
-    assert ended(exit_code=137)["event"]["end"]["exitCode"] == 137
-    killed = {"exitCode": -1, "exited": False, "status": "signal: killed", "error": "signal: killed"}
-    assert ended(exit_code=137, signal=9)["event"]["end"] == killed
-    with pytest.raises(ConnectError, match="deadline"):
-        ended(exit_code=124, timed_out=True)
