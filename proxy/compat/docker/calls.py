@@ -4,8 +4,8 @@ import orjson
 
 from proxy.compat.docker import archives
 from proxy.compat.docker.containers import Container
+from proxy.compat.docker.output import OutputListener
 from proxy.compat.docker.requests import DockerRequest
-from proxy.compat.docker.stream import OutputListener
 from proxy.dialects.base import Local
 from proxy.engine import Engine
 from proxy.http.answer_cache import Answers

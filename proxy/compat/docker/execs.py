@@ -10,9 +10,10 @@ import secrets
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
 from proxy.compat.docker.containers import Container, Exec, ExecState
+from proxy.compat.docker.output import OutputListener, OutputSink, client_output
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
-from proxy.compat.docker.stream import OutputListener, OutputSink, StreamConnection, client_output
+from proxy.compat.docker.stream import StreamConnection
 from proxy.dialects.base import Local
 from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout

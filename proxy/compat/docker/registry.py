@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 
 from proxy.compat.docker.containers import Container, ContainerChange, ContainerState
+from proxy.compat.docker.output import OutputListener
 from proxy.compat.docker.requests import ContainerSpec
-from proxy.compat.docker.stream import OutputListener, StreamConnection
+from proxy.compat.docker.stream import StreamConnection
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
 from proxy.storage.store import Store

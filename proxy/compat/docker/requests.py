@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote
 
 import orjson
 
+from proxy.compat.docker.waiting_commands import waits
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.calls import ToolCall
@@ -24,16 +25,6 @@ ENGINE = "25.0.5"
 """The engine's announced version: new enough for today's clients, without features that are missing here."""
 _VERSION = re.compile(r"v(\d{1,3})\.(\d{1,3})")
 _NAME = re.compile(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]+")
-_WAITING_SLEEP_S = 60
-"""Shortest `sleep` as a main command that counts as waiting. A shorter one is executed: its end is of interest."""
-_SLEEP = re.compile(r"(?:exec +)?(?:/(?:usr/)?bin/)?sleep +(?:(inf\w*)|(\d+)(?:\.\d*)?([smhd]?))")
-_WAITS = re.compile(
-    r"(?:exec +)?tail +(?:-f|-F|--follow) +/dev/null|"
-    r"(?:trap [^;]*; *)?(?:exec +)?sleep +inf\w*( *& *wait)?|"
-    r"while +(?:true|:|\[ 1 \]) *; *do +sleep +\S+ *; *done|/?pause"
-)
-_SHELLS = frozenset({"sh", "bash", "ash", "dash", "zsh", "cat", "python", "python3"})
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,28 +211,6 @@ def _refuse(host: Mapping[str, Any], body: Mapping[str, Any]) -> None:
         raise RefusalError(400, "docker", "HostConfig.NetworkMode: Forkpoint's containers cannot share a network.")
     if not isinstance(body.get("Env") or [], list):
         raise RefusalError(400, "docker", "Env must be a list of strings")
-
-
-def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
-    """Return whether a main command only keeps its container running, so that it need not be executed.
-
-    Args:
-        argv: The command's arguments.
-        interactive: The command's stdin is open and nothing sends input, so that a shell would wait for ever.
-    """
-    if not argv:
-        return True
-    name = argv[0].rpartition("/")[2]
-    # A shell or `cat` alone reads stdin: it waits if nothing sends input, and ends at once if stdin is closed.
-    if len(argv) == 1 and name in _SHELLS:
-        return interactive
-    # `sh -c script`: the script decides, not the shell.
-    script = argv[2] if name in _SHELLS and len(argv) == 3 and argv[1] in {"-c", "-lc", "-ec"} else " ".join(argv)
-    script = script.strip().rstrip(";").strip()
-    sleep = _SLEEP.fullmatch(script)
-    if sleep is not None:
-        return bool(sleep[1]) or int(sleep[2]) * _UNITS[sleep[3]] >= _WAITING_SLEEP_S
-    return _WAITS.fullmatch(script) is not None
 
 
 def variables(entries: object) -> dict[str, str]:

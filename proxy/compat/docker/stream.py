@@ -1,25 +1,22 @@
-"""Connections that become streams, and the output that is sent over them."""
+"""Connections that become streams."""
 
 # Theory of operation. Docker's clients run `exec start` and `attach` over a connection that leaves HTTP ("hijacking" in
 # Docker's API reference): after the head of the response, the client's bytes are stdin and ours are output.
 #
 # 1. `proxy.dataplane.hit_protocol` gives the connection away and from then on calls `feed`, `end_input` and `lose`.
 # 2. A service reads the whole stdin with `input`, because stdin is part of a call's key, and opens the stream.
-# 3. Output reaches the client through an `OutputSink`: framed by stream (stdout, stderr), or raw for a terminal.
-# 4. One process may have several clients (`attach`, `logs --follow`). `OutputListener` is the listener of its call. It
-#    distributes the output to the sinks, and keeps it for clients that connect later.
+# 3. Output reaches the client through an `OutputSink` (see `output`), and `close` ends the stream.
 #
 # A client can die without closing its side. While a stream is open, `_probe` writes empty frames: the kernel of the
 # client's machine then resets the connection, and `lose` is called.
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from proxy.refusals import RefusalError
 from sandboxes.listener import Headers
-from sandboxes.process_output import ERR, OUT, Frames, ending, frame, frames
-from sandboxes.task_owner import TaskOwner, start
+from sandboxes.process_output import OUT, frame
+from sandboxes.task_owner import TaskOwner
 
 WRITE_TIMEOUT_S = 30.0
 """How long a client may accept no bytes. After that it is treated as disconnected."""
@@ -206,116 +203,3 @@ class StreamConnection:
             if not self.gone:
                 # A frame of length 0 is output of nothing: clients skip it.
                 self._write(frame(OUT, b""))
-
-
-class OutputSink:
-    """One client's end of a process's output.
-
-    Attributes:
-        has_output: The client has received output already.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[bytes], Awaitable[None]],
-        streams: frozenset[int],
-        *,
-        tty: bool,
-        has_output: bool = False,
-    ) -> None:
-        """Create a sink.
-
-        Args:
-            send: Sends bytes to the client.
-            streams: The streams that the client wants: stdout (1), stderr (2).
-            tty: Send raw bytes; False sends frames.
-            has_output: The client has received the earlier output in another way.
-        """
-        self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output
-
-    async def put(self, kind: int, data: bytes) -> None:
-        """Send a piece of one stream."""
-        self.has_output = True
-        if kind in self._streams:
-            await self._send(data if self._tty else frame(kind, data))
-
-    async def put_result(self, body: bytes) -> None:
-        """Send the whole output of a recorded result."""
-        await self._send(client_output(body, self._streams, tty=self._tty))
-
-
-class OutputListener:
-    """The listener of a process's call (see `Detachable`): distributes the output to the attached clients.
-
-    Attributes:
-        sinks: The attached clients.
-        output: The output so far, for clients that attach later.
-    """
-
-    def __init__(
-        self,
-        sinks: list[OutputSink],
-        started: Callable[[], None] | None = None,
-        disconnected: Callable[[], Coroutine[Any, Any, None]] | None = None,
-    ) -> None:
-        """Create a listener.
-
-        Args:
-            sinks: The clients that are attached from the beginning.
-            started: Called when the process runs.
-            disconnected: Returns once the client that started the process is gone; the process is then detached. None
-                for a process that no client waits for.
-        """
-        self.sinks, self._started, self._disconnected = sinks, started, disconnected
-        self._detach = asyncio.Event()
-        self.output = Frames()
-
-    async def head(self, _status: int, _headers: Headers) -> None:
-        """Note that the process runs."""
-        if self._started is not None:
-            self._started()
-
-    async def data(self, chunk: bytes) -> None:
-        """Send a piece of output to every sink."""
-        for kind, data in frames(chunk):
-            # Copied, because a client may attach while a slow one is awaited.
-            self.output.add(kind, data)
-            for sink in list(self.sinks):
-                await sink.put(kind, data)
-
-    @property
-    def has_output(self) -> bool:
-        """Whether the process has produced output."""
-        return self.output.size > 0
-
-    async def detached(self) -> None:
-        """Return once the client has disconnected or `detach` was called."""
-        # Two events detach: a service's request, and the loss of the client that waits.
-        waiting: set[asyncio.Task[Any]] = {start(self._detach.wait())}
-        if self._disconnected is not None:
-            waiting.add(start(self._disconnected()))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-
-    def detach(self) -> None:
-        """Let the process continue in the background, so that the rollout's next call does not wait for it."""
-        self._detach.set()
-
-
-def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
-    """Return a recorded result in the form of a client's stream.
-
-    Args:
-        body: The result.
-        streams: The streams that the client wants: stdout (1), stderr (2).
-        tty: Return raw bytes; False returns frames.
-    """
-    # The last frame has the exit code. It is ours, and no client may see it.
-    output = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)
-    if not ending(body).timed_out:
-        return output
-    note = b"\n[forkpoint: killed: it ran for longer than the task's limits.timeout_s]\n"
-    return output + (note if tty else frame(ERR, note))
