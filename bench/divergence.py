@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bench.machine import console, median, table
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Rollout
@@ -40,7 +40,7 @@ def shell(command: str) -> ToolCall:
 async def running(folder: Path, warm: int) -> AsyncIterator[Engine]:
     """Run an engine over the local driver."""
     settings = Settings(data=folder, default_spec=EnvironmentSpec(), warm_sandboxes=warm)
-    engine = Engine(settings, {"local": LocalDriver(folder / "local", CriuCheckpointer(folder / "local"))})
+    engine = build_engine(settings, {"local": LocalDriver(folder / "local", CriuCheckpointer(folder / "local"))})
     await engine.open()
     try:
         yield engine

@@ -26,7 +26,7 @@ from proxy.control.routes.admin import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import protocol_for, report_responses
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.http.browser_headers import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 
 def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
     """Return the whole application. The engine opens and closes with its lifespan."""
-    engine = Engine(settings, drivers if drivers is not None else _drivers(settings))
+    engine = build_engine(settings, drivers if drivers is not None else _drivers(settings))
     return assemble(ControlPlane.over(engine))
 
 
@@ -91,7 +91,7 @@ class _Server(uvicorn.Server):
         self._engine = engine
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._engine.hang_up()
+        self._engine.lifecycle.hang_up()
         await super().shutdown(sockets)
 
 
@@ -151,7 +151,7 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
     @app.get("/readyz", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
         """Say that calls can be answered: the store is open and can be written."""
-        if not engine.ready:
+        if not engine.lifecycle.ready:
             raise RefusalError(503, "not-ready", "the store and the drivers are being opened. Try again soon.")
         engine.store.database.check_writable()
         return {"status": "ready"}

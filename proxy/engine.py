@@ -1,8 +1,12 @@
-"""All parts of a running Forkpoint, built and handed to one another."""
+"""The engine: the parts of a running proxy, opened and closed in order. It answers calls and knows no protocol.
+
+`build_engine` creates the parts and gives each what it uses; nothing in the engine reaches a part through another one.
+The rooms above (endpoints, control plane) read the parts and add their own work to the engine's `Lifecycle`.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -25,6 +29,7 @@ from proxy.telemetry.counters import Counters
 from proxy.transfer.adopt import Adopter
 from proxy.transfer.service import TransferService
 from proxy.tree.task import Walkers
+from proxy.tree.tree import Node
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from sandboxes.task_owner import TaskOwner
@@ -35,8 +40,11 @@ from snapshots.store import SnapshotStore
 log = structlog.get_logger()
 
 _FOLD_EVERY_S = 2.0
+"""Interval at which steps are folded from the journal into the store: the journal then holds few megabytes."""
 _SWEEP_EVERY_S = 10.0
+"""Interval at which idle sandboxes, cold tasks and snapshots over budget are removed."""
 _AUDIT_EVERY_S = 1.0
+"""Interval at which the auditor checks whether sampled hits wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,109 +62,146 @@ class BackgroundWork:
     work: Callable[[], Awaitable[None]]
 
 
-class Engine:
-    """Owns the store, the drivers and the background work, from `open` to `aclose`."""
+@dataclass(slots=True)
+class Lifecycle:
+    """How far the engine has come, and what other rooms want done at its stages.
 
-    def __init__(self, settings: Settings, drivers: Mapping[str, Driver]) -> None:
-        self.settings, self.drivers = settings, drivers
-        self.counts = Counters()
-        power = settings.durability == "power"
-        secret = None if settings.token is None else settings.token.get_secret_value()
-        self.access = Access(read_tokens(secret, settings.token_file))
-        self.store = Store(
-            settings.data / "forkpoint.sqlite", sync="FULL" if power else "NORMAL", namespace=self.access.namespace
-        )
-        self.journal = Journal(settings.data / "journal", self._fold, sync=power)
-        self.snapshots = SnapshotStore(settings.data / "snapshots")
-        self.pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
-        walkers = self.walkers = Walkers()
-        self.cache = SnapshotCache(
-            self.snapshots, drivers, self.counts,
-            budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
-        )  # fmt: skip
-        self.snapshot_value = SnapshotValue(self.cache, self.counts, walkers)
-        self.capture = Capture(self.cache, self.pool, self.counts, self.store.records.save_node)
-        self.restorer = Restorer(
-            drivers, self.pool, self.cache, self.capture, self.snapshot_value, self.store.records, self.counts
-        )
-        self.warm = WarmForks(
-            self.restorer, self.pool, self.cache.costs, self.counts, walkers,
-            max_forks=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
-            reserve_bytes=settings.memory_reserve_bytes,
-        )  # fmt: skip
-        self.answers = Answers(self.store.records, budget_bytes=settings.answer_memory_bytes)
-        self.traces = None if settings.otel_endpoint is None else Traces(self.store.records, settings.otel_endpoint)
-        self.executor = Executor(self.restorer, self.store.records)
-        self.step = Step(self.executor, self.journal, self.counts, self.warm, self.traces)
-        self.trees = OpenTrees(self.store.trees, self.cache)
-        self.tasks = Tasks(
-            self.store, self.journal, self.trees, self.pool, drivers, walkers, self.step.order, settings.default_spec,
-            any_image=settings.any_image,
-        )  # fmt: skip
-        self.forgetting = Forgetting(self.tasks, self.trees, walkers, self.store, self.journal, self.cache, self.pool)
-        self.audit = Auditor(
-            self.restorer, self.store, self.counts, lambda: len(self.step.calls), self.trees.get,
-            share=settings.audit_share, quarantine=settings.audit_quarantine,
-        )  # fmt: skip
-        adopter = Adopter(self.store, self.journal, self.tasks, self.trees, self.cache)
-        self.transfer = TransferService(
-            self.store, self.tasks, adopter, self.cache, self.capture, drivers, settings.data / "imports",
-            max_bytes=settings.import_bytes,
-        )  # fmt: skip
-        self.names = None if self.access.needs_token else settings.names
-        """Of hosts that requests may be sent to; None: any, for a page that another name led here has no token."""
-        self.ready = False
-        self.closing = asyncio.Event()
-        self.beside: list[Callable[[], Awaitable[None]]] = []
-        """Awaited first when it closes: what protocols have under way."""
-        self.at_hang_up: list[Callable[[], None]] = []
-        """Called by `hang_up`: each ends streams that would never end by themselves."""
-        self.background = [
+    Attributes:
+        ready: Whether calls can be answered: the engine is open.
+        closing: Set when the engine begins to close. What would never end by itself waits for it.
+        background: Repeated while the engine is open. Rooms append their work before `Engine.open`.
+        at_hang_up: Called when the server stops accepting requests; each ends streams that would never end.
+        before_close: Awaited first when the engine closes; each ends what a protocol has in flight.
+    """
+
+    ready: bool = False
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    background: list[BackgroundWork] = field(default_factory=list)
+    at_hang_up: list[Callable[[], None]] = field(default_factory=list)
+    before_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    _running: TaskOwner = field(default_factory=TaskOwner)
+
+    def start(self, failed: Callable[[str, Exception], None]) -> None:
+        """Start the background work.
+
+        Args:
+            failed: Called with the name of a work and the error of a run that failed.
+        """
+        for work in self.background:
+            self._running.spawn(work.name, _repeat(work, failed))
+
+    def hang_up(self) -> None:
+        """End what would never end by itself: event streams and terminals. Idempotent."""
+        self.closing.set()
+        for end in self.at_hang_up:
+            end()
+
+    async def stop(self) -> None:
+        """End what protocols have in flight, then the background work."""
+        for close in self.before_close:
+            await close()
+        self._running.cancel()
+        await self._running.wait()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engine:
+    """The parts of a running proxy.
+
+    Attributes:
+        settings: The settings it was started with.
+        drivers: The drivers by name.
+        counts: Totals since the start.
+        access: The tokens, and what each may see.
+        store: The database.
+        journal: The steps that are not folded into the store yet.
+        snapshots: The snapshots on disk.
+        cache: Leases, loads and evicts snapshots within their budgets.
+        snapshot_value: Estimates what a snapshot is worth.
+        capture: Takes snapshots.
+        pool: The live sandboxes.
+        restorer: Brings sandboxes to nodes.
+        warm: Prepares sandboxes ahead of need.
+        answers: Recorded responses that are ready in memory.
+        traces: Exports spans; None if no endpoint is set.
+        executor: Runs calls and records them.
+        step: Takes rollouts through their trees.
+        walkers: Which rollouts walk which tree.
+        trees: The trees in memory.
+        tasks: The tasks in memory, and the running rollouts.
+        forgetting: Deletes nodes and tasks.
+        audit: Runs recorded calls again.
+        transfer: Exports and imports trees.
+        lifecycle: What happens when the engine opens and closes.
+    """
+
+    settings: Settings
+    drivers: Mapping[str, Driver]
+    counts: Counters
+    access: Access
+    store: Store
+    journal: Journal
+    snapshots: SnapshotStore
+    cache: SnapshotCache
+    snapshot_value: SnapshotValue
+    capture: Capture[Node]
+    pool: Pool
+    restorer: Restorer
+    warm: WarmForks
+    answers: Answers
+    traces: Traces | None
+    executor: Executor
+    step: Step
+    walkers: Walkers
+    trees: OpenTrees
+    tasks: Tasks
+    forgetting: Forgetting
+    audit: Auditor
+    transfer: TransferService
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Host names that requests may be sent to, against DNS rebinding; None allows any.
+
+        Any name is allowed where a token is required, because a rebound page cannot have the token.
+        """
+        return None if self.access.needs_token else self.settings.names
+
+    async def open(self) -> None:
+        """Read back what earlier processes left, remove what a kill left half-done, and start the background work.
+
+        Raises:
+            StoreError, SandboxError, OSError: The data directory or this machine cannot be used.
+        """
+        for driver in self.drivers.values():
+            await driver.open()
+        self.transfer.open()
+        steps, snapshots = self.journal.open(), self.snapshots.open()
+        await self.evict_snapshots()
+        self.lifecycle.background += [
             BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),
             BackgroundWork("sweep", _SWEEP_EVERY_S, self._sweep),
             BackgroundWork("warm", 0.0, self.warm.work),
             BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
         ]
-        """Repeated from `open` to `aclose`. Other rooms append their own work before `open`."""
-        self._running = TaskOwner()
-
-    async def open(self) -> None:
-        """Read back what was there, sweep what a killed process left, and begin the background work.
-
-        Raises:
-            StoreError, SandboxError, OSError: this data directory or machine cannot be used.
-        """
-        for driver in self.drivers.values():
-            await driver.open()
-        self.transfer.open()
-        steps, kept = self.journal.open(), self.snapshots.open()
-        await self.evict_snapshots()
-        for work in self.background:
-            self._running.spawn(work.name, self._repeat(work))
-        self.ready = True
-        log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=kept)
+        self.lifecycle.start(self._note_failure)
+        self.lifecycle.ready = True
+        log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=snapshots)
 
     async def evict_snapshots(self) -> int:
         """Evict snapshots until their budgets hold, and return how many were evicted."""
         return await self.cache.fit(self.trees.node, self.snapshot_value.prospect)
 
-    def hang_up(self) -> None:
-        """End what would go on for ever: streams of events, terminals."""
-        self.closing.set()
-        for end in self.at_hang_up:
-            end()
-
     async def aclose(self) -> None:
-        """Let the calls under way end, keep what is known, and leave no sandbox behind."""
-        self.ready = False
-        self.hang_up()
-        for close in self.beside:
-            await close()
-        self._running.cancel()
-        await self._running.wait()
+        """Let the calls in flight end, write what is known, and leave no sandbox behind."""
+        self.lifecycle.ready = False
+        self.lifecycle.hang_up()
+        await self.lifecycle.stop()
         await self.audit.aclose()
         await self.warm.aclose()
         await self.step.drain()
+        # Only now: a call that has ended may have started a capture.
         await self.capture.drain()
         await self.pool.close_where(lambda _: True)
         for driver in self.drivers.values():
@@ -166,29 +211,82 @@ class Engine:
         self.journal.close()
         self.store.close()
 
-    def _fold(self, steps: list[JournalEntry]) -> None:
-        self.store.rollouts.fold(steps)
-        self.audit.sample_hits(steps)
-
     async def _sweep(self) -> None:
         await asyncio.to_thread(self.store.database.checkpoint)
         await self.pool.close_unused(self.settings.sandbox_idle_s)
-        await self._spare_memory()
+        # Idle sandboxes, warm forks first, make room while the machine has too little memory.
+        while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
+            log.warning("little memory is available: an idle sandbox was closed")
         await self.forgetting.sweep()
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
             await self.evict_snapshots()
 
-    async def _spare_memory(self) -> None:
-        """Close idle sandboxes, warm ones first, while the machine has too little memory left."""
-        while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
-            log.warning("little memory is left: an idle sandbox was closed")
+    def _note_failure(self, name: str, error: Exception) -> None:
+        self.counts.failure("background")
+        log.warning("background work failed", work=name, error=repr(error))
 
-    async def _repeat(self, background: BackgroundWork) -> None:
-        while True:
-            await asyncio.sleep(background.every_s)
-            try:
-                await background.work()
-            except Exception as error:  # noqa: BLE001 - a background task ends here; the next round may do better
-                self.counts.failure("background")
-                log.warning("background work failed", work=background.name, error=repr(error))
+
+def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
+    """Create the parts of an engine and connect them.
+
+    Raises:
+        StoreError: The store of the data directory cannot be used.
+        SystemExit: A setting needs a library that is not installed.
+    """
+
+    def fold(steps: list[JournalEntry]) -> None:
+        store.rollouts.fold(steps)
+        audit.sample_hits(steps)
+
+    survives_power_loss = settings.durability == "power"
+    token = None if settings.token is None else settings.token.get_secret_value()
+    access, counts, walkers = Access(read_tokens(token, settings.token_file)), Counters(), Walkers()
+    database = settings.data / "forkpoint.sqlite"
+    store = Store(database, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
+    journal = Journal(settings.data / "journal", fold, sync=survives_power_loss)
+    snapshots = SnapshotStore(settings.data / "snapshots")
+    pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
+    cache = SnapshotCache(
+        snapshots, drivers, counts,
+        budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
+    )  # fmt: skip
+    snapshot_value = SnapshotValue(cache, counts, walkers)
+    capture = Capture(cache, pool, counts, store.records.save_node)
+    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts)
+    warm = WarmForks(
+        restorer, pool, cache.costs, counts, walkers,
+        max_forks=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
+        reserve_bytes=settings.memory_reserve_bytes,
+    )  # fmt: skip
+    answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
+    traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
+    executor = Executor(restorer, store.records)
+    step = Step(executor, journal, counts, warm, traces)
+    trees = OpenTrees(store.trees, cache)
+    tasks = Tasks(
+        store, journal, trees, pool, drivers, walkers, step.order, settings.default_spec,
+        any_image=settings.any_image,
+    )  # fmt: skip
+    forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool)
+    audit = Auditor(
+        restorer, store, counts, lambda: len(step.calls), trees.get,
+        share=settings.audit_share, quarantine=settings.audit_quarantine,
+    )  # fmt: skip
+    adopter = Adopter(store, journal, tasks, trees, cache)
+    transfer = TransferService(
+        store, tasks, adopter, cache, capture, drivers, settings.data / "imports", max_bytes=settings.import_bytes
+    )
+    return Engine(
+        settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
+        warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer,
+    )  # fmt: skip
+
+
+async def _repeat(background: BackgroundWork, failed: Callable[[str, Exception], None]) -> None:
+    while True:
+        await asyncio.sleep(background.every_s)
+        try:
+            await background.work()
+        except Exception as error:  # noqa: BLE001 - a background task ends here; the next round may do better
+            failed(background.name, error)

@@ -42,8 +42,8 @@ class ControlPlane:
             return [] if task is None else list(task.rollouts.values())
 
         activity = Pulse(engine.counts, lambda: len(engine.pool.roster), running_in)
-        engine.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.beat))
-        engine.at_hang_up.append(activity.close)
+        engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.beat))
+        engine.lifecycle.at_hang_up.append(activity.close)
         return cls(
             engine,
             activity,

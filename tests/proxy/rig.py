@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from proxy.tree.rollout import Outcome, Rollout
@@ -36,7 +36,9 @@ async def engine(
 ) -> AsyncIterator[Engine]:
     """Run an engine on a data directory; its default spec is `SPEC`, and warm forks are off where not asked for."""
     driver = driver or MemoryDriver(gate)
-    running = Engine(Settings(data=data, **{"default_spec": SPEC, "warm_sandboxes": 0, **settings}), {"memory": driver})
+    running = build_engine(
+        Settings(data=data, **{"default_spec": SPEC, "warm_sandboxes": 0, **settings}), {"memory": driver}
+    )
     running.snapshot_value.reuse = reuse
     await running.open()
     try:

@@ -12,7 +12,7 @@ import httpx
 
 from proxy.app import assemble, server
 from proxy.control.parts import ControlPlane
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from sandboxes.driver import Driver
 from sandboxes.spec import EnvironmentSpec
@@ -53,7 +53,7 @@ def serving(
 
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
-        control = ControlPlane.over(Engine(chosen, {"memory": driver, **(drivers or {})}))
+        control = ControlPlane.over(build_engine(chosen, {"memory": driver, **(drivers or {})}))
         control.engine.snapshot_value.reuse = KEEPS_ALL
         made.append((control, server(assemble(control))))
         made[0][1].run(sockets=[listener])

@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.rollout import Outcome
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
@@ -17,7 +17,7 @@ trajectories = st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=12)
 
 
 async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
-    running = Engine(Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver})
+    running = build_engine(Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver})
     running.snapshot_value.reuse = KEEPS_ALL
     await running.open()
     return running
@@ -25,7 +25,7 @@ async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
 
 async def abandon(running: Engine) -> None:
     """Leave an engine as a kill does: nothing is folded, flushed or closed in order."""
-    running._running.cancel()
+    running.lifecycle._running.cancel()
     await running.capture.drain()
     running.store.close()
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -195,7 +195,7 @@ class Bench:
         self._tasks = itertools.count()
 
     async def open(self) -> None:
-        self.engine = Engine(self._settings, {"local": self.driver})
+        self.engine = build_engine(self._settings, {"local": self.driver})
         await self.engine.open()
         await self.bare.open()
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from psycopg import pq
 
 from proxy.dialects import sql as dialect
-from proxy.engine import Engine
+from proxy.engine import build_engine
 from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from sandboxes.errors import SandboxError
@@ -184,7 +184,7 @@ class Bench:
         self._tasks = itertools.count()
 
     async def open(self) -> None:
-        self.engine = Engine(self._settings, {"postgres": self.driver})
+        self.engine = build_engine(self._settings, {"postgres": self.driver})
         await self.engine.open()
 
     async def together(self, group: list[list[str]], seed: int, harm: float) -> list[list[Any]]:

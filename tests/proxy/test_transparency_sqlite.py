@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine import Engine
+from proxy.engine import build_engine
 from proxy.settings import Settings
 from sandboxes.sql.sqlite_connection import statements
 from sandboxes.sqlite.driver import SqliteDriver
@@ -130,7 +130,9 @@ async def together(
 ) -> list[list[dict[str, Any] | str]]:
     driver = SqliteDriver(folder / "sqlite")
     spec = spec_of(make(folder / "source" / "shop.db", SCRIPT))
-    engine = Engine(Settings(data=folder / "data", default_spec=spec, warm_sandboxes=0, **options), {"sqlite": driver})
+    engine = build_engine(
+        Settings(data=folder / "data", default_spec=spec, warm_sandboxes=0, **options), {"sqlite": driver}
+    )
     engine.snapshot_value.reuse = reuse
 
     def workers() -> list[int]:

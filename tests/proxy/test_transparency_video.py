@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolResult
@@ -88,7 +88,7 @@ async def together(
 ) -> list[list[ToolResult]]:
     driver = VideoDriver(folder / "video")
     options: dict[str, Any] = {"default_spec": spec, "warm_sandboxes": 0, "max_sandboxes": most}
-    engine = Engine(Settings(data=folder / "data", **options), {"video": driver})
+    engine = build_engine(Settings(data=folder / "data", **options), {"video": driver})
     engine.snapshot_value.reuse = reuse
     luck = Trouble(
         seed,

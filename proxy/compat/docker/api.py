@@ -58,7 +58,7 @@ class DockerApi:
         self._calls = ContainerCalls(engine, answers)
         self._execs = ContainerExecs(self._registry, self._calls, max_stdin_bytes=max_stdin_bytes)
         self._lifecycle = ContainerLifecycle(
-            self._registry, self._execs, self._calls, max_stdin_bytes=max_stdin_bytes, closing=engine.closing
+            self._registry, self._execs, self._calls, max_stdin_bytes=max_stdin_bytes, closing=engine.lifecycle.closing
         )
         # Names of containers and of rollouts that creations under way have taken: a creation awaits several times.
         self._reserved_names: set[tuple[str, str, str]] = set()

@@ -69,7 +69,7 @@ class DockerEndpoint:
         self._api = DockerApi(engine, answers)
         self._address_of, self._count, self._max_streams = address_of, count, engine.settings.max_requests
         self._open_streams = 0
-        engine.beside.append(self._api.aclose)
+        engine.lifecycle.before_close.append(self._api.aclose)
 
     def owns(self, scope: Mapping[str, Any]) -> bool:
         """Return whether a request is for this endpoint."""

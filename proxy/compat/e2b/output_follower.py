@@ -202,7 +202,7 @@ class OutputFollower:
             followed.polling = self._tasks.spawn("poll E2B processes", self._poll_while_followed(followed))
 
     async def _end_at_shutdown(self) -> None:
-        await self._engine.closing.wait()
+        await self._engine.lifecycle.closing.wait()
         for followed in list(self._followed.values()):
             self.end(followed.rollout, ConnectError("unavailable", STOPPED))
 

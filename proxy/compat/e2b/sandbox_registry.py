@@ -37,7 +37,7 @@ class SandboxRegistry:
     def __init__(self, engine: Engine, processes: Processes) -> None:
         self._engine, self._processes = engine, processes
         self._lifetimes = Lifetimes(self._end_if_over)
-        engine.beside.append(self._lifetimes.aclose)
+        engine.lifecycle.before_close.append(self._lifetimes.aclose)
         self._notes: dict[int, SandboxNote] = {}
         self._read_tasks: set[str] = set()
 

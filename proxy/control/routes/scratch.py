@@ -158,7 +158,7 @@ async def _pass(websocket: WebSocket, terminal: Terminal, engine: Engine) -> Non
     ends = {
         asyncio.create_task(_shown(websocket, terminal)),
         asyncio.create_task(_typed(websocket, terminal)),
-        asyncio.create_task(engine.closing.wait()),
+        asyncio.create_task(engine.lifecycle.closing.wait()),
     }
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

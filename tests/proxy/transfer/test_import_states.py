@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from proxy.control.garbage import collect_garbage
-from proxy.engine import Engine
+from proxy.engine import Engine, build_engine
 from proxy.refusals import RefusalError
 from proxy.settings import Settings
 from proxy.transfer.format import Writer, read
@@ -41,7 +41,7 @@ async def exported(running: Engine, task: str) -> bytes:
 def local(data: Path, base: Path, **settings: Any) -> Engine:
     spec = EnvironmentSpec(base=str(base), files={"/root/seed": "seed\n"})
     set_up = Settings(data=data, default_spec=spec, warm_sandboxes=0, **settings)
-    running = Engine(set_up, {"local": local_driver(data / "local")})
+    running = build_engine(set_up, {"local": local_driver(data / "local")})
     running.snapshot_value.reuse = KEEPS_ALL
     return running
 
