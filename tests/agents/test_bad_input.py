@@ -46,35 +46,35 @@ def send_bytes(proxy: Proxy, data: bytes, *, half_close: bool = True) -> bytes:
 
 GET = b"GET /t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n"
 PUT = b"POST /t/t/r/bad/api/put HTTP/1.1\r\nhost: x\r\n"
-NOT_HTTP = {
-    "another version": b"GET /t/t/r/bad/api/echo HTTP/3.7\r\nhost: x\r\n\r\n",
+MALFORMED = {
+    "unknown version": b"GET /t/t/r/bad/api/echo HTTP/3.7\r\nhost: x\r\n\r\n",
     "no version": b"GET /t/t/r/bad/api/echo\r\n\r\n",
-    "the preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "a method that is none": b"G=T /t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n\r\n",
-    "an asterisk": b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a bare line feed in a header": GET + b"x-a: 1\n\nGET /t/t/r/bad/api/die HTTP/1.1\r\n\r\n",
-    "a NUL in a header": GET + b"x-a: \x00\r\n\r\n",
-    "a length that is no number": PUT + b"content-length: +2\r\n\r\n{}",
-    "a negative length": PUT + b"content-length: -2\r\n\r\n{}",
-    "a framing that is none": PUT + b"transfer-encoding: xchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-    "half a chunk": PUT + b"transfer-encoding: chunked\r\n\r\n9\r\n{}",
-    "a chunk's size that is none": PUT + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
-    "half a head": GET + b"x-",
-    "another host in the path": b"GET http://127.0.0.1:1/t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n\r\n",
-    "a tunnel": b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nhost: 127.0.0.1:1\r\n\r\n",
-    "no endpoint": b"GET //evil.test/t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
-    "an encoded base URL": b"GET /t%2Ft%2Fr%2Fbad%2Fapi/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
-    "a name that climbs": b"GET /t/../r/bad/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
-    "bytes that are no UTF-8": b"GET /t/t/r/bad%ff/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "preface of HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "invalid method": b"G=T /t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n\r\n",
+    "asterisk": b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
+    "bare line feed in a header": GET + b"x-a: 1\n\nGET /t/t/r/bad/api/die HTTP/1.1\r\n\r\n",
+    "NUL in a header": GET + b"x-a: \x00\r\n\r\n",
+    "length with a sign": PUT + b"content-length: +2\r\n\r\n{}",
+    "negative length": PUT + b"content-length: -2\r\n\r\n{}",
+    "unknown transfer coding": PUT + b"transfer-encoding: xchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "truncated chunk": PUT + b"transfer-encoding: chunked\r\n\r\n9\r\n{}",
+    "invalid chunk size": PUT + b"transfer-encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "truncated head": GET + b"x-",
+    "absolute target": b"GET http://127.0.0.1:1/t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\n\r\n",
+    "CONNECT": b"CONNECT 127.0.0.1:1 HTTP/1.1\r\nhost: 127.0.0.1:1\r\n\r\n",
+    "empty first segment": b"GET //evil.test/t/t/r/bad/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "encoded base URL": b"GET /t%2Ft%2Fr%2Fbad%2Fapi/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "parent directory as a name": b"GET /t/../r/bad/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "path that is not UTF-8": b"GET /t/t/r/bad%ff/api/echo HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NOT_HTTP)
+@pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_request_begins_nothing(proxy: Proxy, case: str) -> None:
     """Bytes that are not a valid HTTP request are refused, and no rollout begins."""
     recorded = proxy.recorded
-    name = f"bad{list(NOT_HTTP).index(case)}"
-    answer = send_bytes(proxy, NOT_HTTP[case].replace(b"bad", name.encode()))
+    name = f"bad{list(MALFORMED).index(case)}"
+    answer = send_bytes(proxy, MALFORMED[case].replace(b"bad", name.encode()))
     assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
     assert proxy.recorded == recorded
     assert ("t", name) not in proxy.engine.tasks.rollouts
@@ -115,21 +115,21 @@ def frame(opcode: int, data: bytes, *, masked: bool = True, final: bool = True) 
     return bytes([opcode | (128 if final else 0), len(data) | (128 if masked else 0)]) + mask + body
 
 
-BROKEN = {
+INVALID_FRAMES = {
     "no mask": (frame(1, b"x", masked=False), 1002),
-    "an opcode that is none": (frame(3, b"x"), 1002),
+    "reserved opcode": (frame(3, b"x"), 1002),
     "reserved bits": (bytes([0xF1, 0x81]) + b"\0\0\0\0x", 1002),
-    "no UTF-8": (frame(1, b"\xff\xfe"), 1007),
-    "a fragment of nothing": (frame(0, b"x"), 1002),
-    "a close of no code": (frame(8, b"\x00"), 1002),
+    "text that is not UTF-8": (frame(1, b"\xff\xfe"), 1007),
+    "continuation without a start": (frame(0, b"x"), 1002),
+    "truncated close code": (frame(8, b"\x00"), 1002),
     "more than max_body_bytes": (bytes([0x82, 0xFF]) + struct.pack("!Q", 1 << 19) + b"\0\0\0\0", 1009),
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", INVALID_FRAMES)
 def test_invalid_frame_closes_with_its_code(proxy: Proxy, case: str) -> None:
     """A WebSocket frame that violates the protocol closes the connection with the code of RFC 6455."""
-    data, code = BROKEN[case]
+    data, code = INVALID_FRAMES[case]
     recorded = proxy.recorded
     with opened(proxy, f"r/broken-{code}/ws/x") as connection:
         connection.socket.sendall(data)

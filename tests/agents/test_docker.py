@@ -381,23 +381,23 @@ def test_request_may_arrive_in_pieces(proxy: Proxy, task: str) -> None:
 
 
 BAD: dict[str, tuple[str, str, Any, int, str]] = {
-    "no page": ("GET", "/no/such", None, 404, "page not found"),
-    "no page below a container": ("GET", "/containers/{container_id}/export", None, 404, "page not found"),
+    "unknown path": ("GET", "/no/such", None, 404, "page not found"),
+    "unknown path below a container": ("GET", "/containers/{container_id}/export", None, 404, "page not found"),
     "wrong method": ("DELETE", "/version", None, 404, "page not found"),
     "too new": ("GET", "/v1.99/version", None, 400, "client version 1.99 is too new"),
     "too old": ("GET", "/v1.10/version", None, 400, "client version 1.10 is too old"),
     "no container": ("GET", "/containers/nosuch/json", None, 404, "No such container: nosuch"),
-    "a slash in a name": ("GET", "/containers/a%2Fb/json", None, 404, "No such container: a/b"),
-    "out of the endpoint": ("GET", "/containers/..%2F..%2Fjson/json", None, 404, "No such container"),
+    "encoded slash": ("GET", "/containers/a%2Fb/json", None, 404, "No such container: a/b"),
+    "parent directory in a path": ("GET", "/containers/..%2F..%2Fjson/json", None, 404, "No such container"),
     "no exec": ("GET", "/exec/nosuch/json", None, 404, "No such exec instance: nosuch"),
     "no command": ("POST", "/containers/{container_id}/exec", {"Cmd": []}, 400, "No exec command specified"),
     "arguments that are no strings": ("POST", "/containers/{container_id}/exec", {"Cmd": [1]}, 400, "list of strings"),
-    "no JSON": ("POST", "/containers/{container_id}/exec", b"{", 400, "invalid JSON"),
+    "invalid JSON": ("POST", "/containers/{container_id}/exec", b"{", 400, "invalid JSON"),
     "no image": ("POST", "/containers/create", {"Cmd": ["a"]}, 400, "name an Image"),
     "bad name": ("POST", "/containers/create?name=a%20b", {"Image": "x"}, 400, "Invalid container name"),
-    "half an archive": ("PUT", "/containers/{container_id}/archive?path=/tmp", b"half", 400, "no whole tar archive"),
-    "nowhere": ("PUT", "/containers/{container_id}/archive?path=/no/such", b"", 404, "Could not find the file"),
-    "no stream": ("POST", "/exec/{exec_id}/start", b'{"Detach": tru', 400, "invalid JSON"),
+    "truncated archive": ("PUT", "/containers/{container_id}/archive?path=/tmp", b"half", 400, "no whole tar archive"),
+    "missing directory": ("PUT", "/containers/{container_id}/archive?path=/no/such", b"", 404, "Could not find"),
+    "invalid JSON of a start": ("POST", "/exec/{exec_id}/start", b'{"Detach": tru', 400, "invalid JSON"),
 }  # fmt: skip
 
 
@@ -416,7 +416,7 @@ def test_invalid_request_has_dockers_error(proxy: Proxy, task: str, case: str) -
     )
     assert (answer.status_code, list(answer.json())) == (status, ["message"])
     assert text in answer.json()["message"]
-    if case not in {"half an archive", "nowhere"}:
+    if case not in {"truncated archive", "missing directory"}:
         assert proxy.recorded == recorded
 
 

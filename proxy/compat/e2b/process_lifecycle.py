@@ -8,8 +8,8 @@ NOT_STARTED ──start──▶ FOLLOWED ──detach──▶ DETACHED ──e
 any state ──retry──▶ ADOPTED ──detach──▶ DETACHED
 any state but ENDED ──end──▶ ENDED
 ```
-The state decides who sends output: in FOLLOWED the running call does, piece by piece. In ADOPTED the whole recorded
-result is sent once the call has ended. In DETACHED `OutputFollower` polls.
+The state decides where output comes from. In FOLLOWED the running call sends it piece by piece. In ADOPTED the whole
+recorded result is sent once the call has ended. In DETACHED `OutputFollower` polls for it.
 """
 
 from enum import Enum
