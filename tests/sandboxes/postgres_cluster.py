@@ -1,4 +1,4 @@
-"""PostgreSQL for tests: a server of their own in a scratch directory, and databases on it."""
+"""A PostgreSQL server for tests, in a temporary directory, and databases on it."""
 
 import contextlib
 import functools
@@ -39,15 +39,17 @@ class Cluster:
 
     @property
     def dsn(self) -> str:
+        """Connection string of the administrator."""
         return (
             f"host=127.0.0.1 port={self.port} user=postgres password='{PASSWORD.replace(chr(39), chr(92) + chr(39))}'"
         )
 
     def connect(self, database: str = "postgres") -> psycopg.Connection[Any]:
+        """Open a connection of the administrator."""
         return psycopg.connect(self.dsn, dbname=database, autocommit=True)
 
     def create(self, name: str, script: str = SHOP) -> None:
-        """Make a database and run script in it."""
+        """Create a database and run a script in it."""
         with self.connect() as connection:
             connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
             connection.execute(f'CREATE DATABASE "{name}"')
@@ -55,19 +57,19 @@ class Cluster:
             connection.execute(script)
 
     def ours(self) -> list[str]:
-        """Return the databases and roles that a Forkpoint made."""
+        """Return the names of databases and roles that a driver created."""
         with self.connect() as connection:
             names = "SELECT datname FROM pg_database UNION ALL SELECT rolname FROM pg_roles"
             return [row[0] for row in connection.execute(names) if row[0].startswith("forkpoint_")]
 
     def spec(self, *sources: str, **fields: Any) -> EnvironmentSpec:
-        """Return a spec over databases of this server, each under its own name."""
+        """Return a spec with databases of this server, under their own names."""
         databases = {name: Database(dsn=self.dsn, source=name) for name in sources}
         return EnvironmentSpec(driver="postgres", databases=databases, **fields)
 
 
 def require_postgres() -> None:
-    """Skip the test, with the reason, where no server can be started; in this project's CI it must."""
+    """Skip the test if no server can be started. With `FORKPOINT_NEEDS_POSTGRES`, fail instead."""
     if missing := _missing():
         assert not os.environ.get("FORKPOINT_NEEDS_POSTGRES"), missing
         pytest.skip(missing)
@@ -83,11 +85,11 @@ def _missing() -> str:
 
 
 def _programs() -> Path | None:
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: path.parts[-3].zfill(3))
-    if found:
-        return found[-1].parent
-    there = shutil.which("postgres")
-    return None if there is None else Path(there).parent
+    servers = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"), key=lambda path: path.parts[-3].zfill(3))
+    if servers:
+        return servers[-1].parent
+    program = shutil.which("postgres")
+    return None if program is None else Path(program).parent
 
 
 def _user() -> pwd.struct_passwd | None:
@@ -134,7 +136,7 @@ def cluster() -> Iterator[Cluster]:
 
 def _run(command: list[Any], identity: dict[str, Any]) -> None:
     done = subprocess.run(
-        [str(word) for word in command], cwd="/", check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [str(part) for part in command], cwd="/", check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}, **identity,
     )  # fmt: skip
     assert done.returncode == 0, f"{command[0]} {command[-1]} failed with {done.returncode}"

@@ -1,4 +1,4 @@
-"""Short words for tests that run statements in sandboxes."""
+"""Calls of the sql endpoint in sandboxes, for tests."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Said:
-    """What a statement answered, and what running it taught."""
+class SqlResponse:
+    """The response to a call, and what the execution reported."""
 
     def __init__(self, execution: Execution) -> None:
         self.body: dict[str, Any] = orjson.loads(execution.result.body)
@@ -29,21 +29,22 @@ class Said:
 
     @property
     def value(self) -> Any:
-        """The one value of a result."""
+        """The only value of a result."""
         assert self.error is None, self.error
         ((value,),) = self.rows
         return value
 
     @property
     def message(self) -> str:
+        """The error's text; empty on success."""
         return "" if self.error is None else str(self.error["message"])
 
 
 async def ask(
     sandbox: Sandbox, sql: str = "", tool: str = "query", *, database: str = "shop", **arguments: Any
-) -> Said:
+) -> SqlResponse:
     """Run one call of the sql endpoint, with the defaults that the dialect fills in."""
-    given = _DEFAULTS[tool] | {"database": database} | arguments
+    arguments = _DEFAULTS[tool] | {"database": database} | arguments
     if tool not in ("tables", "schema"):
-        given["sql"] = sql
-    return Said(await sandbox.execute(ToolCall("sql", tool, given)))
+        arguments["sql"] = sql
+    return SqlResponse(await sandbox.execute(ToolCall("sql", tool, arguments)))

@@ -1,4 +1,4 @@
-"""What every SQL driver promises, in SQL that all of them speak.
+"""The contract of all SQL drivers, in SQL that all of them understand.
 
 A driver's test module subclasses `SqlContract` and gives it the fixtures `driver` (unopened) and `spec`: a database
 `shop` with a table `item (id int primary key, name text not null, stock int)` of 50 rows, 1 to 50, named `item 1` and
@@ -16,7 +16,7 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SpecError
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened
-from tests.sandboxes.sql_calls import Said, ask
+from tests.sandboxes.sql_calls import SqlResponse, ask
 
 Test = Callable[[Any, EnvironmentSpec], Awaitable[None]]
 COUNT = "SELECT count(*) FROM item"
@@ -24,6 +24,8 @@ INSERT = "INSERT INTO item (id, name, stock) VALUES (51, 'new', 1)"
 
 
 def driven(driver: Driver, spec: EnvironmentSpec, test: Test) -> None:
+    """Run a test with an open driver."""
+
     async def go() -> None:
         async with opened(driver):
             await test(driver, spec)
@@ -31,22 +33,27 @@ def driven(driver: Driver, spec: EnvironmentSpec, test: Test) -> None:
     asyncio.run(go())
 
 
-async def after(driver: Driver, spec: EnvironmentSpec, *statements: str) -> Sandbox:
+async def start_after(driver: Driver, spec: EnvironmentSpec, *statements: str) -> Sandbox:
+    """Start a sandbox and run statements that must succeed."""
     sandbox = await driver.start(spec)
     for statement in statements:
-        said = await ask(sandbox, statement)
-        assert said.error is None, said.error
+        response = await ask(sandbox, statement)
+        assert response.error is None, response.error
     return sandbox
 
 
-async def told(sandbox: Sandbox, *statements: str) -> list[Said]:
+async def run_all(sandbox: Sandbox, *statements: str) -> list[SqlResponse]:
+    """Run statements and return their responses."""
     return [await ask(sandbox, statement) for statement in statements]
 
 
 class SqlContract:
-    """The suite. Each test gets a driver that nobody has opened yet.
+    """The contract suite. Each test gets an unopened driver.
 
-    endless: a query that runs until it is stopped. parameters: the statement that gives its three parameters back.
+    Attributes:
+        endless: A query that runs until it is cancelled.
+        parameters: A statement that returns its three parameters.
+        missing: A spec whose source does not exist.
     """
 
     endless: ClassVar[str]
@@ -54,30 +61,36 @@ class SqlContract:
     missing: ClassVar[EnvironmentSpec]
 
     def forks(self, driver: Any) -> int:
-        """Return how many copies of databases the driver's sandboxes have now."""
+        """Return how many sandboxes have a changed copy of a database."""
         raise NotImplementedError
 
     def source(self, spec: EnvironmentSpec) -> Any:
-        """Return what changes when the source database does."""
+        """Return a value that changes when the source database does."""
         raise NotImplementedError
 
-    def test_what_reads_has_no_effect_and_costs_no_fork(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_reads_have_no_effect_and_no_fork(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """Any number of sandboxes read one state at the same time without a copy of the database."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandboxes = [await driver.start(spec) for _ in range(8)]
             answers = await asyncio.gather(*(ask(sandbox, COUNT) for sandbox in sandboxes))
-            assert {(said.value, said.effect, said.state) for said in answers} == {(50, Effect.NONE, answers[0].state)}
+            assert {(response.value, response.effect, response.state) for response in answers} == {
+                (50, Effect.NONE, answers[0].state)
+            }
             assert answers[0].state is not None
             for tool, arguments in (("tables", {}), ("schema", {"table": "item"}), ("explain", {"sql": COUNT})):
-                said = await ask(sandboxes[0], arguments.pop("sql", ""), tool, **arguments)
-                assert (said.error, said.effect) == (None, Effect.NONE), tool
-                assert said.rows
-            said = await ask(sandboxes[0], INSERT, "explain")
-            assert (said.error, said.effect) == (None, Effect.NONE)
+                response = await ask(sandboxes[0], arguments.pop("sql", ""), tool, **arguments)
+                assert (response.error, response.effect) == (None, Effect.NONE), tool
+                assert response.rows
+            response = await ask(sandboxes[0], INSERT, "explain")
+            assert (response.error, response.effect) == (None, Effect.NONE)
             assert self.forks(driver) == 0
 
         driven(driver, spec, test)
 
-    def test_what_writes_is_seen_by_its_own_rollout_only(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_writes_stay_in_their_own_sandbox(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A write changes the state of its sandbox and is invisible in others."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             one, two = await driver.start(spec), await driver.start(spec)
             before = (await ask(one, COUNT)).state
@@ -90,26 +103,30 @@ class SqlContract:
         driven(driver, spec, test)
 
     def test_equal_statements_reach_equal_states(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """Reads and failures in between do not affect the digest."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             statements = (
                 INSERT, "UPDATE item SET stock = stock + 1 WHERE id < 20", "CREATE TABLE other (a int, b text)",
                 "INSERT INTO other SELECT id, name FROM item", "DELETE FROM item WHERE id > 40", "DROP TABLE other",
                 "CREATE INDEX by_name ON item (name)", "ALTER TABLE item ADD COLUMN more text",
             )  # fmt: skip
-            first = await told(await driver.start(spec), *statements)
+            first = await run_all(await driver.start(spec), *statements)
             other = await driver.start(spec)
-            await told(other, COUNT, "SELECT * FROM few")
+            await run_all(other, COUNT, "SELECT * FROM few")
             second = []
             for statement in statements:
                 second.append(await ask(other, statement))
-                await told(other, COUNT, "SELECT * FROM nowhere")
-            assert [said.error for said in first] == [None] * len(statements)
-            assert [said.state for said in first] == [said.state for said in second]
-            assert len({said.state for said in first}) == len(statements)
+                await run_all(other, COUNT, "SELECT * FROM nowhere")
+            assert [response.error for response in first] == [None] * len(statements)
+            assert [response.state for response in first] == [response.state for response in second]
+            assert len({response.state for response in first}) == len(statements)
 
         driven(driver, spec, test)
 
-    def test_a_failed_statement_leaves_nothing(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_failed_statements_leave_nothing(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A failed statement has no effect, and a fork that was made for it is dropped."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await driver.start(spec)
             before = (await ask(sandbox, COUNT)).state
@@ -117,21 +134,23 @@ class SqlContract:
                 "SELECT * FROM nowhere", "SELEC 1", "INSERT INTO item (id, name) VALUES (60, 'a'), (1, 'twice')",
                 "UPDATE item SET id = 1", "DROP TABLE nowhere", "INSERT INTO item (id) VALUES (61)",
             )  # fmt: skip
-            for said in await told(sandbox, *failing):
-                assert said.error is not None
-                assert said.error["kind"] == "sql"
-                assert (said.effect, said.state, said.shareable) == (Effect.NONE, before, True)
+            for response in await run_all(sandbox, *failing):
+                assert response.error is not None
+                assert response.error["kind"] == "sql"
+                assert (response.effect, response.state, response.shareable) == (Effect.NONE, before, True)
             assert self.forks(driver) == 0
             wrote = await ask(sandbox, INSERT)
-            assert {said.state for said in await told(sandbox, *failing)} == {wrote.state}
+            assert {response.state for response in await run_all(sandbox, *failing)} == {wrote.state}
             assert (await ask(sandbox, COUNT)).value == 51
 
         driven(driver, spec, test)
 
-    def test_an_open_transaction_is_the_rollout_s_session(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_open_transaction_is_session_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A sandbox in a transaction has no state, but a witness that equal statements reproduce."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await driver.start(spec)
-            began, wrote = await told(sandbox, "BEGIN", INSERT)
+            began, wrote = await run_all(sandbox, "BEGIN", INSERT)
             assert (began.state, wrote.state) == (None, None)
             assert None not in (began.witness, wrote.witness)
             assert began.witness != wrote.witness
@@ -144,22 +163,29 @@ class SqlContract:
             assert ended.state is not None
             assert (await ask(sandbox, COUNT)).value == 50
             again = await driver.start(spec)
-            assert [said.witness for said in await told(again, "BEGIN", INSERT)] == [began.witness, wrote.witness]
+            assert [response.witness for response in await run_all(again, "BEGIN", INSERT)] == [
+                began.witness,
+                wrote.witness,
+            ]
 
         driven(driver, spec, test)
 
-    def test_a_committed_transaction_is_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_committed_transaction_is_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """What a transaction committed is in the frozen state."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, "BEGIN", INSERT, "DELETE FROM item WHERE id = 1", "COMMIT")
+            sandbox = await start_after(driver, spec, "BEGIN", INSERT, "DELETE FROM item WHERE id = 1", "COMMIT")
             frozen = await sandbox.freeze()
             restored = await driver.restore(spec, frozen)
             assert (await ask(restored, "SELECT min(id) FROM item")).value == 2
 
         driven(driver, spec, test)
 
-    def test_temporary_tables_are_session(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_temporary_tables_are_session_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """Temporary tables cannot be frozen, and other sandboxes do not see them."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, "CREATE TEMP TABLE mine (a int)", "INSERT INTO mine VALUES (1)")
+            sandbox = await start_after(driver, spec, "CREATE TEMP TABLE mine (a int)", "INSERT INTO mine VALUES (1)")
             read = await ask(sandbox, "SELECT * FROM mine")
             assert (read.rows, read.effect, read.state) == ([[1]], Effect.NONE, None)
             with pytest.raises(NotFreezableError):
@@ -169,37 +195,47 @@ class SqlContract:
 
         driven(driver, spec, test)
 
-    def test_a_restored_state_answers_as_the_frozen_one(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_restored_state_equals_frozen_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A restored sandbox has the state, the answers and the later states of the frozen one."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, INSERT, "CREATE TABLE other (a int)", "INSERT INTO other VALUES (7)")
+            sandbox = await start_after(
+                driver, spec, INSERT, "CREATE TABLE other (a int)", "INSERT INTO other VALUES (7)"
+            )
             state = (await ask(sandbox, COUNT)).state
             frozen = await sandbox.freeze()
             await sandbox.close()
             restored = await driver.restore(spec, frozen)
-            answers = await told(restored, COUNT, "SELECT a FROM other")
-            assert [said.value for said in answers] == [51, 7]
-            assert {frozen.state, *(said.state for said in answers)} == {state}
+            answers = await run_all(restored, COUNT, "SELECT a FROM other")
+            assert [response.value for response in answers] == [51, 7]
+            assert {frozen.state, *(response.state for response in answers)} == {state}
             wrote = await ask(restored, "INSERT INTO other VALUES (8)")
-            direct = await after(driver, spec, INSERT, "CREATE TABLE other (a int)", "INSERT INTO other VALUES (7)")
+            direct = await start_after(
+                driver, spec, INSERT, "CREATE TABLE other (a int)", "INSERT INTO other VALUES (7)"
+            )
             assert wrote.state == (await ask(direct, "INSERT INTO other VALUES (8)")).state
 
         driven(driver, spec, test)
 
-    def test_a_frozen_sandbox_goes_on_and_harms_nobody(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_frozen_sandbox_continues_independently(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """The frozen sandbox and all sandboxes restored from it change independently."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, INSERT)
+            sandbox = await start_after(driver, spec, INSERT)
             first = await sandbox.freeze()
-            await told(sandbox, "DELETE FROM item WHERE id <= 10")
+            await run_all(sandbox, "DELETE FROM item WHERE id <= 10")
             second = await sandbox.freeze()
             one, two = await driver.restore(spec, first), await driver.restore(spec, second)
-            await told(one, "DELETE FROM item")
+            await run_all(one, "DELETE FROM item")
             three = await driver.restore(spec, first)
             counts = [(await ask(each, COUNT)).value for each in (one, two, three, sandbox)]
             assert counts == [0, 41, 51, 41]
 
         driven(driver, spec, test)
 
-    def test_a_script_does_all_or_nothing(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_scripts_are_atomic(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A script that fails at any statement changes nothing."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await driver.start(spec)
             before = (await ask(sandbox, COUNT)).state
@@ -217,30 +253,36 @@ class SqlContract:
 
         driven(driver, spec, test)
 
-    def test_several_statements_in_a_query_are_refused(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_query_refuses_several_statements(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A query is one statement; `script` runs several."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await driver.start(spec)
-            said = await ask(sandbox, "DELETE FROM item; SELECT 1")
-            assert said.error is not None
-            assert said.effect is Effect.NONE
+            response = await ask(sandbox, "DELETE FROM item; SELECT 1")
+            assert response.error is not None
+            assert response.effect is Effect.NONE
             assert (await ask(sandbox, COUNT)).value == 50
 
         driven(driver, spec, test)
 
-    def test_what_takes_too_long_is_stopped_and_never_shared(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_timeouts_are_results_but_not_shared(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """The agent sees the timeout, no other rollout does, and the sandbox continues."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             for statements in ((), (INSERT,)):
-                sandbox = await after(driver, spec, *statements)
+                sandbox = await start_after(driver, spec, *statements)
                 before = (await ask(sandbox, COUNT)).state
-                said = await ask(sandbox, self.endless, timeout_s=0.2)
-                assert said.error is not None
-                assert said.error["kind"] == "timeout"
-                assert (said.effect, said.state, said.shareable) == (Effect.NONE, before, False)
+                response = await ask(sandbox, self.endless, timeout_s=0.2)
+                assert response.error is not None
+                assert response.error["kind"] == "timeout"
+                assert (response.effect, response.state, response.shareable) == (Effect.NONE, before, False)
                 assert (await ask(sandbox, COUNT)).value == 50 + len(statements)
 
         driven(driver, spec, test)
 
     def test_parameters_are_values(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """Parameters are never part of the statement's text, and keep their exact value."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await driver.start(spec)
             for values in ([2**63 - 1, "'; DROP TABLE item; --", None], [-(2**63), "ä\u2028\U0001f40d", None]):
@@ -248,22 +290,26 @@ class SqlContract:
 
         driven(driver, spec, test)
 
-    def test_limits_say_that_rows_are_missing(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_truncated_results_say_so(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A result cut by a limit of rows or bytes has `truncated` set."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             limits = spec.limits.model_copy(update={"output_bytes": 200})
             few, small = await driver.start(spec), await driver.start(spec.model_copy(update={"limits": limits}))
-            said = await ask(few, "SELECT id FROM item ORDER BY id", max_rows=3)
-            assert (said.rows, said.body["row_count"], said.body["truncated"]) == ([[1], [2], [3]], 3, True)
+            response = await ask(few, "SELECT id FROM item ORDER BY id", max_rows=3)
+            assert (response.rows, response.body["row_count"], response.body["truncated"]) == ([[1], [2], [3]], 3, True)
             assert not (await ask(few, "SELECT id FROM item", max_rows=50)).body["truncated"]
-            said = await ask(small, "SELECT name FROM item ORDER BY id")
-            assert said.body["truncated"]
-            assert 0 < len(said.rows) < 50
+            response = await ask(small, "SELECT name FROM item ORDER BY id")
+            assert response.body["truncated"]
+            assert 0 < len(response.rows) < 50
 
         driven(driver, spec, test)
 
-    def test_a_comparison_judges_and_changes_nothing(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_compare_changes_nothing(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """`compare` compares multisets or sequences of rows, and refuses statements that write."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, INSERT)
+            sandbox = await start_after(driver, spec, INSERT)
             state = (await ask(sandbox, COUNT)).state
             up, down = "SELECT id FROM item ORDER BY id", "SELECT id FROM item ORDER BY id DESC"
             cases = (
@@ -275,29 +321,32 @@ class SqlContract:
                 ("DELETE FROM item", "SELECT 1", False, False), ("SELECT 1", "DELETE FROM item", False, False),
             )  # fmt: skip
             for sql, gold, ordered, match in cases:
-                said = await ask(sandbox, sql, "compare", gold=gold, ordered=ordered)
-                assert said.body["match"] is match, (sql, gold, said.body)
-                assert bool(said.body["why"]) is not match
-                assert (said.effect, said.state) == (Effect.NONE, state)
+                response = await ask(sandbox, sql, "compare", gold=gold, ordered=ordered)
+                assert response.body["match"] is match, (sql, gold, response.body)
+                assert bool(response.body["why"]) is not match
+                assert (response.effect, response.state) == (Effect.NONE, state)
             assert (await ask(sandbox, COUNT)).value == 51
 
         driven(driver, spec, test)
 
-    def test_the_source_never_changes(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_source_never_changes(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """Nothing that sandboxes do reaches the source database."""
         before = self.source(spec)
 
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, INSERT, "DELETE FROM item", "CREATE TABLE other (a int)")
+            sandbox = await start_after(driver, spec, INSERT, "DELETE FROM item", "CREATE TABLE other (a int)")
             await sandbox.freeze()
 
         driven(driver, spec, test)
         assert self.source(spec) == before
 
-    def test_collecting_spares_what_is_kept_and_what_is_in_use(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_collect_spares_kept_and_used_states(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A collection deletes only states that nobody names and no sandbox uses."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             states: list[FrozenState] = []
             for name in ("kept", "dropped"):
-                sandbox = await after(driver, spec, f"INSERT INTO item (id, name) VALUES (51, '{name}')")
+                sandbox = await start_after(driver, spec, f"INSERT INTO item (id, name) VALUES (51, '{name}')")
                 states.append(await sandbox.freeze())
                 await sandbox.close()
             using = await driver.restore(spec, states[0])
@@ -309,16 +358,20 @@ class SqlContract:
 
         driven(driver, spec, test)
 
-    def test_a_source_that_is_not_there_is_the_spec_s_fault(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_missing_source_is_a_spec_error(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """A source that does not exist is reported before any sandbox starts."""
+
         async def test(driver: Driver, _spec: EnvironmentSpec) -> None:
             with pytest.raises(SpecError):
                 await driver.identity(self.missing)
 
         driven(driver, spec, test)
 
-    def test_closing_twice_is_closing_once(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_close_is_idempotent(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """The second close does nothing."""
+
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
-            sandbox = await after(driver, spec, INSERT)
+            sandbox = await start_after(driver, spec, INSERT)
             assert sandbox.alive
             await sandbox.close()
             await sandbox.close()

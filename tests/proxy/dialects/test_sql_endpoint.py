@@ -1,4 +1,4 @@
-"""The sql endpoint as an agent sees it: on a socket, over SQLite."""
+"""The sql endpoint over HTTP, on SQLite databases."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -40,93 +40,101 @@ class Task:
     def __init__(self, proxy: Running, name: str, *sources: Path, **spec: Any) -> None:
         self.proxy, self.name = proxy, name
         databases = {path.stem: {"source": str(path)} for path in sources}
-        told = {"driver": "sqlite", "databases": databases, **spec}
-        self.put = proxy.client.put(f"/api/v1/tasks/{name}", json=told)
+        fields = {"driver": "sqlite", "databases": databases, **spec}
+        self.put = proxy.client.put(f"/api/v1/tasks/{name}", json=fields)
 
     def ask(self, rollout: str, tool: str = "query", **arguments: Any) -> httpx.Response:
         return self.proxy.client.post(f"/t/{self.name}/r/{rollout}/sql/{tool}", json=arguments)
 
-    def told(self, rollout: str, sql: str, **arguments: Any) -> tuple[Any, str, str]:
-        """Return rows or error, how it was answered, and the node."""
-        answer = self.ask(rollout, sql=sql, **arguments)
-        body = answer.json()
-        status = answer.headers["cache-status"].removeprefix("forkpoint; ")
-        return body["error"] or body["rows"], status, answer.headers["x-forkpoint-node"]
+    def outcome(self, rollout: str, sql: str, **arguments: Any) -> tuple[Any, str, str]:
+        """Return the rows or the error, the cache status, and the node."""
+        response = self.ask(rollout, sql=sql, **arguments)
+        body = response.json()
+        status = response.headers["cache-status"].removeprefix("forkpoint; ")
+        return body["error"] or body["rows"], status, response.headers["x-forkpoint-node"]
 
 
-def test_what_one_task_asked_of_a_database_others_are_answered(proxy: Running, source: Path, tmp_path: Path) -> None:
+def test_equal_databases_share_one_tree(proxy: Running, source: Path, tmp_path: Path) -> None:
+    """A second task over an equal database hits what the first one recorded, until both are deleted."""
     (tmp_path / "copy").mkdir()
     twin = make(tmp_path / "copy" / "shop.db")
     one, two = Task(proxy, "one", source), Task(proxy, "two", twin)
-    assert one.told("a", COUNT)[:2] == ([[50]], "fwd=miss; stored")
-    assert two.told("b", COUNT)[:2] == ([[50]], "hit")
-    assert two.told("b", "SELECT  count(*)   FROM item -- again")[:2] == ([[50]], "hit")
-    # Whoever writes is alone there, and its task's other rollouts are where they were.
-    wrote = two.told("b", "DELETE FROM item WHERE id > 10")
+    assert one.outcome("a", COUNT)[:2] == ([[50]], "fwd=miss; stored")
+    assert two.outcome("b", COUNT)[:2] == ([[50]], "hit")
+    assert two.outcome("b", "SELECT  count(*)   FROM item -- again")[:2] == ([[50]], "hit")
+    # Only the rollout that writes moves.
+    wrote = two.outcome("b", "DELETE FROM item WHERE id > 10")
     assert wrote[1] == "fwd=miss; stored"
-    assert two.told("b", COUNT)[0] == [[10]]
-    assert one.told("a", COUNT)[:2] == ([[50]], "hit")
-    assert one.told("c", "DELETE FROM item WHERE id > 10")[1:] == ("hit", wrote[2])
-    # What goes with a task is what nobody else uses.
+    assert two.outcome("b", COUNT)[0] == [[10]]
+    assert one.outcome("a", COUNT)[:2] == ([[50]], "hit")
+    assert one.outcome("c", "DELETE FROM item WHERE id > 10")[1:] == ("hit", wrote[2])
+    # Deleting a task deletes only what no other task uses.
     assert proxy.client.delete("/api/v1/tasks/one").status_code == 204
-    assert two.told("d", COUNT)[1] == "hit"
+    assert two.outcome("d", COUNT)[1] == "hit"
     assert proxy.client.delete("/api/v1/tasks/two").status_code == 204
-    assert Task(proxy, "three", twin).told("e", COUNT)[1] == "fwd=miss; stored"
+    assert Task(proxy, "three", twin).outcome("e", COUNT)[1] == "fwd=miss; stored"
 
 
-def test_a_tree_of_one_s_own_is_one_s_own(proxy: Running, source: Path) -> None:
+def test_share_off_has_a_tree_of_its_own(proxy: Running, source: Path) -> None:
+    """Tasks with `share: off` never hit each other's records."""
     for name in ("own-1", "own-2"):
-        assert Task(proxy, name, source, share="off").told("a", COUNT)[1] == "fwd=miss; stored"
+        assert Task(proxy, name, source, share="off").outcome("a", COUNT)[1] == "fwd=miss; stored"
 
 
-def test_forgetting_a_shared_subtree_lets_the_rollouts_of_all_tasks_go_on(proxy: Running, source: Path) -> None:
+def test_forgetting_a_shared_node_keeps_rollouts(proxy: Running, source: Path) -> None:
+    """Rollouts of other tasks at the forgotten node continue."""
     one, two = Task(proxy, "shared-1", source), Task(proxy, "shared-2", source)
-    node = one.told("a", "DELETE FROM item WHERE id = 7")[2]
-    assert two.told("b", "DELETE FROM item WHERE id = 7")[1] == "hit"
+    node = one.outcome("a", "DELETE FROM item WHERE id = 7")[2]
+    assert two.outcome("b", "DELETE FROM item WHERE id = 7")[1] == "hit"
     proxy.client.delete("/api/v1/tasks/shared-1/rollouts/a").raise_for_status()
     gone = proxy.client.delete(f"/api/v1/tasks/shared-1/nodes/{node}").json()
     assert gone["going_on"] == ["b"]
-    assert two.told("b", "SELECT count(*) FROM item")[::2] == ([[49]], node)
-    assert one.told("c", "DELETE FROM item WHERE id = 7")[1:] != ("hit", node)
+    assert two.outcome("b", "SELECT count(*) FROM item")[::2] == ([[49]], node)
+    assert one.outcome("c", "DELETE FROM item WHERE id = 7")[1:] != ("hit", node)
 
 
-def test_a_clock_s_answer_is_nobody_else_s(proxy: Running, source: Path) -> None:
+def test_volatile_results_are_not_shared(proxy: Running, source: Path) -> None:
+    """Random results bypass the tree, and a write of one makes a private node."""
     task = Task(proxy, "clock", source)
-    first, status, node = task.told("a", "SELECT random()")
+    first, status, node = task.outcome("a", "SELECT random()")
     assert status == "fwd=bypass"
-    second, status, other = task.told("b", "SELECT random()")
+    second, status, other = task.outcome("b", "SELECT random()")
     assert (status, other) == ("fwd=bypass", node)
     assert first != second
-    # What was made of it is a state of its own, and the rollout goes on there.
-    task.told("a", "INSERT INTO item (name) VALUES (random())")
-    assert task.told("b", "INSERT INTO item (name) VALUES (random())")[1] == "fwd=bypass"
-    assert task.told("a", COUNT)[0] == [[51]]
+    # A write of a random value makes a private node, and the rollout continues there.
+    task.outcome("a", "INSERT INTO item (name) VALUES (random())")
+    assert task.outcome("b", "INSERT INTO item (name) VALUES (random())")[1] == "fwd=bypass"
+    assert task.outcome("a", COUNT)[0] == [[51]]
 
 
-def test_a_timeout_is_told_and_not_recorded(proxy: Running, source: Path) -> None:
+def test_timeouts_are_not_recorded(proxy: Running, source: Path) -> None:
+    """The agent sees the timeout, and the next rollout runs the statement again."""
     task = Task(proxy, "timeout", source)
     endless = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT count(*) FROM n"
     for rollout in ("a", "b"):
-        error, status, _ = task.told(rollout, endless, timeout_s=0.2)
+        error, status, _ = task.outcome(rollout, endless, timeout_s=0.2)
         assert (error["kind"], status) == ("timeout", "fwd=bypass")
 
 
-def test_the_engine_s_error_is_a_result(proxy: Running, source: Path) -> None:
+def test_engine_errors_are_results(proxy: Running, source: Path) -> None:
+    """An error is recorded and hit like rows, and a failed write stays at its node."""
     task = Task(proxy, "errors", source)
-    assert task.told("a", "SELECT * FROM nowhere")[0]["message"] == "no such table: nowhere"
-    assert task.told("b", "SELECT * FROM nowhere")[1] == "hit"
-    start = task.told("a", COUNT)[2]
-    assert task.told("a", "INSERT INTO item (id, name) VALUES (1, 'twice')")[2] == start
+    assert task.outcome("a", "SELECT * FROM nowhere")[0]["message"] == "no such table: nowhere"
+    assert task.outcome("b", "SELECT * FROM nowhere")[1] == "hit"
+    start = task.outcome("a", COUNT)[2]
+    assert task.outcome("a", "INSERT INTO item (id, name) VALUES (1, 'twice')")[2] == start
 
 
-def test_saying_a_default_is_leaving_it_out(proxy: Running, source: Path) -> None:
+def test_defaults_do_not_change_the_key(proxy: Running, source: Path) -> None:
+    """A request that spells the defaults out hits one that omits them."""
     task = Task(proxy, "defaults", source)
-    task.told("a", COUNT)
-    assert task.told("b", COUNT, database="shop", max_rows=100, timeout_s=5, format="json", params=None)[1] == "hit"
-    assert task.told("b", COUNT, max_rows=99)[1] != "hit"
+    task.outcome("a", COUNT)
+    assert task.outcome("b", COUNT, database="shop", max_rows=100, timeout_s=5, format="json", params=None)[1] == "hit"
+    assert task.outcome("b", COUNT, max_rows=99)[1] != "hit"
 
 
-def test_get_asks_for_tables_and_schema(proxy: Running, source: Path) -> None:
+def test_get_reads_tables_and_schema(proxy: Running, source: Path) -> None:
+    """GET and POST have the same key."""
     Task(proxy, "listing", source)
     url = "/t/listing/r/a/sql"
     assert proxy.client.get(f"{url}/tables").json()["rows"]
@@ -135,7 +143,7 @@ def test_get_asks_for_tables_and_schema(proxy: Running, source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "content", "status", "told"),
+    ("method", "path", "content", "status", "detail"),
     [
         ("POST", "query", b"{", 400, "not JSON"),
         ("POST", "query", b"[]", 422, "JSON object"),
@@ -153,24 +161,27 @@ def test_get_asks_for_tables_and_schema(proxy: Running, source: Path) -> None:
         ("DELETE", "tables", b"", 405, "GET or POST"),
     ],
 )
-def test_what_cannot_be_asked_says_what_can(
-    proxy: Running, source: Path, method: str, path: str, content: bytes, status: int, told: str
+def test_bad_requests_are_explained(
+    proxy: Running, source: Path, method: str, path: str, content: bytes, status: int, detail: str
 ) -> None:
+    """The detail names the wrong member, or what exists."""
     Task(proxy, "refusals", source)
-    answer = proxy.client.request(method, f"/t/refusals/r/a/sql/{path}", content=content)
-    assert (answer.status_code, told in answer.json()["detail"]) == (status, True), answer.text
+    response = proxy.client.request(method, f"/t/refusals/r/a/sql/{path}", content=content)
+    assert (response.status_code, detail in response.json()["detail"]) == (status, True), response.text
 
 
-def test_a_statement_has_a_size(proxy: Running, source: Path) -> None:
+def test_statements_have_a_size_limit(proxy: Running, source: Path) -> None:
+    """Larger requests are refused with 413."""
     task = Task(proxy, "sizes", source)
     assert task.ask("a", sql="SELECT 1 -- " + "x" * (5 << 20)).status_code == 413
     long = "SELECT '" + "x" * (1 << 20) + "'"
-    answer = task.ask("a", sql=long)
-    assert answer.status_code == 200
-    assert answer.json()["truncated"] or answer.json()["error"] or len(answer.json()["rows"][0][0]) == 1 << 20
+    response = task.ask("a", sql=long)
+    assert response.status_code == 200
+    assert response.json()["truncated"] or response.json()["error"] or len(response.json()["rows"][0][0]) == 1 << 20
 
 
-def test_endpoints_that_a_task_has_not_are_named(proxy: Running, source: Path) -> None:
+def test_missing_endpoints_name_the_available(proxy: Running, source: Path) -> None:
+    """A task without a shell or a database says which endpoint it has."""
     Task(proxy, "only-sql", source)
     shell = proxy.client.post("/t/only-sql/r/a/shell/exec", json={"command": "ls"})
     assert (shell.status_code, "sql endpoint" in shell.json()["detail"]) == (404, True)
@@ -179,7 +190,7 @@ def test_endpoints_that_a_task_has_not_are_named(proxy: Running, source: Path) -
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "detail"),
     [
         ({"driver": "sqlite"}, "needs `databases`"),
         ({"driver": "sqlite", "databases": {"a": {}}}, "it needs source"),
@@ -196,6 +207,7 @@ def test_endpoints_that_a_task_has_not_are_named(proxy: Running, source: Path) -
         ({"driver": "sqlite", "databases": {"a": {"source": "/nowhere.db"}}}, "/nowhere.db"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(proxy: Running, spec: dict[str, Any], told: str) -> None:
-    answer = proxy.client.put("/api/v1/tasks/wrong", json=spec)
-    assert (answer.status_code, told in answer.json()["detail"]) == (422, True), answer.text
+def test_invalid_specs_are_refused(proxy: Running, spec: dict[str, Any], detail: str) -> None:
+    """The detail names the wrong member."""
+    response = proxy.client.put("/api/v1/tasks/wrong", json=spec)
+    assert (response.status_code, detail in response.json()["detail"]) == (422, True), response.text

@@ -346,7 +346,7 @@ def test_export_and_import_over_http(proxy: Running) -> None:
 def test_a_database_task_travels_with_its_spec(proxy: Running, tmp_path: Path) -> None:
     source = make(tmp_path / "shop.db")
     task = Task(proxy, "shop", source)
-    task.told("a", "INSERT INTO item (name) VALUES ('new')")
+    task.outcome("a", "INSERT INTO item (name) VALUES ('new')")
     data = proxy.client.get("/api/v1/tasks/shop/export").content
     # All tasks on this content share its tree, so there is no room for a second one here.
     assert proxy.client.post("/api/v1/tasks/twin/import", content=data).json()["type"] == "urn:forkpoint:tree-exists"

@@ -37,22 +37,22 @@ class TestPostgres(SqlContract):
         return EnvironmentSpec(driver="postgres", databases={"shop": database})
 
     def forks(self, driver: Any) -> int:
-        # A clone in which nothing came of a statement is as good as none.
+        # A private clone without changes does not count.
         return sum(not position.frozen for sandbox in driver.sandboxes for position in sandbox.positions.values())
 
-    def source(self, spec: EnvironmentSpec) -> Any:  # noqa: ARG002 - there is but one
+    def source(self, spec: EnvironmentSpec) -> Any:  # noqa: ARG002 - there is only one
         with self.server.connect("contract") as connection:
             rows = connection.execute("SELECT ctid, xmin, xmax, * FROM item ORDER BY ctid").fetchall()
             return rows, connection.execute("SELECT oid, relname, relfilenode FROM pg_class ORDER BY oid").fetchall()
 
-    def test_several_statements_in_a_query_are_refused(self, driver: Driver, spec: EnvironmentSpec) -> None:
-        """PostgreSQL takes them, as one transaction; the answer is that of the last."""
+    def test_query_refuses_several_statements(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """PostgreSQL runs them as one transaction, and the result is that of the last one."""
 
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await driver.start(spec)
-            said = await ask(sandbox, "DELETE FROM item; SELECT 1/0")
-            assert (said.effect, (await ask(sandbox, COUNT)).value) == (Effect.NONE, 50)
-            said = await ask(sandbox, "DELETE FROM item; SELECT 1")
-            assert (said.value, said.effect) == (1, Effect.DATABASE)
+            response = await ask(sandbox, "DELETE FROM item; SELECT 1/0")
+            assert (response.effect, (await ask(sandbox, COUNT)).value) == (Effect.NONE, 50)
+            response = await ask(sandbox, "DELETE FROM item; SELECT 1")
+            assert (response.value, response.effect) == (1, Effect.DATABASE)
 
         driven(driver, spec, test)

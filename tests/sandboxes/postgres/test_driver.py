@@ -1,4 +1,4 @@
-"""The `postgres` driver on a real server: what counts as a read, what a write changes, and what nobody may do."""
+"""The `postgres` driver on a real server: reads, writes, sessions, limits and clean-up."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from sandboxes.postgres.driver import PostgresDriver
 from sandboxes.spec import Database, EnvironmentSpec
 from tests.sandboxes.box import opened
 from tests.sandboxes.postgres_cluster import SHOP, Cluster
-from tests.sandboxes.sql_calls import Said, ask
+from tests.sandboxes.sql_calls import SqlResponse, ask
 
 NONE, DATABASE, SESSION = Effect.NONE, Effect.DATABASE, Effect.SESSION
 Test = Callable[[PostgresDriver], Awaitable[None]]
@@ -40,9 +40,9 @@ def driven(tmp_path: Path, test: Test, *, spares: int = 0) -> None:
     asyncio.run(go())
 
 
-def said(tmp_path: Path, shop: Cluster, *statements: str, **spec: Any) -> list[Said]:
-    """Return what statements answer in a fresh sandbox, one after the other."""
-    answers: list[Said] = []
+def responses_to(tmp_path: Path, shop: Cluster, *statements: str, **spec: Any) -> list[SqlResponse]:
+    """Run statements in a new sandbox and return their responses."""
+    answers: list[SqlResponse] = []
 
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop", **spec))
@@ -138,7 +138,9 @@ SESSIONS = [
 ]
 
 
-def test_what_only_reads_has_no_effect_and_takes_no_clone(tmp_path: Path, shop: Cluster) -> None:
+def test_reads_need_no_private_clone(tmp_path: Path, shop: Cluster) -> None:
+    """Every statement of `READS` runs on the state's shared reader."""
+
     async def test(driver: PostgresDriver) -> None:
         effects = {}
         for statement in READS:
@@ -154,7 +156,9 @@ def test_what_only_reads_has_no_effect_and_takes_no_clone(tmp_path: Path, shop: 
     driven(tmp_path, test)
 
 
-def test_what_writes_changes_the_database(tmp_path: Path, shop: Cluster) -> None:
+def test_writes_change_the_database(tmp_path: Path, shop: Cluster) -> None:
+    """Every statement of `WRITES` has the effect DATABASE, however it hides the write."""
+
     async def test(driver: PostgresDriver) -> None:
         effects = {}
         for statement in WRITES:
@@ -166,7 +170,9 @@ def test_what_writes_changes_the_database(tmp_path: Path, shop: Cluster) -> None
     driven(tmp_path, test)
 
 
-def test_what_a_connection_keeps_is_the_session(tmp_path: Path, shop: Cluster) -> None:
+def test_connection_state_is_session_state(tmp_path: Path, shop: Cluster) -> None:
+    """Settings, prepared statements, locks and the like cannot be frozen."""
+
     async def test(driver: PostgresDriver) -> None:
         for statement in SESSIONS:
             sandbox = await driver.start(shop.spec("shop"))
@@ -179,12 +185,13 @@ def test_what_a_connection_keeps_is_the_session(tmp_path: Path, shop: Cluster) -
     driven(tmp_path, test)
 
 
-def test_an_open_transaction_lasts_from_call_to_call(tmp_path: Path, shop: Cluster) -> None:
+def test_open_transaction_spans_calls(tmp_path: Path, shop: Cluster) -> None:
+    """Calls see the transaction's changes until it is committed, rolled back, or fails."""
     count = "SELECT count(*) FROM sale"
     undone = ("BEGIN", "DELETE FROM sale", count, "ROLLBACK", count)
     failed = ("BEGIN", "DELETE FROM sale", "SELECT 1/0", "SELECT 1", "COMMIT", count)
     done = ("BEGIN", "DELETE FROM sale WHERE id > 5", "COMMIT", count)
-    answers = said(tmp_path, shop, *undone, *failed, *done)
+    answers = responses_to(tmp_path, shop, *undone, *failed, *done)
     assert [a.effect for a in answers[:5]] == [SESSION, SESSION, NONE, SESSION, NONE]
     assert [answers[n].value for n in (2, 4, 10, 14)] == [0, 20, 20, 5]
     assert "current transaction is aborted" in answers[8].message
@@ -193,26 +200,28 @@ def test_an_open_transaction_lasts_from_call_to_call(tmp_path: Path, shop: Clust
     assert answers[10].state == answers[4].state
 
 
-def test_cursors_and_savepoints_are_places_in_a_session(tmp_path: Path, shop: Cluster) -> None:
+def test_cursors_and_savepoints_are_session_state(tmp_path: Path, shop: Cluster) -> None:
+    """A FETCH moves a cursor, so equal calls return different rows and have different witnesses."""
     cursor = (
         "DECLARE c CURSOR WITH HOLD FOR SELECT id FROM item ORDER BY id",
         "FETCH 2 FROM c",
         "FETCH 2 FROM c",
         "CLOSE c",
     )
-    _, one, two, closed = said(tmp_path, shop, *cursor)
+    _, one, two, closed = responses_to(tmp_path, shop, *cursor)
     assert (one.rows, two.rows) == ([[1], [2]], [[3], [4]])
     assert one.effect == two.effect == closed.effect == SESSION
     assert None not in {one.witness, two.witness}
     assert one.witness != two.witness
     points = ("BEGIN", "SAVEPOINT s", "DELETE FROM sale", "ROLLBACK TO s", "SELECT count(*) FROM sale", "ROLLBACK")
-    answers = said(tmp_path, shop, *points)
+    answers = responses_to(tmp_path, shop, *points)
     assert [a.effect for a in answers] == [SESSION, SESSION, SESSION, SESSION, NONE, SESSION]
     assert answers[4].value == 20
 
 
-def test_a_failed_statement_leaves_nothing(tmp_path: Path, shop: Cluster) -> None:
-    before, failed, several, after = said(
+def test_failed_statements_leave_nothing(tmp_path: Path, shop: Cluster) -> None:
+    """A failed text rolls back all its statements."""
+    before, failed, several, after = responses_to(
         tmp_path, shop, "UPDATE item SET stock = 1 WHERE id = 1", "INSERT INTO item (id, name) VALUES (1, 'twice')",
         "DELETE FROM sale; SELECT 1/0", "SELECT count(*) FROM sale",
     )  # fmt: skip
@@ -222,23 +231,26 @@ def test_a_failed_statement_leaves_nothing(tmp_path: Path, shop: Cluster) -> Non
     assert before.state == failed.state == several.state
 
 
-def test_undoing_a_change_leads_back_to_the_state(tmp_path: Path, shop: Cluster) -> None:
-    start, made, dropped = said(tmp_path, shop, "SELECT 1", "CREATE TABLE made (a int)", "DROP TABLE made")
+def test_undone_change_restores_the_state(tmp_path: Path, shop: Cluster) -> None:
+    """The digest depends on the schema itself, not on its history."""
+    start, made, dropped = responses_to(tmp_path, shop, "SELECT 1", "CREATE TABLE made (a int)", "DROP TABLE made")
     assert start.state == dropped.state != made.state
 
 
-def test_equal_statements_reach_equal_states_in_other_clones(tmp_path: Path, shop: Cluster) -> None:
+def test_equal_statements_reach_equal_states(tmp_path: Path, shop: Cluster) -> None:
+    """Object ids and transaction ids of another clone do not affect the digest."""
     statements = (
         "CREATE TABLE made (a serial, b text, c timestamptz)",
         "INSERT INTO made (b) SELECT 'row ' || n FROM generate_series(1, 9) n",
         "UPDATE made SET b = b || '!' WHERE a > 3", "DELETE FROM made WHERE a = 2", "SELECT sell(3, 4)",
     )  # fmt: skip
-    one, two = (said(tmp_path, shop, *statements) for _ in range(2))
+    one, two = (responses_to(tmp_path, shop, *statements) for _ in range(2))
     assert [a.state for a in one] == [a.state for a in two]
     assert len({a.state for a in one}) == len(statements)
 
 
-def test_large_tables_are_told_apart_by_what_was_done_to_them(tmp_path: Path, cluster: Cluster) -> None:
+def test_large_tables_are_digested_by_changes(tmp_path: Path, cluster: Cluster) -> None:
+    """Equal changes of a large table give equal states, and other changes give others."""
     script = "CREATE TABLE big AS SELECT n AS id, repeat('x', 100) AS t FROM generate_series(1, 20000) n"
     cluster.create("large", script)
 
@@ -255,7 +267,9 @@ def test_large_tables_are_told_apart_by_what_was_done_to_them(tmp_path: Path, cl
     driven(tmp_path, test)
 
 
-def test_a_frozen_state_is_restored_and_nobody_harms_another(tmp_path: Path, shop: Cluster) -> None:
+def test_restored_sandboxes_are_independent(tmp_path: Path, shop: Cluster) -> None:
+    """Two restored sandboxes write without affecting each other, and `lastval` is restored."""
+
     async def test(driver: PostgresDriver) -> None:
         spec = shop.spec("shop")
         sandbox = await driver.start(spec)
@@ -265,7 +279,7 @@ def test_a_frozen_state_is_restored_and_nobody_harms_another(tmp_path: Path, sho
         await ask(sandbox, "DELETE FROM sale")
         one, two = await driver.restore(spec, frozen), await driver.restore(spec, frozen)
         assert (await ask(one, "SELECT count(*) FROM sale")).value == 21
-        # What only sessions know goes with the state.
+        # `lastval` is part of the state.
         assert (await ask(two, "SELECT lastval()")).value == 21
         assert (await ask(two, "INSERT INTO sale (item, amount) VALUES (1, 1) RETURNING id")).value == 22
         assert (await ask(one, "SELECT count(*) FROM sale")).value == 21
@@ -276,7 +290,9 @@ def test_a_frozen_state_is_restored_and_nobody_harms_another(tmp_path: Path, sho
     driven(tmp_path, test)
 
 
-def test_what_is_not_kept_is_dropped(tmp_path: Path, shop: Cluster) -> None:
+def test_collect_drops_unneeded_states(tmp_path: Path, shop: Cluster) -> None:
+    """A dropped state cannot be restored, and a kept one can."""
+
     async def test(driver: PostgresDriver) -> None:
         spec = shop.spec("shop")
         sandbox = await driver.start(spec)
@@ -293,7 +309,8 @@ def test_what_is_not_kept_is_dropped(tmp_path: Path, shop: Cluster) -> None:
     driven(tmp_path, test)
 
 
-def test_nothing_is_left_on_the_server_but_what_is_frozen(tmp_path: Path, shop: Cluster) -> None:
+def test_only_templates_remain_on_the_server(tmp_path: Path, shop: Cluster) -> None:
+    """After a close, only the agents' role and the templates exist."""
     prefix = ""
 
     async def test(driver: PostgresDriver) -> None:
@@ -304,8 +321,8 @@ def test_nothing_is_left_on_the_server_but_what_is_frozen(tmp_path: Path, shop: 
         prefix = next(iter(driver._servers.values())).prefix
 
     driven(tmp_path, test, spares=2)
-    left = sorted(name.removeprefix(prefix).split("_")[1] for name in shop.ours() if name.startswith(prefix))
-    assert left == ["agent", "root", "state"]
+    kinds = sorted(name.removeprefix(prefix).split("_")[1] for name in shop.ours() if name.startswith(prefix))
+    assert kinds == ["agent", "root", "state"]
 
 
 KILLED = """
@@ -330,7 +347,8 @@ asyncio.run(main())
 """
 
 
-def test_what_a_killed_instance_left_is_dropped_at_the_next_start(tmp_path: Path, shop: Cluster) -> None:
+def test_next_start_cleans_up_after_a_kill(tmp_path: Path, shop: Cluster) -> None:
+    """Clones of a killed instance are dropped, and its frozen states can be restored."""
     spec = shop.spec("shop")
     command = [sys.executable, "-c", KILLED, str(tmp_path / "postgres"), spec.model_dump_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as process:
@@ -350,17 +368,19 @@ def test_what_a_killed_instance_left_is_dropped_at_the_next_start(tmp_path: Path
     driven(tmp_path, test)
 
 
-def test_the_source_stays_as_it_is(tmp_path: Path, shop: Cluster) -> None:
+def test_source_never_changes(tmp_path: Path, shop: Cluster) -> None:
+    """Neither rows nor sequences of the source change."""
     with shop.connect("shop") as connection:
         before = connection.execute("SELECT count(*), sum(amount) FROM sale").fetchall()
-    said(tmp_path, shop, "DELETE FROM sale", "DROP TABLE item CASCADE", "SELECT nextval('sale_id_seq')")
+    responses_to(tmp_path, shop, "DELETE FROM sale", "DROP TABLE item CASCADE", "SELECT nextval('sale_id_seq')")
     with shop.connect("shop") as connection:
         assert connection.execute("SELECT count(*), sum(amount) FROM sale").fetchall() == before
         assert connection.execute("SELECT last_value FROM sale_id_seq").fetchall() == [(20,)]
         assert connection.execute("SELECT count(*) FROM item").fetchall() == [(50,)]
 
 
-def test_equal_databases_have_one_identity_and_a_changed_one_another(tmp_path: Path, shop: Cluster) -> None:
+def test_identity_follows_the_content(tmp_path: Path, shop: Cluster) -> None:
+    """Databases with equal content have one identity, until one of them changes."""
     shop.create("twin")
 
     async def test(driver: PostgresDriver) -> None:
@@ -378,14 +398,15 @@ def test_equal_databases_have_one_identity_and_a_changed_one_another(tmp_path: P
     driven(tmp_path, test)
 
 
-def test_a_change_that_the_server_has_not_counted_yet_is_no_old_identity(tmp_path: Path, shop: Cluster) -> None:
+def test_uncounted_changes_change_the_identity(tmp_path: Path, shop: Cluster) -> None:
+    """The server counts a session's changes late, so open sessions are part of the fingerprint."""
     shop.create("busy")
 
     async def test(driver: PostgresDriver) -> None:
         spec = EnvironmentSpec(driver="postgres", databases={"shop": Database(dsn=shop.dsn, source="busy")})
         first = await driver.identity(spec)
         with shop.connect("busy") as connection:
-            # What is counted within a second of the last count is counted later.
+            # The server reports at most once a second, so the second statement is not counted yet.
             connection.execute("SELECT 1")
             connection.execute("UPDATE item SET stock = stock + 1 WHERE id = 1")
             with pytest.raises(SpecError, match="has other sessions"):
@@ -395,14 +416,16 @@ def test_a_change_that_the_server_has_not_counted_yet_is_no_old_identity(tmp_pat
     driven(tmp_path, test)
 
 
-def test_a_clock_s_answer_is_for_this_rollout_alone(tmp_path: Path, shop: Cluster) -> None:
+def test_volatile_results_are_not_shared(tmp_path: Path, shop: Cluster) -> None:
+    """The clock and random numbers are private, unless the spec says `once`."""
     statements = ("SELECT now()", "SELECT random()", "SELECT gen_random_uuid()", "SELECT 1", "SELECT 'now' AS word")
-    shareable = [a.shareable for a in said(tmp_path, shop, *statements)]
+    shareable = [a.shareable for a in responses_to(tmp_path, shop, *statements)]
     assert shareable == [False, False, False, True, False]
-    assert all(a.shareable for a in said(tmp_path, shop, *statements, volatile="once"))
+    assert all(a.shareable for a in responses_to(tmp_path, shop, *statements, volatile="once"))
 
 
-def test_what_a_function_or_a_default_hides_is_found(tmp_path: Path, cluster: Cluster) -> None:
+def test_volatility_is_detected_through_definitions(tmp_path: Path, cluster: Cluster) -> None:
+    """Functions, views and defaults that read the clock are followed."""
     cluster.create(
         "hidden",
         "CREATE FUNCTION inner_one() RETURNS timestamptz LANGUAGE sql AS 'SELECT now()';"
@@ -419,13 +442,15 @@ def test_what_a_function_or_a_default_hides_is_found(tmp_path: Path, cluster: Cl
             "SELECT note FROM log",
             "INSERT INTO log (note) VALUES ('x')",
         )
-        told = [(await ask(sandbox, statement, database="hidden")).shareable for statement in statements]
-        assert told == [False, False, True, False]
+        shareable = [(await ask(sandbox, statement, database="hidden")).shareable for statement in statements]
+        assert shareable == [False, False, True, False]
 
     driven(tmp_path, test)
 
 
-def test_a_statement_that_takes_too_long_is_stopped_and_never_shared(tmp_path: Path, shop: Cluster) -> None:
+def test_timeouts_are_results_but_not_shared(tmp_path: Path, shop: Cluster) -> None:
+    """The statement is cancelled, its changes are rolled back, and the sandbox continues."""
+
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop"))
         endless = "WITH RECURSIVE r AS (SELECT 1 UNION ALL SELECT 1 FROM r) SELECT count(*) FROM r"
@@ -438,7 +463,9 @@ def test_a_statement_that_takes_too_long_is_stopped_and_never_shared(tmp_path: P
     driven(tmp_path, test)
 
 
-def test_a_statement_that_does_not_let_itself_be_stopped_is_ended(tmp_path: Path, shop: Cluster) -> None:
+def test_uncancellable_statement_is_terminated(tmp_path: Path, shop: Cluster) -> None:
+    """A statement that catches the cancellation is ended with its session."""
+
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop"))
         again = "BEGIN PERFORM pg_sleep(60); EXCEPTION WHEN query_canceled THEN NULL; END"
@@ -460,7 +487,9 @@ def test_a_statement_that_does_not_let_itself_be_stopped_is_ended(tmp_path: Path
     driven(tmp_path, test)
 
 
-def test_an_answer_has_a_size(tmp_path: Path, shop: Cluster) -> None:
+def test_results_are_limited(tmp_path: Path, shop: Cluster) -> None:
+    """Rows, bytes and memory of a result have limits."""
+
     async def test(driver: PostgresDriver) -> None:
         spec = shop.spec("shop", limits={"memory_mb": 64, "output_bytes": 10_000})
         sandbox = await driver.start(spec)
@@ -479,8 +508,9 @@ def test_an_answer_has_a_size(tmp_path: Path, shop: Cluster) -> None:
     driven(tmp_path, test)
 
 
-def test_values_lose_nothing(tmp_path: Path, shop: Cluster) -> None:
-    (answer,) = said(
+def test_values_keep_their_precision(tmp_path: Path, shop: Cluster) -> None:
+    """Values that JSON lacks are tagged."""
+    (answer,) = responses_to(
         tmp_path, shop,
         "SELECT 9223372036854775807, 1.10::numeric, 'NaN'::float8, '-Infinity'::float4, 0.1::float8, '\\x00ff'::bytea, "
         "date '2026-01-02', 'infinity'::timestamp, '1 day'::interval, true, NULL, '{\"a\": 1}'::jsonb, ARRAY[1, 2], "
@@ -494,7 +524,9 @@ def test_values_lose_nothing(tmp_path: Path, shop: Cluster) -> None:
     assert answer.body["types"][:3] == ["bigint", "numeric", "double precision"]
 
 
-def test_the_other_tools(tmp_path: Path, shop: Cluster) -> None:
+def test_tools_beyond_query(tmp_path: Path, shop: Cluster) -> None:
+    """`tables`, `schema` and `explain` read, and `script` is atomic."""
+
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop"))
         tables = await ask(sandbox, tool="tables")
@@ -512,15 +544,15 @@ def test_the_other_tools(tmp_path: Path, shop: Cluster) -> None:
         assert (both.error, both.effect) == (None, DATABASE)
         half = await ask(sandbox, "INSERT INTO item (id, name) VALUES (71, 'x'); SELECT 1/0", tool="script")
         assert (half.effect, (await ask(sandbox, "SELECT max(id) FROM item")).value) == (NONE, 70)
-        assert (
-            "only read" in (await ask(sandbox, "DELETE FROM item", tool="explain ".strip(), format="json")).message
-            or True
-        )
+        plan = await ask(sandbox, "DELETE FROM item", tool="explain")
+        assert (plan.error, plan.effect) == (None, NONE)
 
     driven(tmp_path, test)
 
 
-def test_compare_judges_and_changes_nothing(tmp_path: Path, shop: Cluster) -> None:
+def test_compare_changes_nothing(tmp_path: Path, shop: Cluster) -> None:
+    """Numbers are equal in every notation, and writing statements are refused."""
+
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop"))
 
@@ -542,7 +574,9 @@ def test_compare_judges_and_changes_nothing(tmp_path: Path, shop: Cluster) -> No
     driven(tmp_path, test)
 
 
-def test_sandboxes_share_no_locks_and_no_news(tmp_path: Path, shop: Cluster) -> None:
+def test_sandboxes_share_no_locks(tmp_path: Path, shop: Cluster) -> None:
+    """Advisory locks of one sandbox do not block another."""
+
     async def test(driver: PostgresDriver) -> None:
         one, two = [await driver.start(shop.spec("shop")) for _ in range(2)]
         for sandbox in (one, two):
@@ -551,13 +585,15 @@ def test_sandboxes_share_no_locks_and_no_news(tmp_path: Path, shop: Cluster) -> 
     driven(tmp_path, test)
 
 
-def test_a_worker_that_is_killed_is_an_error_and_the_next_sandbox_is_well(tmp_path: Path, shop: Cluster) -> None:
+def test_killed_worker_kills_its_sandbox_only(tmp_path: Path, shop: Cluster) -> None:
+    """The private clone's session is lost, so the sandbox is dead; a new one works."""
+
     async def test(driver: PostgresDriver) -> None:
         sandbox = await driver.start(shop.spec("shop"))
         await ask(sandbox, "DELETE FROM sale")
-        own = sandbox.positions["shop"].clone
-        assert own is not None
-        os.kill(own.worker.pid, signal.SIGKILL)
+        clone = sandbox.positions["shop"].clone
+        assert clone is not None
+        os.kill(clone.worker.pid, signal.SIGKILL)
         with pytest.raises(SandboxError):
             await ask(sandbox, "SELECT count(*) FROM sale")
         assert not sandbox.alive
@@ -568,7 +604,7 @@ def test_a_worker_that_is_killed_is_an_error_and_the_next_sandbox_is_well(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("dsn", "source", "told"),
+    ("dsn", "source", "reason"),
     [
         ("host=127.0.0.1 port=1 user=postgres", "shop", "cannot be reached"),
         ("{dsn}", "missing", "no database 'missing'"),
@@ -576,19 +612,23 @@ def test_a_worker_that_is_killed_is_an_error_and_the_next_sandbox_is_well(tmp_pa
         ("nonsense", "shop", "cannot be"),
     ],
 )
-def test_a_spec_that_names_nothing_says_so(tmp_path: Path, shop: Cluster, dsn: str, source: str, told: str) -> None:
+def test_unusable_specs_are_reported(tmp_path: Path, shop: Cluster, dsn: str, source: str, reason: str) -> None:
+    """The error names the problem, and never the password."""
+
     async def test(driver: PostgresDriver) -> None:
         spec = EnvironmentSpec(
             driver="postgres", databases={"shop": Database(dsn=dsn.format(dsn=shop.dsn), source=source)}
         )
-        with pytest.raises(SpecError, match=told) as raised:
+        with pytest.raises(SpecError, match=reason) as raised:
             await driver.identity(spec)
         assert "administrator" not in str(raised.value)
 
     driven(tmp_path, test)
 
 
-def test_a_source_in_use_says_so(tmp_path: Path, shop: Cluster) -> None:
+def test_source_in_use_is_reported(tmp_path: Path, shop: Cluster) -> None:
+    """PostgreSQL cannot clone a database that has sessions."""
+
     async def test(driver: PostgresDriver) -> None:
         with shop.connect("shop"), pytest.raises(SpecError, match="has other sessions"):
             await driver.start(shop.spec("shop"))
@@ -596,21 +636,23 @@ def test_a_source_in_use_says_so(tmp_path: Path, shop: Cluster) -> None:
     driven(tmp_path, test)
 
 
-def test_a_clone_that_waits_is_taken_and_another_is_made(tmp_path: Path, shop: Cluster) -> None:
+def test_spare_clones_are_used_and_replaced(tmp_path: Path, shop: Cluster) -> None:
+    """A spare whose worker was killed is dropped and replaced."""
+
     async def test(driver: PostgresDriver) -> None:
         sandboxes = [await driver.start(shop.spec("shop")) for _ in range(3)]
         await driver.clones.idle()
         (template,) = driver._templates.values()
         waiting = list(template.spares)
         assert len(waiting) == 1
-        # One whose worker somebody killed is no use, and is not taken.
+        # A spare whose worker was killed must not be used.
         os.kill(waiting[0].worker.pid, signal.SIGKILL)
         await ask(sandboxes[0], "DELETE FROM sale WHERE id = 1")
         await driver.clones.idle()
         (ready,) = template.spares
         await ask(sandboxes[1], "DELETE FROM sale WHERE id = 2")
-        own = sandboxes[1].positions["shop"].clone
-        assert own is ready
+        clone = sandboxes[1].positions["shop"].clone
+        assert clone is ready
         assert (await ask(sandboxes[2], "SELECT count(*) FROM sale")).value == 20
         assert waiting[0].database not in shop.ours()
 
@@ -618,6 +660,7 @@ def test_a_clone_that_waits_is_taken_and_another_is_made(tmp_path: Path, shop: C
 
 
 def test_several_databases_are_one_state(tmp_path: Path, shop: Cluster) -> None:
+    """A state covers all databases of the sandbox, and restores all of them."""
     shop.create("stock", SHOP)
 
     async def test(driver: PostgresDriver) -> None:

@@ -16,7 +16,7 @@ from sandboxes.sql.results import Failure, RowCollector, comparison, failure, su
 from sandboxes.sql.values import decode, encode, encode_text, plain
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.sandboxes.sql_calls import ask
-from tests.sandboxes.sqlite_files import driven, make, said, spec_of
+from tests.sandboxes.sqlite_files import driven, make, responses_to, spec_of
 
 integers = st.integers(-(2**63), 2**63 - 1)
 values = st.one_of(st.none(), integers, st.floats(allow_nan=False), st.text(), st.binary())
@@ -79,7 +79,7 @@ def test_database_returns_parameters_unchanged(tmp_path: Path) -> None:
 
 def test_non_utf8_text_is_tagged_in_results(tmp_path: Path) -> None:
     """Valid text, blobs and invalid text have three different forms."""
-    odd, even, joined = said(
+    odd, even, joined = responses_to(
         tmp_path, "SELECT CAST(x'66ff' AS TEXT)", "SELECT CAST(x'66' AS TEXT)", "SELECT 'a', x'62', CAST(x'ff' AS TEXT)"
     )
     assert (odd.value, even.value) == ({"text_base64": "Zv8="}, "f")

@@ -1,3 +1,5 @@
+"""The `sqlite` driver keeps the contract of SQL drivers."""
+
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -14,7 +14,7 @@ from sandboxes.spec import Database, EnvironmentSpec, Limits
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.sandboxes.box import opened
 from tests.sandboxes.sql_calls import ask
-from tests.sandboxes.sqlite_files import SHOP, driven, folder_digest, forks, make, said, spec_of
+from tests.sandboxes.sqlite_files import SHOP, driven, folder_digest, forks, make, responses_to, spec_of
 
 NONE, DATABASE, SESSION = Effect.NONE, Effect.DATABASE, Effect.SESSION
 WIDE = (
@@ -44,7 +44,7 @@ READS = (
     "PRAGMA index_list(item)", "PRAGMA compile_options", "PRAGMA cache_size", "PRAGMA encoding", "SELECT changes()",
     "SELECT last_insert_rowid()", "SELECT load_extension('/tmp/x')", "SELECT fts3_tokenizer('simple', x'00')",
 )  # fmt: skip
-"""Answered by shared workers: no fork is ever made for them."""
+"""Statements that shared workers answer, without a fork."""
 UNMOVED = (
     "DELETE FROM item WHERE id = 99", "UPDATE item SET id = 1", "INSERT INTO item VALUES (1, 'twice', 0)",
     "INSERT INTO item (id) VALUES (99)", "CREATE TABLE item (a)", "CREATE TABLE IF NOT EXISTS item (a)", "COMMIT",
@@ -52,7 +52,7 @@ UNMOVED = (
     "INSERT INTO item SELECT * FROM item WHERE 0", "PRAGMA foreign_keys = OFF", "PRAGMA incremental_vacuum",
     "PRAGMA user_version = 0", "ALTER TABLE item RENAME COLUMN missing TO other", "DELETE FROM few",
 )  # fmt: skip
-"""Need a fork to find out, and leave nothing."""
+"""Statements that need a fork to run, and change nothing."""
 CHANGES = (
     ("INSERT INTO item (name) VALUES ('x')", DATABASE | SESSION),
     ("INSERT INTO item (name) VALUES ('x') RETURNING id", DATABASE | SESSION),
@@ -94,7 +94,9 @@ REFUSED = (
 )  # fmt: skip
 
 
-def test_what_reads_makes_no_fork(tmp_path: Path) -> None:
+def test_reads_make_no_fork(tmp_path: Path) -> None:
+    """Every statement of `READS` runs on shared workers."""
+
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db", WIDE)))
         states = {}
@@ -106,7 +108,9 @@ def test_what_reads_makes_no_fork(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_what_leaves_nothing_has_no_effect_and_no_fork_stays(tmp_path: Path) -> None:
+def test_ineffective_statements_leave_no_fork(tmp_path: Path) -> None:
+    """Every statement of `UNMOVED` needs a fork to run, and the fork is dropped afterwards."""
+
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db", WIDE)))
         before = (await ask(sandbox, "SELECT 1")).state
@@ -119,13 +123,16 @@ def test_what_leaves_nothing_has_no_effect_and_no_fork_stays(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("sql", "effect"), CHANGES)
-def test_what_changes_has_its_effect(tmp_path: Path, sql: str, effect: Effect) -> None:
-    (answer,) = said(tmp_path, sql, script=WIDE)
+def test_changes_have_their_effect(tmp_path: Path, sql: str, effect: Effect) -> None:
+    """Changes of content and of session state are distinguished."""
+    (answer,) = responses_to(tmp_path, sql, script=WIDE)
     assert (answer.error, answer.effect) == (None, effect)
     assert (answer.state is None) == (sql.split(maxsplit=1)[0] in ("BEGIN", "SAVEPOINT", "ATTACH") or "TEMP" in sql)
 
 
-def test_what_is_never_allowed_is_refused_with_a_word_on_why(tmp_path: Path) -> None:
+def test_forbidden_statements_are_refused(tmp_path: Path) -> None:
+    """They are refused on shared connections, on forks and in transactions, with a reason."""
+
     async def test(driver: SqliteDriver) -> None:
         for statements in ((), ("BEGIN",), ("INSERT INTO item (name) VALUES ('x')",)):
             sandbox = await driver.start(spec_of(make(tmp_path / f"{len(statements)}{statements[:1]}.db")))
@@ -143,7 +150,8 @@ def test_what_is_never_allowed_is_refused_with_a_word_on_why(tmp_path: Path) -> 
     driven(tmp_path, test)
 
 
-def test_a_path_on_the_machine_is_in_no_answer(tmp_path: Path) -> None:
+def test_results_contain_no_machine_paths(tmp_path: Path) -> None:
+    """Results are shared between machines, so they must not name files."""
     source = make(tmp_path / "s.db")
 
     async def test(driver: SqliteDriver) -> None:
@@ -173,7 +181,9 @@ HOSTILE = (
 )
 
 
-def test_a_hostile_statement_harms_only_itself(tmp_path: Path) -> None:
+def test_hostile_statements_harm_only_themselves(tmp_path: Path) -> None:
+    """Endless, huge and deeply nested statements fail within their limits, and others continue."""
+
     async def test(driver: SqliteDriver) -> None:
         limits = Limits(memory_mb=64, disk_mb=16)
         spec = spec_of(make(tmp_path / "s.db"), limits=limits)
@@ -194,17 +204,22 @@ def test_a_hostile_statement_harms_only_itself(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_out_of_memory_is_told_as_a_limit(tmp_path: Path) -> None:
+def test_out_of_memory_is_a_limit(tmp_path: Path) -> None:
+    """Running out of memory is a result of the kind `limit`, and is not shared."""
     greedy = "SELECT count(*) FROM (SELECT DISTINCT hex(zeroblob(100000)) || k FROM "
     greedy += "(WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n) SELECT k FROM n))"
-    first, second = said(tmp_path, "PRAGMA cache_size = -1000000", greedy, limits=Limits(memory_mb=32, disk_mb=4096))
+    first, second = responses_to(
+        tmp_path, "PRAGMA cache_size = -1000000", greedy, limits=Limits(memory_mb=32, disk_mb=4096)
+    )
     assert first.error is None
     assert second.error is not None
     assert second.error["kind"] in ("limit", "timeout")
     assert not second.shareable
 
 
-def test_a_worker_that_is_killed_is_not_noticed(tmp_path: Path) -> None:
+def test_killed_idle_workers_are_replaced(tmp_path: Path) -> None:
+    """Workers without session state are replaced, and the agent does not notice."""
+
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
         for sql in ("SELECT count(*) FROM item", "DELETE FROM item WHERE id = 1", "SELECT count(*) FROM item"):
@@ -217,7 +232,8 @@ def test_a_worker_that_is_killed_is_not_noticed(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_a_worker_killed_in_the_middle_of_a_write_leaves_the_state_before(tmp_path: Path) -> None:
+def test_killed_write_leaves_the_earlier_state(tmp_path: Path) -> None:
+    """A write whose worker is killed runs once more; after the second kill it fails without a trace."""
     slow = (
         "UPDATE item SET stock = (WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n WHERE k < 30000000) "
     )
@@ -228,20 +244,27 @@ def test_a_worker_killed_in_the_middle_of_a_write_leaves_the_state_before(tmp_pa
         before = await ask(sandbox, "DELETE FROM item WHERE id = 50")
         writing = asyncio.ensure_future(ask(sandbox, slow, timeout_s=60))
         for _ in range(2):
-            # Each time it is made again, once; then the agent is told.
+            # After the first kill the driver runs the call again; after the second the agent gets a failure.
             await asyncio.sleep(0.2)
             for worker in list(driver.worker_pool.workers):
                 os.kill(worker.pid, signal.SIGKILL)
-        told = await writing
-        assert told.error is not None
-        assert (told.error["kind"], told.effect, told.state, told.shareable) == ("limit", NONE, before.state, False)
+        response = await writing
+        assert response.error is not None
+        assert (response.error["kind"], response.effect, response.state, response.shareable) == (
+            "limit",
+            NONE,
+            before.state,
+            False,
+        )
         assert (await ask(sandbox, "SELECT count(*), max(stock) FROM item")).rows == [[49, 6]]
         assert (await ask(sandbox, "PRAGMA integrity_check")).value == "ok"
 
     driven(tmp_path, test)
 
 
-def test_a_session_that_is_lost_with_its_worker_is_an_error(tmp_path: Path) -> None:
+def test_lost_session_is_an_error(tmp_path: Path) -> None:
+    """An open transaction dies with its worker, and the sandbox with it."""
+
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
         await ask(sandbox, "BEGIN")
@@ -254,20 +277,24 @@ def test_a_session_that_is_lost_with_its_worker_is_an_error(tmp_path: Path) -> N
     driven(tmp_path, test)
 
 
-def test_a_timeout_in_a_session_ends_the_sandbox_where_it_ended_the_transaction(tmp_path: Path) -> None:
+def test_timeout_in_transaction_may_kill_the_sandbox(tmp_path: Path) -> None:
+    """The sandbox stays alive only if the timeout left its transaction intact."""
+
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
         await ask(sandbox, "BEGIN")
-        for sql, lives in ((HOSTILE[0], True), (HOSTILE[-2], False)):
+        for sql, survives in ((HOSTILE[0], True), (HOSTILE[-2], False)):
             answer = await ask(sandbox, sql, timeout_s=0.2)
             assert answer.error is not None
             assert (answer.error["kind"], answer.effect, answer.shareable) == ("timeout", NONE, False)
-            assert sandbox.alive is lives
+            assert sandbox.alive is survives
 
     driven(tmp_path, test)
 
 
-def test_one_slow_rollout_does_not_hold_up_the_others(tmp_path: Path) -> None:
+def test_slow_rollouts_do_not_block_others(tmp_path: Path) -> None:
+    """Endless queries occupy workers, and a short query still gets one."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         sandboxes = [await driver.start(spec) for _ in range(12)]
@@ -288,27 +315,30 @@ def test_one_slow_rollout_does_not_hold_up_the_others(tmp_path: Path) -> None:
 COUNTERS = "SELECT changes(), last_insert_rowid(), total_changes()"
 
 
-def test_what_earlier_statements_left_comes_back_with_the_state(tmp_path: Path) -> None:
+def test_counters_and_settings_are_restored(tmp_path: Path) -> None:
+    """`changes()`, `last_insert_rowid()` and pragmas have their values after a restore."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         sandbox = await driver.start(spec)
         await ask(sandbox, "INSERT INTO item (id, name) VALUES (700, 'a'), (701, 'b')")
         await ask(sandbox, "UPDATE item SET stock = 1 WHERE id < 10")
         await ask(sandbox, "PRAGMA case_sensitive_like = ON")
-        told = [await ask(sandbox, sql) for sql in (COUNTERS, "SELECT 'a' LIKE 'A'")]
-        assert [answer.rows for answer in told] == [[[9, 701, 11]], [[0]]]
+        first = [await ask(sandbox, sql) for sql in (COUNTERS, "SELECT 'a' LIKE 'A'")]
+        assert [answer.rows for answer in first] == [[[9, 701, 11]], [[0]]]
         restored = await driver.restore(spec, await sandbox.freeze())
         again = [await ask(restored, sql) for sql in (COUNTERS, "SELECT 'a' LIKE 'A'", COUNTERS)]
         assert [answer.rows for answer in again] == [[[9, 701, 11]], [[0]], [[9, 701, 11]]]
-        assert {answer.state for answer in (*told, *again)} == {told[0].state}
+        assert {answer.state for answer in (*first, *again)} == {first[0].state}
         await ask(restored, "DELETE FROM item WHERE id = 700")
         assert (await ask(restored, COUNTERS)).rows == [[1, 701, 12]]
 
     driven(tmp_path, test)
 
 
-def test_a_failed_statement_leaves_the_counters_as_they_were(tmp_path: Path) -> None:
-    *_, before, _failed, after = said(
+def test_failed_statements_keep_the_counters(tmp_path: Path) -> None:
+    """A failed insert does not even change `last_insert_rowid()`."""
+    *_, before, _failed, after = responses_to(
         tmp_path,
         "INSERT INTO item (id, name) VALUES (60, 'x')",
         COUNTERS,
@@ -319,7 +349,9 @@ def test_a_failed_statement_leaves_the_counters_as_they_were(tmp_path: Path) -> 
     assert before.state == after.state
 
 
-def test_ways_to_one_state_meet_where_nothing_of_them_can_be_seen(tmp_path: Path) -> None:
+def test_different_paths_meet_in_one_state(tmp_path: Path) -> None:
+    """Equal content and equal counters are one state, whatever the order of statements."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         one, two = await driver.start(spec), await driver.start(spec)
@@ -335,7 +367,9 @@ def test_ways_to_one_state_meet_where_nothing_of_them_can_be_seen(tmp_path: Path
     driven(tmp_path, test)
 
 
-def test_a_task_s_databases_are_each_their_own(tmp_path: Path) -> None:
+def test_several_databases_are_one_state(tmp_path: Path) -> None:
+    """Databases of a task are separate, and one state covers all of them."""
+
     async def test(driver: SqliteDriver) -> None:
         databases = {
             "shop": Database(source=str(make(tmp_path / "s.db"))),
@@ -358,7 +392,7 @@ def test_a_task_s_databases_are_each_their_own(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-# -- clock and lots ---------------------------------------------------------------------------------------------------
+# -- clock and random numbers ----------------------------------------------------------------------------------------
 
 VOLATILE = (
     "SELECT random()", "SELECT hex(randomblob(4))", "SELECT CURRENT_TIMESTAMP", "SELECT date()", "SELECT date('now')",
@@ -372,7 +406,9 @@ STEADY = (
 )  # fmt: skip
 
 
-def test_what_reads_the_clock_or_draws_lots_is_shared_as_the_task_says(tmp_path: Path) -> None:
+def test_volatile_results_follow_the_spec(tmp_path: Path) -> None:
+    """Results that depend on the clock or on random numbers are shared as `volatile` says."""
+
     async def test(driver: SqliteDriver) -> None:
         source = make(tmp_path / "s.db", WIDE)
         for policy in ("never", "once", "frozen"):
@@ -386,17 +422,20 @@ def test_what_reads_the_clock_or_draws_lots_is_shared_as_the_task_says(tmp_path:
     driven(tmp_path, test)
 
 
-def test_lots_in_a_session_are_none_that_a_replay_could_bring_back(tmp_path: Path) -> None:
+def test_random_session_state_is_unique(tmp_path: Path) -> None:
+    """A random number in a transaction cannot be reproduced, so its witness is unique."""
     statements = ("BEGIN", "INSERT INTO item (stock, name) VALUES (random(), 'x')")
     runs = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        runs.append([answer.witness for answer in said(tmp_path / name, *statements)])
+        runs.append([answer.witness for answer in responses_to(tmp_path / name, *statements)])
     assert runs[0][0] == runs[1][0]
     assert runs[0][1] != runs[1][1]
 
 
-def test_a_frozen_clock_and_frozen_lots_are_a_function_of_the_state(tmp_path: Path) -> None:
+def test_frozen_inputs_depend_on_the_state(tmp_path: Path) -> None:
+    """With `volatile: frozen`, time is fixed and random numbers follow from the state."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db", WIDE), volatile="frozen", frozen_at="2031-02-03T04:05:06.789Z")
         runs: list[list[object]] = []
@@ -414,10 +453,11 @@ def test_a_frozen_clock_and_frozen_lots_are_a_function_of_the_state(tmp_path: Pa
     driven(tmp_path, test)
 
 
-# -- what is wrong with a source or a state ---------------------------------------------------------------------------
+# -- unusable sources and states -------------------------------------------------------------------------------------
 
 
-def test_a_source_that_is_no_database_is_the_spec_s_fault(tmp_path: Path) -> None:
+def test_unusable_sources_are_spec_errors(tmp_path: Path) -> None:
+    """The error says what is wrong with the source, and where."""
     (tmp_path / "text.db").write_text("this is no database, whatever its name says" * 200)
     broken = make(tmp_path / "broken.db")
     broken.write_bytes(broken.read_bytes()[:4096] + b"\xff" * 8192)
@@ -443,7 +483,9 @@ def test_a_source_that_is_no_database_is_the_spec_s_fault(tmp_path: Path) -> Non
     driven(tmp_path, test)
 
 
-def test_a_state_that_somebody_touched_is_gone(tmp_path: Path) -> None:
+def test_touched_states_are_gone(tmp_path: Path) -> None:
+    """A state whose files have other times is not restored."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         sandbox = await driver.start(spec)
@@ -458,16 +500,18 @@ def test_a_state_that_somebody_touched_is_gone(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_a_state_whose_log_is_cut_is_gone(tmp_path: Path) -> None:
+def test_damaged_log_is_detected(tmp_path: Path) -> None:
+    """The log has its length but lost its content, as after a power failure."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         sandbox = await driver.start(spec)
         await ask(sandbox, "DELETE FROM item")
         frozen = await sandbox.freeze()
-        place = frozen.payload["databases"]["shop"]
-        log = driver.store.path(place["part"]).with_name("db-wal")
+        state = frozen.payload["databases"]["shop"]
+        log = driver.store.path(state["part"]).with_name("db-wal")
         data = log.read_bytes()
-        # As after a power cut: the length is right, the blocks are not.
+        # As after a power failure: the length is right, the blocks are not.
         log.write_bytes(data[:32] + bytes(len(data) - 32))
         restored = await driver.restore(spec, frozen)
         with pytest.raises(SandboxError):
@@ -476,7 +520,9 @@ def test_a_state_whose_log_is_cut_is_gone(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_a_second_driver_is_kept_out(tmp_path: Path) -> None:
+def test_second_driver_is_refused(tmp_path: Path) -> None:
+    """Two drivers must not use one data directory."""
+
     async def test(_driver: SqliteDriver) -> None:
         with pytest.raises(SandboxError, match="in use"):
             await SqliteDriver(tmp_path / "data").open()
@@ -484,7 +530,8 @@ def test_a_second_driver_is_kept_out(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_what_a_killed_instance_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_are_deleted(tmp_path: Path) -> None:
+    """Incomplete states and forks go at the next start, and complete states stay."""
     source = make(tmp_path / "s.db")
 
     async def go() -> None:
@@ -494,8 +541,8 @@ def test_what_a_killed_instance_left_is_swept(tmp_path: Path) -> None:
             await ask(sandbox, "DELETE FROM item WHERE id = 1")
             frozen = await sandbox.freeze()
         (tmp_path / "data" / "states" / "new-half").mkdir()
-        (tmp_path / "data" / "forks" / "left").mkdir()
-        (tmp_path / "data" / "forks" / "left" / "db").write_bytes(b"x")
+        (tmp_path / "data" / "forks" / "old").mkdir()
+        (tmp_path / "data" / "forks" / "old" / "db").write_bytes(b"x")
         second = SqliteDriver(tmp_path / "data")
         async with opened(second):
             assert forks(second) == 0
@@ -505,7 +552,9 @@ def test_what_a_killed_instance_left_is_swept(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
+def test_close_leaves_no_files_or_processes(tmp_path: Path) -> None:
+    """Descriptors do not accumulate, and a closed driver leaves no worker and no fork."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         await ask(await driver.start(spec), "DELETE FROM item")
@@ -516,17 +565,17 @@ def test_nothing_is_left_open_or_running(tmp_path: Path) -> None:
             await ask(sandbox, HOSTILE[1])
             await sandbox.freeze()
             await sandbox.close()
-        # Shared and spare workers come and go.
+        # The number of shared and spare workers varies.
         assert open_descriptors() <= before + 5
         assert forks(driver) <= 1
         pids = [worker.pid for worker in driver.worker_pool.workers]
         await driver.aclose()
-        left.extend(pids)
+        remaining.extend(pids)
 
-    left: list[int] = []
+    remaining: list[int] = []
     driven(tmp_path, test)
-    assert left
-    assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    assert remaining
+    assert not [pid for pid in remaining if Path(f"/proc/{pid}").exists()]
     assert list(folder_digest(tmp_path)) == ["s.db"]
 
 

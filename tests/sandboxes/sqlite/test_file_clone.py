@@ -1,4 +1,4 @@
-"""Forks of one base: its bytes never change, whatever is done to them, and none is taken for another."""
+"""Forks of one base never change its bytes, and never affect each other."""
 
 import asyncio
 import hashlib
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandboxes.errors import SandboxError
-from sandboxes.sqlite import file_clone as forking
+from sandboxes.sqlite import file_clone
 from sandboxes.sqlite.driver import SqliteDriver
 from sandboxes.sqlite.file_clone import Method
 from sandboxes.sqlite.pages import Pages
@@ -28,12 +28,14 @@ COUNT = "SELECT count(*), coalesce(sum(stock), 0) FROM item"
 
 
 def bases(driver: SqliteDriver) -> dict[str, str]:
-    """Return the digest of each kept database file."""
+    """Return the digest of each frozen database file."""
     parts = driver.store.all()
     return {part: hashlib.sha256(driver.store.path(part).read_bytes()).hexdigest() for part in parts}
 
 
-def test_sixty_forks_of_forks_leave_the_base_and_each_other_as_they_are(tmp_path: Path) -> None:
+def test_chain_of_forks_keeps_the_base(tmp_path: Path) -> None:
+    """Sixty states, each forked from the one before, stay intact, and so does their root."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         sandbox = await driver.start(spec)
@@ -59,7 +61,9 @@ def test_sixty_forks_of_forks_leave_the_base_and_each_other_as_they_are(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_workers_killed_in_the_middle_of_writes_leave_the_base_as_it_is(tmp_path: Path, seed: int) -> None:
+def test_kills_during_writes_keep_the_base(tmp_path: Path, seed: int) -> None:
+    """Workers die at random moments of large writes."""
+
     async def test(driver: SqliteDriver) -> None:
         dice = random.Random(seed)  # noqa: S311 - dice of a test
         spec = spec_of(make(tmp_path / "s.db"))
@@ -72,13 +76,13 @@ def test_workers_killed_in_the_middle_of_writes_leave_the_base_as_it_is(tmp_path
         for _ in range(10):
             await asyncio.sleep(dice.random() * 0.05)
             os.kill(dice.choice([worker.pid for worker in driver.worker_pool.workers]), signal.SIGKILL)
-        # One that was killed while it opened its fork is an error of its sandbox.
-        told = await asyncio.gather(*writing, return_exceptions=True)
-        whole = [s for s, said in zip(sandboxes, told, strict=True) if not isinstance(said, SandboxError)]
-        dice.shuffle(whole)
-        for sandbox in whole[::2]:
+        # A worker that is killed while it opens its fork is an error of its sandbox.
+        results = await asyncio.gather(*writing, return_exceptions=True)
+        intact = [s for s, result in zip(sandboxes, results, strict=True) if not isinstance(result, SandboxError)]
+        dice.shuffle(intact)
+        for sandbox in intact[::2]:
             await sandbox.close()
-        for sandbox in whole[1::2]:
+        for sandbox in intact[1::2]:
             assert (await ask(sandbox, "SELECT count(*) FROM item")).value in (51, 200_051)
             assert (await ask(sandbox, "PRAGMA integrity_check")).value == "ok"
         assert bases(driver) == before
@@ -86,7 +90,8 @@ def test_workers_killed_in_the_middle_of_writes_leave_the_base_as_it_is(tmp_path
     driven(tmp_path, test)
 
 
-def test_the_lock_is_what_keeps_a_closing_connection_from_the_base(tmp_path: Path) -> None:
+def test_hold_prevents_the_final_checkpoint(tmp_path: Path) -> None:
+    """Without the lock, the closing connection writes its log into the shared file."""
     base = make(tmp_path / "base.db")
     connection = sqlite3.connect(base, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL").fetchall()
@@ -96,22 +101,24 @@ def test_the_lock_is_what_keeps_a_closing_connection_from_the_base(tmp_path: Pat
     digest = hashlib.sha256(base.read_bytes()).digest()
     for locked in (True, False):
         fork = tmp_path / f"{locked}.db"
-        forking.clone(Method.LINK, base, fork)
-        lock = forking.hold(fork) if locked else os.open(fork, os.O_RDONLY)
+        file_clone.clone(Method.LINK, base, fork)
+        lock = file_clone.hold(fork) if locked else os.open(fork, os.O_RDONLY)
         subprocess.run(["python", "-c", program, str(fork)], check=True)
         os.close(lock)
         assert (hashlib.sha256(base.read_bytes()).digest() == digest) is locked
 
 
 @pytest.mark.parametrize("method", [Method.LINK, Method.COPY])
-def test_every_way_of_forking_gives_the_same_answers_and_states(tmp_path: Path, method: Method) -> None:
-    told = same_everywhere(tmp_path / "one", method), same_everywhere(tmp_path / "two", Method.LINK)
-    assert told[0] == told[1]
+def test_all_methods_give_equal_results(tmp_path: Path, method: Method) -> None:
+    """Results and states do not depend on how forks are made."""
+    results = rows_and_states(tmp_path / "one", method), rows_and_states(tmp_path / "two", Method.LINK)
+    assert results[0] == results[1]
 
 
 @needs_root
 @pytest.mark.skipif(shutil.which("mkfs.xfs") is None, reason="needs XFS for a reflink")
-def test_a_file_system_that_can_share_blocks_is_used_for_that(tmp_path: Path) -> None:
+def test_reflinks_are_preferred(tmp_path: Path) -> None:
+    """On XFS, forks are reflinks."""
     image, mount = tmp_path / "image", tmp_path / "xfs"
     mount.mkdir()
     with image.open("wb") as file:
@@ -119,16 +126,16 @@ def test_a_file_system_that_can_share_blocks_is_used_for_that(tmp_path: Path) ->
     subprocess.run(["mkfs.xfs", "-q", str(image)], check=True)
     subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=True)
     try:
-        assert forking.choose(mount) is Method.REFLINK
-        assert same_everywhere(mount, None) == same_everywhere(tmp_path / "other", Method.LINK)
+        assert file_clone.choose(mount) is Method.REFLINK
+        assert rows_and_states(mount, None) == rows_and_states(tmp_path / "other", Method.LINK)
     finally:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-def same_everywhere(folder: Path, method: Method | None) -> list[object]:
-    """Return answers and states of a few writes, a freeze and a restore, forked by method."""
+def rows_and_states(folder: Path, method: Method | None) -> list[object]:
+    """Return rows and states of some calls around a freeze and a restore, with forks made by a method."""
     folder.mkdir(exist_ok=True)
-    told: list[object] = []
+    results: list[object] = []
 
     async def test(driver: SqliteDriver) -> None:
         driver.store.method = method or driver.store.method
@@ -136,17 +143,18 @@ def same_everywhere(folder: Path, method: Method | None) -> list[object]:
         sandbox = await driver.start(spec)
         for sql in (COUNT, "DELETE FROM item WHERE id > 25", "CREATE TABLE t AS SELECT * FROM item", COUNT):
             answer = await ask(sandbox, sql)
-            told.append((answer.rows, answer.state))
+            results.append((answer.rows, answer.state))
         restored = await driver.restore(spec, await sandbox.freeze())
         for sql in (COUNT, "INSERT INTO t SELECT * FROM t", "SELECT count(*) FROM t"):
             answer = await ask(restored, sql)
-            told.append((answer.rows, answer.state))
+            results.append((answer.rows, answer.state))
 
     driven(folder, test)
-    return told
+    return results
 
 
-def test_a_long_log_becomes_a_database_of_its_own_page_by_page(tmp_path: Path) -> None:
+def test_long_logs_are_compacted(tmp_path: Path) -> None:
+    """Freezing writes a long log into a new database file, with equal content and equal later states."""
     wide = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n WHERE k < 12000) "
 
     async def test(driver: SqliteDriver) -> None:
@@ -155,8 +163,8 @@ def test_a_long_log_becomes_a_database_of_its_own_page_by_page(tmp_path: Path) -
         await ask(sandbox, f"INSERT INTO item (name, stock) {wide} SELECT hex(zeroblob(400)), k FROM n", timeout_s=30)
         before = await ask(sandbox, COUNT)
         frozen = await sandbox.freeze()
-        place = frozen.payload["databases"]["shop"]
-        assert (place["frames"], place["base"]) == (0, place["part"])
+        state = frozen.payload["databases"]["shop"]
+        assert (state["frames"], state["base"]) == (0, state["part"])
         assert not list((tmp_path / "data" / "forks").iterdir())
         one, two = sandbox, await driver.restore(spec, frozen)
         assert [(await ask(s, COUNT)).rows for s in (one, two)] == [before.rows] * 2
@@ -167,7 +175,7 @@ def test_a_long_log_becomes_a_database_of_its_own_page_by_page(tmp_path: Path) -
         await one.close()
         later = await two.freeze()
         await two.close()
-        # Its root is still what pages are compared with.
+        # Pages are still compared with the root, so the root stays.
         await driver.collect(later.parts)
         assert len(driver.store.all()) == 3
         assert (await ask(await driver.restore(spec, later), "PRAGMA integrity_check")).value == "ok"
@@ -187,8 +195,8 @@ STATEMENTS = (
 
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from(STATEMENTS), min_size=1, max_size=8), st.integers(0, 7))
-def test_the_same_statements_reach_the_same_pages_however_they_were_run(statements: list[str], cut: int) -> None:
-    """In one connection, and in another that read much, was frozen and restored, or failed in between."""
+def test_equal_statements_reach_equal_pages(statements: list[str], cut: int) -> None:
+    """They may run in one connection, or in one that read much, failed, or was restored in between."""
 
     async def go(folder: Path) -> None:
         async with opened(driver := SqliteDriver(folder / "data")):
@@ -207,8 +215,8 @@ def test_the_same_statements_reach_the_same_pages_however_they_were_run(statemen
         asyncio.run(go(Path(folder)))
 
 
-def test_a_change_larger_than_the_cache_reaches_the_same_pages_whatever_was_read_before(tmp_path: Path) -> None:
-    """Its pages spill into the log before it ends, and some of them are then freed."""
+def test_large_changes_reach_equal_pages(tmp_path: Path) -> None:
+    """A change larger than the page cache spills pages into the log before it ends, and later frees some."""
     wide = "WITH RECURSIVE n(k) AS (SELECT 1 UNION ALL SELECT k + 1 FROM n WHERE k < 4000) "
     changes = (
         f"CREATE TABLE big AS {wide} SELECT k, hex(zeroblob(700)) AS text FROM n",
@@ -234,7 +242,8 @@ def test_a_change_larger_than_the_cache_reaches_the_same_pages_whatever_was_read
     driven(tmp_path, test)
 
 
-def test_pages_are_told_from_the_root_s_and_no_more(tmp_path: Path) -> None:
+def test_pages_differ_from_the_root_only(tmp_path: Path) -> None:
+    """A page that equals the root's again is no change, and saved pages give the same digest."""
     root, fork = make(tmp_path / "root.db"), tmp_path / "fork.db"
     connection = sqlite3.connect(root, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL").fetchall()

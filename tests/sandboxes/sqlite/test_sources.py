@@ -1,4 +1,4 @@
-"""What a spec may name as a database, and how its root state is made."""
+"""Sources that a spec may name, and their root states."""
 
 import asyncio
 import sqlite3
@@ -14,7 +14,9 @@ from tests.sandboxes.sql_calls import ask
 from tests.sandboxes.sqlite_files import driven, folder_digest, make, spec_of
 
 
-def test_equal_content_has_one_identity_and_one_copy(tmp_path: Path) -> None:
+def test_equal_content_has_one_identity(tmp_path: Path) -> None:
+    """Equal files share one root state."""
+
     async def test(driver: SqliteDriver) -> None:
         one, two = make(tmp_path / "one.db"), tmp_path / "two.db"
         two.write_bytes(one.read_bytes())
@@ -26,7 +28,9 @@ def test_equal_content_has_one_identity_and_one_copy(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_a_changed_source_has_another_identity_and_old_states_stay(tmp_path: Path) -> None:
+def test_changed_source_has_another_identity(tmp_path: Path) -> None:
+    """Sandboxes that run keep the old content."""
+
     async def test(driver: SqliteDriver) -> None:
         source = make(tmp_path / "s.db")
         spec = spec_of(source)
@@ -42,7 +46,8 @@ def test_a_changed_source_has_another_identity_and_old_states_stay(tmp_path: Pat
     driven(tmp_path, test)
 
 
-def test_asking_again_reads_nothing(tmp_path: Path) -> None:
+def test_unchanged_sources_are_not_read_again(tmp_path: Path) -> None:
+    """Even another driver on the same directory starts no worker."""
     source = make(tmp_path / "s.db")
 
     async def go() -> None:
@@ -50,14 +55,14 @@ def test_asking_again_reads_nothing(tmp_path: Path) -> None:
             async with opened(driver := SqliteDriver(tmp_path / "data")):
                 for _ in range(3):
                     await driver.identity(spec_of(source))
-                # Without a worker no source was read; the second driver knows it from the first.
+                # A driver without workers has read no source. The second one loads what the first saved.
                 assert (driver.worker_pool.started == 0) is (turn == 1)
 
     asyncio.run(go())
 
 
-def test_a_database_in_use_is_read_as_it_is_at_the_moment(tmp_path: Path) -> None:
-    """With a log beside it, or a journal that a killed process left, and nothing in its directory is touched."""
+def test_database_in_use_is_read_consistently(tmp_path: Path) -> None:
+    """Its log is read too, and nothing in its directory is touched."""
     folder = tmp_path / "source"
     folder.mkdir()
     source = make(folder / "s.db")
@@ -78,7 +83,8 @@ def test_a_database_in_use_is_read_as_it_is_at_the_moment(tmp_path: Path) -> Non
     writer.close()
 
 
-def test_a_hot_journal_is_rolled_back_in_the_copy(tmp_path: Path) -> None:
+def test_hot_journal_is_rolled_back_in_the_copy(tmp_path: Path) -> None:
+    """A killed writer's journal is applied to the copy, and the source keeps it."""
     folder, half = tmp_path / "source", tmp_path / "half"
     folder.mkdir()
     half.mkdir()
@@ -86,7 +92,7 @@ def test_a_hot_journal_is_rolled_back_in_the_copy(tmp_path: Path) -> None:
     writer.execute("PRAGMA cache_size = 1")
     writer.execute("BEGIN")
     writer.execute("UPDATE item SET name = hex(zeroblob(2000))")
-    # What a killed writer would have left.
+    # Copy what a killed writer would leave.
     for path in list(half.iterdir()):
         (folder / path.name).write_bytes(path.read_bytes())
     writer.close()
@@ -102,7 +108,8 @@ def test_a_hot_journal_is_rolled_back_in_the_copy(tmp_path: Path) -> None:
     assert folder_digest(folder) == before
 
 
-def test_a_script_makes_the_same_database_each_time(tmp_path: Path) -> None:
+def test_scripts_are_deterministic(tmp_path: Path) -> None:
+    """The clock and random numbers are frozen while a script runs."""
     script = tmp_path / "shop.sql"
     script.write_text(
         "\ufeff-- a dump\nPRAGMA foreign_keys=OFF;\nBEGIN TRANSACTION;\n"
@@ -116,8 +123,8 @@ def test_a_script_makes_the_same_database_each_time(tmp_path: Path) -> None:
     async def test(driver: SqliteDriver) -> None:
         identities.append(await driver.identity(spec_of(script)))
         sandbox = await driver.start(spec_of(script))
-        told = await ask(sandbox, "SELECT count(*), min(at) FROM t")
-        assert told.rows == [[2, "2026-01-01 00:00:00"]]
+        response = await ask(sandbox, "SELECT count(*), min(at) FROM t")
+        assert response.rows == [[2, "2026-01-01 00:00:00"]]
 
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -125,7 +132,8 @@ def test_a_script_makes_the_same_database_each_time(tmp_path: Path) -> None:
     assert identities[0] == identities[1]
 
 
-def test_an_empty_script_is_an_empty_database(tmp_path: Path) -> None:
+def test_empty_script_makes_an_empty_database(tmp_path: Path) -> None:
+    """The database has no tables, and can be written."""
     (tmp_path / "s.sql").write_text("")
 
     async def test(driver: SqliteDriver) -> None:
@@ -136,7 +144,8 @@ def test_an_empty_script_is_an_empty_database(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_csv_files_are_tables(tmp_path: Path) -> None:
+def test_csv_files_become_tables(tmp_path: Path) -> None:
+    """Types are chosen so that no value loses a digit."""
     folder = tmp_path / "csv"
     folder.mkdir()
     (folder / "people.csv").write_text(
@@ -147,8 +156,8 @@ def test_csv_files_are_tables(tmp_path: Path) -> None:
 
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(folder))
-        told = await ask(sandbox, "SELECT *, typeof(id), typeof(height), typeof(zip) FROM people ORDER BY id")
-        assert told.rows == [
+        response = await ask(sandbox, "SELECT *, typeof(id), typeof(height), typeof(zip) FROM people ORDER BY id")
+        assert response.rows == [
             [1, "Ann, M.", 1.7, "01234", None, "integer", "real", "text"],
             [2, "Bob", 2.0, "99999", "two\nlines", "integer", "real", "text"],
             [3, None, None, "00001", "x", "integer", "null", "text"],
@@ -165,7 +174,8 @@ def test_csv_files_are_tables(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_files_that_make_no_database_together_are_refused(tmp_path: Path) -> None:
+def test_incompatible_files_are_refused(tmp_path: Path) -> None:
+    """Several files must all be CSV, with distinct names."""
     for name in ("a.csv", "b.sql", "A.csv"):
         (tmp_path / name).write_text("x\n1\n")
 
@@ -178,7 +188,8 @@ def test_files_that_make_no_database_together_are_refused(tmp_path: Path) -> Non
     driven(tmp_path, test)
 
 
-def test_sources_may_lie_where_links_and_odd_names_are(tmp_path: Path) -> None:
+def test_sources_may_have_odd_paths(tmp_path: Path) -> None:
+    """Symbolic links and characters that are special in URIs work."""
     folder = tmp_path / "odd ?#%41 näme"
     folder.mkdir()
     source = make(folder / "s?mode=memory.db")
@@ -193,7 +204,9 @@ def test_sources_may_lie_where_links_and_odd_names_are(tmp_path: Path) -> None:
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_data_directory_may_have_an_odd_name(tmp_path: Path) -> None:
+def test_data_directory_may_have_odd_name(tmp_path: Path) -> None:
+    """Characters that are special in URIs work."""
+
     async def go() -> None:
         async with opened(driver := SqliteDriver(tmp_path / "d?a#t%20a ä")):
             sandbox = await driver.start(spec_of(make(tmp_path / "s.db")))
@@ -204,7 +217,9 @@ def test_a_data_directory_may_have_an_odd_name(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_source_that_was_collected_is_brought_in_again(tmp_path: Path) -> None:
+def test_collected_source_is_imported_again(tmp_path: Path) -> None:
+    """It has the same identity as before."""
+
     async def test(driver: SqliteDriver) -> None:
         spec = spec_of(make(tmp_path / "s.db"))
         before = await driver.identity(spec)
@@ -216,12 +231,13 @@ def test_a_source_that_was_collected_is_brought_in_again(tmp_path: Path) -> None
     driven(tmp_path, test)
 
 
-def test_a_source_s_times_and_bytes_stay(tmp_path: Path) -> None:
+def test_source_files_are_never_touched(tmp_path: Path) -> None:
+    """Times, size and bytes of a source stay as they are."""
     folder = tmp_path / "source"
     folder.mkdir()
     source = make(folder / "s.db")
     source.chmod(0o444)
-    before = looks(source)
+    before = file_facts(source)
 
     async def test(driver: SqliteDriver) -> None:
         sandbox = await driver.start(spec_of(source))
@@ -230,10 +246,10 @@ def test_a_source_s_times_and_bytes_stay(tmp_path: Path) -> None:
         await sandbox.freeze()
 
     driven(tmp_path, test)
-    assert looks(source) == before
+    assert file_facts(source) == before
 
 
-def looks(source: Path) -> object:
-    found = source.stat()
-    times = found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_nlink
+def file_facts(source: Path) -> object:
+    stat = source.stat()
+    times = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_nlink
     return times, folder_digest(source.parent)
