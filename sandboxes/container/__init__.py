@@ -1,4 +1,17 @@
 """The `container` driver: sandboxes in Docker containers.
 
 Process: the proxy; `keeper` runs beside each container.
+
+| process         | parent          | what it holds                        | what ends it                             |
+|-----------------|-----------------|--------------------------------------|------------------------------------------|
+| proxy           |                 | lock of the data directory; channels |                                          |
+| keeper launcher | proxy           | mounts of its own; its socket        | the proxy closes the socket, or dies     |
+| keeper          | keeper launcher | processes, sessions, delta of its    | the proxy closes its channel, or the     |
+|                 |                 | container                            | launcher dies; it kills pid 1            |
+| pid 1           | Docker's shim   | nothing: it starts the anchor        | the keeper kills it                      |
+| anchor          | pid 1, or tini  | shells and servers, its children     | pid 1's end; pid 1 replaces a killed one |
+| shell           | anchor          | one session                          | the keeper replaces it by a fresh one    |
+| CRIU            | keeper          | the images; its socket to the proxy  | the proxy closes the socket              |
+
+Pid 1, anchor and shells run inside the container; `boot_scripts` has their programs.
 """

@@ -1,4 +1,16 @@
-"""The shell inside a container that starts all others, seen from the keeper. See `texts` for its side."""
+"""The anchor: the shell inside a container that starts all other shells, seen from the keeper.
+
+Every process of a container must be born inside it, in its control groups and with its rights. So the keeper starts
+none itself: it asks the anchor, which runs inside (`boot_scripts`). They talk over three FIFOs in the box:
+
+    orders  keeper -> anchor    `start N`: start the shell in directory N. `wait PID`: how did it end?
+    news    anchor -> keeper    `ready KIND PID PARENT`, `started N PID`, `ended PID STATUS`
+    again   keeper -> pid 1     start another anchor
+
+Any process in the container may write to the FIFOs, too. A forged line can start a shell or report a wrong status, and
+both harm only the agent's own sandbox. The keeper checks each line's form, and a pid by the container's control group.
+An agent may also kill the anchor. Pid 1 then starts another; processes of the dead one have no parent any more.
+"""
 
 import contextlib
 import itertools
@@ -13,13 +25,31 @@ from sandboxes.container.cgroup_processes import Household, inner_of, kill, star
 from sandboxes.guest.anchor import ShellStartError
 
 ANSWER_S = 10.0
-SHELTERED = "-900"
+"""Longest wait for the anchor's response, which takes milliseconds."""
+
+NO_SHELL_S = 0.5
+"""The same wait in a container whose /bin/sh is gone: most likely no anchor can start any more."""
+
+PROTECTED_OOM_SCORE = "-900"
+"""The OOM score of pid 1 and anchor: when memory is short, the kernel should kill a command, not what starts them."""
 
 
 class ContainerAnchor:
-    """`pids`: those on this machine of the anchor and, where there is one, its init. `bash`: what shells it starts."""
+    """The anchor of one container.
+
+    Attributes:
+        pid: The anchor, as this machine numbers it; 0 before `ready`.
+        pids: The anchor, and its init if there is one.
+        bash: Whether it starts bash; otherwise it starts /bin/sh.
+    """
 
     def __init__(self, box: Path, house: Household) -> None:
+        """Open the FIFOs, at both ends: then no open and no write blocks, and none fails when the other end dies.
+
+        Args:
+            box: The container's box.
+            house: The container's processes.
+        """
         self.box, self.house = box, house
         self.pids: set[int] = set()
         self.pid = 0
@@ -32,62 +62,64 @@ class ContainerAnchor:
         )
 
     def ready(self, within_s: float) -> bool:
-        """Wait until the anchor stands; return whether the image has bash.
+        """Wait until the anchor runs; return whether the image has bash.
 
         Raises:
-            CannotStart: it gives no sign.
+            ShellStartError: No anchor responds in time.
         """
         _, kind, inner, parent = self._hear("ready", within_s)
-        found = [self.house.find(int(pid)) for pid in (inner, parent)]
+        pids = [self.house.find(int(pid)) for pid in (inner, parent)]
         self.bash = kind == "bash"
-        self.pids = {pid for pid in found if pid is not None}
-        self.pid = found[0] or 0
+        self.pids = {pid for pid in pids if pid is not None}
+        self.pid = pids[0] or 0
         self._started = start_time(self.pid)
         for pid in (self.house.pid, *self.pids):
-            # Memory is short when a command takes too much: it should go, not what starts the next one.
             with contextlib.suppress(OSError):
-                Path(f"/proc/{pid}/oom_score_adj").write_text(SHELTERED)
+                Path(f"/proc/{pid}/oom_score_adj").write_text(PROTECTED_OOM_SCORE)
         return self.bash
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of it: what the container calls its processes."""
+        """Return what a checkpoint stores about the anchor; its pids are inner ones, which a restore keeps."""
         return {"inner": inner_of(self.pid), "pids": [inner_of(pid) for pid in self.pids], "bash": self.bash}
 
-    def adopt(self, told: dict[str, Any]) -> None:
-        """Take over an anchor that was restored with its processes, in the place of the one that was here."""
-        self.pid = self.house.find(told["inner"]) or 0
-        self.pids = {pid for inner in told["pids"] if (pid := self.house.find(inner)) is not None}
-        self.bash = told["bash"]
+    def adopt(self, stored: dict[str, Any]) -> None:
+        """Use the anchor that a checkpoint restored, instead of the one that was here."""
+        self.pid = self.house.find(stored["inner"]) or 0
+        self.pids = {pid for inner in stored["pids"] if (pid := self.house.find(inner)) is not None}
+        self.bash = stored["bash"]
         self._started = start_time(self.pid)
 
     def look_after(self) -> None:
-        """Have a new anchor started where the agent has killed this one; then what it had left is orphaned.
+        """Have another anchor started if the agent has killed this one. Background processes then have no parent.
 
         Raises:
-            CannotStart: no new one comes up.
+            ShellStartError: No anchor responds.
         """
         if start_time(self.pid) == self._started and self._started is not None:
             return
+        # The init goes too, with whatever it has left, so that pid 1 reads `again`.
         for pid in self.pids - {self.house.pid}:
             kill(pid)
         self._drop_news()
         os.write(self._again_fd, b"\n")
         with contextlib.suppress(ShellStartError):
-            self.ready(ANSWER_S if self._shell_is_there() else 0.5)
+            self.ready(ANSWER_S if self._has_shell() else NO_SHELL_S)
 
-    def _shell_is_there(self) -> bool:
+    def _has_shell(self) -> bool:
         return os.path.lexists(f"/proc/{self.house.pid}/root/bin/sh")
 
     def new_folder(self) -> Path:
-        """Return a name in the box that no shell has had."""
-        # Those of shells that were restored bring their own.
+        """Return a directory in the box that does not exist yet. Restored shells bring directories of other numbers."""
         return next(path for number in self._numbers if not (path := self.box / str(number)).exists())
 
     def start(self, name: str) -> tuple[int, int]:
-        """Start the shell in directory name; return its pid on this machine and its own.
+        """Start the shell whose files are in a directory of the box.
+
+        Returns:
+            Its pid on this machine, and its inner pid.
 
         Raises:
-            CannotStart: it ended at once, or the anchor is dead.
+            ShellStartError: It ended at once, or the anchor is dead.
         """
         self._order(f"start {name}")
         while True:
@@ -100,7 +132,7 @@ class ContainerAnchor:
         return pid, int(inner)
 
     def status(self, inner: int, *, otherwise: int) -> int:
-        """Return how a shell ended, which it has or is about to; otherwise, where the anchor cannot say."""
+        """Return the exit status of a shell that ends; `otherwise` if the anchor does not know it."""
         try:
             self._order(f"wait {inner}")
             while True:
@@ -112,27 +144,34 @@ class ContainerAnchor:
 
     def _order(self, line: str) -> None:
         if self._started is None or start_time(self.pid) != self._started:
-            raise ShellStartError("no shell can be started in this sandbox: what starts them has been killed")
+            raise ShellStartError("no shell can be started in this sandbox: its anchor has been killed")
         os.write(self._orders_fd, f"{line}\n".encode())
 
     def _hear(self, kind: str, within_s: float) -> list[str]:
-        """Return the words of the next line of news that is of this kind."""
+        """Return the fields of the next line of news of a kind; other lines are dropped.
+
+        Raises:
+            ShellStartError: None comes in time, or the anchor or the container ends.
+        """
         deadline = time.monotonic() + within_s
         expected = {"ready": 4, "started": 3, "ended": 3}[kind]
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             while b"\n" in self._news:
                 line, _, self._news = self._news.partition(b"\n")
-                words = line.decode("latin-1").split()
-                if words[:1] == [kind] and len(words) == expected and all(w.isdigit() for w in words[-2:]):
-                    return words
-            readable, _, _ = select.select([self._news_fd, self.house.init], [], [], min(left, 0.2))
+                fields = line.decode("latin-1").split()
+                # A process of the agent's may have written the line, so its form is checked.
+                if fields[:1] == [kind] and len(fields) == expected and all(f.isdigit() for f in fields[-2:]):
+                    return fields
+            readable, _, _ = select.select([self._news_fd, self.house.init], [], [], min(remaining_s, 0.2))
             if self._news_fd in readable:
                 self._news += os.read(self._news_fd, 1 << 16)
             elif self.house.init in readable or (kind != "ready" and start_time(self.pid) != self._started):
+                # The container's pid 1 has ended, or the anchor that should respond.
                 break
-        raise ShellStartError("no shell can be started in this sandbox: what starts them gives no answer")
+        raise ShellStartError("no shell can be started in this sandbox: its anchor does not respond")
 
     def _drop_news(self) -> None:
+        """Empty the FIFOs: what is in them was for, or from, an anchor that is dead."""
         self._news = b""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._news_fd, 1 << 16):

@@ -1,19 +1,26 @@
-"""The shell texts that run inside a container, and the names of what they meet there (pure).
+"""The shell programs that run inside a container before any command does, and the names of their files (pure).
 
-All of it lies in one directory that is bound read-only at `BOX`; FIFOs can be written to there all the same.
+All of them are in the box, a directory that is mounted read-only at `BOX`. FIFOs can be written to there all the same.
 
-    start       pid 1: runs the anchor, and runs it again when the agent has killed it and `again` says so
-    tini        a static init, where this machine has one: a subreaper, so one tree holds all that the anchor starts
-    anchor      starts shells: reads `start N` and `wait PID` from `orders`, answers on `news`
-    N/          one shell: out err go dump (FIFOs), restore loop command (texts)
+    start       runs as pid 1: starts the anchor, and starts it again when a line arrives on `again`
+    tini        a static init, if this machine has one; as a subreaper it keeps all processes in one tree
+    anchor      starts shells: reads `start N` and `wait PID` from `orders`, and replies on `news`
+    N/          the files of one shell: out err go dump (FIFOs), restore loop command (programs)
 """
 
 from sandboxes.guest import bash_session as sessions
 
 BOX = "/dev/.box"
+"""Where a container sees its box. /dev is mounted by Docker, so no image has a file there."""
+
 FIFOS = ("orders", "news", "again")
+"""The FIFOs between the keeper and the anchor."""
+
 SHELL_FIFOS = ("out", "err", "go", "dump")
+"""The FIFOs of one shell: its output, its errors, the line that lets it run a command, and the dump of its session."""
+
 SHELL_TEXTS = ("restore", "loop", "command")
+"""The programs of one shell: what restores its session, its loop, and the next command."""
 
 START = f"""\
 while :; do
@@ -47,7 +54,8 @@ printf 'ready bash %s %s\\n' "$$" "$PPID" >&4
 """
     + _LOOP % {"box": BOX, "shell": _BASH}
 )
-"""Job control (`set -m`) gives each shell a process group of its own, and leaves it SIGINT as it should be."""
+"""The anchor. Job control (`set -m`) gives each shell a process group of its own, in which SIGINT is not ignored."""
 ANCHOR_SH = 'printf \'ready sh %s %s\\n\' "$$" "$PPID" >&4\n' + _LOOP % {"box": BOX, "shell": _SH}
 
 PROGRAMS = {"start": START, "anchor": ANCHOR, "anchor-sh": ANCHOR_SH}
+"""The programs of a box, by file name."""

@@ -1,7 +1,15 @@
-"""Copies of a container's upper directory: what differs from the image, kept as one directory, and laid over again.
+"""Copies of a container's upper directory, which holds what differs from the image.
 
-A copy holds what `docker commit` would: content, modes, owners, extended attributes, whiteouts; and times, and hard
-links as such. Sources and targets are walked by descriptors, so no symlink of the agent's is ever followed.
+`Copy.take` writes a copy at a freeze; `lay_over` puts it over a fresh container at a restore. A copy holds what
+`docker commit` would keep: content, modes, owners, extended attributes and whiteouts. It also keeps times and hard
+links. Four rules hold throughout:
+
+1. Every directory is opened relative to its parent's descriptor, without following links. A symlink that an agent made
+   can therefore never lead a copy to files of the host.
+2. Owner before mode: chown(2) clears set-user-id bits. Times come last, because every other change sets them.
+3. Marks of overlayfs (`trusted.overlay.*`) refer to inodes of the original, so they are not copied. The one exception
+   is the opaque mark of a directory, which hides everything below it in the image.
+4. A file that an earlier copy already has is hard-linked to it, so a copy costs what changed since.
 """
 
 import contextlib
@@ -12,32 +20,46 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 
 OPAQUE = "trusted.overlay.opaque"
+"""The attribute of a directory that hides everything below it in the image."""
+
 MARKS = "trusted.overlay."
+"""The prefix of all attributes that overlayfs uses for itself."""
+
 _SPECIAL = frozenset(["proc", "dev", "sys"])
-"""Top folders over which a container has mounts: nothing below them is of its files."""
+"""Top-level directories over which a container has mounts: nothing below them belongs to its files."""
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK = 16 << 20
+"""Bytes that one copy_file_range or pread takes, which bounds the memory of a fallback to pread."""
+
 _SMALL = 128 << 10
+"""Files up to this size are read and written in one call each: with more calls, small files dominate a restore."""
 
 Links = dict[str, str]
-"""path -> the path that holds the same file; both are in the copy's original."""
+"""Paths of further hard links, each with the path under which the copy has the file."""
 
 
 class Copy:
     """Copies an upper directory into an empty one.
 
-    earlier: for a path, that file in another copy if it is known to be the same: it is linked instead of copied.
-    After `take`: `links` the hard links found, `added_bytes` what the copy takes on disk.
+    Attributes:
+        links: The hard links in the original, known after `take`.
+        added_bytes: The bytes on disk of files that no earlier copy has, known after `take`.
     """
 
     def __init__(self, earlier: Callable[[str], str | None]) -> None:
+        """Start with nothing copied.
+
+        Args:
+            earlier: Returns the path of an unchanged file in an earlier copy; None if there is none.
+        """
         self.links: Links = {}
         self.added_bytes = 0
         self._earlier = earlier
         self._seen: dict[int, str] = {}
 
     def take(self, source: int, target: int, prefix: str = "") -> None:
-        """Copy the directory source into target; 0.1 ms a file."""
+        """Copy the directory `source` into `target`, both descriptors; 0.1 ms a file."""
         for entry in _entries(source):
             path = prefix + entry.name
             status = entry.stat(follow_symlinks=False)
@@ -50,6 +72,8 @@ class Copy:
                     _copy_marks(inner, copy)
                     _copy_facts(entry.name, status, source, target)
                 continue
+            # The first path of an inode holds the file, every further one becomes an entry of `links`. Whiteouts may
+            # share one inode too (overlayfs does that), but each is made anew.
             if status.st_nlink > 1 and not _whiteout(status):
                 if status.st_ino in self._seen:
                     self.links[path] = self._seen[status.st_ino]
@@ -60,6 +84,7 @@ class Copy:
     def _leaf(self, name: str, path: str, status: os.stat_result, source: int, target: int) -> None:
         known = self._earlier(path) if stat.S_ISREG(status.st_mode) else None
         if known is not None:
+            # Linking fails when the earlier copy was collected meanwhile, or its file has the maximum of links.
             with contextlib.suppress(OSError):
                 os.link(known, name, dst_dir_fd=target, follow_symlinks=False)
                 return
@@ -68,19 +93,32 @@ class Copy:
 
 
 def lay_over(source: int, target: int, links: Mapping[str, str]) -> None:
-    """Make a container's root, target, what it was when source was copied. Nothing of the agent's may run there yet."""
+    """Bring a container's root to the state in which a copy was taken. No process of the agent may run there yet.
+
+    Args:
+        source: A descriptor of the copy.
+        target: A descriptor of the container's root.
+        links: The copy's hard links.
+    """
     _lay(source, target, "")
     for path, first in links.items():
         _remove(path, target)
         os.link(first, path, src_dir_fd=target, dst_dir_fd=target, follow_symlinks=False)
-        # Linking and unlinking have touched the folder since its time was set.
+        # Linking and unlinking changed the directory's time after it was set.
         folder = path.rpartition("/")[0] or "."
         status = os.stat(folder, dir_fd=source, follow_symlinks=False)
         os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
 def _lay(source: int, target: int, prefix: str, *, fresh: bool = False) -> None:
-    """fresh: there is nothing in target yet that could be in the way."""
+    """Lay one directory over another.
+
+    Args:
+        source: The copy's directory.
+        target: The container's directory.
+        prefix: Their path with a trailing slash; empty for the root.
+        fresh: Whether the target was just made, so that nothing can be in the way.
+    """
     for entry in _entries(source):
         if not prefix and entry.name in _SPECIAL:
             continue
@@ -99,6 +137,7 @@ def _lay(source: int, target: int, prefix: str, *, fresh: bool = False) -> None:
 def _lay_folder(name: str, status: os.stat_result, sources: tuple[int, int], target: int, prefix: str) -> None:
     inner, source = sources
     below = _status(name, target)
+    # The copy's directory replaces what the image has there if that is no directory, or if it was made opaque.
     if below is not None and (not stat.S_ISDIR(below.st_mode) or is_opaque(inner)):
         _remove(name, target)
         below = None
@@ -110,7 +149,7 @@ def _lay_folder(name: str, status: os.stat_result, sources: tuple[int, int], tar
 
 
 def is_opaque(folder: int) -> bool:
-    """Whether a directory of an upper hides all that lies below it."""
+    """Return whether a directory of an upper hides everything below it in the image."""
     try:
         return os.getxattr(folder, OPAQUE) == b"y"
     except OSError:
@@ -131,18 +170,19 @@ def _make(name: str, status: os.stat_result, source: int, target: int) -> None:
 
 
 def _make_file(name: str, status: os.stat_result, source: int, target: int) -> None:
-    """Copy a file with as few system calls as it can be done with: this is what a restore spends its time on."""
+    """Copy a regular file with as few system calls as possible: a restore spends most of its time here."""
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
     try:
         writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
         try:
+            # A file with fewer blocks than bytes has holes, which a plain read would fill.
             if status.st_size <= _SMALL and status.st_blocks * 512 >= status.st_size:
                 os.write(writing, os.read(reading, _SMALL + 1))
             else:
                 _copy_content(reading, writing, status.st_size)
             if status.st_uid or status.st_gid:
                 os.fchown(writing, status.st_uid, status.st_gid)
-            # After the owner: changing that clears set-user-id bits.
+            # After fchown, which clears set-user-id bits.
             os.fchmod(writing, stat.S_IMODE(status.st_mode))
             for attribute in os.listxattr(reading):
                 if not attribute.startswith(MARKS):
@@ -155,12 +195,13 @@ def _make_file(name: str, status: os.stat_result, source: int, target: int) -> N
 
 
 def _copy_content(reading: int, writing: int, size: int) -> None:
-    """Copy data and leave holes; shares blocks where the file system can."""
+    """Copy the data and keep the holes. File systems with reflinks share the blocks instead of copying them."""
     at = 0
     while at < size:
         try:
             start = os.lseek(reading, at, os.SEEK_DATA)
         except OSError as error:
+            # ENXIO: there is no data after this offset, only a hole up to the end.
             if error.errno != errno.ENXIO:
                 raise
             break
@@ -171,6 +212,7 @@ def _copy_content(reading: int, writing: int, size: int) -> None:
             if not copied:
                 break
             at += copied
+    # A hole at the end has no data to write, so the size is set explicitly.
     os.ftruncate(writing, size)
 
 
@@ -178,6 +220,7 @@ def _copy_range(reading: int, writing: int, at: int, count: int) -> int:
     try:
         return os.copy_file_range(reading, writing, count, at, at)
     except OSError as error:
+        # Source and target may be different file systems, or ones that cannot copy in the kernel.
         if error.errno not in {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:
             raise
     return os.pwrite(writing, os.pread(reading, count, at), at)
@@ -186,13 +229,14 @@ def _copy_range(reading: int, writing: int, at: int, count: int) -> int:
 def _copy_facts(name: str, status: os.stat_result, source: int, target: int) -> None:
     os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
-        # After the owner: changing that clears set-user-id bits. O_NOFOLLOW has no equal here, but it is no link.
+        # After chown, which clears set-user-id bits. Linux has no chmod without following links; this is no link.
         os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=target)
     _copy_attributes(f"/proc/self/fd/{source}/{name}", f"/proc/self/fd/{target}/{name}")
     os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
 def _copy_attributes(source: str, target: str) -> None:
+    # The target may have attributes of the image's directory that the source had removed.
     names = [name for name in os.listxattr(source, follow_symlinks=False) if not name.startswith(MARKS)]
     for name in set(os.listxattr(target, follow_symlinks=False)) - set(names):
         if not name.startswith(MARKS):

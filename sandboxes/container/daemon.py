@@ -1,4 +1,8 @@
-"""The one door to the Docker SDK. Methods block: call them in a thread. Each has an end (`TIMEOUT_S`)."""
+"""The Docker daemon. This is the only module that uses the Docker SDK.
+
+All methods block, for at most `TIMEOUT_S` a request: call them in a thread. The SDK's exceptions become ours here: an
+image that cannot be used is the spec's fault (`SpecError`), everything else the machine's (`SandboxError`).
+"""
 
 import contextlib
 import os
@@ -18,22 +22,37 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.spec import Limits
 
 TIMEOUT_S = 60.0
+"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load."""
+
 GONE_S = 20.0
+"""Longest wait until a container that was removed is gone."""
+
 PAUSES_S = (0.1, 0.5)
-"""Between tries of what may safely be asked again."""
+"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long."""
+
 INSTANCE, SANDBOX, PLACE, HOST, ROOT = (f"forkpoint.{name}" for name in ("instance", "sandbox", "data", "host", "root"))
+"""Labels of containers and images: the instance, sandbox, data directory, host name and root state they belong to."""
+
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE",
     "SYS_CHROOT", "AUDIT_WRITE", "SETFCAP",
 )  # fmt: skip
-"""Docker's own default less NET_RAW and MKNOD: what package managers need inside a root of their own."""
+"""Docker's default capabilities without NET_RAW and MKNOD; package managers need the rest."""
+
 ANCHOR_PIDS = 4
-"""What the container's own start takes of its pids."""
+"""Processes of the container's own start, which are added to the spec's limit: pid 1, tini, the anchor and its fork."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningContainer:
-    """A running container. upper, lowers: its directories on the daemon's machine, the lowers topmost first."""
+    """A container that was started.
+
+    Attributes:
+        id: Docker's id of it.
+        pid: Its pid 1, as this machine numbers it.
+        upper: The directory of what it writes; empty if Docker does not report it.
+        lowers: The directories of its image, topmost first.
+    """
 
     id: str
     pid: int
@@ -42,25 +61,30 @@ class RunningContainer:
 
 
 class Daemon:
-    """A Docker daemon, by socket or by DOCKER_HOST and its kin. Connects at the first call."""
+    """A Docker daemon, on its default socket or as DOCKER_HOST and its sister variables say.
+
+    Attributes:
+        where: The daemon's address, for error texts.
+    """
 
     def __init__(self) -> None:
+        """Connect not yet: the first method does."""
         self.where = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
         self._client: docker.DockerClient | None = None
 
     def _docker(self) -> docker.DockerClient:
         if self._client is None:
-            self._knock()
+            self._check_listener()
             try:
                 self._client = docker.DockerClient.from_env(timeout=int(TIMEOUT_S), max_pool_size=32)
             except DockerException as error:
-                # It has asked for the daemon's version; what went wrong then is the cause.
+                # The client asked for the daemon's version. If that failed, the cause says why.
                 cause = error.__cause__
                 raise cause if isinstance(cause, requests.exceptions.RequestException) else error  # noqa: B904
         return self._client
 
-    def _knock(self) -> None:
-        """Connect for a moment: where nobody listens, the SDK would leave its socket open."""
+    def _check_listener(self) -> None:
+        """Connect for a moment, because the SDK leaves its socket open if no daemon listens."""
         kind, _, path = self.where.partition("://")
         if kind == "unix":
             with socket.socket(socket.AF_UNIX) as end:
@@ -68,6 +92,7 @@ class Daemon:
                 end.connect(path)
 
     def close(self) -> None:
+        """Close the connections; the next method connects again."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -75,39 +100,46 @@ class Daemon:
     # -- the machine -------------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """Return what the daemon says of itself.
+        """Return the daemon's description of itself (`docker info`).
 
         Raises:
-            SandboxError: it does not answer.
+            SandboxError: No daemon responds.
         """
-        info: dict[str, Any] = self._again(lambda: self._docker().info())
+        info: dict[str, Any] = self._retried(lambda: self._docker().info())
         return info
 
     def image(self, name: str) -> str:
         """Return an image's id, which is a digest of its content and configuration.
 
         Raises:
-            SpecError: the daemon has no such image.
+            SpecError: The daemon has no such image.
         """
-        found: str = self._again(lambda: self._docker().images.get(name), image=name).id
-        return found
+        return str(self._retried(lambda: self._docker().images.get(name), image=name).id)
 
     def config(self, image: str) -> dict[str, Any]:
-        """Return what an image's containers are started with by default: `Env`, `Cmd`, `WorkingDir`, `User` and so on.
+        """Return an image's configuration: `Env`, `Cmd`, `WorkingDir`, `User` and so on, with its `Id`.
 
         Raises:
-            SpecError: the daemon has no such image.
+            SpecError: The daemon has no such image.
         """
-        found = self._again(lambda: self._docker().images.get(image), image=image)
-        return {"Id": found.id, **(found.attrs.get("Config") or {})}
+        loaded = self._retried(lambda: self._docker().images.get(image), image=image)
+        return {"Id": loaded.id, **(loaded.attrs.get("Config") or {})}
 
     # -- containers --------------------------------------------------------------------------------------------------
 
     def run(self, image: str, name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> RunningContainer:
-        """Create and start a container. 0.3 s on an idle machine.
+        """Create and start a container, in 0.3 s on an idle machine.
+
+        Args:
+            image: The image.
+            name: The container's name.
+            box: The directory that the container sees as its box.
+            limits: What its processes may use together.
+            labels: The container's labels.
 
         Raises:
-            SpecError: the image is not there, or has no /bin/sh.
+            SpecError: Docker has no such image, or it has no /bin/sh.
+            SandboxError: Docker failed.
         """
         with self._errors(image):
             container = self._docker().containers.create(image, **_flags(name, box, limits, labels))
@@ -125,14 +157,18 @@ class Daemon:
         return RunningContainer(str(container.id), int(facts["State"]["Pid"]), data.get("UpperDir", ""), lowers)
 
     def remove(self, container: str) -> None:
-        """Kill and remove a container and its volumes; return when it is gone."""
+        """Kill and remove a container and its volumes; return when it is gone.
+
+        Raises:
+            SandboxError: Docker failed, or the container is still there after `GONE_S`.
+        """
         deadline = time.monotonic() + GONE_S
         while time.monotonic() < deadline:
             with contextlib.suppress(NotFound), self._errors():
                 try:
                     self._docker().api.remove_container(container, force=True, v=True)
                 except APIError as error:
-                    # 409: it is being removed already, by the daemon itself; so look again.
+                    # 409: the daemon is removing it already, because of `auto_remove`. Check again.
                     if error.status_code != 409:
                         raise
             if not self._exists(container):
@@ -149,15 +185,15 @@ class Daemon:
         return True
 
     def labelled(self) -> list[tuple[str, dict[str, str]]]:
-        """Return every container that some Forkpoint has made, with its labels."""
+        """Return all containers that any Forkpoint instance made, with their labels."""
         filters = {"label": INSTANCE}
-        listed = self._again(lambda: self._docker().api.containers(all=True, filters=filters))
+        listed = self._retried(lambda: self._docker().api.containers(all=True, filters=filters))
         return [(entry["Id"], dict(entry.get("Labels") or {})) for entry in listed]
 
     # -- images ------------------------------------------------------------------------------------------------------
 
     def commit(self, container: str, labels: Mapping[str, str], name: tuple[str, str]) -> str:
-        """Return the id of a new image: the container's files over its own image. 0.1 s and more by what they hold."""
+        """Make an image of a container's files over its own image; return its id. 0.1 s, or more for many files."""
         repository, tag = name
         changes = [f'LABEL {key}="{value}"' for key, value in labels.items()]
         with self._errors():
@@ -165,35 +201,36 @@ class Daemon:
         return str(made["Id"])
 
     def images(self) -> list[tuple[str, dict[str, str]]]:
-        """Return every image that some Forkpoint has made, with its labels."""
-        listed = self._again(lambda: self._docker().api.images(filters={"label": ROOT}))
+        """Return all images that any Forkpoint instance made, with their labels."""
+        listed = self._retried(lambda: self._docker().api.images(filters={"label": ROOT}))
         return [(entry["Id"], dict(entry.get("Labels") or {})) for entry in listed]
 
     def forget_image(self, image: str) -> None:
-        """Remove an image, unless containers need it."""
+        """Remove an image, unless a container uses it."""
         with contextlib.suppress(NotFound), self._errors():
             try:
                 self._docker().api.remove_image(image, force=False, noprune=False)
             except APIError as error:
+                # 409: a container uses the image.
                 if error.status_code != 409:
                     raise
 
     # -- errors ------------------------------------------------------------------------------------------------------
 
-    def _again(self, ask: Callable[[], Any], image: str = "") -> Any:
-        """Ask what changes nothing, and again where the daemon seems to be away for a moment."""
+    def _retried(self, request: Callable[[], Any], image: str = "") -> Any:
+        """Send a request that changes nothing; repeat it if the daemon seems to be away for a moment."""
         for pause in PAUSES_S:
             try:
                 with self._errors(image):
-                    return ask()
+                    return request()
             except SandboxError:
                 time.sleep(pause)
         with self._errors(image):
-            return ask()
+            return request()
 
     @contextlib.contextmanager
     def _errors(self, image: str = "") -> Iterator[None]:
-        """Turn the SDK's errors into ours; `NotFound` of a container stays."""
+        """Turn the SDK's errors into ours, except `NotFound` for a container, which callers handle."""
         try:
             yield
         except ImageNotFound as error:
@@ -204,29 +241,33 @@ class Daemon:
             raise
         except requests.exceptions.Timeout as error:
             raise SandboxError(
-                f"the Docker daemon at {self.where} gave no answer within {TIMEOUT_S:.0f} s: it is overloaded or stuck"
-                ". Look at `docker info` and its log; restart it if need be."
+                f"the Docker daemon at {self.where} gave no response within {TIMEOUT_S:.0f} s: it is overloaded or "
+                "stuck. Look at `docker info` and its log; restart it if necessary."
             ) from error
         except APIError as error:
-            raise _of_daemon(str(error.explanation or error), image) from error
+            raise _error_of(str(error.explanation or error), image) from error
         except (DockerException, requests.exceptions.RequestException, OSError) as error:
+            # The next request connects again, to a daemon that may have been restarted.
             self._client = None
             raise SandboxError(
-                f"no Docker daemon answers at {self.where} ({error}). Start it (`systemctl start docker`), let this "
+                f"no Docker daemon responds at {self.where} ({error}). Start it (`systemctl start docker`), let this "
                 "user reach its socket, or set DOCKER_HOST."
             ) from error
 
 
-def _of_daemon(said: str, image: str) -> SandboxError | SpecError:
-    if "no space left" in said.lower():
-        return SandboxError(f"the Docker daemon's disk is full: {said}. Free some: `docker system prune`, `df -h`.")
-    if "/bin/sh" in said and ("no such file" in said or "not found" in said or "exec format" in said):
-        return SpecError(f"image {image!r} has no /bin/sh that starts here: {said}")
-    return SandboxError(f"Docker refused: {said}")
+def _error_of(explanation: str, image: str) -> SandboxError | SpecError:
+    """Return the error for a request that the daemon refused."""
+    if "no space left" in explanation.lower():
+        return SandboxError(
+            f"the Docker daemon's disk is full: {explanation}. Free some space: `docker system prune`, `df -h`."
+        )
+    if "/bin/sh" in explanation and any(text in explanation for text in ("no such file", "not found", "exec format")):
+        return SpecError(f"image {image!r} has no /bin/sh that starts here: {explanation}")
+    return SandboxError(f"Docker refused: {explanation}")
 
 
 def _flags(name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a container may do and use. Their attacks: `tests/sandboxes/test_container_security.py`."""
+    """Return the options that limit a container; tests/sandboxes/container/test_security.py attacks them."""
     memory = f"{limits.memory_mb}m"
     return {
         "command": [f"{BOX}/start"],
@@ -244,7 +285,7 @@ def _flags(name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> di
         "mounts": [Mount(BOX, box, type="bind", read_only=True)],
         "log_config": LogConfig(type="none"),
         "healthcheck": {"test": ["NONE"]},
-        # A container whose proxy was killed ends with its keeper; then nothing of it stays.
+        # A container whose proxy was killed ends with its keeper; Docker then removes it without us.
         "auto_remove": True,
         "working_dir": "/",
         "detach": True,

@@ -1,7 +1,8 @@
-"""The mounts of a container, before anything of the agent's runs in it: all that it can write to is its overlay.
+"""The mounts of a container: the keeper narrows them until everything that a call can write to is the overlay.
 
-Docker gives a container files that are not of its image (`/etc/hosts`), memory file systems (`/dev/shm`) and volumes.
-What a call leaves there nobody would see, and no snapshot would hold. So they go, or become read-only.
+Docker mounts files that are not of the image (`/etc/hosts`), memory file systems (`/dev/shm`) and volumes. No delta
+would show what a call writes there, and no snapshot would hold it. So these mounts are removed or become read-only,
+before any process of the agent runs.
 """
 
 import os
@@ -12,43 +13,54 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.mounts import SHARED_MEMORY
 
 _KEPT = ("/proc", "/sys")
+"""Mount points that stay, with all mounts below them. Docker makes them read-only where a container could do harm."""
+
 _KEPT_EXACTLY = {"/", "/dev", "/dev/pts", BOX}
+"""Mount points that stay, without the mounts below them."""
+
 _OWN_TEXTS = {
     "/etc/hostname": "sandbox\n",
     "/etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "/etc/resolv.conf": "",
 }
+"""Files of Docker's that get a fixed content, because Docker's depends on the container."""
+
 _FIXED_NS = 10**18
-"""The time of our own files, the same in all containers: 2001-09-09."""
+"""The modification time of these files, 2001-09-09 in every container, so that digests of states are equal."""
 
 
 def narrow(pid: int) -> None:
-    """Do that in the mount namespace of a container's pid 1. For a process of its own: it does not come back.
+    """Narrow the mounts of a container. The calling process stays in its mount namespace, so it has to be a fork.
+
+    Args:
+        pid: The container's pid 1, as this machine numbers it.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
-    places = [_unescaped(line.split()[4]) for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
+    mount_points = [_unescaped(line.split()[4]) for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
     namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     kernel.setns(namespace, kernel.CLONE_NEWNS)
     os.umask(0o022)
-    for place in reversed(places):
-        if place not in _KEPT_EXACTLY and not any(place == kept or place.startswith(f"{kept}/") for kept in _KEPT):
-            kernel.unmount(place)
-    if "/sys/fs/cgroup" in places:
+    # In reverse order of mounting, because a mount with others on top of it is busy.
+    for path in reversed(mount_points):
+        if path not in _KEPT_EXACTLY and not any(path == kept or path.startswith(f"{kept}/") for kept in _KEPT):
+            kernel.unmount(path)
+    if "/sys/fs/cgroup" in mount_points:
         _read_only("/sys/fs/cgroup", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     _share_memory()
     for path, text in _OWN_TEXTS.items():
         _write(path, text)
     for path in ("/.dockerenv", "/etc/mtab"):
-        # Made by Docker at the container's birth, which nobody is to see.
+        # Docker makes these files when the container starts. Their times would differ in every container.
         if os.path.lexists(path):
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
-    # Read-only from here on: nothing that a call leaves may live outside the overlay.
+    # Last, because the lines above still write to /dev.
     _read_only("/dev", kernel.MS_NOSUID)
 
 
 def _share_memory() -> None:
+    """Make /dev/shm a directory of the overlay, so that snapshots hold what is in it."""
     os.makedirs("/dev/shm", exist_ok=True)  # noqa: PTH103, S108
     os.makedirs(SHARED_MEMORY, exist_ok=True)  # noqa: PTH103
     os.chmod(SHARED_MEMORY, 0o1777)  # noqa: PTH101, S103 - as every /dev/shm has it
@@ -56,6 +68,7 @@ def _share_memory() -> None:
 
 
 def _write(path: str, text: str) -> None:
+    """Replace a file by one of ours with a fixed time; an image may have it as a link, which is not followed."""
     folder = os.path.dirname(path)  # noqa: PTH120
     if not os.path.isdir(folder):  # noqa: PTH112
         return
@@ -72,27 +85,33 @@ def _read_only(path: str, flags: int) -> None:
 
 
 def _unescaped(text: str) -> str:
+    """Return a path of mountinfo without the octal escapes of spaces and backslashes (proc(5))."""
     return text.encode("latin-1").decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
 
 
-def view(lowers: list[str], place: str) -> int:
-    """Return a descriptor of what an image's directories (topmost first) show together, mounted nowhere.
+def view(lowers: list[str], mount_point: str) -> int:
+    """Return a descriptor of an image's merged root, which stays mounted nowhere.
 
-    place: an empty directory, used for a moment. Docker's short names keep the options within a page.
+    Args:
+        lowers: The image's directories, topmost first.
+        mount_point: An empty directory, which is used for a moment.
     """
+    # mount(2) takes one page of options. Docker has a link with a short name for each directory, relative to its
+    # storage directory, so an image with over a hundred layers fits.
     os.chdir(Path(lowers[0]).parents[1])
     options = "lowerdir=" + ":".join(_short(lower) for lower in lowers)
     if len(lowers) == 1:
         return os.open(lowers[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    kernel.mount("overlay", place, "overlay", kernel.MS_RDONLY, options)
+    kernel.mount("overlay", mount_point, "overlay", kernel.MS_RDONLY, options)
     try:
-        return os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return os.open(mount_point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
-        kernel.unmount(place)
+        kernel.unmount(mount_point)
         os.chdir("/")
 
 
 def _short(lower: str) -> str:
+    """Return the short name of a directory below Docker's storage directory."""
     path = Path(lower)
     try:
         return f"l/{(path.parent / 'link').read_text().strip()}"

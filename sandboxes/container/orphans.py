@@ -1,4 +1,8 @@
-"""Containers that run although Docker has forgotten them: a daemon that was killed as it started one does."""
+"""Orphans: containers that run although Docker has forgotten them.
+
+A Docker daemon that is killed while it starts a container can leave such a container behind. It has no label any more,
+but it still has its box: Docker mounts the box before anything of the image runs, and a container cannot unmount it.
+"""
 
 import contextlib
 import os
@@ -9,18 +13,24 @@ from pathlib import Path
 from sandboxes.container.boot_scripts import BOX
 
 DevicePath = tuple[str, str]
-"""A device and a path on it: what a directory is called in every mount namespace."""
+"""A device and a path on it, which name a directory in every mount namespace."""
 
 
 def kill_orphans(boxes: Path, known: Collection[str]) -> int:
-    """Kill each container that has a box below boxes under a name that is not known; return how many.
+    """Kill every container that has a box with an unknown name. Milliseconds for a hundred processes.
 
-    Found by the box, which Docker mounts before anything of the image runs, and which a container cannot unmount.
-    Milliseconds for a hundred processes.
+    Args:
+        boxes: The directory of this instance's boxes.
+        known: The names of the boxes in use.
+
+    Returns:
+        The number of containers that were killed.
     """
-    device, folder = _place(boxes)
+    device, folder = _device_path(boxes)
     killed = 0
     for pid in _first_processes():
+        # The descriptor comes first: from here on the signal below reaches this process or none, even if its pid is
+        # given to another process meanwhile.
         try:
             process = os.pidfd_open(pid)
         except OSError:
@@ -33,7 +43,7 @@ def kill_orphans(boxes: Path, known: Collection[str]) -> int:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
                 killed += 1
         except OSError:
-            # It has ended meanwhile.
+            # The process ended meanwhile.
             continue
         finally:
             os.close(process)
@@ -41,7 +51,7 @@ def kill_orphans(boxes: Path, known: Collection[str]) -> int:
 
 
 def _first_processes() -> Iterator[int]:
-    """Yield the first process of every pid namespace but this one."""
+    """Yield pid 1 of every pid namespace below this one, by the pids of this namespace."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - many
         if name.isdigit():
             with contextlib.suppress(OSError, StopIteration), open(f"/proc/{name}/status", "rb") as file:  # noqa: PTH123
@@ -51,21 +61,22 @@ def _first_processes() -> Iterator[int]:
 
 
 def _box(mounts: Path) -> DevicePath | None:
+    """Return what is mounted as the box in a mount namespace; None if it has none."""
     for line in mounts.read_text().splitlines():
-        _, _, device, root, place, *_ = line.split()
-        if place == BOX:
+        _, _, device, root, mount_point, *_ = line.split()
+        if mount_point == BOX:
             return device, root
     return None
 
 
-def _place(folder: Path) -> DevicePath:
-    """Return what a directory is called on its device."""
-    # As the kernel writes paths there.
+def _device_path(folder: Path) -> DevicePath:
+    """Return the device and the path on it of a directory."""
+    # mountinfo escapes these characters in octal (proc(5)).
     folder = Path(str(folder).replace("\\", "\\134").replace(" ", "\\040"))
-    depth, found = 0, ("", "")
+    depth, path = 0, ("", "")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         _, _, device, root, at, *_ = line.split()
-        # The last of equal ones is on top.
+        # The deepest mount point holds the directory; of mounts at the same point, the last one is on top.
         if folder.is_relative_to(at) and len(Path(at).parts) >= depth:
-            depth, found = len(Path(at).parts), (device, str(Path(root) / folder.relative_to(at)))
-    return found
+            depth, path = len(Path(at).parts), (device, str(Path(root) / folder.relative_to(at)))
+    return path

@@ -1,7 +1,10 @@
-"""Sessions of images that have no bash: a dump of what any POSIX shell can print, and the way back (pure).
+"""Sessions of images without bash: a dump of what any POSIX shell can print, and its restore (pure).
 
-As with bash a session *is* its dump, and the shell is replaced by a fresh one after each call. A POSIX shell cannot
-print its functions, so they last for one call: `. ./functions.sh` where they are needed, or use an image with bash.
+As with bash, a session *is* its dump, and a fresh shell replaces the old one after each call. A POSIX shell cannot
+print its functions, so a function lasts for one call only: agents source a file with them, or use an image with bash.
+
+A dump is a sequence of fields that NUL bytes end: exit status, options, traps, variables, exported and read-only
+variables, aliases, umask, directory, jobs, the pid of the last background process, and the positional parameters.
 """
 
 import re
@@ -13,15 +16,26 @@ from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
 _FIELDS = 11
+"""Number of a dump's fields before the positional parameters."""
+
 _OPTIONS = "aefuvxC"
+"""Shell options that belong to a session; the others describe how the shell was started."""
+
 _VOLATILE = frozenset(["PPID", "LINENO", "FUNCNAME", "RANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "_"])
+"""Variables that a shell sets by itself, with values that differ between equal runs."""
+
 _VOLATILE_PREFIXES = ("__forkpoint", "BASH", "SHELLOPTS", "DIRSTACK", "PIPESTATUS", "GROUPS", "UID", "EUID")
+"""Prefixes of such variables, and of ours."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_PIECE = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\n|[^\n"'\\]+""", re.DOTALL)
+_TOKEN = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\n|[^\n"'\\]+""", re.DOTALL)
 
 
 def loop(name: str) -> str:
-    """Return what the shell in directory name does for ever: dump, wait, run the command, tell its status, again."""
+    """Return the loop of the shell in a directory: dump the session, wait, run the command, print its status, repeat.
+
+    `command` in front of each built-in avoids functions of the agent's with such names.
+    """
     here = f"{BOX}/{name}"
     fields = ["set", "export -p", "readonly -p", "alias", "umask", "pwd", "jobs -l"]
     dumped = " ".join(f"command {field}; command printf '\\0';" for field in fields)
@@ -37,7 +51,7 @@ def loop(name: str) -> str:
 
 
 def ready(name: str) -> str:
-    """Return what the shell in directory name says when it is restored: a status, as the loop's first dump follows."""
+    """Return the command that a restored shell starts with: it prints a status, which the loop's first dump needs."""
     return f"{{ command printf '0\\0' >{BOX}/{name}/dump; }} 2>/dev/null"
 
 
@@ -45,7 +59,7 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     """Return exit status, session and jobs, as `sandboxes.guest.bash_session.parse_dump` does.
 
     Raises:
-        MalformedDump: a command has interfered with it.
+        MalformedDumpError: A command has interfered with the dump.
     """
     if len(data) > MAX_DUMP_BYTES:
         raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
@@ -55,7 +69,7 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     status, options, traps, variables, exported, read_only, aliases, umask, cwd, jobs, last, *arguments = fields
     if not (status.isdigit() and re.fullmatch(r"[0-7]{3,4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
-    told: ShellSession = {
+    session: ShellSession = {
         "cwd": cwd.removesuffix("\n"),
         "umask": umask.strip(),
         "arguments": arguments,
@@ -67,19 +81,21 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
         "options": "".join(sorted(set(options) & set(_OPTIONS))),
         "limits": {},
     }
-    return int(status), told, (*sorted(jobs.splitlines()), *([f"$! {last}"] if last else []))
+    return int(status), session, (*sorted(jobs.splitlines()), *([f"$! {last}"] if last else []))
 
 
 def _statements(text: str) -> list[str]:
+    """Return the statements of a text, one a line; a quoted newline does not end a statement."""
     statements, start = [], 0
-    for piece in _PIECE.finditer(text):
-        if piece[0] == "\n":
-            statements.append(text[start : piece.start()])
-            start = piece.end()
+    for token in _TOKEN.finditer(text):
+        if token[0] == "\n":
+            statements.append(text[start : token.start()])
+            start = token.end()
     return statements
 
 
 def _volatile(statement: str) -> bool:
+    """Return whether an assignment is of a volatile variable."""
     match = _NAME.match(statement)
     if match is None or statement[match.end() : match.end() + 1] != "=":
         raise MalformedDumpError(f"{statement[:40]!r} is no assignment")
@@ -87,21 +103,31 @@ def _volatile(statement: str) -> bool:
 
 
 def _names(text: str) -> list[str]:
-    words = (statement.split(" ", 1)[-1] for statement in _statements(text))
-    found = {match[0] for word in words if (match := _NAME.match(word))}
-    return sorted(name for name in found if name not in _VOLATILE and not name.startswith(_VOLATILE_PREFIXES))
+    """Return the variables that `export -p` or `readonly -p` lists, sorted, without volatile ones."""
+    entries = (statement.split(" ", 1)[-1] for statement in _statements(text))
+    names = {match[0] for entry in entries if (match := _NAME.match(entry))}
+    return sorted(name for name in names if name not in _VOLATILE and not name.startswith(_VOLATILE_PREFIXES))
 
 
 def restore_script(
     session: ShellSession | None, workdir: str, environment: Mapping[str, str], inherited: Collection[str], ready: str
 ) -> bytes:
-    """Return what a fresh shell sources to be session. inherited: variables it was born with; ready: its last line."""
+    """Return the script that a fresh shell sources to become a session.
+
+    Args:
+        session: The session; None starts a new one.
+        workdir: The directory of a new session.
+        environment: The variables of a new session.
+        inherited: Names of the variables that the shell inherits from the anchor.
+        ready: The script's last line.
+    """
     lines = ["command printf 0 >/proc/self/oom_score_adj"]
     if session is None:
         lines += [f"export {name}={quote(value)}" for name, value in environment.items()]
         lines += [f"unset {name}" for name in sorted(set(inherited) - environment.keys())]
         lines += [f"command cd -- {quote(workdir)} || command cd /", "unset OLDPWD"]
         return "\n".join([*lines, ready, ""]).encode("latin-1")
+    # Read-only variables and positional parameters come last: an assignment to a read-only variable ends the shell.
     have = {match[0] for line in session["variables"] if (match := _NAME.match(line))}
     lines.append(f"command cd -- {quote(session['cwd'])} || command cd /")
     lines += [f"unset {name}" for name in sorted({*inherited, "OLDPWD"} - have)]
@@ -116,12 +142,12 @@ def restore_script(
 
 
 def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
-    """Return the line that lets the shell go, and what it sources then: first the traps and options of its session.
+    """Return the line that lets the shell run, and what it sources then: traps and options, then the command.
 
-    On the command's first line, so that its lines are counted from one; a command that is none ends this shell anyway.
+    All of it is on the command's first line, so that the shell counts the command's lines from one.
     """
-    arming = ""
+    prefix = ""
     if session is not None:
-        arming = "".join(f"{trap}; " for trap in _statements(session["traps"]))
-        arming += f"set -{session['options']}; " if session["options"] else ""
-    return b"\n", arming.encode("latin-1") + command + b"\n"
+        prefix = "".join(f"{trap}; " for trap in _statements(session["traps"]))
+        prefix += f"set -{session['options']}; " if session["options"] else ""
+    return b"\n", prefix.encode("latin-1") + command + b"\n"

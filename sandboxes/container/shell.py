@@ -1,4 +1,9 @@
-"""A session's shell in a container, held from outside: bash, or what the image has as /bin/sh."""
+"""A session's shell in a container, seen from the keeper: bash, or the image's /bin/sh.
+
+The shell's descriptors are FIFOs and files in a directory of the box, which the keeper holds open at the other end. The
+anchor starts the shell there. Its resource limits are read and set from outside, because a POSIX shell cannot print
+them all.
+"""
 
 import contextlib
 import os
@@ -19,6 +24,8 @@ from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
 RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
+"""How the keeper opens a FIFO: at both ends, so that neither its open nor the shell's waits for the other."""
+
 _LIMITS = {
     "Max cpu time": resource.RLIMIT_CPU,
     "Max file size": resource.RLIMIT_FSIZE,
@@ -33,15 +40,24 @@ _LIMITS = {
     "Max pending signals": resource.RLIMIT_SIGPENDING,
     "Max msgqueue size": resource.RLIMIT_MSGQUEUE,
 }
+"""Lines of /proc/PID/limits (proc(5)), with the limits that they show."""
+
 _LIMIT = re.compile(r"(Max [a-z ]+?) +(\d+|unlimited) +(\d+|unlimited)")
 
 Inode = tuple[int, int]
+"""A device and an inode; for a character device -1 and its number."""
 
 
 class ContainerShell(Shell):
-    """One shell. `session` is what it was started from, `baseline` what its first dump says that is.
+    """One session's shell.
 
-    folder: its directory in the box, by whose name the anchor knows it. pid: on this machine; inner: in the container.
+    Attributes:
+        session: The session that it was started from; None for a new one.
+        baseline: What its first dump says that this session is.
+        folder: Its directory in the box; the anchor knows the shell by the directory's name.
+        pid: Its pid on this machine.
+        inner: Its pid in the container.
+        limits: The resource limits that it inherited.
     """
 
     def __init__(self, name: str, session: ShellSession | None, folder: Path, *, bash: bool) -> None:
@@ -52,15 +68,15 @@ class ContainerShell(Shell):
         self.runs = 0
         self.dump = bytearray()
         self.limits: dict[str, tuple[int, int]] = {}
-        # Until it is known as a process it counts as one that has ended.
+        # An event that has happened: before `started`, the shell counts as one that has ended.
         self.death = os.eventfd(1, os.EFD_CLOEXEC)
         self._fds: dict[str, int] = {}
 
     def prepare(self, workdir: str, environment: Mapping[str, str], inherited: set[str]) -> None:
-        """Make the directory with all that the shell will open."""
+        """Make the directory with everything that the shell opens."""
         here = self.folder.name
-        said = posix.ready(here)
-        script = restore_script(self.session, workdir, environment, inherited, bash=self.bash, ready=said)
+        ready = posix.ready(here)
+        script = restore_script(self.session, workdir, environment, inherited, bash=self.bash, ready=ready)
         loop = sessions.LOOP if self.bash else posix.loop(here)
         self._furnish(dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True)))
 
@@ -68,7 +84,7 @@ class ContainerShell(Shell):
         self.folder.mkdir(mode=0o755)
         for name in SHELL_FIFOS:
             os.mkfifo(self.folder / name)
-            # Whoever a command becomes may open /dev/stdout again.
+            # A command may change its user and then open /dev/stdout, which is this FIFO.
             (self.folder / name).chmod(0o666)
             self._fds[name] = os.open(self.folder / name, RIGHTS)
         for name, text in texts.items():
@@ -79,26 +95,26 @@ class ContainerShell(Shell):
         self.out, self.err = Output(self._fds["out"]), Output(self._fds["err"])
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of an idle shell: this side of it, and the texts it was given."""
+        """Return what a checkpoint stores about an idle shell: the keeper's view of it, and the texts of its files."""
         texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
         facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
         return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
 
     @classmethod
     def prepare_again(cls, told: Mapping[str, Any], box: Path, *, bash: bool) -> "ContainerShell":
-        """Make what a shell that will be restored has open, under the names that it knows."""
+        """Make the files that a restored shell has open, under the names that it opened."""
         shell = cls(told["name"], told["session"], box / told["folder"], bash=bash)
         shell._furnish({name: text.encode("latin-1") for name, text in told["texts"].items()})
         return shell
 
     def came_back(self, told: Mapping[str, Any], pid: int) -> None:
-        """Note as which process it came back."""
+        """Set the process as which CRIU restored the shell."""
         self._is_process(pid, told["inner"])
         self.baseline, self.jobs, self.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
         self.limits = {name: (soft, hard) for name, (soft, hard) in told["limits"].items()}
 
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
-        """Note as which process it runs, and which limits it was born with; set those that the session had changed."""
+        """Set the shell's process and its inherited limits, and apply the limits that the session has changed."""
         self._is_process(pid, inner)
         self.limits = limits
         if self.session is not None and self.session["limits"]:
@@ -118,10 +134,10 @@ class ContainerShell(Shell):
         return orders(self.session, command)
 
     def finish_dump(self) -> tuple[int, ShellSession]:
-        """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
+        """Return exit status and session of a complete dump, and set `jobs`.
 
         Raises:
-            MalformedDump: a command has interfered with it.
+            MalformedDumpError: A command has interfered with the dump.
         """
         status, session, self.jobs = (sessions if self.bash else posix).parse_dump(bytes(self.dump))
         now = read_limits(self.pid)
@@ -130,23 +146,25 @@ class ContainerShell(Shell):
 
     def as_when_new(self) -> bool:
         """See `Shell.as_when_new`."""
-        found = _open_files(self.pid)
-        if found is None:
+        opened = _open_files(self.pid)
+        if opened is None:
             return False
         ours = {name: _inode(os.fstat(fd)) for name, fd in self._fds.items()}
         null = _inode(Path("/dev/null").stat())
         if self.bash:
             texts = {sessions.RESTORE_FD: "restore", sessions.LOOP_FD: "loop", sessions.COMMAND_FD: "command"}
-            places = {1: "out", 2: "err", **texts, sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
-            return {place: at for place, at in found.items() if place} == {p: ours[n] for p, n in places.items()}
-        # While it reads its loop, a POSIX shell keeps copies above 9 of what it reads.
-        low = {place: at for place, at in found.items() if place < 10}
+            expected = {1: "out", 2: "err", **texts, sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
+            return {fd: inode for fd, inode in opened.items() if fd} == {
+                fd: ours[name] for fd, name in expected.items()
+            }
+        # While it reads its loop, a POSIX shell keeps copies of the file above descriptor 9.
+        low = {fd: inode for fd, inode in opened.items() if fd < 10}
         at_rest = {1: ours["out"], 2: ours["err"]}
-        known = {*ours.values(), null, found.get(0)}
-        return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(found.values()) <= known
+        known = {*ours.values(), null, opened.get(0)}
+        return low in ({0: ours["go"], **at_rest}, {0: low.get(0), **at_rest}) and set(opened.values()) <= known
 
     def close(self) -> None:
-        """Close our ends and remove its directory; killing is the caller's."""
+        """Close the keeper's ends and remove the directory. The caller kills the process."""
         for fd in (*self._fds.values(), self.death):
             os.close(fd)
         self._fds.clear()
@@ -165,43 +183,44 @@ def restore_script(
     bash: bool,
     ready: str,
 ) -> bytes:
-    """Return what a fresh shell sources to be session; see `posix.restore_script`. ready: for a shell without bash."""
+    """Set the limits of a process and of what it starts from now on, as `confine.limit_resources` does."""
     if not bash:
         return posix.restore_script(session, workdir, environment, inherited, ready)
     script = sessions.restore_script(session, workdir)
     if session is not None:
         return script
-    # Its level bash has counted already.
+    # Bash has counted its level already.
     given = {name: value for name, value in environment.items() if name != "SHLVL"}
     return "".join(f"export {name}={quote(value)}\n" for name, value in given.items()).encode("latin-1") + script
 
 
 def read_limits(pid: int) -> dict[str, tuple[int, int]]:
-    """Return a process's resource limits; none where it is gone."""
+    """Return a process's resource limits, soft and hard; none if it has ended."""
     try:
         text = Path(f"/proc/{pid}/limits").read_text()
     except OSError:
         return {}
     number = {"unlimited": resource.RLIM_INFINITY}
-    found = {name: (soft, hard) for name, soft, hard in _LIMIT.findall(text) if name in _LIMITS}
-    return {name: (number.get(s) or int(s), number.get(h) or int(h)) for name, (s, h) in found.items()}
+    texts = {name: (soft, hard) for name, soft, hard in _LIMIT.findall(text) if name in _LIMITS}
+    return {name: (number.get(s) or int(s), number.get(h) or int(h)) for name, (s, h) in texts.items()}
 
 
 def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
-    """Set limits of a process, whoever it runs as.
+    """Set resource limits of a process of any user.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
     try:
         for number, limits in wanted.items():
             resource.prlimit(pid, number, limits)
     except PermissionError:
-        # Root without CAP_SYS_RESOURCE may do so only as the process's own user, and a child can become that.
+        # Root without CAP_SYS_RESOURCE may do this only as the process's own user (prlimit(2)).
         _in_child_as(household.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
 
 
 def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -> None:
+    """Do work in a child process that runs as a user; raise its OSError here."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -218,11 +237,11 @@ def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code:
-        raise OSError(code, f"limits: {os.strerror(code)}")
+        raise OSError(code, f"resource limits: {os.strerror(code)}")
 
 
 def limit(pid: int, disk_bytes: int) -> None:
-    """Set what a process, and all that it starts from now on, may use: as `confine.limit_resources` does."""
+    """Limit the resources of a process and of what it starts from now on, as `confine.limit_resources` does."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     ceiling = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     wanted = {
@@ -235,7 +254,7 @@ def limit(pid: int, disk_bytes: int) -> None:
 
 
 def _inode(status: os.stat_result) -> Inode:
-    # A device by what it is, not by which node in which /dev.
+    # A device is known by its number: the shell may have opened another node of it, in another /dev.
     return (-1, status.st_rdev) if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
 
 

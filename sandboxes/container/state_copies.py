@@ -1,12 +1,15 @@
-"""Frozen states of containers on disk: one directory each, and never one that another one needs.
+"""Frozen states of containers on disk: one directory each, none of which needs another.
 
-    states/<id>/diff meta.json      a copy of what a container had written over its image; read-only from then on
-Files that did not change from one state to the next are hard links, so a state costs what it added; deleting one frees
-what no other shares. Renamed into place when whole: a name without `meta.json` does not exist.
+    states/<id>.part                a copy that a keeper is writing
+    states/<id>/diff                a copy of what a container wrote over its image; never changed again
+    states/<id>/meta.json           its delta, its hard links, and the bytes that it added
+
+A file that did not change since the state before is a hard link to that state's copy. So a state costs what it added,
+and deleting a state frees what no other one shares. A state exists once its directory is renamed to its name, and as
+long as it has `meta.json`.
 """
 
 import contextlib
-import json
 import os
 import secrets
 from collections import Counter
@@ -17,15 +20,21 @@ from sandboxes.linux.files import remove_tree
 
 
 class States:
-    """The states of one data directory. Methods block: milliseconds a thousand files."""
+    """The frozen states of one data directory. Methods block: milliseconds for a thousand files.
+
+    Attributes:
+        folder: The directory of all states.
+        held: How many restores use a state at the moment; such states are not collected.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Name the directory; `open` makes it."""
         self.folder = folder
         self.held: Counter[str] = Counter()
         self._inodes: dict[str, dict[int, int]] = {}
 
     def open(self) -> None:
-        """Make the directory, and remove what is half written."""
+        """Make the directory, and remove states that a killed process wrote or deleted halfway."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder.chmod(0o700)
         for path in self.folder.iterdir():
@@ -33,43 +42,44 @@ class States:
                 remove_tree(path)
 
     def allocate(self) -> tuple[str, Path]:
-        """Return a new name, and where to write that state before `keep`."""
+        """Return a new name, and the directory in which the keeper writes that state before `keep`."""
         name = secrets.token_hex(8)
         return name, self.folder / f"{name}.part"
 
     def keep(self, name: str) -> None:
+        """Make a state that is written completely exist under its name."""
         (self.folder / f"{name}.part").rename(self.folder / name)
 
     def there(self, name: str) -> bool:
+        """Return whether a state exists."""
         return (self.folder / name / "meta.json").exists()
 
     def all(self) -> set[str]:
+        """Return the names of all states."""
         return {path.name for path in self.folder.iterdir() if path.suffix != ".part"}
-
-    def added_bytes(self, name: str) -> int:
-        return int(json.loads((self.folder / name / "meta.json").read_bytes())["added_bytes"])
 
     @contextlib.contextmanager
     def holding(self, name: str) -> Iterator[None]:
-        """Keep a state from being collected while it is laid over a container."""
+        """Keep a state from being collected while a restore lays it over a container."""
         self.held[name] += 1
         try:
             yield
         finally:
             self.held[name] -= 1
+            # Adding an empty counter drops the entries that are zero.
             self.held += Counter()
 
     def drop(self, names: Iterable[str]) -> None:
         """Delete states."""
         for name in names:
-            # First the name: a half-deleted state must not look like one.
+            # meta.json first: after a crash in between, `open` recognizes the state as deleted halfway.
             with contextlib.suppress(FileNotFoundError):
                 (self.folder / name / "meta.json").unlink()
             remove_tree(self.folder / name)
             self._inodes.pop(name, None)
 
     def size_bytes(self, names: Iterable[str]) -> int:
-        """Return what states occupy together; what they share counts once."""
+        """Return the bytes that states occupy together; a file that several states share counts once."""
         shared: dict[int, int] = {}
         for name in names:
             if name not in self._inodes:
@@ -79,6 +89,7 @@ class States:
 
 
 def _inodes(folder: Path) -> Iterator[tuple[int, int]]:
+    """Yield the inode and the bytes on disk of everything below a directory."""
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)

@@ -197,10 +197,14 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
         return
 
 
-def written_paths() -> set[str]:
-    """Return the files that a process has open for writing, as paths relative to the root."""
+def written_paths(pids: Iterable[int] | None = None) -> set[str]:
+    """Return the paths, relative to the root, of the files that processes have open for writing.
+
+    Args:
+        pids: The processes; None means all of this pid namespace but pid 1.
+    """
     paths = set()
-    for pid, _ in list_processes():
+    for pid in (pid for pid, _ in list_processes()) if pids is None else pids:
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:  # noqa: PTH123

@@ -471,7 +471,7 @@ def full() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("down", "no Docker daemon answers"), ("silent", "gave no answer within"), ("full", "disk is full")],
+    [("down", "no Docker daemon responds"), ("silent", "gave no response within"), ("full", "disk is full")],
 )
 def test_a_daemon_that_is_down_slow_or_full_is_an_error_that_says_so(
     kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
