@@ -1,25 +1,29 @@
-"""Costs of snapshots: running means of what freezing and restoring took."""
+"""Costs: running means of what starting, freezing, restoring and replaying took with each driver."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 SnapshotKind = Literal["files", "processes"]
-"""What a snapshot holds: files and dumped sessions, or live processes too."""
+"""What a snapshot holds: files and dumped sessions, or images of live processes too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A running mean of seconds. Until something was measured it is the guess that it was made with.
+    """A running mean of seconds.
 
-    One slow moment of the machine must not decide what is done from then on, above all where what is not done is not
-    measured again: a measurement counts as at most four times the mean. One that is lasting is followed all the same.
+    A measurement counts as at most four times the mean: one slow moment of the machine must not decide what is done
+    from then on, because what is no longer done is no longer measured. A lasting change is followed all the same.
+
+    Attributes:
+        seconds: The mean; before the first measurement the guess that it was made with.
+        samples: Number of measurements.
     """
 
     seconds: float
     samples: int = 0
 
     def then(self, seconds: float) -> "Mean":
-        """Return the mean after another measurement: exact over the first ten, then the newest counts a tenth."""
+        """Return the mean after another measurement: exact over the first ten, then the newest one counts a tenth."""
         weight = max(0.1, 1 / (self.samples + 1))
         counted_s = min(seconds, 4 * self.seconds + 1e-4)
         return Mean(self.seconds + weight * (counted_s - self.seconds), self.samples + 1)
@@ -27,7 +31,12 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class KindCosts:
-    """What a snapshot of one kind costs: freezing it with its writing, and restoring it."""
+    """What a snapshot of one kind costs.
+
+    Attributes:
+        freeze: Freezing a sandbox and writing the snapshot.
+        restore: Restoring a sandbox from it.
+    """
 
     freeze: Mean
     restore: Mean
@@ -35,10 +44,15 @@ class KindCosts:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What ways to a sandbox cost with one driver, as measured here. One that stands at the node costs nothing.
+    """What the ways to a sandbox cost with one driver. A sandbox that is at the node already costs nothing.
 
-    replay_overhead is what each replayed call takes beside the tool. The guesses are medians of `bench/sandboxes` for
-    `local` on two cores; each gives way to the first measurement.
+    The guesses are medians of `bench/sandboxes` for `local` on two cores. The first measurement replaces each of them.
+
+    Attributes:
+        fresh: Starting a sandbox in the root state.
+        replay_overhead: What each replayed call takes beside the tool itself.
+        files: Snapshots of files and sessions.
+        processes: Snapshots of live processes too.
     """
 
     fresh: Mean = Mean(0.0065)
@@ -47,22 +61,23 @@ class Costs:
     processes: KindCosts = KindCosts(Mean(0.05), Mean(0.04))
 
     def of(self, kind: SnapshotKind) -> KindCosts:
+        """Return the costs of snapshots of one kind."""
         return self.processes if kind == "processes" else self.files
 
     def started(self, seconds: float) -> "Costs":
-        """Return what is known after a start from nothing."""
+        """Return the costs after a fresh start was measured."""
         return replace(self, fresh=self.fresh.then(seconds))
 
     def replayed(self, overhead_s: float) -> "Costs":
-        """Return what is known after a call was replayed."""
+        """Return the costs after a replayed call was measured."""
         return replace(self, replay_overhead=self.replay_overhead.then(overhead_s))
 
     def froze(self, kind: SnapshotKind, seconds: float) -> "Costs":
-        """Return what is known after a snapshot was taken."""
+        """Return the costs after a freeze was measured."""
         return self._with(kind, replace(self.of(kind), freeze=self.of(kind).freeze.then(seconds)))
 
     def restored(self, kind: SnapshotKind, seconds: float) -> "Costs":
-        """Return what is known after a snapshot was restored."""
+        """Return the costs after a restore was measured."""
         return self._with(kind, replace(self.of(kind), restore=self.of(kind).restore.then(seconds)))
 
     def _with(self, kind: SnapshotKind, costs: KindCosts) -> "Costs":

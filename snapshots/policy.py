@@ -1,30 +1,38 @@
-"""Which states are worth keeping, and which to give up first (pure).
+"""Snapshot policy: which states are worth a snapshot, and which snapshots to evict first.
 
-A snapshot saves its replay each time a sandbox is wanted at its state; it costs the seconds of taking it and the bytes
-that it holds. TVCACHE (arXiv 2602.10986) keeps a fork for every mutating call; what a replay costs is known here, so
-the cheap ones need none. `bench/regret.py` measures these rules against the best choice in hindsight.
+A snapshot saves a replay each time a sandbox is needed in its state. It costs the seconds to take it and the bytes that
+it holds. TVCACHE (arXiv 2602.10986) keeps a fork for every mutating call; here the cost of a replay is known, so states
+that are cheap to replay need no snapshot. `bench/regret.py` measures these rules against the best choice in hindsight.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 FUTURE = 0.5
-"""Rollouts that may come yet and have not begun, as a share of one: a task's next batch, which nobody has announced."""
+"""Rollouts that have not begun yet but may come to a state: a task's next batch, which is not announced.
+
+An estimate. Halved, states at the end of a group's walk lose their snapshots sooner. Doubled, more of them are kept for
+batches that do not come.
+"""
 
 _OWN_WEIGHT = 4.0
-"""Passes after which what happened at a state itself counts as much as what happens at states in general."""
+"""Number of visits after which a state's own history counts as much as that of all states. An estimate."""
 
 _MEMORY = 2000.0
-"""Chances over which the rate of reuse is learnt; older ones fade."""
+"""Number of chances over which the rate of reuse is learnt; older ones fade. Some hundred rollouts of a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """How often a state is wanted again, learnt over all states that were made here.
+    """How often a state needs a sandbox again, learnt over all states.
 
-    chances: rollouts that stood before a state when it was made, and so might have come to want a sandbox there; with
-    `FUTURE` for each state. uses: how many did. The guess of 1 in 20 is that of the recorded API workloads (groups of
-    2 to 5 rollouts), with the weight of 100 chances.
+    The first guess, 1 in 20 with the weight of 100 chances, comes from the recorded API workloads (groups of 2 to 5
+    rollouts).
+
+    Attributes:
+        uses: How many rollouts needed a sandbox at a state.
+        chances: How many rollouts might have come to need one: those above a state when it was made, and `FUTURE` for
+            each state.
     """
 
     uses: float = 5.0
@@ -32,27 +40,30 @@ class Reuse:
 
     @property
     def rate(self) -> float:
-        """The share of chances that became uses."""
+        """Share of chances that became uses."""
         return self.uses / self.chances
 
     def made(self, behind: int) -> "Reuse":
-        """Return what is known after a state was made with so many rollouts behind it."""
+        """Return the statistics after a state was made with this many rollouts above it that may still come."""
         fade = min(1.0, _MEMORY / self.chances)
         return Reuse(self.uses * fade, self.chances * fade + behind + FUTURE)
 
     def demanded(self) -> "Reuse":
-        """Return what is known after a sandbox was wanted at a state and none stood there."""
+        """Return the statistics after a rollout needed a sandbox at a state and none was there."""
         return replace(self, uses=self.uses + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What is known of a state that may be kept.
+    """What is known of a snapshot, taken or not.
 
-    saved_s: seconds that its snapshot saves at each use: the cheapest other way, with what is `at_stake_s` there, less
-    the restore. uses: how often it
-    will be used, roughly. reproducible: whether another way reaches this state at all. held: why it may not go
-    ("pinned", "leased"); empty for most.
+    Attributes:
+        name: Id of the snapshot; empty if it is not taken.
+        saved_s: Seconds that it saves at each use: the cheapest other way and its risk (`at_stake_s`) less the restore.
+        uses: Expected number of uses.
+        size_bytes: Bytes that it holds.
+        reproducible: Whether another way reaches the state.
+        held: Why the snapshot must not be evicted ("pinned", "leased"); empty if it may be.
     """
 
     name: str
@@ -64,42 +75,50 @@ class Prospect:
 
 
 def expected_uses(reuse: Reuse, *, behind: int, visits: int, demand: int) -> float:
-    """Return how often a sandbox will be wanted at a state where none stands.
+    """Return how often a sandbox will be needed in a state.
 
-    Each rollout that is behind the state, and those not begun yet, may come and leave the tree there. How likely that
-    is follows from what states in general are wanted (`reuse`), and the more from this one the more rollouts went
-    through it: visits, of which demand needed a sandbox.
+    Each rollout above the state may still come and leave the tree there. How likely that is follows from all states,
+    and the more from this one the more rollouts have visited it.
+
+    Args:
+        reuse: Statistics over all states.
+        behind: Number of rollouts above the state.
+        visits: Number of rollouts that have come to the state.
+        demand: How many of them needed a sandbox.
     """
     rate = (reuse.rate * _OWN_WEIGHT + demand) / (_OWN_WEIGHT + visits)
     return rate * (behind + FUTURE)
 
 
 def at_stake_s(*, replayed: int, diverged: int, doubtful: int = 0) -> float:
-    """Return the seconds that a use loses on average where a replay must do: it may reach another state.
+    """Return the seconds that a use loses on average without a snapshot, because the replay may diverge.
 
-    Then the rollout is lost, some ten calls and thoughts: 60 s. How likely that is follows from the calls replayed here
-    and those of them that diverged; the guess, with the weight of 300, is what running the recorded shell workload
-    twice showed (0.3 % of the states differed).
+    A replay that diverges loses the rollout: some ten calls and the thinking between them, 60 s. How likely that is
+    follows from the calls replayed so far. The first guess, with the weight of 300 calls, is 0.3 %: so many states
+    differed when the recorded shell workload was run twice.
 
-    doubtful: calls on the way beside live processes which nobody has run twice, and which look as if they may differ
-    (`tree.doubtful`). Nothing measured says how many do. One in two is taken for lost, and dearly (300 s), because what
-    keeping costs is mostly paid while the model thinks, and a rollout that is lost may be one of a group that waits.
+    Args:
+        replayed: Number of calls replayed in this process.
+        diverged: How many of them diverged.
+        doubtful: Number of calls on the way that ran beside live processes and look unrepeatable (`tree.doubtful`). No
+            measurement says how many of them diverge. One in two is assumed, at 300 s, because a snapshot is mostly
+            paid for while the model thinks, and a lost rollout may hold up its whole group.
     """
     return 60.0 * (0.9 + diverged) / (300 + replayed) + 300.0 * (1 - 0.5**doubtful)
 
 
 def worth_keeping(prospect: Prospect, *, cost_s: float) -> bool:
-    """Say whether to take a snapshot: it must save more seconds than it costs, or be the only way back."""
+    """Return whether to take a snapshot: it must save more seconds than it costs, or be the only way to its state."""
     return not prospect.reproducible or prospect.uses * prospect.saved_s >= cost_s
 
 
 def value(prospect: Prospect) -> float:
-    """Return seconds saved per byte kept."""
+    """Return the seconds saved for each byte kept. Anything below a page counts as a page: files take whole blocks."""
     return prospect.uses * prospect.saved_s / max(prospect.size_bytes, 4096)
 
 
 def why(prospect: Prospect) -> str:
-    """Say in words why a snapshot is kept."""
+    """Return a phrase that says why a snapshot is kept."""
     reasons = [prospect.held] if prospect.held else []
     if not prospect.reproducible:
         reasons.append("the only way back: no replay reaches this state")
@@ -108,10 +127,10 @@ def why(prospect: Prospect) -> str:
 
 
 def victims(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
-    """Return the names to give up, least value first, until excess_bytes are freed.
+    """Return the names of the snapshots to evict, least value first, until `excess_bytes` are freed.
 
-    Those that are held (leased, pinned) or that no replay can rebuild are never among them, even where that frees
-    less than asked.
+    Snapshots that are held (leased, pinned), or that are the only way to their state, are never among them, even if
+    less is freed then.
     """
     chosen: list[str] = []
     for prospect in sorted(prospects, key=lambda p: (value(p), p.name)):

@@ -1,4 +1,4 @@
-"""What a snapshot is (pure)."""
+"""The snapshot: one kept sandbox state, and what is known of its worth."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,21 @@ from snapshots.costs import SnapshotKind
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A kept sandbox state, and what is known of its worth.
+    """A kept sandbox state.
 
-    parts: the driver's storage units that it needs; several snapshots share most of theirs.
-    size_bytes: what it added to the states it was built on. cost_s: what taking it took. uses: restores so far.
-    restore_s: what the last one took; 0 before the first.
+    Attributes:
+        id: Name of the snapshot and of its directory.
+        tree: Number of the tree.
+        node: Number of the node whose state it holds.
+        driver: Name of the driver that took it.
+        kind: What the driver calls it; "processes" if it holds live processes.
+        parts: The driver's storage units that it needs. Snapshots share most of theirs.
+        size_bytes: Bytes that it added to the states it was built on.
+        cost_s: Seconds that the freeze took.
+        created_at: Unix time of the freeze.
+        uses: Number of restores.
+        leases: Number of restores in progress; it is not evicted meanwhile.
+        restore_s: Seconds that the last restore took; 0 before the first.
     """
 
     id: str
@@ -29,5 +39,5 @@ class Snapshot:
 
 
 def snapshot_kind(snapshot: Snapshot) -> SnapshotKind:
-    """Return what a snapshot holds; what is no image of live processes is files, whatever its driver calls it."""
+    """Return what a snapshot holds: files, whatever the driver calls it, unless it holds live processes."""
     return "processes" if snapshot.kind == "processes" else "files"

@@ -1,4 +1,9 @@
-"""Snapshots on disk: one directory each, its manifest last."""
+"""Snapshots on disk: a directory each, with the driver's payload and a manifest that is written last.
+
+A directory without a manifest is half written and is removed at the next start. Layers are written without waiting for
+the disk, so after a reboot no snapshot can be trusted, and all are removed: a lost snapshot costs time, a damaged one a
+wrong answer.
+"""
 
 import contextlib
 import shutil
@@ -19,19 +24,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SnapshotStore:
-    """All snapshots of one data directory. What a snapshot holds is read from disk when it is restored."""
+    """All snapshots of a data directory. Manifests are in memory; payloads are read when a snapshot is restored."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._snapshots: dict[str, Snapshot] = {}
 
     def open(self) -> int:
-        """Read back what is there; sweep what is half written or damaged, and what a reboot made doubtful.
+        """Read the manifests, remove half-written and damaged snapshots, and return how many remain.
 
-        Return how many stay.
-
-        Layers are written without waiting for the disk, so after the machine itself went down they cannot be trusted:
-        a lost snapshot costs time, a damaged one a wrong answer.
+        After a reboot of the machine all snapshots are removed.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         boot, mark = _boot_id(), self._directory / "boot-id"
@@ -48,10 +50,16 @@ class SnapshotStore:
         return len(self._snapshots)
 
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float) -> Snapshot:
-        """Write a frozen state. Blocking: some hundred microseconds.
+        """Write a frozen state and return its snapshot. Blocking: some hundred microseconds.
+
+        Args:
+            frozen: What the driver froze.
+            tree: Number of the tree.
+            node: Number of the node.
+            cost_s: Seconds that the freeze took.
 
         Raises:
-            OSError: the disk is full; nothing is left behind that a restart would take for a snapshot.
+            OSError: The disk is full, for example. What was written is removed, now or at the next start.
         """
         name = uuid.uuid4().hex
         state = frozen.state
@@ -72,7 +80,7 @@ class SnapshotStore:
             (directory / _PAYLOAD).write_bytes(orjson.dumps(frozen.payload))
             draft = directory / _DRAFT
             draft.write_bytes(orjson.dumps(manifest))
-            # Manifest last: a snapshot without one is half written, and is swept at start.
+            # The manifest comes last and by a rename: with a manifest a snapshot is whole.
             draft.rename(directory / _MANIFEST)
         except BaseException:
             _remove(directory)
@@ -81,11 +89,11 @@ class SnapshotStore:
         return self._snapshots[name]
 
     def load(self, snapshot: Snapshot) -> FrozenState:
-        """Read what a driver needs to restore snapshot. Blocking.
+        """Read what a driver needs to restore a snapshot. Blocking.
 
         Raises:
-            FileNotFoundError, ValueError: it is gone or damaged.
-            OSError: the machine cannot read it now.
+            FileNotFoundError, ValueError: The snapshot is missing or damaged.
+            OSError: The machine cannot read it now.
         """
         directory = self._directory / snapshot.id
         manifest = orjson.loads((directory / _MANIFEST).read_bytes())
@@ -96,11 +104,12 @@ class SnapshotStore:
         )
 
     def drop(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot. What it held is freed by the driver's next `collect`."""
+        """Remove a snapshot. The driver's next `collect` frees the storage that only it used."""
         if self._snapshots.pop(snapshot.id, None) is not None:
             _remove(self._directory / snapshot.id)
 
     def get(self, name: str | None) -> Snapshot | None:
+        """Return a snapshot by its id; None if there is none, or for no id."""
         return None if name is None else self._snapshots.get(name)
 
     def __iter__(self) -> Iterator[Snapshot]:
@@ -111,7 +120,7 @@ class SnapshotStore:
 
 
 def _read(directory: Path) -> Snapshot | None:
-    """Return the snapshot in directory; None where it is half written or damaged."""
+    """Return the snapshot in a directory; None if it is half written or damaged."""
     try:
         return _snapshot(directory.name, orjson.loads((directory / _MANIFEST).read_bytes()))
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
@@ -124,7 +133,7 @@ def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a snapshot's directory, also where no descriptor is free to list it; what stays is swept at start."""
+    """Remove a snapshot's directory without listing it, which needs a descriptor. The next start removes leftovers."""
     with contextlib.suppress(OSError):
         for name in (_MANIFEST, _DRAFT, _PAYLOAD):
             (directory / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Root states: which driver a spec names, and which tree it means now."""
+"""Root states: which driver builds a spec, and which tree the spec means now."""
 
 from collections.abc import Mapping
 
@@ -13,19 +13,23 @@ def driver_of(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> Driver:
     """Return the driver of a spec's sandboxes.
 
     Raises:
-        SpecError: there is none of this name.
+        SpecError: No driver of this name is turned on.
     """
     driver = drivers.get(spec.driver)
     if driver is None:
-        raise SpecError(f"there is no driver {spec.driver!r} here; there are: {', '.join(sorted(drivers))}.")
+        raise SpecError(
+            f"the driver {spec.driver!r} is not turned on here. Choose one of: {', '.join(sorted(drivers))}."
+        )
     return driver
 
 
 async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
-    """Return the key of the tree that spec names now.
+    """Return the key of the tree that a spec means now.
+
+    The spec alone does not name a tree: the content of a base, an archive or a database that it refers to may change.
 
     Raises:
-        SpecError: there is no such driver, or what spec names cannot be used.
+        SpecError: The driver is not turned on, or something that the spec refers to cannot be used.
     """
     driver = driver_of(drivers, spec)
     try:

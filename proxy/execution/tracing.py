@@ -1,4 +1,4 @@
-"""Traces: a span for each call, its parts below it. The one door to OpenTelemetry, which is an extra: `[otel]`."""
+"""Traces: a span for each call, and below it a span for each part. Needs OpenTelemetry, the extra `[otel]`."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,20 +12,22 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _PARTS = ("wait_s", "restore_s", "replay_s", "tool_s")
-"""In the order in which they happen."""
+"""Parts of a call in the order in which they happen; fields of `Timing`."""
 
 
 class Traces:
-    """Makes spans of calls after they were answered, and hands them to an exporter that sends them from a thread.
-
-    exporter: where they go; without one, OTLP over HTTP to endpoint.
-    """
+    """Makes spans of answered calls and hands them to an exporter, which sends them from a thread."""
 
     def __init__(self, records: RecordStore, endpoint: str, exporter: "SpanExporter | None" = None) -> None:
-        """Get ready to export.
+        """Set up the export of spans.
+
+        Args:
+            records: Where the calls of records are read.
+            endpoint: Address of an OTLP collector (HTTP).
+            exporter: Receives the spans instead of the collector; None for the collector.
 
         Raises:
-            SystemExit: the extra is not installed.
+            SystemExit: The extra is not installed.
         """
         try:
             from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - an extra
@@ -44,7 +46,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("forkpoint")
 
     def answered(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None) -> None:
-        """Make the spans of a call that was just answered. 50 us or so, where traces are on."""
+        """Make the spans of a call that was just answered. About 50 µs."""
         from opentelemetry.trace import set_span_in_context  # noqa: PLC0415 - loaded by now
 
         ended = time.time_ns()
@@ -68,5 +70,5 @@ class Traces:
         span.end(ended)
 
     def close(self) -> None:
-        """Send what is left. Blocking, for a thread."""
+        """Send the remaining spans. Blocking, so call it in a thread."""
         self._provider.shutdown()

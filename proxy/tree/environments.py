@@ -1,4 +1,4 @@
-"""Which environment a rollout begins in whose create request names one, as Docker's and E2B's do (pure)."""
+"""Environments that create requests of Docker and E2B clients name, and the specs that they mean."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +11,15 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentRequest:
-    """What a create request asks for. image: a name that its client knows; what is None or empty is not asked for.
+    """The environment that a create request names. None or an empty value means that the client left it open.
 
-    base: the environment that image stands for, where the settings say so.
+    Attributes:
+        image: Name of an image or template, as the client knows it.
+        env: Environment variables to add.
+        workdir: Working directory.
+        memory_mb: Memory limit.
+        pids: Limit of processes.
+        base: The environment that the settings give this image name; None if they give none.
     """
 
     image: str
@@ -25,37 +31,43 @@ class EnvironmentRequest:
 
 
 def spec_for(
-    wanted: EnvironmentRequest,
-    given: EnvironmentSpec | None,
+    request: EnvironmentRequest,
+    task_spec: EnvironmentSpec | None,
     default: EnvironmentSpec,
     drivers: Collection[str],
     *,
     any_image: bool,
 ) -> EnvironmentSpec:
-    """Return the spec of a rollout that begins with wanted.
+    """Return the spec of a rollout that begins with a request.
 
-    given: as its task was PUT; it stays the base, and wanted only adds variables, a directory and limits. Without one
-    it is wanted's own base, or the image is that of a container with default's limits, where that driver is on;
-    any_image: elsewhere it is default, whatever its name.
+    The base is the first of these that exists: the task's spec, the environment of the settings for this image, a
+    container of this image. The request then adds its variables, working directory and limits.
+
+    Args:
+        request: What the client requests.
+        task_spec: The spec with which the task was PUT; None if it was not.
+        default: The default spec; a container of the image has its limits.
+        drivers: Names of the drivers that are on.
+        any_image: Whether an unknown image means the default spec.
 
     Raises:
-        Refused: 404, there is no such image here; 400, a variable or a path that no environment can have.
+        RefusalError: 404, the image does not exist here; 400, a variable or path is impossible.
     """
-    base = given or wanted.base
+    base = task_spec or request.base
     if base is None and "container" in drivers:
-        base = EnvironmentSpec(driver="container", image=wanted.image, workdir="/", limits=default.limits)
+        base = EnvironmentSpec(driver="container", image=request.image, workdir="/", limits=default.limits)
     if base is None and any_image:
         base = default
     if base is None:
-        detail = f"No such image: {wanted.image}. PUT the task with an environment, or turn the driver container on."
+        detail = f"No such image: {request.image}. PUT the task with an environment, or turn the driver container on."
         raise RefusalError(404, "no-such-image", detail)
-    limits = {"memory_mb": wanted.memory_mb, "pids": wanted.pids}
-    told = base.model_dump()
-    told["env"] |= wanted.env
-    told["workdir"] = wanted.workdir or told["workdir"]
-    told["limits"] |= {name: value for name, value in limits.items() if value}
+    limits = {"memory_mb": request.memory_mb, "pids": request.pids}
+    fields = base.model_dump()
+    fields["env"] |= request.env
+    fields["workdir"] = request.workdir or fields["workdir"]
+    fields["limits"] |= {name: value for name, value in limits.items() if value}
     try:
-        return EnvironmentSpec.model_validate(told)
+        return EnvironmentSpec.model_validate(fields)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])

@@ -1,4 +1,4 @@
-"""Call keys: the digest under which equal calls meet (pure)."""
+"""Call keys: digests under which equal calls of different rollouts meet."""
 
 from hashlib import blake2b
 from typing import Any, NewType
@@ -10,11 +10,11 @@ from sandboxes.calls import Arguments, ToolCall
 CallKey = NewType("CallKey", bytes)
 
 KEY_VERSION = 2
-"""Part of every root key: when the rules below change, a new tree starts and no old record is served."""
+"""Version of the rules below, part of every root key: when they change, new trees begin and no old record is served."""
 
 
 class UncanonicalArgumentsError(ValueError):
-    """The arguments of a call have no canonical form, so no key."""
+    """The arguments of a call have no canonical form, so the call has no key."""
 
     def __init__(self, tool: str, reason: str) -> None:
         super().__init__(
@@ -24,13 +24,13 @@ class UncanonicalArgumentsError(ValueError):
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return value as JSON with sorted members and no spaces.
+    """Return a value as JSON with sorted members and no spaces.
 
-    Order of members does not count, order of items does. 1, 1.0, "1" and true all differ: a tool may print them
+    The order of members does not count, the order of items does. 1, 1.0, "1" and true all differ: a tool may print them
     differently, and a wrong hit costs more than a miss. Strings are not normalised, for the same reason.
 
     Raises:
-        ValueError: value holds NaN, an infinity, an integer beyond 64 bits, a lone surrogate, or no JSON at all.
+        ValueError: The value holds NaN, an infinity, an integer beyond 64 bits, a lone surrogate, or no JSON at all.
     """
     encoded = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     # orjson writes NaN and the infinities as null, which would make them share a key with None.
@@ -40,12 +40,12 @@ def canonical_json(value: Any) -> bytes:
 
 
 def call_key(call: ToolCall) -> CallKey:
-    """Return the 32-byte key of call: BLAKE2b over endpoint, tool, canonical arguments and the uploaded body.
+    """Return the 32-byte key of a call: BLAKE2b over endpoint, tool, canonical arguments and uploaded body.
 
-    Equal calls, and only those, share one. Cost: about 2 us for 300 bytes of arguments.
+    Two calls have the same key only if they are equal. Cost: about 2 µs for 300 bytes of arguments.
 
     Raises:
-        UncanonicalArguments: the arguments have no canonical form.
+        UncanonicalArgumentsError: The arguments have no canonical form.
     """
     digest = blake2b(digest_size=32)
     for part in (
@@ -54,28 +54,25 @@ def call_key(call: ToolCall) -> CallKey:
         _canonical_arguments(call.tool, call.arguments),
         call.body,
     ):
-        # Length first: no two different sequences of parts give the same bytes.
+        # The length comes first, so that no two different sequences of parts give the same bytes.
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return CallKey(digest.digest())
 
 
 def private_key(key: CallKey, rollout: int, turn: int) -> CallKey:
-    """Return the key under which a call is recorded that no other rollout, and no later turn, may find."""
+    """Return a key that only this call of this rollout uses: no other rollout, and no later turn, looks it up."""
     salt = rollout.to_bytes(8, "little") + turn.to_bytes(8, "little")
     return CallKey(blake2b(key + salt, digest_size=32, person=b"private").digest())
 
 
 def again_key(key: CallKey, nth: int) -> CallKey:
-    """Return the key of a call that is asked again where asking again may tell something else; nth: how often before.
-
-    All who ask as often find it.
-    """
+    """Return the key of a call's n-th repetition (0: its own key), which all rollouts that repeat it share."""
     return CallKey(blake2b(key + nth.to_bytes(8, "little"), digest_size=32, person=b"again").digest()) if nth else key
 
 
 def root_key(spec_json: bytes, identity: str) -> str:
-    """Return the hex digest that names a tree: its spec, what the spec names, and the version of the key rules."""
+    """Return the hex digest that names a tree: of its spec, what the spec refers to, and `KEY_VERSION`."""
     return blake2b(b"%d\0%b\0%b" % (KEY_VERSION, identity.encode(), spec_json), digest_size=16).hexdigest()
 
 

@@ -1,4 +1,10 @@
-"""Which way to a sandbox at a node is the cheapest (pure)."""
+"""Restore plans: the cheapest way to a sandbox in a node's state.
+
+A plan has a start, where a sandbox can be had, and a suffix of recorded calls to replay from there. Going up from the
+target, each node offers up to three ways: a sandbox that is there (free), a snapshot, and at the root a fresh sandbox.
+Each step up adds the seconds of one replayed call. The search ends as soon as the replay alone costs more than the best
+plan, so it is O(length of the suffix), not O(depth).
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -8,20 +14,34 @@ from proxy.tree.tree import Node, Record
 from snapshots.costs import Costs, SnapshotKind
 
 DOUBT_S = 60.0
-"""What is at stake where a replayed call may reach another state: the least that `snapshots.policy.at_stake_s` has."""
+"""Seconds by which a replay of a doubtful call counts as dearer: if it diverges, the rollout is lost.
+
+The least that `snapshots.policy.at_stake_s` reckons for a lost rollout: some ten calls and the thinking between them.
+Halved or doubled, plans change only where a snapshot costs within a minute of a doubtful replay.
+"""
 
 
 class Way(Enum):
-    """How a sandbox is got before anything is replayed in it."""
+    """How the sandbox of a plan is obtained, before anything is replayed in it."""
 
     STANDING = "standing"
+    """An idle sandbox is there."""
     SNAPSHOT = "snapshot"
+    """A snapshot is restored."""
     FRESH = "fresh"
+    """A sandbox is started in the root state."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """Get a sandbox at `start` by `way`, then run `suffix` in this order; it then stands where it is wanted."""
+    """One way to a sandbox in a node's state.
+
+    Attributes:
+        way: How the sandbox is obtained.
+        start: Node at which it is obtained.
+        suffix: Records to replay, in this order.
+        cost_s: Expected seconds of both.
+    """
 
     way: Way
     start: Node
@@ -32,13 +52,16 @@ class RestorePlan:
 def plan_restore(
     target: Node, *, standing: Callable[[Node], bool], costs: Costs, avoid: Collection[Node] = ()
 ) -> RestorePlan | None:
-    """Choose the way with the least acquire + replay seconds; None where no way leads to target.
+    """Return the plan with the fewest expected seconds; None if no way leads to the target.
 
-    standing: says whether a sandbox at a node may be taken. avoid: nodes whose snapshots are not to be used.
+    A doubtful replay counts as `DOUBT_S` dearer, so a snapshot behind it is preferred to a sandbox before it. A record
+    whose replay is known to diverge ends the search.
 
-    The walk goes from target towards the root. It ends where going on cannot be cheaper, or at a record whose replay is
-    known to reach another state. A replay in doubt counts as `DOUBT_S` dearer: a snapshot behind it is preferred to a
-    sandbox that stands before it. O(length of the suffix).
+    Args:
+        target: The node whose state is needed.
+        standing: Returns whether an idle sandbox at a node may be taken.
+        costs: What ways to a sandbox cost with the tree's driver.
+        avoid: Nodes whose snapshots must not be used.
     """
     best: RestorePlan | None = None
     suffix: list[Record] = []
@@ -72,5 +95,5 @@ def _ways(
 
 
 def kind_of(node: Node) -> SnapshotKind:
-    """Return what a snapshot of node holds, or would hold: only a state with live processes has a witness."""
+    """Return what a snapshot of the node holds or would hold. Only a state with live processes has a witness."""
     return "processes" if node.witness is not None else "files"

@@ -1,8 +1,16 @@
-"""The tree of one task and one root state: nodes are sandbox states, records are the calls made at them (pure).
+"""The tree of one root state: nodes are sandbox states, records are the calls made at them.
 
-A record whose call changed nothing is an observation: it leads back to its own node. Any other leads to a child, or to
-the node that already stands for the state it reached: different histories then meet, and the tree becomes a graph whose
-`origin` links still form a tree. All functions here run without `await`, so no lock guards a tree.
+1. A call that changed nothing makes an *observation*: its record leads back to its own node.
+2. Any other call leads to a new node, or to the node that already has the state it reached. Different histories then
+   meet, and the tree becomes a graph. The `origin` links (the record that first reached a node) still form a tree, and
+   a node's `path` follows them.
+3. Merging needs a state digest. Without one (live processes run, or too much changed) each call leads to a new node.
+4. A *private* record serves one rollout only. It has a key that no lookup uses, and its node never merges.
+5. A record whose target cannot be rebuilt is *set aside*: it answers no calls any more, and the nodes behind it are
+   marked as diverged. Rollouts that are there go on; no other rollout gets there.
+6. A *quarantined* call is one that an audit found to be answered differently: at this node it always runs again.
+
+Everything here runs without `await` on one thread, so no lock guards a tree.
 """
 
 import math
@@ -20,15 +28,23 @@ from sandboxes.spec import EnvironmentSpec
 class Node:
     """A sandbox state.
 
-    origin: the record that first reached it; None for the root alone.
-    witness: where there is no state digest, what a replay must reach all the same; None where nothing is known.
-    snapshot: id of the snapshot that holds it, if one does.
-    young: whether what came to live with it may have been on its way when its calls were made: see `Rollout.key_of`.
-    passes: how many rollouts have stepped onto it. wanted: how often a sandbox was wanted here and none stood here.
-    weighed: whether it was thought about keeping it: once for each node, for the statistics.
-    unfreezable: why no snapshot can be taken; empty while nothing is known against it.
-    diverged: why its recorded state could not be rebuilt; empty while nothing is known against it.
-    quarantined: calls that are never answered from the tree here: an audit found that they answer differently.
+    Attributes:
+        id: Number of the node, unique in the store.
+        origin: The record that first reached the node; None for the root only.
+        state: Digest of the state; None without one (live processes run, or too much changed).
+        witness: Without a digest: digest of the files and sessions that a replay must reach; None if not known.
+        records: Records of the calls made here, by key.
+        snapshot: Id of the snapshot that holds the state; None without one.
+        pinned: Whether the snapshot is never evicted.
+        settling: Whether background processes may still have been starting when the calls here were made
+            (`polling.key_for`).
+        visits: Number of rollouts that have stepped onto the node.
+        demand: How often a rollout needed a sandbox here and there was none.
+        weighed: Whether a snapshot was considered; once for each node, for the statistics.
+        unfreezable: Why the driver cannot freeze the state; empty if nothing is known against it.
+        diverged: Why the state cannot be rebuilt; empty if nothing is known against it.
+        detached: Whether the node has been forgotten. Rollouts may still point at it.
+        quarantined: Keys of calls that are never answered from the tree here.
     """
 
     id: int
@@ -52,11 +68,23 @@ class Node:
 class Record:
     """One recorded call: made at `source`, it led to `target`.
 
-    call, upload, answer: where the store keeps them; 0 before it does, and for a call that uploads nothing.
-    seconds: what the tool took when it ran. hits: how often it was answered from here since.
-    reproducible: False once a replay of it reached another state than `target`. doubtful: see `doubtful`; no longer
-        once a replay did reach it. differs: how an audit found that it does not come again; empty while it did not.
-    age_s: for how long its rollout had stood at source when it was made; long ago where nobody knows any more.
+    Attributes:
+        id: Number of the record, unique in the store.
+        key: Key under which the call is looked up at `source`.
+        source: Node at which the call was made.
+        target: Node that the call led to; `source` itself for an observation.
+        effect: What the call changed.
+        seconds: How long the tool ran.
+        recorded_at: Unix time at which the call ended.
+        private: Whether the record serves one rollout only.
+        hits: How often the record has answered a call.
+        reproducible: Whether a replay may be expected to reach `target`. False once a replay reached another state.
+        doubtful: Whether a replay may well diverge (see `doubtful`). False once a replay did reach `target`.
+        differs: How the call was answered in an audit; empty if no audit found a difference.
+        dwell_s: How long the rollout had been at `source` when it made the call. Infinite after a restart: not stored.
+        call: Number of the call's blob in the store; 0 before it is stored.
+        upload: Number of the uploaded body's blob; 0 without one.
+        answer: Number of the result's blob; 0 before it is stored.
     """
 
     id: int
@@ -78,44 +106,52 @@ class Record:
 
     @property
     def observation(self) -> bool:
+        """Whether the call changed nothing."""
         return self.target is self.source
 
 
-_LOOKS_DRAWN = re.compile(rb"[0-9]{10}|[0-9]\.[0-9]{6}|[0-9a-f]{12}|[0-9]{2}:[0-9]{2}:[0-9]{2}", re.IGNORECASE)
-"""Times, random numbers, ids: a second run would hardly say them again."""
-_LOOKED_AT_BYTES = 1 << 16
+_UNREPEATABLE = re.compile(rb"[0-9]{10}|[0-9]\.[0-9]{6}|[0-9a-f]{12}|[0-9]{2}:[0-9]{2}:[0-9]{2}", re.IGNORECASE)
+"""Times, random numbers and ids in an answer: a second run would hardly repeat them."""
+_SEARCHED_BYTES = 1 << 16
+"""How much of an answer is searched for them: 64 KiB take less than a millisecond."""
 _FORWARDED = frozenset({"target", "server"})
-"""What the arguments of a call to a tool server, or to an MCP server, have, and no other's."""
+"""Arguments that only calls to a tool server or an MCP server have."""
 
 
 def doubtful(call: ToolCall, execution: Execution) -> bool:
-    """Say whether a replay may well fail to reach what execution reached: it is beside live processes, and then all
-    that was told must come again.
+    """Return whether a replay of a call may well fail to reach the recorded state.
 
-    Calls to a server that wrote no file and told nothing that looks drawn or timed are not in doubt: a replay that
-    leaves other things in its memory, of which nobody was told, is as good as the first run. Unless something beside
-    may be writing files meanwhile: a replay is given at another moment, and would find others.
+    Beside live processes a replay must repeat the whole answer, so every state change is doubtful. The exception are
+    calls to a server that wrote no file, if nothing in the answer looks random or timed: no rollout was shown what they
+    leave in the server's memory. They are doubtful all the same if another process may be writing files (`restless`):
+    a replay comes at another moment and would find other files.
     """
     if execution.state is not None or not execution.effect:
         return False
     plain = execution.effect is Effect.PROCESSES and not _FORWARDED.isdisjoint(call.arguments)
     plain = plain and not execution.restless
-    return not plain or _LOOKS_DRAWN.search(execution.result.body[:_LOOKED_AT_BYTES]) is not None
+    return not plain or _UNREPEATABLE.search(execution.result.body[:_SEARCHED_BYTES]) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a call leads: to a node that is known, or to a new one of this state."""
+    """Where a call leads: to a known node, or to a new node with this state (`known` is None)."""
 
     known: Node | None
     state: StateDigest | None
 
 
 class Tree:
-    """All that is known of one root state, the one that `spec` builds.
+    """All nodes and records of one root state.
 
-    key: names that state: a digest of the spec, and of what the spec named when the tree began. size: nodes and records
-    ever added.
+    Attributes:
+        id: Number of the tree in the store.
+        root: Node of the root state.
+        spec: Environment that builds the root state.
+        key: Digest of the spec and of what it referred to when the tree began (`keys.root_key`).
+        nodes: All nodes by number, diverged ones included.
+        aside: Records that are set aside.
+        size: Number of nodes and records ever added.
     """
 
     def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "") -> None:
@@ -129,7 +165,7 @@ class Tree:
     def destination(
         self, source: Node, effect: Effect, state: StateDigest | None, *, private: bool = False
     ) -> Destination:
-        """Say where a call at source with this effect leads; nothing changes. O(1)."""
+        """Return where a call at a node with this effect and state leads. Changes nothing. O(1)."""
         if not effect:
             return Destination(source, source.state)
         if private or source.diverged or state is None or self.spec.merge == "off":
@@ -137,17 +173,22 @@ class Tree:
         return Destination(self._by_state.get(state.exact), state)
 
     def add_node(self, node: Node, *, private: bool = False) -> None:
-        """Add a node; the record that leads to it must follow before the next `await`. A private one never merges."""
+        """Add a node. The record that leads to it must follow before the next `await`. A private node never merges."""
         self.nodes[node.id] = node
         self.size += 1
         if not private and not node.diverged:
             self._index(node)
 
     def add_record(self, record: Record) -> None:
-        """Hang record on its source. The first record to reach a node becomes its origin."""
+        """Add a record to its source. The first record to reach a node becomes the node's origin.
+
+        Raises:
+            ValueError: The source has a record with this key already.
+        """
         if record.key in record.source.records:
             raise ValueError(f"node n{record.source.id} has a record under this key already")
         self.size += 1
+        # A tree that is read back: what was set aside then is set aside now.
         if record.target.diverged and not record.source.diverged:
             self.aside.append(record)
         else:
@@ -156,19 +197,23 @@ class Tree:
             record.target.origin = record
 
     def set_root_state(self, state: StateDigest | None) -> None:
-        """Take the root's digest, which is learnt when its first sandbox stands."""
+        """Give the root its digest, which is first known when a sandbox in the root state is frozen."""
         self.root.state = state
         self._index(self.root)
 
     def forget(self, node: Node) -> tuple[list[Node], list[Record]]:
-        """Remove node and all that came from it, with every record that leads there. O(size of the tree).
+        """Remove a node and all that came from it, with every record that leads there. O(size of the tree).
+
+        Returns:
+            The removed nodes, which are detached, and the removed records.
 
         Raises:
-            ValueError: node is the root.
+            ValueError: The node is the root.
         """
         if node is self.root:
             raise ValueError("the root cannot be forgotten; delete the task instead")
         gone = self.closure(node)
+        # Merging: records outside the closure may lead into it.
         records = [r for n in self.nodes.values() for r in n.records.values() if r.target in gone or r.source in gone]
         records += [r for r in self.aside if r.target in gone or r.source in gone]
         self.aside = [r for r in self.aside if r.target not in gone and r.source not in gone]
@@ -181,14 +226,21 @@ class Tree:
         return sorted(gone, key=lambda n: n.id), records
 
     def set_aside(self, record: Record, why: str) -> list[Node]:
-        """Take record out of the answers because its target cannot be rebuilt; return the nodes that fall with it.
+        """Answer no more calls from a record, because its target cannot be rebuilt.
 
-        They stay in memory and in the views, for the rollouts that stand there; no other rollout gets in.
+        Args:
+            record: The record to set aside.
+            why: Reason, which is shown to people.
+
+        Returns:
+            The target and all nodes that came from it. They are marked as diverged but stay in memory, for the rollouts
+            that are there.
         """
         lost = sorted(self._offspring(record.target), key=lambda n: n.id)
         for node in lost:
             node.diverged = node.diverged or why
             self._unindex(node)
+        # Every record that leads in from outside goes too: merged histories would lead there as well.
         for node in self.nodes.values():
             for entry in [r for r in node.records.values() if r.target.diverged and not node.diverged]:
                 del node.records[entry.key]
@@ -196,8 +248,15 @@ class Tree:
         return lost
 
     def quarantine(self, record: Record, why: str) -> list[Node]:
-        """Answer nobody from record any more, nor from what this call is recorded as here later; return the nodes that
-        fall with it."""
+        """Answer no more calls from a record, nor from later records of the same call at this node.
+
+        Args:
+            record: The record that an audit found to differ.
+            why: How it differs.
+
+        Returns:
+            The nodes that can no longer be rebuilt, because the record is their origin.
+        """
         source = record.source
         record.differs = why
         source.quarantined |= {record.key}
@@ -210,7 +269,7 @@ class Tree:
         return lost
 
     def walk(self, top: Node | None = None, depth: int | None = None) -> Iterator[tuple[Node, int]]:
-        """Yield nodes with their depth below top, parents first, in the order in which they were found."""
+        """Yield nodes with their depth below `top` (the root if None), parents before children. O(nodes yielded)."""
         stack = [(top or self.root, 0)]
         while stack:
             node, below = stack.pop()
@@ -219,7 +278,7 @@ class Tree:
                 stack.extend((child, below + 1) for child in reversed(children(node)))
 
     def check(self) -> None:
-        """Assert every invariant of the tree. O(size)."""
+        """Assert every invariant of the tree. O(size of the tree)."""
         assert self.nodes[self.root.id] is self.root
         assert self.root.origin is None
         for node in self.nodes.values():
@@ -242,19 +301,20 @@ class Tree:
             assert not node.diverged
 
     def closure(self, top: Node) -> set[Node]:
-        """Return top and all that came from it, what was set aside too. O(size of the tree)."""
-        found = self._offspring(top)
+        """Return a node and all that came from it, nodes that were set aside too. O(size of the tree)."""
+        nodes = self._offspring(top)
+        # A record that is set aside is no longer at its source, so its target is not among the source's children.
         hidden: dict[Node, list[Node]] = {}
         for record in self.aside:
             if record.target.origin is record:
                 hidden.setdefault(record.source, []).append(record.target)
-        pending = list(found) if hidden else []
+        pending = list(nodes) if hidden else []
         while pending:
             for lost in hidden.get(pending.pop(), ()):
-                more = self._offspring(lost) - found
-                found |= more
+                more = self._offspring(lost) - nodes
+                nodes |= more
                 pending.extend(more)
-        return found
+        return nodes
 
     def _offspring(self, top: Node) -> set[Node]:
         return {node for node, _ in self.walk(top)}
@@ -269,12 +329,12 @@ class Tree:
 
 
 def children(node: Node) -> list[Node]:
-    """Return the nodes whose first history goes through node."""
+    """Return the nodes whose origin is a record at this node."""
     return [r.target for r in node.records.values() if r.target.origin is r]
 
 
 def path(node: Node) -> list[Record]:
-    """Return the records of node's first history, node's own origin first. O(depth): never on the way of a hit."""
+    """Return the records that lead from the root to a node, the node's own origin first. O(depth): not for hits."""
     steps = []
     origin = node.origin
     while origin is not None:

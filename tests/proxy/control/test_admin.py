@@ -159,7 +159,7 @@ def test_a_pin_is_kept_and_taken_back(proxy: Running) -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ({"driver": "nonsense"}, "there is no driver"),
+        ({"driver": "nonsense"}, "is not turned on"),
         ({"driver": "memory", "base": "/nowhere"}, "no bases"),
         ({"driver": "memory", "limits": {"pids": 0}}, "limits.pids"),
         ({"driver": "memory", "surprise": 1}, "surprise"),
