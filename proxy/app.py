@@ -27,7 +27,7 @@ from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import protocol_for, report_responses
 from proxy.engine import Engine, build_engine
-from proxy.http.browser_headers import BrowserGuard
+from proxy.http.browser_guard import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings

@@ -6,13 +6,10 @@ import re
 from proxy.refusals import RefusalError
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~@:=+,-]{0,199}$"
-"""Of tasks and rollouts: one path segment that needs no escaping and cannot be taken for a relative path."""
-
+"""Matches names of tasks and rollouts: one path segment that needs no escaping and is not a relative path."""
 
 ONLY = "*"
 """Stands for the endpoint of a task's only server."""
-
-
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -20,20 +17,20 @@ def named(kind: str, text: str) -> str:
     """Return the name of a task or rollout, which must match `NAME_PATTERN`.
 
     Raises:
-        Refused: 400, it does not.
+        RefusalError: 400, the text does not match.
     """
     if _NAME.match(text) is None or text.endswith("\n"):
         raise RefusalError(
             400,
             "name",
-            f"{text[:80]!r} cannot name a {kind}. Use 1 to 200 of A-Z a-z 0-9 . _ ~ @ : = + , - and begin with a "
+            f"{text[:80]!r} is not a name of a {kind}. Use 1 to 200 of A-Z a-z 0-9 . _ ~ @ : = + , - and begin with a "
             "letter or digit.",
         )
     return text
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches an address to listen on."""
+    """Return whether only this machine can reach an address to listen on."""
     if host.rstrip(".").lower() == "localhost":
         return True
     try:

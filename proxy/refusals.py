@@ -5,13 +5,21 @@ from dataclasses import dataclass
 import orjson
 
 MEDIA_TYPE = "application/problem+json"
+"""The media type of problem details (RFC 9457)."""
 
 
 class RefusalError(Exception):
-    """A request that cannot be served as it is: status, a slug that names the problem, and what to do."""
+    """A request that cannot be served as it is.
+
+    Attributes:
+        status: The HTTP status.
+        slug: Names the problem in its type (`urn:forkpoint:{slug}`) and in metrics.
+        code: The JSON-RPC error code, for dialects that speak JSON-RPC; 0 for others.
+
+    The text says what was wrong with which value, and what to do.
+    """
 
     code = 0
-    """Of JSON-RPC, for dialects that speak it."""
 
     def __init__(self, status: int, slug: str, detail: str) -> None:
         super().__init__(detail)
@@ -20,9 +28,16 @@ class RefusalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem-details answer. infrastructure: counted as a failure of ours, under this kind.
+    """Problem details of one response (RFC 9457).
 
-    code: of JSON-RPC, where the dialect said one; 0 elsewhere.
+    Attributes:
+        status: The HTTP status.
+        slug: Names the problem in its type and in metrics.
+        title: A short, conventional title.
+        detail: What was wrong with which value, and what to do.
+        retry_after_s: When a retry makes sense, in seconds; None if it does not.
+        infrastructure: Whether the proxy or its machine failed, and not the request.
+        code: The JSON-RPC error code that a dialect chose; 0 for none.
     """
 
     status: int
@@ -34,7 +49,7 @@ class Problem:
     code: int = 0
 
     def body(self) -> bytes:
-        """Return the JSON of the answer."""
+        """Return the JSON of the response."""
         value = {
             "type": f"urn:forkpoint:{self.slug}",
             "title": self.title,
@@ -44,7 +59,7 @@ class Problem:
         return orjson.dumps(value)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the answer, without its length."""
+        """Return the headers of the response, without its length."""
         headers = [(b"content-type", MEDIA_TYPE.encode()), (b"cache-status", b"forkpoint; fwd=miss; detail=error")]
         if self.status == 401:
             headers.append((b"www-authenticate", b'Bearer realm="forkpoint"'))

@@ -28,12 +28,12 @@ from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
-from proxy.http.answer_cache import AT_ONCE, HIT_STATUS, RawHeaders
+from proxy.http.answer_cache import HIT_HEADERS, HIT_STATUS, RawHeaders
 from proxy.http.asgi import Receive, Scope
 from proxy.http.exchange import Exchange
 from proxy.http.lru_cache import LruCache
 from proxy.http.problems import count_problem, problem_of
-from proxy.http.sse import EventStream
+from proxy.http.streaming import ServerEvents
 from proxy.http.uploads import uploading
 from proxy.refusals import RefusalError
 from proxy.step import Answer
@@ -61,7 +61,7 @@ class Dispatch:
         self._engine, self._addressing, self._docker = engine, addressing, docker
         self._answers, self._e2b, self._retries = engine.answers, E2bEndpoint(engine), Retries()
         self._constants: LruCache[tuple[int, CallKey], Answer] = LruCache(MAX_REMEMBERED)
-        self._cancellable: dict[tuple[int, str], EventStream] = {}
+        self._cancellable: dict[tuple[int, str], ServerEvents] = {}
         self._in_flight = 0
 
     async def refuse(self, scope: Scope, address: Address, refusal: RefusalError, exchange: Exchange) -> None:
@@ -167,7 +167,7 @@ class Dispatch:
         answer = self._constants.get(key)
         if answer is not None:
             engine.counts.answered(Outcome.HIT, answer.record.seconds)
-            await exchange.answer(self._answers.of(answer.record), AT_ONCE)
+            await exchange.answer(self._answers.of(answer.record), HIT_HEADERS)
             return
         rollout = await engine.tasks.rollout(task, f"~{call.key.hex()[:32]}")
         listener = exchange.listener(call)
@@ -216,7 +216,7 @@ class Dispatch:
         if record is not None:
             endpoints[call.call.endpoint][Outcome.HIT] += 1
             self._retries.remember_hit(rollout, call, record)
-            await exchange.answer(self._answers.of(record), AT_ONCE)
+            await exchange.answer(self._answers.of(record), HIT_HEADERS)
             self._engine.counts.hit_s.observe(time.perf_counter() - exchange.began)
             return
         listener = exchange.listener(call)
@@ -234,7 +234,7 @@ class Dispatch:
             await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
 
     @contextmanager
-    def _cancellable_as(self, name: str, rollout: Rollout, events: EventStream | None) -> Iterator[None]:
+    def _cancellable_as(self, name: str, rollout: Rollout, events: ServerEvents | None) -> Iterator[None]:
         """Let the client cancel its call under the name that it gave the call, while the context lasts."""
         key = (rollout.id, name)
         if not name or events is None:

@@ -21,8 +21,8 @@ from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
 from proxy.dialects.base import Call, Meaning
 from proxy.engine import Engine
 from proxy.http.address import Address
-from proxy.http.answer_cache import AT_ONCE, response
-from proxy.http.exchange import raw, told_by
+from proxy.http.answer_cache import HIT_HEADERS, response
+from proxy.http.exchange import client_form, raw
 from proxy.http.lru_cache import LruCache
 from proxy.tree.rollout import Outcome, Rollout
 
@@ -69,11 +69,11 @@ class HitPath:
             return None
         self._endpoints[call.call.endpoint][Outcome.HIT] += 1
         ready = self._answers.of(record)
-        if not (ready.placed or call.bound):
+        if not (ready.has_location or call.bound):
             return ready.hit
         # The recorded answer names a URL or a rollout, so this client gets its own form of it.
-        own = told_by(ready, self._addressing.dialect(rollout, address.endpoint), request_of(scope, address, body))
-        return response(own.status, raw(own.headers) + ready.headers[ready.told :] + AT_ONCE, own.body)
+        own = client_form(ready, self._addressing.dialect(rollout, address.endpoint), request_of(scope, address, body))
+        return response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)
 
     def _meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
         dialect = self._addressing.dialect(rollout, address.endpoint)

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, cast
 
 import httptools
 import uvicorn
+from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -107,6 +108,7 @@ class HitFirst(asyncio.Protocol):
 
     # -- called by the event loop ------------------------------------------------------------------------------------
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._uvicorn_transport = UvicornTransport(self, self._transport, self._loop)
@@ -114,6 +116,7 @@ class HitFirst(asyncio.Protocol):
         # The server calls `shutdown` of what it finds here, and waits until it is gone.
         self._server_state.connections.add(cast("Any", self))
 
+    @override
     def data_received(self, data: bytes) -> None:
         if self._state is _State.READING:
             self._held = self._held + data if self._held else data
@@ -127,6 +130,7 @@ class HitFirst(asyncio.Protocol):
                 return
             self._inner.data_received(data)
 
+    @override
     def eof_received(self) -> bool:
         if self._stream is not None:
             # The client has closed its stdin and still reads the output.
@@ -134,6 +138,7 @@ class HitFirst(asyncio.Protocol):
             return True
         return False
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
         self._writable.set()
@@ -142,11 +147,13 @@ class HitFirst(asyncio.Protocol):
         if self._inner is not None:
             self._inner.connection_lost(exc)
 
+    @override
     def pause_writing(self) -> None:
         self._writable.clear()
         if self._inner is not None:
             self._inner.pause_writing()
 
+    @override
     def resume_writing(self) -> None:
         self._writable.set()
         if self._inner is not None:

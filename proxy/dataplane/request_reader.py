@@ -71,18 +71,26 @@ class RequestReader:
     # -- called by the parser ----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        """Count a request that begins."""
         self.begun += 1
         self.has_head = False
         self.url = self.body = b""
         self.headers = []
 
     def on_url(self, url: bytes) -> None:
+        """Add a piece of the target."""
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header."""
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """Note what the head says about the connection.
+
+        Raises:
+            ValueError: The request line breaks a rule of ours; `feed` then raises HttpParserError.
+        """
         version: str = self._parser.get_http_version()
         # The absolute form of a target is for forward proxies (RFC 9112, 3.2.2), and this server must not be used as
         # one. A request line without a version is HTTP/0.9, which has no status to report an error with.
@@ -95,8 +103,10 @@ class RequestReader:
         self.has_head = True
 
     def on_body(self, body: bytes) -> None:
+        """Add a piece of the body."""
         if self.keeps_body:
             self.body += body
 
     def on_message_complete(self) -> None:
+        """Count a request that ends."""
         self.ended += 1

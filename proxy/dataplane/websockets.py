@@ -1,8 +1,13 @@
-"""WebSockets of agents: each message is a call, and what the server says to it the answer.
+"""WebSockets of agents: each message is a call, and the server's replies to it are its answer.
 
-A message's call is known, shared and recorded like any other; the connection to the server lives in the sandbox, and
-none is made while the tree knows the answers. A rollout that the URL does not name is that of its connection, and ends
-with it.
+Theory of operation. A message's call is looked up, shared and recorded like any other call. The connection to the
+server is made inside the sandbox, and only when a call must run: while the tree knows the answers there is none. So a
+call's arguments say which connection of its rollout it belongs to (`connection`), and whether it is the first message
+there (`first`), so that the sandbox opens the connection before it.
+
+1. `serve` accepts the connection. One task always waits for the next message, and puts it into a queue.
+2. `_handle` answers one message after the other. An error becomes a message in the server's own form, or a close.
+3. A connection whose URL names no rollout has a rollout of its own, which ends with it.
 """
 
 import asyncio
@@ -14,7 +19,7 @@ import orjson
 import structlog
 
 from proxy.dialects import dialect_of
-from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response
+from proxy.dialects.base import Call, Close, Local, Open, Request, Response
 from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
 from proxy.http.address import Address
@@ -27,28 +32,31 @@ from proxy.tree.keys import CallKey, call_key
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError, ServerError
+from sandboxes.task_owner import start
 
 log = structlog.get_logger()
 
-WAITING = 64
-"""Messages of one connection that wait; then its client has to."""
-TRIES = 3
-"""How often a message is tried in another sandbox: its client would hear of trouble and not try again."""
-_REMEMBERED = 8192
+MAX_QUEUED = 64
+"""Limits the messages of one connection that wait for their turn; beyond it the client's sending is held up."""
+MAX_TRIES = 3
+"""How often a message is tried, each time in another sandbox: on a WebSocket no client retries a failed message."""
+_MAX_REMEMBERED = 8192
+"""Limits the connections that are counted for each rollout and URL."""
 _JSON = ("content-type", "application/json")
 _BYTES = ("content-type", "application/octet-stream")
-_HANDSHAKE = frozenset({
+_HANDSHAKE_HEADERS = frozenset({
     "connection", "upgrade", "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions", "content-type",
     "content-length", "sec-websocket-protocol",
 })  # fmt: skip
+"""Headers of the handshake that say nothing about the messages."""
 
 
-class _Gone(Exception):  # noqa: N818 - what the client did
-    """The client closed its connection."""
+class _ClientDisconnectedError(Exception):
+    """The client has closed its connection."""
 
 
-class _Finished(Exception):  # noqa: N818 - what there is to do
-    """The connection is to be closed, with this code and reason."""
+class _CloseConnectionError(Exception):
+    """The connection must be closed with this code (RFC 6455, 7.4) and reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -56,52 +64,69 @@ class _Finished(Exception):  # noqa: N818 - what there is to do
 
 
 @dataclass(slots=True)
-class _Line:
-    """One client's connection. name: of its rollout. said: to which rollout it has spoken, and as which of its
-    connections. aliases: what we call what its client has named.
+class _Connection:
+    """One client's connection.
+
+    Attributes:
+        address: What the URL names.
+        name: The name of the rollout.
+        request: The handshake, as a request with the method `WS`.
+        subprotocols: The subprotocols that the client offered.
+        send: Sends an ASGI message to the client.
+        numbered: The rollout that got this connection's last message, and the connection's number there.
+        aliases: The client's names for things, by the names under which they are recorded.
     """
 
     address: Address
     name: str
     request: Request
-    offered: list[str]
+    subprotocols: list[str]
     send: Send
-    said: tuple[int, int] | None = None
+    numbered: tuple[int, int] | None = None
     aliases: dict[str, str] = field(default_factory=dict)
 
 
 class Sockets:
-    """All connections of one data plane."""
+    """The WebSocket connections of one data plane."""
 
     def __init__(self, engine: Engine, answers: Answers) -> None:
         self._engine, self._answers = engine, answers
         self._open = 0
-        self._connections: LruCache[tuple[int, str], int] = LruCache(_REMEMBERED)
+        self._connections: LruCache[tuple[int, str], int] = LruCache(_MAX_REMEMBERED)
 
     async def serve(self, address: Address, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection until either side closes it. request: its handshake."""
+        """Serve one connection until either side closes it.
+
+        Args:
+            address: The connection's address.
+            request: The handshake.
+            scope: The ASGI scope of the connection.
+            receive: Returns the client's next ASGI message.
+            send: Sends an ASGI message to the client.
+        """
         await receive()
         try:
             self._admit(address)
-        except Exception as error:  # noqa: BLE001 - a request ends here
+        except Exception as error:  # noqa: BLE001 - every error of a handshake becomes its response
             await refuse(problem_of(error), send)
             return
-        headers = tuple(header for header in request.headers if header[0] not in _HANDSHAKE)
+        headers = tuple(header for header in request.headers if header[0] not in _HANDSHAKE_HEADERS)
         name = address.rollout or secrets.token_hex(12)
-        line = _Line(address, name, replace(request, headers=headers, method="WS"), scope["subprotocols"], send)
+        handshake = replace(request, headers=headers, method="WS")
+        connection = _Connection(address, name, handshake, scope["subprotocols"], send)
         self._open += 1
         try:
-            await self._converse(line, receive)
+            await self._converse(connection, receive)
         finally:
             self._open -= 1
             if not address.rollout:
                 await self._finish(self._engine.tasks.rollouts.get((address.task, name)))
 
     def _admit(self, address: Address) -> None:
-        """Raise where there is nobody to talk to.
+        """Check that a connection may be made.
 
         Raises:
-            Refused: so it is.
+            RefusalError: 429 for too many connections; 400 or 404 for an endpoint without WebSockets.
         """
         if self._open >= self._engine.settings.max_requests:
             raise RefusalError(429, "too-many-requests", "more connections are open than max_requests allows.")
@@ -109,132 +134,136 @@ class Sockets:
         dialect_of(spec, address.endpoint)
         if address.endpoint not in spec.hosted:
             raise RefusalError(
-                400, "no-websocket", f"{address.endpoint!r} has no WebSockets: tool servers inside sandboxes have."
+                400, "no-websocket", f"{address.endpoint!r} has no WebSockets: only tool servers inside sandboxes have."
             )
 
-    async def _converse(self, line: _Line, receive: Receive) -> None:
-        accepted = {"type": "websocket.accept", "subprotocol": line.offered[0] if line.offered else None}
-        waiting: asyncio.Queue[AsgiMessage] = asyncio.Queue(WAITING)
+    async def _converse(self, connection: _Connection, receive: Receive) -> None:
+        offered = connection.subprotocols
+        accept = {"type": "websocket.accept", "subprotocol": offered[0] if offered else None}
+        queue: asyncio.Queue[AsgiMessage] = asyncio.Queue(MAX_QUEUED)
 
-        async def listen() -> None:
-            # Always waiting for the next one: the server reads nothing, and answers no ping, while nobody does.
+        async def read() -> None:
+            # Always wait for the next message: without a reader the server answers no ping either.
             while True:
                 message = await receive()
-                await waiting.put(message)
+                await queue.put(message)
                 if message["type"] != "websocket.receive":
                     return
 
-        listening = asyncio.ensure_future(listen())
+        reading = start(read())
         try:
-            await line.send(accepted)
-            while (message := await waiting.get())["type"] == "websocket.receive":
-                await self._hear(line, message)
-        except _Finished as end:
-            await _sent(line, {"type": "websocket.close", "code": end.code, "reason": end.reason})
-        except _Gone:
+            await connection.send(accept)
+            while (message := await queue.get())["type"] == "websocket.receive":
+                await self._handle(connection, message)
+        except _CloseConnectionError as close:
+            await _send(connection, {"type": "websocket.close", "code": close.code, "reason": close.reason})
+        except _ClientDisconnectedError:
             pass
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    async def _hear(self, line: _Line, message: AsgiMessage) -> None:
-        """Answer one message.
+    async def _handle(self, connection: _Connection, message: AsgiMessage) -> None:
+        """Answer one message, or report its error.
 
         Raises:
-            _Finished: the connection ends with it. _Gone: the client went away.
+            _CloseConnectionError: The connection ends with this message.
+            _ClientDisconnectedError: The client has disconnected.
         """
         try:
-            await self._answer(line, message)
-        except (_Finished, _Gone):
+            await self._answer(connection, message)
+        except (_CloseConnectionError, _ClientDisconnectedError):
             raise
-        except Exception as error:  # noqa: BLE001 - a message ends here
+        except Exception as error:  # noqa: BLE001 - every error of a message becomes its reply
             problem = problem_of(error)
             count_problem(self._engine.counts, problem)
             if problem.infrastructure:
-                log.warning("message failed", path=line.request.target, problem=problem.slug, error=repr(error))
-            await self._tell_problem(line, problem)
+                log.warning("message failed", path=connection.request.target, problem=problem.slug, error=repr(error))
+            await self._report(connection, problem)
 
-    async def _answer(self, line: _Line, message: AsgiMessage) -> None:
-        text = message.get("text")
+    async def _answer(self, connection: _Connection, message: AsgiMessage) -> None:
+        text, task, name = message.get("text"), connection.address.task, connection.name
         body = message["bytes"] if text is None else text.encode()
-        kind = _BYTES if text is None else _JSON
-        request = replace(line.request, headers=(*line.request.headers, kind), body=body, rollout=line.name)
-        request = replace(request, fresh=line.name)
-        dialect = self._dialect(line)
+        headers = (*connection.request.headers, _BYTES if text is None else _JSON)
+        request = replace(connection.request, headers=headers, body=body, rollout=name, fresh=name)
+        dialect = self._dialect(connection)
         meaning = dialect.read(request)
+        # A rollout that begins now may run in another tree, whose environment reads the message again.
         if isinstance(meaning, Open):
-            rollout = await self._begun(line, meaning)
-            # It may run in another tree than the last one did.
-            meaning = self._opened(self._dialect(line).read(request))
+            rollout = await self._begin(connection, meaning)
+            meaning = self._dialect(connection).read(request)
+            meaning = meaning.then if isinstance(meaning, Open) else meaning
         elif isinstance(meaning, Call):
-            rollout = await self._engine.tasks.rollout(line.address.task, line.name)
-            meaning = self._dialect(line).read(request)
+            rollout = await self._engine.tasks.rollout(task, name)
+            meaning = self._dialect(connection).read(request)
         if isinstance(meaning, Close):
-            await self._finish(self._engine.tasks.rollouts.get((line.address.task, line.name)))
-            await self._say_local(line, meaning.answer)
-            raise _Finished(1000, "")
+            await self._finish(self._engine.tasks.rollouts.get((task, name)))
+            await self._send_local(connection, meaning.answer)
+            raise _CloseConnectionError(1000, "")
         if isinstance(meaning, Local):
-            await self._say_local(line, meaning)
+            await self._send_local(connection, meaning)
             return
         assert isinstance(meaning, Call)
-        call, key = self._placed(line, rollout, meaning, binary=text is None)
-        for theirs, ours in meaning.aliases:
-            line.aliases[ours] = theirs
-        told = orjson.loads(await self._asked(rollout, call, key))
-        for one in told["messages"]:
-            await self._say(line, one, dialect if meaning.bound else None, request)
-        if told["close"] is not None:
-            raise _Finished(*told["close"])
+        call, key = self._call(connection, rollout, meaning, binary=text is None)
+        connection.aliases.update((ours, theirs) for theirs, ours in meaning.aliases)
+        result = orjson.loads(await self._result(rollout, call, key))
+        for reply in result["messages"]:
+            await self._send_reply(connection, reply, dialect if meaning.bound else None, request)
+        if result["close"] is not None:
+            raise _CloseConnectionError(*result["close"])
 
-    def _opened(self, meaning: Meaning) -> Meaning:
-        return meaning.then if isinstance(meaning, Open) else meaning
-
-    def _dialect(self, line: _Line) -> Declared:
-        rollout = self._engine.tasks.rollouts.get((line.address.task, line.name))
-        spec = self._engine.tasks.spec(line.address.task) if rollout is None else rollout.tree.spec
-        dialect = dialect_of(spec, line.address.endpoint)
+    def _dialect(self, connection: _Connection) -> Declared:
+        task = connection.address.task
+        rollout = self._engine.tasks.rollouts.get((task, connection.name))
+        spec = self._engine.tasks.spec(task) if rollout is None else rollout.tree.spec
+        dialect = dialect_of(spec, connection.address.endpoint)
         assert isinstance(dialect, Declared)
         return dialect
 
-    async def _begun(self, line: _Line, meaning: Open) -> Rollout:
-        """Return the rollout that a message opens: at the root, whatever its name stood for before."""
-        tasks = self._engine.tasks
-        before = tasks.rollouts.get((line.address.task, line.name))
+    async def _begin(self, connection: _Connection, meaning: Open) -> Rollout:
+        """Begin the rollout that a message opens; a rollout of the same name that has made calls ends before."""
+        tasks, task = self._engine.tasks, connection.address.task
+        before = tasks.rollouts.get((task, connection.name))
         if before is not None and before.calls:
             await self._finish(before)
-        line.aliases.clear()
-        return await tasks.open_rollout(line.address.task, line.name, meaning.parent)
+        connection.aliases.clear()
+        return await tasks.open_rollout(task, connection.name, meaning.parent)
 
     async def _finish(self, rollout: Rollout | None) -> None:
         if rollout is not None:
             await self._engine.tasks.finish_in_turn(rollout)
 
-    def _placed(self, line: _Line, rollout: Rollout, meaning: Call, *, binary: bool) -> tuple[ToolCall, CallKey]:
-        """Return a message's call, with what its sandbox must know of the connection, and its key."""
-        place = (rollout.id, line.request.target)
-        first = line.said is None or line.said[0] != rollout.id
+    def _call(
+        self, connection: _Connection, rollout: Rollout, meaning: Call, *, binary: bool
+    ) -> tuple[ToolCall, CallKey]:
+        """Return a message's call, with what its sandbox must know of the connection, and its key.
+
+        The connections of a rollout to one URL are numbered in the order of their first messages.
+        """
+        counted = (rollout.id, connection.request.target)
+        first = connection.numbered is None or connection.numbered[0] != rollout.id
         if first:
-            number = self._connections.get(place, 0)
-            self._connections[place] = number + 1
-            line.said = (rollout.id, number)
-        assert line.said is not None
-        number = line.said[1]
+            number = self._connections.get(counted, 0)
+            self._connections[counted] = number + 1
+            connection.numbered = (rollout.id, number)
+        assert connection.numbered is not None
+        number, subprotocols = connection.numbered[1], connection.subprotocols
         headers = [header for header in meaning.call.arguments["headers"] if header[0] != "content-type"]
         more = {
             "headers": headers,
             "connection": number,
             "first": first,
             "binary": binary,
-            "subprotocols": line.offered,
+            "subprotocols": subprotocols,
         }
         call = replace(meaning.call, arguments={**meaning.call.arguments, **more})
-        told = {"message": meaning.key.hex(), "connection": number, "binary": binary, "subprotocols": line.offered}
-        return call, call_key(ToolCall(call.endpoint, call.tool, told))
+        identity = {"message": meaning.key.hex(), "connection": number, "binary": binary, "subprotocols": subprotocols}
+        return call, call_key(ToolCall(call.endpoint, call.tool, identity))
 
-    async def _asked(self, rollout: Rollout, call: ToolCall, key: CallKey) -> bytes:
-        """Return what answers a call, from the tree or from its server."""
+    async def _result(self, rollout: Rollout, call: ToolCall, key: CallKey) -> bytes:
+        """Return the result of a call, from the tree or from its server."""
         step = self._engine.step
         record = step.known(rollout, key)
         tries = 0
@@ -243,59 +272,64 @@ class Sockets:
             try:
                 record = (await step.run(rollout, call, key)).record
             except SandboxError as error:
-                if tries == TRIES or (isinstance(error, ServerError) and error.silent):
+                if tries == MAX_TRIES or (isinstance(error, ServerError) and error.silent):
                     raise
         return self._answers.of(record).body
 
-    # -- what is said ------------------------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------------------------
 
-    async def _say(self, line: _Line, told: dict[str, str], dialect: Declared | None, request: Request) -> None:
-        if "base64" in told:
-            await _sent(line, {"type": "websocket.send", "bytes": base64.b64decode(told["base64"])})
+    async def _send_reply(
+        self, connection: _Connection, reply: dict[str, str], dialect: Declared | None, request: Request
+    ) -> None:
+        """Send one recorded message; dialect brings it into the client's form, if it needs one."""
+        if "base64" in reply:
+            await _send(connection, {"type": "websocket.send", "bytes": base64.b64decode(reply["base64"])})
             return
-        text = told["text"]
+        text = reply["text"]
         if dialect is not None:
             text = dialect.answer(Response(200, (_JSON,), text.encode()), request).body.decode()
-        await _sent(line, {"type": "websocket.send", "text": _with_names(text, line.aliases)})
+        await _send(connection, {"type": "websocket.send", "text": _with_names(text, connection.aliases)})
 
-    async def _say_local(self, line: _Line, local: Local) -> None:
+    async def _send_local(self, connection: _Connection, local: Local) -> None:
         if local.body:
-            await _sent(line, {"type": "websocket.send", "text": local.body.decode()})
+            await _send(connection, {"type": "websocket.send", "text": local.body.decode()})
 
-    async def _tell_problem(self, line: _Line, problem: Problem) -> None:
-        """Tell what went wrong in the server's own form; where its dialect has none, by closing.
+    async def _report(self, connection: _Connection, problem: Problem) -> None:
+        """Report a problem as a message in the server's own form, if the dialect has one, or else by closing.
 
         Raises:
-            _Finished: there is none.
+            _CloseConnectionError: The dialect has no form for problems.
         """
-        told = self._dialect(line).trouble(problem)
-        if told is None:
+        text = self._dialect(connection).trouble(problem)
+        if text is None:
+            # 1013 asks the client to try again later, 1008 does not. A reason has at most 123 bytes (RFC 6455, 5.5).
             code = 1013 if problem.infrastructure or problem.status in (429, 503) else 1008
-            raise _Finished(code, f"{problem.slug}: {problem.detail}".encode()[:123].decode(errors="ignore"))
-        await _sent(line, {"type": "websocket.send", "text": told})
+            reason = f"{problem.slug}: {problem.detail}".encode()[:123].decode(errors="ignore")
+            raise _CloseConnectionError(code, reason)
+        await _send(connection, {"type": "websocket.send", "text": text})
 
 
-async def _sent(line: _Line, message: AsgiMessage) -> None:
-    """Send message.
+async def _send(connection: _Connection, message: AsgiMessage) -> None:
+    """Send an ASGI message.
 
     Raises:
-        _Gone: nobody is there.
+        _ClientDisconnectedError: The client has disconnected.
     """
     try:
-        await line.send(message)
+        await connection.send(message)
     except OSError as error:
-        raise _Gone from error
+        raise _ClientDisconnectedError from error
 
 
 async def refuse(problem: Problem, send: Send) -> None:
-    """Answer a handshake with a problem."""
+    """Answer a handshake with a problem instead of accepting it."""
     headers = list(problem.headers())
     await send({"type": "websocket.http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": problem.body()})
 
 
 def _with_names(text: str, aliases: dict[str, str]) -> str:
-    """Return a JSON text with the client's names for ours, where one is all of a string."""
+    """Return a JSON text with the client's names in place of ours; only whole strings are replaced."""
     if not any(ours in text for ours in aliases):
         return text
     for ours, theirs in aliases.items():

@@ -1,4 +1,4 @@
-"""Recorded answers, ready to be sent: read from the store once, then held in memory while they are used."""
+"""The cache of recorded answers as HTTP responses, within a budget of bytes."""
 
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -8,38 +8,50 @@ from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 
 RawHeaders = list[tuple[bytes, bytes]]
+"""Header names and values as bytes, in the order in which they are sent."""
 
 HIT_STATUS = b"forkpoint; hit"
+"""The value of `Cache-Status` (RFC 9211) on a hit."""
 
-AT_ONCE: RawHeaders = [
+HIT_HEADERS: RawHeaders = [
     (b"cache-status", HIT_STATUS),
     (b"server-timing", b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"),
 ]
+"""The proxy's own headers on a hit: no tool ran, and nothing was restored."""
 _OVERHEAD_BYTES = 1200
-"""What one answer costs in memory beside its body."""
-
-
-_PLACED = frozenset({"location", "content-location", "set-cookie"})
+"""The memory of one answer beside its body: objects, headers, and the head in the whole response."""
+_LOCATIONS = frozenset({"location", "content-location", "set-cookie"})
+"""Headers that hold a URL or a path, which differs from client to client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer's status, the headers that every use of it shares, its body, and a hit's whole response on the wire.
+    """A recorded answer, ready to be sent.
 
-    told: how many of the headers tell of the answer itself; they come first. placed: whether one of them names a place,
-    so that each client needs its own form of it.
+    Attributes:
+        status: The HTTP status.
+        headers: The answer's own headers, then the proxy's that every use of the answer shares.
+        body: The body.
+        hit: The whole HTTP response to a hit.
+        own: The number of the answer's own headers.
+        has_location: Whether a header holds a URL or a path, so that each client needs its own form of the answer.
     """
 
     status: int
     headers: RawHeaders
     body: bytes
     hit: bytes
-    told: int
-    placed: bool
+    own: int
+    has_location: bool
 
 
 class Answers:
-    """The answers used last, within a budget of bytes."""
+    """The cache.
+
+    Args:
+        records: Where answers are read from.
+        budget_bytes: The memory that cached answers may use.
+    """
 
     def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
         self._records = records
@@ -48,13 +60,14 @@ class Answers:
 
     @property
     def used_bytes(self) -> int:
+        """The memory that cached answers use."""
         return self._ready.used
 
     def of(self, record: Record) -> Ready:
-        """Return the answer of record. 0.2 us when it is ready, 10 us for 2 kB from the store.
+        """Return the answer of a record. This takes 0.2 us from the cache, and 10 us for 2 kB from the store.
 
         Raises:
-            StoreError: the store does not hold it.
+            StoreError: The store does not hold the answer.
         """
         ready = self._ready.get(record.id)
         if ready is not None:
@@ -66,17 +79,17 @@ class Answers:
         ]
         if not result.headers and result.status not in (204, 304):
             headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
-        told = len(headers)
+        own = len(headers)
         headers.append((b"x-forkpoint-node", b"n%d" % record.target.id))
-        hit = response(result.status, headers + AT_ONCE, result.body)
-        placed = any(name.lower() in _PLACED for name, _ in result.headers)
-        ready = Ready(result.status, headers, result.body, hit, told, placed)
+        hit = response(result.status, headers + HIT_HEADERS, result.body)
+        has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)
+        ready = Ready(result.status, headers, result.body, hit, own, has_location)
         self._ready[record.id] = ready
         return ready
 
 
 def response(status: int, headers: RawHeaders, body: bytes) -> bytes:
-    """Return a whole response as it is on the wire."""
+    """Return the bytes of a whole HTTP response."""
     head = b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b""))
     return head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + body
 

@@ -1,34 +1,85 @@
-"""Which requests a web page of somebody else makes, or may have made: they steer nothing here (pure).
+"""Protection from web pages of other sites: cross-site requests, DNS rebinding and content sniffing.
 
-A browser says where a request comes from (`Sec-Fetch-Site`, `Origin`); no page can change that. Agents' clients say
-nothing of the kind. A page whose own name was made to lead here (DNS rebinding) looks like one of ours but for the name
-it asks under, so only names that nobody can buy are answered to, unless a setting or a token says otherwise.
+A browser says where a request comes from (`Sec-Fetch-Site`, `Origin`), and no page can change that. Agents' clients
+send no such header. With DNS rebinding, an attacker's host name is made to point at this machine. Its page then looks
+like one of this site, except for the name in `Host`. Only names that nobody can register are therefore accepted, unless
+a setting names others or every request needs a token, which such a page cannot have.
 """
 
 import ipaddress
 from collections.abc import Collection
 
-from proxy.http.asgi import ReceivedHeaders
+from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, ReceivedHeaders, Scope, Send
+from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 
 _PRIVATE_SUFFIXES = (".localhost", ".internal", ".local", ".test", ".home.arpa", ".lan")
-_SAFE = frozenset({"GET", "HEAD"})
-_OURS = frozenset({b"same-origin", b"none"})
-
-
+"""Domains that nobody can register (RFC 6761, RFC 6762, RFC 8375, and ICANN's list of names in private use)."""
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
+_OWN_SITES = frozenset({b"same-origin", b"none"})
+"""Values of `Sec-Fetch-Site` for a page of this proxy, and for a request that the user made without a page."""
+_NOSNIFF = (b"x-content-type-options", b"nosniff")
 BROWSERS = frozenset({b"sec-fetch-site", b"sec-fetch-dest", b"origin"})
-"""Headers by which a browser is known, and no agent."""
+"""Headers that browsers send and agents do not."""
+
+
+class BrowserGuard:
+    """Middleware before the control plane: refuses foreign requests, and forbids content sniffing of responses.
+
+    Args:
+        behind: The guarded application.
+        names: Host names of the proxy; None accepts every name.
+    """
+
+    def __init__(self, behind: AsgiApp, names: Collection[str] | None) -> None:
+        self._behind, self._names = behind, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._behind(scope, receive, send)
+            return
+        try:
+            # A WebSocket is not a link that could be followed, so it counts as an unsafe method.
+            method = scope["method"] if scope["type"] == "http" else "POST"
+            refuse_foreign(method, scope["headers"], tool=False, names=self._names)
+        except RefusalError as refusal:
+            await _refuse(scope, receive, send, refusal)
+            return
+        await self._behind(scope, receive, _without_sniffing(send))
+
+
+def _without_sniffing(send: Send) -> Send:
+    async def sending(message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start" and _NOSNIFF not in message["headers"]:
+            message = {**message, "headers": [*message["headers"], _NOSNIFF]}
+        await send(message)
+
+    return sending
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    problem = problem_of(refusal)
+    await send({"type": "http.response.start", "status": problem.status, "headers": problem.headers()})
+    await send({"type": "http.response.body", "body": problem.body()})
 
 
 def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: Collection[str] | None = ()) -> None:
-    """Refuse what another site's page sends, and what leads here by a name that its owner may have pointed here.
+    """Refuse a request of another site's page, and a request to a host name that its owner may have pointed here.
 
-    tool: the request is for a tool; then a browser may not even show the answer, which is a tool's to write, and would
-    run as a page of ours. Elsewhere a link from another site may be followed. names: under which the proxy is known;
-    None where a token is asked for, which no page that was led here has.
+    Args:
+        method: The HTTP method. A link from another site may be followed to the control plane by a safe method.
+        headers: The request's headers.
+        tool: Whether the request is for a tool. A browser may not even show a tool's response, because the tool
+            writes it and it would run as a page of this origin.
+        names: Host names of the proxy; None accepts every name.
 
     Raises:
-        Refused: 403.
+        RefusalError: 403.
     """
     host = site = origin = mode = dest = b""
     for name, value in headers:
@@ -46,26 +97,30 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
         raise RefusalError(
             403,
             "host",
-            f"this proxy is not known as {host.decode('latin-1')!r}. Ask by its address or as localhost, or add the "
-            "name to the setting `names`.",
+            f"{host.decode('latin-1')!r} is not a name of this proxy. Use its IP address or localhost, or add the name "
+            "to the setting `names`.",
         )
     if tool and dest not in (b"", b"empty"):
         raise RefusalError(
-            403, "browser", "tools answer agents, not browsers: what a tool wrote would run as our page."
+            403,
+            "browser",
+            "tool endpoints do not answer browsers: a tool's output would run as a page of this origin. Open /ui "
+            "instead.",
         )
-    followed = mode == b"navigate" and dest == b"document" and method in _SAFE and not tool
-    foreign = site not in _OURS if site else bool(origin) and origin.rpartition(b"//")[2].lower() != host.lower()
-    if foreign and not followed:
+    is_link = mode == b"navigate" and dest == b"document" and method in _SAFE_METHODS and not tool
+    # Old browsers send only `Origin`, which must then be the host that the request is for.
+    foreign = site not in _OWN_SITES if site else bool(origin) and origin.rpartition(b"//")[2].lower() != host.lower()
+    if foreign and not is_link:
         raise RefusalError(
-            403, "cross-site", "a page of another site asked. Only /ui of this proxy may, or no page at all."
+            403, "cross-site", "the request comes from a page of another site. Only /ui of this proxy may send it."
         )
 
 
 def rebindable(host: str) -> bool:
-    """Say whether a Host header holds a name that somebody may own and point anywhere."""
+    """Return whether a Host header holds a name that its owner can point to any address."""
     name = _name(host)
+    # A name without a dot, or in a private domain, cannot be registered. HTTP/1.0 may send no name at all.
     if not name or "." not in name or name.endswith(_PRIVATE_SUFFIXES):
-        # Of one word, or of a domain that nobody can register; an empty one is HTTP/1.0's.
         return False
     try:
         ipaddress.ip_address(name)
@@ -75,7 +130,7 @@ def rebindable(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name or address of a Host header, without its port."""
+    """Return the name or address in a Host header, without its port."""
     host = host.lower().rstrip(".")
     if host.startswith("["):
         return host[1:].partition("]")[0]

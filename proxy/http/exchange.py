@@ -1,143 +1,135 @@
-"""One request's way back to its client, in the form that its dialect has for it."""
+"""One request's response to its client, in the form that its dialect has for it."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 from proxy.dialects.base import Call, Dialect, Eventful, Local, Request, Response
 from proxy.http.answer_cache import RawHeaders, Ready
 from proxy.http.asgi import Receive, Send
-from proxy.http.sse import COMMENT_S, EventStream
-from proxy.http.streaming import Passing
+from proxy.http.streaming import COMMENT_S, ResponseRelay, ServerEvents
 from proxy.refusals import Problem
 from proxy.step import Answer
 from sandboxes.listener import Headers
+from sandboxes.task_owner import start
 
 
 class Exchange:
-    """Knows what a request meant once it is `understood`. extra: headers for its answer, whatever that is."""
+    """A request whose response is still to be sent.
+
+    Once `understood` has named the dialect, responses and problems have the dialect's form.
+
+    Attributes:
+        send: Sends an ASGI message to the client.
+        receive: Returns the client's next ASGI message.
+        began: When the request was read, by `time.perf_counter`.
+        events: The server-sent events of the call, if its client may get or cancel some.
+        extra: More headers for the response, whatever it is.
+    """
 
     def __init__(self, send: Send, receive: Receive) -> None:
         self.send, self.receive = send, receive
         self.began = time.perf_counter()
         self._dialect: Dialect | None = None
         self._request: Request | None = None
-        self._passing: Passing | None = None
-        self.events: EventStream | None = None
+        self._relay: ResponseRelay | None = None
+        self.events: ServerEvents | None = None
         self.extra: Headers = ()
 
     def understood(self, dialect: Dialect, request: Request) -> None:
-        """Note who reads this request."""
+        """Note the dialect that reads this request."""
         self._dialect, self._request = dialect, request
 
-    def listener(self, call: Call) -> Passing | EventStream | None:
-        """Return what hears the answer to call while it comes, for its client, if anything does."""
+    def listener(self, call: Call) -> ResponseRelay | ServerEvents | None:
+        """Return the listener that passes the response to a call on while it arrives; None for no such listener."""
         if call.events:
-            self.events = self._eventful()
+            self.events = self._server_events()
         if not call.streams:
             return None
-        return self.events or self.passing()
+        return self.events or self._response_relay()
 
-    async def until(self, made: "asyncio.Future[Answer]", call: Call) -> Answer:
-        """Return the answer when it is made. Meanwhile its client is told that it is not forgotten, where it can be."""
+    async def until(self, running: "asyncio.Future[Answer]", call: Call) -> Answer:
+        """Return the answer of a running call; meanwhile send comments, and watch for a client that hangs up.
+
+        A client that hangs up cancels a call only if its dialect says so (`Call.hangup`). Otherwise the call goes on,
+        and its record is there for the next client.
+        """
         if self.events is None:
-            return await asyncio.shield(made)
-        leaving = asyncio.ensure_future(self._left()) if call.hangup else None
+            return await asyncio.shield(running)
+        hangup = start(self._disconnected()) if call.hangup else None
         try:
-            while not made.done():
-                awaited: set[asyncio.Future[Any]] = {made} if leaving is None else {made, leaving}
+            while not running.done():
+                awaited: set[asyncio.Future[Any]] = {running} if hangup is None else {running, hangup}
                 await asyncio.wait(awaited, timeout=COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
-                if leaving is not None and leaving.done():
+                if hangup is not None and hangup.done():
                     self.events.cancel()
-                    leaving = None
-                elif not made.done():
+                    hangup = None
+                elif not running.done():
                     await self.events.comment()
-            return made.result()
+            return running.result()
         finally:
-            if leaving is not None:
-                leaving.cancel()
-
-    async def _left(self) -> None:
-        """Return once the client has left. Its request has been read to the end."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-
-    def _eventful(self) -> EventStream:
-        dialect, request = cast("Eventful", self._dialect), self._request
-        assert request is not None
-        return EventStream(
-            self.send,
-            lambda said: dialect.event(said, request),
-            self.extra,
-            speaks=dialect.takes_events(request),
-        )
-
-    def passing(self) -> Passing:
-        """Return what passes an answer on while it comes."""
-        dialect, request, extra = self._dialect, self._request, self.extra
-        assert dialect is not None
-        assert request is not None
-
-        def place(told: Response) -> Response:
-            placed = dialect.answer(told, request)
-            return Response(placed.status, placed.headers + extra, b"")
-
-        self._passing = Passing(self.send, place)
-        return self._passing
+            if hangup is not None:
+                hangup.cancel()
 
     async def passed(self) -> bool:
-        """Send the end of an answer that its client had while it came; False where there is none.
+        """Send the end of a response that was relayed; return whether there was one.
 
-        Asked before the record is read: what is too large to be held is not read back for nobody.
+        Call this before the record is read: a relayed response may be too large to be held in memory.
         """
-        if self._passing is None or not self._passing.started:
+        if self._relay is None or not self._relay.started:
             return False
-        await self._passing.finish()
+        await self._relay.finish()
         return True
 
-    async def answer(self, ready: Ready, told: RawHeaders) -> None:
-        """Send a recorded answer; told: headers on how it was come by."""
+    async def answer(self, ready: Ready, more: RawHeaders) -> None:
+        """Send a recorded answer.
+
+        Args:
+            ready: The answer.
+            more: Headers that say how this request came by it.
+        """
         assert self._dialect is not None
         assert self._request is not None
         if self.events is not None and self.events.started:
-            own = tuple(
-                (name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.told]
-            )
             dialect = cast("Eventful", self._dialect)
-            await self.events.finish(dialect.last_event(Response(ready.status, own, ready.body), self._request))
+            await self.events.finish(dialect.last_event(_recorded(ready), self._request))
             return
-        mine = told_by(ready, self._dialect, self._request)
-        headers = raw(mine.headers) + ready.headers[ready.told :] + told
-        await self._respond(mine.status, headers, mine.body)
+        own = client_form(ready, self._dialect, self._request)
+        await self._respond(own.status, raw(own.headers) + ready.headers[ready.own :] + more, own.body)
 
     async def stream(
         self,
         headers: Headers,
-        content: Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]],
+        content: Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]],
     ) -> None:
-        """Send what content sends, piece by piece, until it ends or the client leaves."""
+        """Send a response piece by piece, until it ends or the client disconnects.
+
+        Args:
+            headers: The headers of the response, which has status 200 and no length.
+            content: Sends the pieces with the function that it is given.
+        """
         await self.send({"type": "http.response.start", "status": 200, "headers": raw(headers)})
 
         async def send(data: bytes) -> None:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-        sending, leaving = asyncio.ensure_future(content(send)), asyncio.ensure_future(self._left())
+        sending, hangup = start(content(send)), start(self._disconnected())
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, hangup}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (sending, leaving):
+            for task in (sending, hangup):
                 task.cancel()
-        await asyncio.gather(sending, leaving, return_exceptions=True)
+        await asyncio.gather(sending, hangup, return_exceptions=True)
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def local(self, local: Local) -> None:
-        """Send an answer of the proxy's own."""
+        """Send a reply of the proxy's own."""
         await self._respond(local.status, raw(local.headers), local.body)
 
     async def problem(self, problem: Problem) -> None:
-        """Tell what went wrong; a client that has half an answer is cut off instead."""
-        if self._passing is not None and self._passing.started:
+        """Report a problem. A client that already has half a response is cut off instead."""
+        if self._relay is not None and self._relay.started:
             return
         local = None
         if self._dialect is not None and self._request is not None:
@@ -148,9 +140,36 @@ class Exchange:
         local = local or Local(problem.status, problem.body(), ())
         headers = raw(local.headers) or list(problem.headers())
         if problem.status == 413:
-            # What is left of the request was not read, so the connection cannot be used again.
+            # The rest of the request was not read, so the next request on this connection could not be found.
             headers.append((b"connection", b"close"))
         await self._respond(local.status, headers, local.body)
+
+    def _server_events(self) -> ServerEvents:
+        dialect, request = cast("Eventful", self._dialect), self._request
+        assert request is not None
+        return ServerEvents(
+            self.send,
+            lambda message: dialect.event(message, request),
+            self.extra,
+            accepted=dialect.takes_events(request),
+        )
+
+    def _response_relay(self) -> ResponseRelay:
+        dialect, request, extra = self._dialect, self._request, self.extra
+        assert dialect is not None
+        assert request is not None
+
+        def head_for_client(head: Response) -> Response:
+            own = dialect.answer(head, request)
+            return Response(own.status, own.headers + extra, b"")
+
+        self._relay = ResponseRelay(self.send, head_for_client)
+        return self._relay
+
+    async def _disconnected(self) -> None:
+        """Return once the client has disconnected. Its request must have been read to the end."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
 
     async def _respond(self, status: int, headers: RawHeaders, body: bytes) -> None:
         headers = headers + raw(self.extra)
@@ -161,14 +180,20 @@ class Exchange:
 
 
 def raw(headers: Headers) -> RawHeaders:
-    """Return headers as they go over the wire."""
+    """Return headers as bytes, with names in lower case."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
-def told_by(ready: Ready, dialect: Dialect, request: Request) -> Response:
-    """Return a recorded answer in the form for who sent request, its length among its headers."""
-    own = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.told])
-    told = dialect.answer(Response(ready.status, own, ready.body), request)
-    if told.status in (204, 304) or any(name.lower() == "content-length" for name, _ in told.headers):
-        return told
-    return Response(told.status, (*told.headers, ("content-length", str(len(told.body)))), told.body)
+def client_form(ready: Ready, dialect: Dialect, request: Request) -> Response:
+    """Return a recorded answer in the form of the client that sent a request, with its length in the headers."""
+    response = dialect.answer(_recorded(ready), request)
+    has_length = any(name.lower() == "content-length" for name, _ in response.headers)
+    if response.status in (204, 304) or has_length:
+        return response
+    length = ("content-length", str(len(response.body)))
+    return Response(response.status, (*response.headers, length), response.body)
+
+
+def _recorded(ready: Ready) -> Response:
+    own = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.own])
+    return Response(ready.status, own, ready.body)

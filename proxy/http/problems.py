@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP answers: RFC 9457 problem details that say what to do. The one place that maps errors."""
+"""Errors as HTTP responses: RFC 9457 problem details. Only this module maps exceptions to statuses."""
 
 import sqlite3
 
@@ -22,50 +22,51 @@ FORESEEN = (
     sqlite3.Error,
     OSError,
 )
-"""What `problem_of` has an answer of its own for."""
+"""Exceptions that have a status of their own; every other exception is a defect of the proxy."""
 
 _TITLES = {
-    400: "The request cannot be read",
-    401: "Nothing says who asks",
-    403: "This may not be asked from there",
-    404: "There is nothing under this name",
-    405: "This tool has no such method",
-    409: "That is not possible in the present state",
-    410: "The rollout has ended",
-    413: "The request is too large",
-    422: "The request cannot be carried out as written",
+    400: "Bad request",
+    401: "Authentication required",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Conflict",
+    410: "Rollout ended",
+    413: "Request too large",
+    422: "Unprocessable request",
     429: "Too many requests",
 }
+"""Titles of refused requests; conventional, because people search the web for them."""
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the answer for an error, a 500 for one that nobody foresaw."""
+    """Return the problem details of an exception; 500 for one that is not `FORESEEN`."""
     text = str(error) or type(error).__name__
     match error:
         case RefusalError():
             retry = 1 if error.status == 429 else None
-            title = _TITLES.get(error.status, "RefusalError")
+            title = _TITLES.get(error.status, "Request refused")
             return Problem(error.status, error.slug, title, text, retry_after_s=retry, code=error.code)
         case UncanonicalArgumentsError():
             return Problem(422, "uncanonical-arguments", _TITLES[422], text)
         case SpecError():
-            return Problem(422, "spec", "The task's environment cannot be built", text)
+            return Problem(422, "spec", "Invalid environment", text)
         case RolloutGoneError():
             return Problem(410, "rollout-gone", _TITLES[410], text)
         case StateLostError():
-            return Problem(409, "state-lost", "The state of this rollout cannot be rebuilt", text)
+            return Problem(409, "state-lost", "State lost", text)
         case OverloadedError():
             return Problem(503, "overloaded", "All sandboxes are busy", text, retry_after_s=5)
         case SandboxError():
             status, slug, title = _of_sandbox(error)
             return Problem(status, slug, title, text, retry_after_s=1, infrastructure=True)
         case StoreError() | sqlite3.Error():
-            return Problem(507, "store", "The store cannot be written", text, infrastructure=True)
+            return Problem(507, "store", "Store unavailable", text, infrastructure=True)
         case OSError():
-            detail = f"{text}. Look at free disk space, memory and file descriptors (ulimit -n) on the proxy's machine."
-            return Problem(503, "machine", "The proxy's machine refused", detail, retry_after_s=1, infrastructure=True)
+            detail = f"{text}. Check free disk space, memory and file descriptors (ulimit -n) on the proxy's machine."
+            return Problem(503, "machine", "Insufficient resources", detail, retry_after_s=1, infrastructure=True)
         case _:
-            return Problem(500, "defect", "Forkpoint has a defect", "See the proxy's log.", infrastructure=True)
+            return Problem(500, "defect", "Internal error", "See the proxy's log.", infrastructure=True)
 
 
 def count_problem(counters: Counters, problem: Problem) -> None:
@@ -78,9 +79,10 @@ def count_problem(counters: Counters, problem: Problem) -> None:
 
 def _of_sandbox(error: SandboxError) -> tuple[int, str, str]:
     if isinstance(error, ServerError):
-        # The next attempt begins with another sandbox.
+        # A retry runs in another sandbox, so it may succeed.
         if error.status:
-            return error.status, "tool-server", "The tool server says that it failed"
-        told = (504, "The tool server says nothing") if error.silent else (502, "The tool server failed")
-        return told[0], "tool-server", told[1]
-    return 503, "sandbox", "The sandbox failed"
+            return error.status, "tool-server", "Tool server error"
+        return (
+            (504, "tool-server", "Tool server timeout") if error.silent else (502, "tool-server", "Tool server failed")
+        )
+    return 503, "sandbox", "Sandbox failed"

@@ -1,4 +1,8 @@
-"""A tool server's answer on its way to a client while it comes: streams, and what is too large to be held."""
+"""Responses on their way to a client while the call still runs: relayed bodies and server-sent events.
+
+A call may answer slowly, or with more than fits into memory, so its client gets the response while it arrives. The end
+of the response is sent only after the record is written: a client that has all of a response can rely on its record.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -9,13 +13,27 @@ from proxy.http.asgi import Send
 from sandboxes.listener import Headers
 
 HELD_BYTES = 1 << 20
-"""An answer that is announced as no longer than this is sent when it is recorded, in one piece."""
+"""A response that announces at most this length is sent in one piece, after it was recorded."""
 PATIENCE_S = 30.0
-"""A client that takes nothing for so long is one that went away."""
+"""A client that accepts nothing for this long counts as disconnected, so that it does not hold a sandbox."""
+COMMENT_S = 5.0
+"""The interval of comments to a client that waits for events: some give up after ten seconds without a byte."""
+COMMENT = b": still at it\n\n"
+"""A comment of the event stream format, which clients ignore."""
+_EVENTS_HEAD = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"cache-status", b"forkpoint; fwd=miss"),
+]
 
 
-class Patient:
-    """Sends to a client for as long as it takes what it is sent; once it is `gone`, nothing more."""
+class PatientSender:
+    """Sends ASGI messages to a client until it disconnects or accepts nothing for `PATIENCE_S`.
+
+    Attributes:
+        started: Whether the head of the response was sent.
+        gone: Whether the client counts as disconnected; nothing is sent then.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -31,41 +49,98 @@ class Patient:
             self.lose()
 
     def lose(self) -> None:
-        """Note that the client went away."""
+        """Count the client as disconnected."""
         self.gone = True
 
 
-class Passing(Patient):
-    """See `Listener`. What ends an answer is sent by `finish` alone: whoever has all of it can rely on its record.
+class ResponseRelay(PatientSender):
+    """A listener that relays a tool server's response if it has no length or more than `HELD_BYTES`.
 
-    place: brings an answer's head into its client's form.
+    Args:
+        send: Sends to the client.
+        client_form: Brings the head of a response into the client's form of it.
     """
 
-    def __init__(self, send: Send, place: Callable[[Response], Response]) -> None:
+    def __init__(self, send: Send, client_form: Callable[[Response], Response]) -> None:
         super().__init__(send)
-        self._place = place
-        self._held: bytes | None = None
+        self._client_form = client_form
+        self._last: bytes | None = None
 
     async def head(self, status: int, headers: Headers) -> None:
+        """Send the head, if the response is relayed."""
         length = next((value for name, value in headers if name.lower() == "content-length"), None)
         if status in (204, 304) or (length is not None and int(length) <= HELD_BYTES):
             return
         self.started = True
-        # Without a length it is the last chunk that ends the answer, with one the last byte.
-        self._held = None if length is None else b""
-        told = self._place(Response(status, headers, b""))
-        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in told.headers]
+        # Hold back what tells the client that the response is complete: with a length that is the last chunk of the
+        # body, without one it is the last chunk of HTTP's own framing.
+        self._last = None if length is None else b""
+        response = self._client_form(Response(status, headers, b""))
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in response.headers]
         raw.append((b"cache-status", b"forkpoint; fwd=miss"))
         await self._pass({"type": "http.response.start", "status": status, "headers": raw})
 
     async def data(self, chunk: bytes) -> None:
+        """Send a chunk of the body, or hold it back if it may be the last."""
         if not self.started:
             return
-        if self._held is not None:
-            chunk, self._held = self._held, chunk
+        if self._last is not None:
+            chunk, self._last = self._last, chunk
         if chunk:
             await self._pass({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def finish(self) -> None:
-        """Send the end, now that the answer is recorded."""
-        await self._pass({"type": "http.response.body", "body": self._held or b"", "more_body": False})
+        """Send the end of the response, after it was recorded."""
+        await self._pass({"type": "http.response.body", "body": self._last or b"", "more_body": False})
+
+
+class ServerEvents(PatientSender):
+    """A listener that sends a tool server's messages as server-sent events, and at last the response as an event.
+
+    The client may cancel the call, whether or not it accepts events. Nothing is sent before the first event.
+
+    Args:
+        send: Sends to the client.
+        event_of: Returns the event of a message for this client; empty for a message that the client does not want.
+        extra: More headers of the response.
+        accepted: Whether the client accepts events.
+    """
+
+    def __init__(self, send: Send, event_of: Callable[[bytes], bytes], extra: Headers, *, accepted: bool) -> None:
+        super().__init__(send)
+        self._event_of, self._accepted = event_of, accepted
+        self._extra = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in extra]
+        self._cancelled = asyncio.Event()
+
+    async def head(self, status: int, headers: Headers) -> None:
+        """Ignore the head: messages have none."""
+
+    async def data(self, chunk: bytes) -> None:
+        """Send a message as an event."""
+        event = self._event_of(chunk) if self._accepted else b""
+        if event:
+            await self._write(event)
+
+    async def comment(self) -> None:
+        """Send a comment, so that the client does not give up."""
+        if self._accepted:
+            await self._write(COMMENT)
+
+    async def finish(self, event: bytes) -> None:
+        """Send the response as the last event."""
+        await self._write(event)
+        await self._pass({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def cancel(self) -> None:
+        """Note that the client has cancelled the call."""
+        self._cancelled.set()
+
+    async def cancelled(self) -> None:
+        """Return once the client has cancelled the call."""
+        await self._cancelled.wait()
+
+    async def _write(self, event: bytes) -> None:
+        if not self.started:
+            self.started = True
+            await self._pass({"type": "http.response.start", "status": 200, "headers": _EVENTS_HEAD + self._extra})
+        await self._pass({"type": "http.response.body", "body": event, "more_body": True})

@@ -1,4 +1,4 @@
-"""Request bodies: in memory up to a limit; beyond it on disk, where whoever they are for takes them as they are."""
+"""Request bodies: in memory up to a limit, and beyond it in a file, for endpoints that forward them unread."""
 
 import os
 import tempfile
@@ -9,16 +9,20 @@ from pathlib import Path
 from proxy.http.asgi import AsgiMessage, Receive
 from proxy.refusals import RefusalError
 
-SPOOLED = 64
-"""How many times the limit in memory one on disk may be."""
+SPOOL_FACTOR = 64
+"""How many times larger than the limit in memory a body in a file may be; 1 GiB by default."""
 
 
 class ClientDisconnectedError(Exception):
-    """The client left before its request was complete."""
+    """The client disconnected before its request was complete."""
 
 
 class Upload:
-    """A body that may outgrow memory. path: where it lies then; None while it does not, or may not."""
+    """A request body that is moved to a file if it outgrows memory.
+
+    Attributes:
+        path: The file that holds the body; None while the body is in memory.
+    """
 
     def __init__(self, folder: Path, *, max_bytes: int, spools: bool) -> None:
         self._folder, self._max_bytes, self._spools = folder, max_bytes, spools
@@ -28,31 +32,39 @@ class Upload:
         self.path: Path | None = None
 
     async def receive(self, receive: Receive, message: AsgiMessage) -> bytes:
-        """Take the rest of a body, of which message is the first part; return it, or nothing where it lies on disk.
+        """Receive the rest of a body.
+
+        Args:
+            receive: Returns the next ASGI message of the request.
+            message: The first message, which was received already.
+
+        Returns:
+            The body; empty if it lies in the file `path`.
 
         Raises:
-            Hangup: it did not come whole. Refused: 413, it is too large.
+            ClientDisconnectedError: The body did not arrive whole.
+            RefusalError: 413, the body is too large.
         """
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnectedError
-            self._take(message.get("body", b""))
+            self._add(message.get("body", b""))
             if not message.get("more_body"):
                 return b"".join(self._chunks)
             message = await receive()
 
-    def _take(self, chunk: bytes) -> None:
+    def _add(self, chunk: bytes) -> None:
         self._size += len(chunk)
-        if self._size > self._max_bytes * (SPOOLED if self._spools else 1):
-            where = f"{SPOOLED} times max_body_bytes" if self._spools else "max_body_bytes"
+        if self._size > self._max_bytes * (SPOOL_FACTOR if self._spools else 1):
+            limit = f"{SPOOL_FACTOR} times max_body_bytes" if self._spools else "max_body_bytes"
             raise RefusalError(
-                413, "body", f"the body is larger than {where}, {self._max_bytes}. Send less, or raise it."
+                413, "body", f"the body is larger than {limit}, {self._max_bytes}. Send less, or raise the setting."
             )
         if self.path is None and self._size > self._max_bytes:
             self._fd, name = tempfile.mkstemp(prefix="upload-", dir=self._folder)
             self.path = Path(name)
-            for kept in self._chunks:
-                os.write(self._fd, kept)
+            for held in self._chunks:
+                os.write(self._fd, held)
             self._chunks.clear()
         if self.path is None:
             self._chunks.append(chunk)
@@ -60,7 +72,7 @@ class Upload:
             os.write(self._fd, chunk)
 
     def close(self) -> None:
-        """Remove what lies on disk."""
+        """Delete the file, if there is one."""
         if self.path is not None:
             os.close(self._fd)
             self.path.unlink(missing_ok=True)
@@ -68,7 +80,16 @@ class Upload:
 
 @contextmanager
 def uploading(folder: Path, *, max_bytes: int, spools: bool) -> Iterator[Upload]:
-    """Lend a place for one body. spools: whether it may lie on disk."""
+    """Yield an upload, and delete its file at the end.
+
+    Args:
+        folder: Where a file is made.
+        max_bytes: The limit in memory.
+        spools: Whether a larger body may lie in a file.
+
+    Yields:
+        The upload, still empty.
+    """
     upload = Upload(folder, max_bytes=max_bytes, spools=spools)
     try:
         yield upload

@@ -56,7 +56,7 @@ class StreamedResponse:
         headers: The headers of the response.
     """
 
-    content: Callable[[SendPiece], Awaitable[None]]
+    content: Callable[[SendPiece], Coroutine[Any, Any, None]]
     headers: Headers
 
 

@@ -14,7 +14,7 @@ from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.responses import KEEPALIVE, WATCH_KEEPALIVE, WATCH_STARTED, ProcessEvent, started
 from proxy.http.asgi import Send
-from proxy.http.streaming import Patient
+from proxy.http.streaming import PatientSender
 
 MAX_WAITING_BYTES = 1 << 20
 """Largest amount of unsent events before `wait_for_space` blocks. Producers thus run at the client's speed."""
@@ -28,7 +28,7 @@ StreamForm = Literal["process", "terminal", "watch"]
 _HEAD = [(b"content-type", connect.STREAM.encode())]
 
 
-class EventStream(Patient):
+class EventStream(PatientSender):
     """A response that is a stream of events. Events may be put before `serve` runs, and are dropped after the end.
 
     Attributes:
