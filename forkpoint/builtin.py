@@ -62,7 +62,7 @@ def video_driver(context: DriverContext) -> "Driver":
 
 def http_driver(context: DriverContext) -> "Driver":
     """Return the driver of tool servers elsewhere."""
-    from sandboxes.upstream import HttpDriver
+    from sandboxes.upstream.driver import HttpDriver
 
     return HttpDriver(context.directory)
 

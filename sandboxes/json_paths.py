@@ -1,14 +1,14 @@
-"""Members of JSON values by dotted path, and names in them (pure)."""
+"""Members of JSON values by dotted path, and the replacement of names in them (pure)."""
 
 from collections.abc import Iterable
 from typing import Any
 
 OUR_NAME = "forkpoint-rollout"
-"""Stands for the rollout's or the session's name where it is recorded."""
+"""Stands for the name of the rollout or the session in records, so that every rollout has equal ones."""
 
 
 def member(value: Any, path: str) -> Any:
-    """Return what path leads to; None where it leads nowhere."""
+    """Return the member at a dotted path; None if there is none."""
     for part in path.split("."):
         if not isinstance(value, dict):
             return None
@@ -19,7 +19,15 @@ def member(value: Any, path: str) -> Any:
 def renamed(
     value: dict[str, Any], paths: Iterable[str], before: str, after: str, *, whole: bool = False
 ) -> dict[str, Any]:
-    """Return value with after for before in the texts that paths lead to; whole: only where it is all of the text."""
+    """Return a JSON object with a name replaced by another in some of its members.
+
+    Args:
+        value: The object; it is not changed.
+        paths: Dotted paths of the members. Texts and whole numbers are replaced.
+        before: The name to replace.
+        after: The name to put in its place.
+        whole: Replace only members that equal `before`, not members that contain it.
+    """
     for path in paths:
         value = _replaced(value, path.split("."), before, after, whole=whole)
     return value

@@ -1,7 +1,8 @@
-"""A process of its own in a sandbox: the frames that its output comes in, and the text that becomes it (pure).
+"""The output of a single process in a sandbox, as a sequence of frames (pure).
 
-`ToolCall("process", "run", {"argv", "env", "cwd", "user", "tty", "timeout_s"?, "detach"?}, stdin)` runs one, as
-`docker exec` does: not in a session, with an environment of its own. The answer is a sequence of frames.
+`ToolCall("process", "run", {"argv", "env", "cwd", "user", "tty", "timeout_s"?, "detach"?}, stdin)` runs a process as
+`docker exec` does: outside every session, with its own environment. The body of the result is a sequence of frames.
+A frame is Docker's header of 8 bytes (kind, three zeros, length as big-endian 32 bits) and its data.
 """
 
 import json
@@ -12,20 +13,24 @@ from typing import Any
 
 MEDIA_TYPE = "application/vnd.forkpoint.process"
 OUT, ERR, END = 1, 2, 3
-"""Kinds of frames: stdout (all output of a terminal), stderr, and last what `Ending` says, as JSON."""
+"""The kinds of frames: stdout (all output of a terminal), stderr, and at last the `Ending` as JSON."""
 MAX_BYTES = 32 << 20
-"""Of output that is recorded; what is more passes to who listens."""
+"""Largest output that is recorded. More output still reaches clients that listen."""
 LINGER_S = 2.0
-"""How long output is read after a process ended, where what it left behind holds its pipes: Docker's own time."""
+"""How long output is read after a process ended while background processes hold its pipes; as long as Docker does."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HEADER = struct.Struct(">BxxxI")
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended. exit_code: 128 + its number for a signal; None for one that goes on, detached or left.
+    """How a process ended.
 
-    truncated: more output came than is recorded. signal: the number of the one that was sent to it, and ended it.
+    Attributes:
+        exit_code: The exit code; 128 + number for a signal; None if the process continues in the background.
+        timed_out: The process was killed because its time was up.
+        truncated: The process wrote more than `MAX_BYTES`.
+        signal: The number of the signal that a client sent and that ended the process; 0 for none.
     """
 
     exit_code: int | None
@@ -35,12 +40,12 @@ class Ending:
 
 
 def frame(kind: int, data: bytes) -> bytes:
-    """Return one frame: Docker's header of 8 bytes, then the data."""
+    """Return a frame."""
     return _HEADER.pack(kind, len(data)) + data
 
 
 def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield kind and data of each frame of a whole answer."""
+    """Yield kind and data of each frame of a complete body."""
     at = 0
     while at < len(body):
         kind, length = _HEADER.unpack_from(body, at)
@@ -50,45 +55,45 @@ def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def output(body: bytes, kind: int) -> bytes:
-    """Return what came on one stream of an answer."""
-    return b"".join(data for found, data in frames(body) if found == kind)
+    """Return the data of one stream of a body."""
+    return b"".join(data for other, data in frames(body) if other == kind)
 
 
 def by_stream(body: bytes) -> bytes:
-    """Return an answer's streams one after the other: in which order they came depends on the moment."""
+    """Return a body with its streams one after the other. The order in which they arrived differs from run to run."""
     return b"".join(frame(kind, output(body, kind)) for kind in (OUT, ERR, END))
 
 
 def ending(body: bytes) -> Ending:
-    """Return what an answer's last frame says."""
-    told: dict[str, Any] = {}
+    """Return the ending that the last frame of a body describes."""
+    fields: dict[str, Any] = {}
     for kind, data in frames(body):
         if kind == END:
-            told = json.loads(data)
-    return Ending(told["exit_code"], told["timed_out"], told["truncated"], told.get("signal", 0))
+            fields = json.loads(data)
+    return Ending(fields["exit_code"], fields["timed_out"], fields["truncated"], fields.get("signal", 0))
 
 
 class Frames:
-    """What has come of a process's output: neighbours on one stream are one frame, however they came."""
+    """The output of a process so far. Neighbouring data of one stream becomes one frame."""
 
-    def __init__(self, most: int = MAX_BYTES) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
         self._body = bytearray()
         self._size = self._at = self._kind = 0
 
     @property
     def size(self) -> int:
-        """How many bytes came."""
+        """The number of bytes that the process wrote."""
         return self._size
 
     @property
     def whole(self) -> bool:
-        """Whether all of it was kept."""
-        return self._size <= self._most
+        """Whether all output was kept."""
+        return self._size <= self._max_bytes
 
     def add(self, kind: int, data: bytes) -> None:
-        """Take what came next."""
-        room = max(0, self._most - self._size)
+        """Append data of a stream. Data beyond the limit is counted and not kept."""
+        room = max(0, self._max_bytes - self._size)
         self._size += len(data)
         data = data[:room]
         if not data:
@@ -100,19 +105,19 @@ class Frames:
         _HEADER.pack_into(self._body, self._at, kind, len(self._body) - self._at - _HEADER.size)
 
     def end(self, exit_code: int | None, *, timed_out: bool = False) -> bytes:
-        """Return the whole answer."""
-        told = {"exit_code": exit_code, "timed_out": timed_out, "truncated": not self.whole}
-        return bytes(self._body) + frame(END, json.dumps(told).encode())
+        """Return the complete body, with a last frame for the ending."""
+        fields = {"exit_code": exit_code, "timed_out": timed_out, "truncated": not self.whole}
+        return bytes(self._body) + frame(END, json.dumps(fields).encode())
 
 
 class Incoming:
-    """Takes frames out of the pieces in which they come."""
+    """Parses frames that arrive in pieces."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the frames that are whole now."""
+        """Yield the frames that are complete with this piece."""
         self._bytes += data
         while len(self._bytes) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._bytes)
@@ -125,15 +130,15 @@ class Incoming:
 
 
 def refusal(argv: object, env: object) -> str:
-    """Say what keeps these from being a process's; empty where nothing does."""
+    """Return why a process cannot have these arguments and variables; an empty text if it can."""
     if not (isinstance(argv, Sequence) and argv and all(isinstance(word, str) and "\0" not in word for word in argv)):
-        return "argv must be a list of words without NUL, the program first"
+        return "argv must be a list of strings without NUL, the program first"
     if not isinstance(env, Mapping) or any("\0" in f"{name}{value}" or "=" in name for name, value in env.items()):
         return "env must map names without = to values, both without NUL"
     return ""
 
 
 def environment(base: Mapping[str, str], given: Mapping[str, str], host: str, *, tty: bool) -> dict[str, str]:
-    """Return what a process is started with but HOME, in Docker's order: base's, then the call's own."""
-    told = {"PATH": PATH, "HOSTNAME": host} | ({"TERM": "xterm"} if tty else {})
-    return {**told, **base, **given}
+    """Return the variables of a process without HOME, in Docker's order: defaults, the image's, the call's."""
+    defaults = {"PATH": PATH, "HOSTNAME": host} | ({"TERM": "xterm"} if tty else {})
+    return {**defaults, **base, **given}

@@ -1,4 +1,4 @@
-"""Types of a shell session as its dump describes it."""
+"""The types of a shell session, as its dump describes it."""
 
 from typing import Any
 
@@ -7,4 +7,4 @@ ShellSession = dict[str, Any]
 
 
 Jobs = tuple[str, ...]
-"""What a shell that is not replaced has beside its session: `[2]+ 31` and ` 32` for job 2's processes, `$! 32`."""
+"""The jobs of a shell: `[2]+ 31` and ` 32` for the processes of job 2, `$! 32` for the last background process."""

@@ -78,7 +78,7 @@ class ToolCalls:
         along = head + call.body if len(head) + len(call.body) <= ALONG_BYTES else b""
         connected = await self._servers.connect(order(call.endpoint, self._spec, self._environment), along)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
-        spool = Spool(call, listener, most=server.answer_bytes, folder=self._folder)
+        spool = Spool(call, listener, max_bytes=server.answer_bytes, folder=self._folder)
         try:
             async with self._servers.conversation(call.endpoint):
                 connection = socket.socket(fileno=connected.fds[0])
@@ -99,7 +99,7 @@ class ToolCalls:
             connection = self._socket(call, carried.name, connected, server.port, server.answer_bytes)
             if connected.message.fresh:
                 await connection.shake_hands(call, silence_s=silence_s)
-            messages = await connection.ask(call, silence_s=silence_s)
+            messages = await connection.exchange(call, silence_s=silence_s)
             done = await self._servers.finish(read=server_orders.reads(call))
         return replace(execution(done, messages.result()), shareable=not server_orders.volatile(call))
 
@@ -116,7 +116,7 @@ class ToolCalls:
         if known is not None:
             known.close()
         # A connection that is neither known nor fresh has come back with a checkpoint: its handshake is over.
-        self._sockets[name] = Socket(connected.fds, call, port, most=max_bytes, opened=not fresh)
+        self._sockets[name] = Socket(connected.fds, call, port, max_bytes=max_bytes, opened=not fresh)
         if fresh and not call.arguments["first"]:
             raise MalformedResponseError("its WebSocket has ended")
         return self._sockets[name]
@@ -127,7 +127,7 @@ class ToolCalls:
         Raises:
             NotFreezableError: There is such a message.
         """
-        if not all(connection.still for connection in self._sockets.values()):
+        if not all(connection.is_drained for connection in self._sockets.values()):
             raise NotFreezableError("a server has sent messages over its WebSocket that nobody has asked for")
 
     def close(self) -> None:

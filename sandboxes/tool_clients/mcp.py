@@ -91,14 +91,12 @@ class McpResponse:
 
 
 class McpTransport(Protocol):
-    """Carries messages to a server and back.
-
-    Attributes:
-        revisions: The revisions of the protocol that exist on this transport, the preferred one first.
-    """
+    """Carries messages to a server and back."""
 
     @property
-    def revisions(self) -> tuple[str, ...]: ...
+    def revisions(self) -> tuple[str, ...]:
+        """The revisions that exist on this transport, the preferred one first."""
+        ...
 
     @property
     def note(self) -> str:

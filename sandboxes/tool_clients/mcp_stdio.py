@@ -4,12 +4,12 @@ The pipes belong to the sandbox and outlive a conversation. A conversation that 
 them, so the first line of a later conversation may be the end of an older message and is skipped if it is not JSON.
 """
 
-import asyncio
 import os
 from collections.abc import Sequence
 
 import orjson
 
+from sandboxes.tool_clients.descriptors import wait_until_ready, write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.tool_clients.mcp import ID, VERSION, Message, Receive, cancellation
 
@@ -68,12 +68,7 @@ class StdioTransport:
 
     async def send(self, message: Message, silence_s: float) -> None:
         """See `McpTransport.send`."""
-        view = memoryview(orjson.dumps(message) + b"\n")
-        while view:
-            try:
-                view = view[os.write(self._write_fd, view) :]
-            except BlockingIOError:
-                await wait_for_fd(self._write_fd, silence_s, writing=True)
+        await write_all(self._write_fd, orjson.dumps(message) + b"\n", silence_s)
 
     async def _next(self, silence_s: float) -> Message:
         while True:
@@ -92,7 +87,7 @@ class StdioTransport:
             try:
                 data = os.read(self._read_fd, _CHUNK_BYTES)
             except BlockingIOError:
-                await wait_for_fd(self._read_fd, silence_s, writing=False)
+                await wait_until_ready(self._read_fd, silence_s, writing=False)
                 continue
             if not data:
                 raise MalformedResponseError("it closed its stdout without a response")
@@ -106,20 +101,3 @@ def _parse(line: bytes) -> Message | None:
     except orjson.JSONDecodeError:
         return None
     return message if isinstance(message, dict) else None
-
-
-async def wait_for_fd(fd: int, timeout_s: float, *, writing: bool) -> None:
-    """Wait until a non-blocking descriptor can be read or written.
-
-    Raises:
-        TimeoutError: It could not within `timeout_s`.
-    """
-    loop = asyncio.get_running_loop()
-    event = asyncio.Event()
-    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
-    add(fd, event.set)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    finally:
-        remove(fd)

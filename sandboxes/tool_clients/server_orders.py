@@ -1,4 +1,4 @@
-"""A call to a tool server inside a sandbox: from its arguments to a request, from what comes back to a result."""
+"""Calls to tool servers: the order that starts a server, the request of a call, and the spool of its response."""
 
 import hashlib
 import shlex
@@ -16,7 +16,8 @@ from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
-_IN_MEMORY = 1 << 20
+_MEMORY_BYTES = 1 << 20
+"""Largest response that a spool keeps in memory; longer ones go to a file."""
 
 
 def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
@@ -56,10 +57,10 @@ def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) 
 
 
 def request(call: ToolCall, port: int) -> bytes:
-    """Return the head of the request that call makes to the server on port (pure).
+    """Return the head of the request that a call makes to the server on a port (pure).
 
     Raises:
-        SandboxError: it makes none. Dialects refuse such calls before.
+        SandboxError: The call has a part that no request may have. Dialects refuse such calls earlier.
     """
     arguments = call.arguments
     headers = ((name, value) for name, value in arguments["headers"])
@@ -70,37 +71,48 @@ def request(call: ToolCall, port: int) -> bytes:
 
 
 def reads(call: ToolCall) -> bool:
-    """Whether call is said to change nothing in the server's memory, by rule or by its method (pure)."""
+    """Return whether a call leaves the server's memory unchanged, according to a rule or to its method (pure)."""
     effect = call.arguments.get("effect")
     return effect == "read" or (effect is None and call.arguments["method"] in _READS)
 
 
 def volatile(call: ToolCall) -> bool:
-    """Whether call's answer is for this rollout and moment alone, by rule (pure)."""
+    """Return whether a rule says that the response is valid for this rollout and moment only (pure)."""
     return call.arguments.get("cache") == "never"
 
 
 class Spool(Listener):
-    """Keeps the answer to call as it comes, most bytes of it at most, and passes it on. Beyond 1 MB it lies in folder.
+    """Keeps the response to a call while it arrives, and passes it on.
 
-    A listener never raises: that a client went away is no failure of the server.
+    Memory stays constant: a response above 1 MB is spooled to a file, and one above the limit is dropped but still
+    passed on.
     """
 
-    def __init__(self, call: ToolCall, listener: Listener | None, *, most: int, folder: Path) -> None:
-        self._listener, self._most = listener, most
-        self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY, dir=str(folder))  # noqa: SIM115 - see `close`
+    def __init__(self, call: ToolCall, listener: Listener | None, *, max_bytes: int, folder: Path) -> None:
+        """Begin a spool.
+
+        Args:
+            call: The call that is answered.
+            listener: Receives the response too; None if no client listens.
+            max_bytes: Largest body that is kept.
+            folder: Directory of the file, which has no name and so leaves nothing behind after a crash.
+        """
+        self._listener, self._max_bytes = listener, max_bytes
+        self._file = tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115 - see `close`
         self._digest = hashlib.sha256()
         self._size = self._status = 0
         self._headers: Headers = ()
         self._bodiless = call.arguments["method"] == "HEAD"
 
     async def head(self, status: int, headers: Headers) -> None:
+        """See `Listener.head`."""
         self._status, self._headers = status, end_to_end(headers)
         self._bodiless = self._bodiless or status in (204, 304)
         if self._listener is not None:
             await self._listener.head(status, self._headers)
 
     async def data(self, chunk: bytes) -> None:
+        """See `Listener.data`."""
         self._size += len(chunk)
         self._digest.update(chunk)
         if self.whole:
@@ -113,17 +125,17 @@ class Spool(Listener):
 
     @property
     def whole(self) -> bool:
-        """Whether all of the answer was kept."""
-        return self._size <= self._most
+        """Whether the whole body was kept."""
+        return self._size <= self._max_bytes
 
     def result(self) -> ToolResult:
-        """Return the answer, its length among its headers.
+        """Return the response as a result, with a Content-Length.
 
-        One that was not kept is told by its size and digest, which a replay must meet too.
+        A body that was not kept is replaced by its size and digest, so that a replay can be compared with it.
         """
         if not self.whole:
-            told = {"size_bytes": self._size, "sha256": self._digest.hexdigest(), "status": self._status}
-            return ToolResult(200, "application/vnd.forkpoint.unrecorded+json", orjson.dumps(told))
+            summary = {"size_bytes": self._size, "sha256": self._digest.hexdigest(), "status": self._status}
+            return ToolResult(200, "application/vnd.forkpoint.unrecorded+json", orjson.dumps(summary))
         self._file.seek(0)
         headers = self._headers
         if not self._bodiless and not any(name.lower() == "content-length" for name, _ in headers):
@@ -131,4 +143,5 @@ class Spool(Listener):
         return ToolResult(self._status, content_type(headers), self._file.read(), headers)
 
     def close(self) -> None:
+        """Delete the file."""
         self._file.close()

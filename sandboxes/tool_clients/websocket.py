@@ -1,8 +1,16 @@
-"""WebSockets to tool servers inside sandboxes: one message, then what answers it. The door to the websockets library.
+"""WebSockets to tool servers inside sandboxes: a call is one message and its answers. The door to websockets.
 
-Both ends of the TCP connection are in the sandbox: a shell that opened it, and `cat`, carry its bytes to and from our
-pipes. So a checkpoint holds the connection whole, and a restored server goes on in the middle of it. Between messages
-somebody must listen, for servers look whether their clients live: they ping, and hang up on who is silent.
+Theory of operation:
+
+1. Both ends of the TCP connection are in the sandbox. A shell opens it with bash's /dev/tcp, and two `cat` processes
+   carry its bytes to and from pipes of the proxy. A checkpoint therefore holds the whole connection, and a restored
+   server continues in the middle of it.
+2. The protocol machine is the library's sans-I/O `ClientProtocol`. It has no state that matters between messages, so
+   after a restore a fresh machine in the state OPEN takes over.
+3. Servers ping their clients and close connections to silent ones. So the pipe is read between calls too, by a callback
+   of the event loop that answers pings at once.
+4. Messages that arrive between calls wait, and become part of the next call's result. While some wait, the sandbox
+   cannot be frozen: they are in the proxy's memory and nowhere else.
 """
 
 import asyncio
@@ -25,97 +33,120 @@ from websockets.uri import WebSocketURI
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.http_message import end_to_end
 from sandboxes.ipc.messages import ServerOrder
+from sandboxes.tool_clients.descriptors import write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
 
 MESSAGES_TYPE = "application/vnd.forkpoint.messages+json"
 QUIET_S = 0.25
-"""Without a number of answers, they end when nothing has come for so long."""
-_CHUNK = 1 << 16
-_OF_THE_HANDSHAKE = frozenset({"host", "origin", "content-type", "content-length"})
+"""If the client gave no number of answers, they end after this long without a message.
+
+Halved, a server that streams slowly is cut off. Doubled, each such call takes a quarter of a second longer.
+"""
+_CHUNK_BYTES = 1 << 16
+_HANDSHAKE_HEADERS = frozenset({"host", "origin", "content-type", "content-length"})
+"""Headers of a client's request that do not go into the handshake with the server."""
 
 
 def is_message(call: ToolCall) -> bool:
-    """Whether call is a message on a WebSocket, not a request (pure)."""
+    """Return whether a call is a message on a WebSocket and not an HTTP request (pure)."""
     return call.arguments.get("method") == "WS"
 
 
 def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
-    """Return the order of a process that opens call's connection to a server, and carries its bytes (pure)."""
-    opens = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
+    """Return the order of the processes that open a connection to a server and carry its bytes (pure).
+
+    Args:
+        call: A message on the connection; one connection has one name in the sandbox.
+        order: The order of the server.
+    """
+    script = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
     name = f"ws {order.name} {call.arguments['connection']} {call.arguments['target']}"
-    return replace(order, name=name, command=f"exec bash -c {shlex.quote(opens)}", port=None, behind=order)
+    return replace(order, name=name, command=f"exec bash -c {shlex.quote(script)}", port=None, behind=order)
 
 
 @dataclass(slots=True)
 class ServerMessages:
-    """Messages, text or binary, and the code and reason with which the server then closed, if it did."""
+    """What the server sent for one message.
+
+    Attributes:
+        messages: Text or binary messages, in order.
+        closed: The code and the reason with which the server then closed the connection; None if it did not.
+    """
 
     messages: list[str | bytes] = field(default_factory=list)
     closed: tuple[int, str] | None = None
 
     def result(self) -> ToolResult:
-        """Return them as a result."""
-        told = [
-            {"text": one} if isinstance(one, str) else {"base64": base64.b64encode(one).decode()}
-            for one in self.messages
+        """Return the messages as a result."""
+        messages = [
+            {"text": message} if isinstance(message, str) else {"base64": base64.b64encode(message).decode()}
+            for message in self.messages
         ]
-        return ToolResult(200, MESSAGES_TYPE, orjson.dumps({"messages": told, "close": self.closed}))
+        return ToolResult(200, MESSAGES_TYPE, orjson.dumps({"messages": messages, "close": self.closed}))
 
 
 class Socket:
-    """The client's end of one connection, over descriptors to its carrier. most: bytes of a message, and of all kept.
+    """The client's end of one connection."""
 
-    opened: whether its handshake is made: it comes from a checkpoint.
-    """
+    def __init__(self, fds: Sequence[int], call: ToolCall, port: int, *, max_bytes: int, opened: bool) -> None:
+        """Take over the pipes of a connection.
 
-    def __init__(self, fds: Sequence[int], call: ToolCall, port: int, *, most: int, opened: bool) -> None:
+        Args:
+            fds: The descriptors that lead to the server and from it. `close` closes them.
+            call: A message on the connection.
+            port: The server's port in the sandbox.
+            max_bytes: Largest message, and most bytes that are kept between two messages.
+            opened: The handshake was made already: the connection comes from a checkpoint.
+        """
         self._write_fd, self._read_fd = fds
-        self._most, self._kept = most, 0
+        self._max_bytes, self._received_bytes = max_bytes, 0
         path, _, query = call.arguments["target"].partition("?")
         offered = [Subprotocol(name) for name in call.arguments["subprotocols"]]
-        # Without compression: its window is memory that no checkpoint of the server has.
+        # No compression: its window would be state of this end, which no checkpoint holds.
         self._protocol = ClientProtocol(
             WebSocketURI(secure=False, host="127.0.0.1", port=port, path=path, query=query),
             subprotocols=offered or None,
             state=OPEN if opened else State.CONNECTING,
-            max_size=most,
+            max_size=max_bytes,
         )
         self._offered = offered
         self._fragments: list[bytes] = []
         self._text = False
         self._messages: deque[str | bytes] = deque()
         self._response: Response | None = None
-        self._came = asyncio.Event()
-        self._over: str | None = None
+        self._arrived = asyncio.Event()
+        self._failure: str | None = None
         self._closed = False
         for fd in fds:
             os.set_blocking(fd, False)
         asyncio.get_running_loop().add_reader(self._read_fd, self._read)
 
     @property
-    def still(self) -> bool:
-        """Whether nothing has come that was not told yet."""
+    def is_drained(self) -> bool:
+        """Whether every message that has arrived is part of a result."""
         return not (self._messages or self._fragments)
 
     def close(self) -> None:
-        """Let go of the descriptors. Idempotent."""
+        """Close the descriptors. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._over = self._over or "it was closed"
+            self._failure = self._failure or "its WebSocket was closed"
             asyncio.get_running_loop().remove_reader(self._read_fd)
             os.close(self._read_fd)
             os.close(self._write_fd)
-            self._came.set()
+            self._arrived.set()
 
     async def shake_hands(self, call: ToolCall, *, silence_s: float) -> None:
-        """Open the connection with what call's client sent to open its own.
+        """Make the handshake, with the headers and subprotocols of the client's own.
 
         Raises:
-            Garbage: the server refuses. OSError: it hung up. TimeoutError: it says nothing.
+            MalformedResponseError: The server refuses, or chose another subprotocol than the client was promised.
+            OSError: The connection broke.
+            TimeoutError: The server was silent for `silence_s`.
         """
         request = self._protocol.connect()
-        sent = [(name, value) for name, value in call.arguments["headers"]]
-        for name, value in end_to_end(sent, without=_OF_THE_HANDSHAKE):
+        headers = [(name, value) for name, value in call.arguments["headers"]]
+        for name, value in end_to_end(headers, without=_HANDSHAKE_HEADERS):
             if not name.lower().startswith("sec-websocket-"):
                 request.headers[name] = value
         self._protocol.send_request(request)
@@ -125,111 +156,103 @@ class Socket:
         if self._protocol.handshake_exc is not None:
             raise MalformedResponseError(f"it refuses the WebSocket: {self._protocol.handshake_exc}")
         chosen = self._protocol.subprotocol
+        # The client's own handshake is over: it was promised the first one before a sandbox was there.
         if self._offered and chosen != self._offered[0]:
-            raise MalformedResponseError(f"of the subprotocols it takes {chosen!r}, not the first")
+            raise MalformedResponseError(f"it chooses the subprotocol {chosen!r} and not the first that was offered")
 
-    async def ask(self, call: ToolCall, *, silence_s: float) -> ServerMessages:
-        """Send call's message and hear what answers it.
+    async def exchange(self, call: ToolCall, *, silence_s: float) -> ServerMessages:
+        """Send the message of a call and collect its answers, after those that arrived since the last call.
 
         Raises:
-            Garbage: what comes breaks the protocol, or the connection ends without a word. OSError: it broke.
-            TimeoutError: nothing came for silence_s.
+            MalformedResponseError: The server breaks the protocol, or ends the connection without a close frame.
+            OSError: The connection broke.
+            TimeoutError: The server was silent for `silence_s`.
         """
-        self._kept = 0
-        said = ServerMessages([*self._messages])
+        self._received_bytes = 0
+        received = ServerMessages([*self._messages])
         self._messages.clear()
-        if self._over is not None or self._protocol.state is not OPEN:
+        if self._failure is not None or self._protocol.state is not OPEN:
             raise MalformedResponseError(
-                f"its WebSocket has ended before this message: {self._over or self._protocol.close_reason}"
+                f"its WebSocket had ended before this message: {self._failure or self._protocol.close_reason}"
             )
         send = self._protocol.send_binary if call.arguments["binary"] else self._protocol.send_text
         send(call.body)
         await self._flush(silence_s)
         answers = call.arguments["answers"]
-        wanted = None if answers == "quiet" else len(said.messages) + int(answers)
-        while said.closed is None and (wanted is None or len(said.messages) < wanted):
+        # Messages from before the call do not count as its answers.
+        wanted = None if answers == "quiet" else len(received.messages) + int(answers)
+        while received.closed is None and (wanted is None or len(received.messages) < wanted):
             if self._messages:
-                said.messages.append(self._messages.popleft())
+                received.messages.append(self._messages.popleft())
             elif self._protocol.close_rcvd is not None:
-                said.closed = (int(self._protocol.close_rcvd.code), self._protocol.close_rcvd.reason)
+                received.closed = (int(self._protocol.close_rcvd.code), self._protocol.close_rcvd.reason)
             else:
                 try:
-                    await self._wait(QUIET_S if wanted is None and said.messages else silence_s)
+                    await self._wait(QUIET_S if wanted is None and received.messages else silence_s)
                 except TimeoutError:
-                    if wanted is None and said.messages:
+                    if wanted is None and received.messages:
                         break
                     raise
-        return said
+        return received
 
     async def _wait(self, within_s: float) -> None:
-        """Wait until something came.
+        """Wait until something has arrived.
 
         Raises:
-            Garbage: nothing will any more. TimeoutError: nothing did.
+            MalformedResponseError: The connection has failed, so nothing will arrive.
+            TimeoutError: Nothing arrived within the time.
         """
-        if self._over is not None:
-            raise MalformedResponseError(self._over)
-        self._came.clear()
+        if self._failure is not None:
+            raise MalformedResponseError(self._failure)
+        self._arrived.clear()
         async with asyncio.timeout(within_s):
-            await self._came.wait()
+            await self._arrived.wait()
 
     async def _flush(self, within_s: float) -> None:
-        view = memoryview(b"".join(self._protocol.data_to_send()))
-        loop = asyncio.get_running_loop()
-        while view:
-            try:
-                view = view[os.write(self._write_fd, view) :]
-            except BlockingIOError:
-                able = asyncio.Event()
-                loop.add_writer(self._write_fd, able.set)
-                try:
-                    async with asyncio.timeout(within_s):
-                        await able.wait()
-                finally:
-                    loop.remove_writer(self._write_fd)
+        await write_all(self._write_fd, b"".join(self._protocol.data_to_send()), within_s)
 
-    # What comes
+    # -- receiving: called by the event loop whenever the pipe has data ------------------------------------------------
 
     def _read(self) -> None:
         try:
-            data = os.read(self._read_fd, _CHUNK)
+            data = os.read(self._read_fd, _CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
-            data, self._over = b"", f"its WebSocket broke: {error}"
-        self._kept += len(data)
+            data, self._failure = b"", f"its WebSocket broke: {error}"
+        self._received_bytes += len(data)
         try:
             if data:
                 self._protocol.receive_data(data)
             else:
                 self._protocol.receive_eof()
         except (WebSocketException, EOFError) as error:
-            self._over = self._over or f"its WebSocket broke: {error}"
+            self._failure = self._failure or f"its WebSocket broke: {error}"
         for event in self._protocol.events_received():
-            self._hear(event)
+            self._handle(event)
         if data and self._protocol.parser_exc is not None and self._protocol.close_rcvd is None:
-            self._over = self._over or f"what it says is no WebSocket: {self._protocol.parser_exc}"
-        if self._kept > self._most:
-            self._over = f"it says more than {self._most} bytes"
+            self._failure = self._failure or f"it breaks the WebSocket protocol: {self._protocol.parser_exc}"
+        if self._received_bytes > self._max_bytes:
+            self._failure = f"it sends more than {self._max_bytes} bytes"
         if data:
             self._reply()
         else:
-            self._over = self._over or "it hung up on its WebSocket"
-        if self._over is not None:
+            self._failure = self._failure or "it closed its WebSocket without a close frame"
+        if self._failure is not None:
             asyncio.get_running_loop().remove_reader(self._read_fd)
-        self._came.set()
+        self._arrived.set()
 
     def _reply(self) -> None:
-        """Send what the protocol itself answers: pongs, and the other half of a close."""
+        """Send what the protocol itself answers: pongs, and the reply to a close."""
         data = b"".join(self._protocol.data_to_send())
         try:
             if data and os.write(self._write_fd, data) < len(data):
-                self._over = "it does not read its WebSocket"
+                self._failure = "it does not read its WebSocket"
         except OSError:
-            # A full pipe, or nobody there: the next message finds out.
+            # The pipe is full or broken. The next message reports it.
             return
 
-    def _hear(self, event: object) -> None:
+    def _handle(self, event: object) -> None:
         if isinstance(event, Response):
             self._response = event
         elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from proxy.tree.rollout import Outcome
-from sandboxes.upstream import HttpDriver
+from sandboxes.upstream.driver import HttpDriver
 from tests.agents.clients import packages, run
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.agents.serving import Proxy, real_proxy

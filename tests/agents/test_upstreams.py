@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from proxy.workloads.ephemeral_proxy import private_proxy
-from sandboxes.upstream import HttpDriver
+from sandboxes.upstream.driver import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.proxy.serving import Running, serving
 
@@ -157,7 +157,7 @@ def test_a_session_that_nobody_needs_is_parted_from(tmp_path: Path, there: Elsew
 
 @pytest.mark.parametrize(
     ("path", "status", "words"),
-    [("/fail", 500, "as asked"), ("/half", 502, "cannot be asked"), ("/silent", 504, "says nothing")],
+    [("/fail", 500, "as asked"), ("/half", 502, "cannot be reached"), ("/silent", 504, "sent nothing")],
 )
 @pytest.mark.parametrize("mode", ["replay", "pass"])
 def test_what_goes_wrong_there_is_told_and_never_recorded(

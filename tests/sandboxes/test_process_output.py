@@ -42,7 +42,7 @@ def test_order_between_streams_is_ignored(pieces: list[tuple[int, bytes]]) -> No
 
 def test_truncated_output_is_marked() -> None:
     """Output beyond the limit is dropped, and the result says so."""
-    kept = Frames(most=4)
+    kept = Frames(max_bytes=4)
     kept.add(1, b"abc")
     kept.add(2, b"def")
     body = kept.end(0)

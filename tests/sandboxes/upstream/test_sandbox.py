@@ -13,7 +13,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.upstream import HttpDriver
+from sandboxes.upstream.driver import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.sandboxes.box import opened
 

@@ -1,0 +1,36 @@
+"""Waiting for non-blocking descriptors, such as pipes to processes in a sandbox, on the event loop."""
+
+import asyncio
+import os
+
+
+async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
+    """Write all data to a non-blocking descriptor.
+
+    Raises:
+        OSError: The other end is closed.
+        TimeoutError: The other end read nothing for `timeout_s`.
+    """
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            await wait_until_ready(fd, timeout_s, writing=True)
+
+
+async def wait_until_ready(fd: int, timeout_s: float, *, writing: bool) -> None:
+    """Wait until a non-blocking descriptor can be read or written.
+
+    Raises:
+        TimeoutError: It could not within `timeout_s`.
+    """
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    add(fd, event.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    finally:
+        remove(fd)

@@ -1,0 +1,4 @@
+"""The `http` driver: tool servers that run elsewhere and whose state Forkpoint can neither see nor keep.
+
+Process: the proxy.
+"""

@@ -1,0 +1,79 @@
+"""The `http` driver: its sandbox is a set of connections to servers elsewhere.
+
+Nobody here can see or keep a server's state. So a call is shared only if its response is known to come again: a
+stateless call, by a rule; or a call after one that opens a fresh session by a rule, so that the path of calls can be
+replayed in a session of its own. Every other call belongs to its rollout alone and leaves no trace in the tree.
+"""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from sandboxes.driver import FrozenState
+from sandboxes.errors import SandboxError, StateGoneError
+from sandboxes.lean_imports import without
+from sandboxes.spec import EnvironmentSpec
+from sandboxes.upstream.sandbox import NO_SESSION, HttpSandbox
+
+with without("pygments"):
+    import httpx
+
+VERSION = "http-1"
+"""The identity of every root state: it consists of nothing."""
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=5.0)
+
+
+class HttpDriver:
+    """Sends calls to servers elsewhere; see `sandboxes.driver.Driver`."""
+
+    name = "http"
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        self._transport: httpx.AsyncHTTPTransport | None = None
+        self._live: set[HttpSandbox] = set()
+        self._ids = itertools.count(1)
+
+    async def open(self) -> None:
+        """Open the transport. Long responses are spooled to files without names, so nothing is ever left to remove."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        # A bare transport keeps no cookies, follows no redirects, and adds no headers.
+        self._transport = httpx.AsyncHTTPTransport(limits=_LIMITS)
+
+    async def identity(self, spec: EnvironmentSpec) -> str:  # noqa: ARG002 - servers elsewhere have no identity
+        """Return the same identity for every spec."""
+        return VERSION
+
+    async def start(self, spec: EnvironmentSpec) -> HttpSandbox:
+        """Return a sandbox without sessions. Nothing is sent yet.
+
+        Raises:
+            SandboxError: The driver is closed.
+        """
+        if self._transport is None:
+            raise SandboxError("the http driver is closed")
+        sandbox = HttpSandbox(f"http-{next(self._ids)}", spec, self._transport, self.data_dir, self._live.discard)
+        self._live.add(sandbox)
+        return sandbox
+
+    async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> HttpSandbox:
+        """Return a sandbox without sessions, which is the only state that can be frozen.
+
+        Raises:
+            StateGoneError: The state has a session.
+        """
+        if frozen.state != NO_SESSION:
+            raise StateGoneError("a session with a server elsewhere cannot be restored")
+        return await self.start(spec)
+
+    async def collect(self, keep: Iterable[str]) -> int:  # noqa: ARG002 - there are no parts
+        """Return 0: frozen states hold no data."""
+        return 0
+
+    async def aclose(self) -> None:
+        """Close all sandboxes and connections."""
+        for sandbox in list(self._live):
+            await sandbox.close()
+        if self._transport is not None:
+            await self._transport.aclose()
+            self._transport = None
