@@ -22,7 +22,7 @@ from proxy.control.dataplane_openapi import data_plane_paths
 from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.admin import control_plane
+from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import protocol_for, report_responses
@@ -31,7 +31,7 @@ from proxy.http.browser_guard import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
-from proxy.ui.api import page_routes
+from proxy.ui.api import PageData, page_data
 from proxy.ui.static_files import page
 from sandboxes.driver import Driver
 from sandboxes.plugins import DriverContext, PluginError, make_driver
@@ -131,8 +131,9 @@ def _behind(control: ControlPlane) -> FastAPI:
         redoc_url=None,
     )
     app.state.control = control
-    app.include_router(control_plane(control))
-    app.include_router(page_routes(engine))
+    app.include_router(control_plane)
+    app.state.page = PageData.over(engine)
+    app.include_router(page_data)
     app.include_router(page())
     _health(app, control)
     _problems(app, engine)

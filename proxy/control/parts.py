@@ -1,11 +1,14 @@
 """What the control plane keeps beside the engine: activity, scratch forks and totals. The engine knows none of them."""
 
+import time
 from dataclasses import dataclass
 
 from proxy.control.activity import Pulse
+from proxy.control.browsing import Browser
 from proxy.control.scratch_forks import Visits
 from proxy.control.subtree_totals import Sums
 from proxy.control.task_totals import Overview
+from proxy.control.views.common import Reader
 from proxy.engine import BackgroundWork, Engine
 from proxy.tree.rollout import Rollout
 
@@ -25,6 +28,9 @@ class ControlPlane:
         scratch_forks: The sandboxes that people open to inspect a state.
         subtree_totals: Totals below each node of a tree.
         task_totals: Totals of each task.
+        reader: Makes the views of nodes, trees and rollouts.
+        browser: Makes the views of large trees, one page at a time.
+        started_at: Seconds since 1970.
     """
 
     engine: Engine
@@ -32,6 +38,9 @@ class ControlPlane:
     scratch_forks: Visits
     subtree_totals: Sums
     task_totals: Overview
+    reader: Reader
+    browser: Browser
+    started_at: float
 
     @classmethod
     def over(cls, engine: Engine) -> "ControlPlane":
@@ -50,4 +59,7 @@ class ControlPlane:
             Visits(engine.restorer, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
             Sums(engine.walkers),
             Overview(engine.store),
+            Reader(engine.store),
+            Browser(engine.store),
+            time.time(),
         )

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 import orjson
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles
 from proxy.control.routes.params import (
     PROBLEM,
+    EngineDep,
     NewName,
     NodePath,
     RolloutName,
@@ -94,119 +95,151 @@ class TimingView(BaseModel):
     replayed_calls: int
 
 
-def page_routes(engine: Engine) -> APIRouter:
-    """Return the routes of the page's own data."""
-    router = APIRouter(prefix="/api/v1", responses={"4XX": PROBLEM, "5XX": PROBLEM})
-    lookups = Lookups(engine.store)
-    _tree_routes(router, engine, lookups)
-    _call_routes(router, engine, lookups)
-    _rollout_routes(router, engine)
-    return router
+page_data = APIRouter(prefix="/api/v1", responses={"4XX": PROBLEM, "5XX": PROBLEM})
 
 
-def _tree_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
-    titles = Titles(engine.store.records)
+@dataclass(frozen=True, slots=True)
+class PageData:
+    """What the page's routes remember between requests.
 
-    @router.get("/tasks/{task}/columns", response_class=Response, responses=_COLUMNS)  # type: ignore[arg-type]
-    async def get_columns(
-        task: TaskName,
-        after: Annotated[int, Query(ge=0, le=1 << 60, description="nodes made after the one of this number")] = 0,
-        limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
-        root: RootQuery = None,
-    ) -> Response:
-        """Show a tree as columns of numbers, in the order in which its nodes were made, and who stands in it."""
-        found = await engine.tasks.find(task)
-        tree = tree_of(engine, found, root)
-        read = await columns_of(tree, after, limit)
-        here = {node.id: names for node, names in standing(found).items() if tree.nodes.get(node.id) is node}
-        slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
-        places = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
-        return Response(orjson.dumps(tree_columns(task, tree, read, here, places)), media_type="application/json")
+    Attributes:
+        lookups: Reads what the tree in memory does not hold: failures, and the rollouts that made a call.
+        titles: One line for each call.
+    """
 
-    @router.get("/tasks/{task}/labels")
-    async def get_labels(
-        task: TaskName,
-        nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
-        root: RootQuery = None,
-    ) -> list[LabelView]:
-        """Show in one line each the calls that led to nodes, given by their numbers; unknown ones are left out."""
-        tree = tree_of(engine, await engine.tasks.find(task), root)
-        known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_LABELS]]
-        return await _labels(titles, [node.origin for node in known if node is not None and node.origin is not None])
+    lookups: Lookups
+    titles: Titles
 
-    @router.get("/tasks/{task}/nodes/{node}/observations")
-    async def get_observations(
-        task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 200
-    ) -> list[LabelView]:
-        """List the calls at a node that changed nothing, those with most hits first."""
-        _, here = place_of(engine, await engine.tasks.find(task), node)
-        seen = sorted((r for r in here.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
-        return await _labels(titles, seen[:limit])
-
-    @router.get("/tasks/{task}/failures")
-    async def get_failures(
-        task: TaskName,
-        after: Annotated[int, Query(ge=0, le=1 << 60, description="a record's number")] = 0,
-        root: RootQuery = None,
-    ) -> FailuresView:
-        """List the nodes whose call failed, or at which one failed: an exit code other than 0, a status from 400 on."""
-        tree = tree_of(engine, await engine.tasks.find(task), root)
-        known = await lookups.failures(tree.id)
-        new = [(source, target) for record, source, target in known.found if record > after]
-        return FailuresView(
-            upto=known.upto,
-            nodes=sorted({target for source, target in new if source != target}),
-            reads=sorted({target for source, target in new if source == target}),
-        )
+    @classmethod
+    def over(cls, engine: Engine) -> "PageData":
+        """Build the parts over an engine."""
+        return cls(Lookups(engine.store), Titles(engine.store.records))
 
 
-def _call_routes(router: APIRouter, engine: Engine, lookups: Lookups) -> None:
-    @router.get("/tasks/{task}/nodes/{node}/calls/{record}")
-    async def get_call(
-        task: TaskName,
-        node: NodePath,
-        record: Annotated[int, Path(ge=0, le=1 << 60, description="a call's number among the tree's records")],
-    ) -> RecordView:
-        """Show a recorded call that was made at a node, or led to it, with its answer and who made it."""
-        _, here = place_of(engine, await engine.tasks.find(task), node)
-        found = _record(here, record)
-        call, result = engine.store.records.call(found), engine.store.records.result(found)
-        engine.journal.fold()
-        passed = await lookups.passages(found.id, _PASSAGES)
-        return RecordView(
-            record=found.id,
-            node=f"n{found.source.id}",
-            leads_to=f"n{found.target.id}",
-            call=CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments)),
-            upload_bytes=len(call.body),
-            effect=found.effect.names,  # type: ignore[arg-type]
-            seconds=found.seconds,
-            hits=found.hits,
-            recorded_at=found.recorded_at,
-            private=found.private,
-            reproducible=found.reproducible,
-            answer=await asyncio.to_thread(shown, result),
-            passed=[PassageView(**asdict(passage)) for passage in passed],
-        )
+async def page_of(request: Request) -> PageData:
+    """Return the page's data of the application; a coroutine, because FastAPI runs others in threads."""
+    page: PageData = request.app.state.page
+    return page
 
 
-def _rollout_routes(router: APIRouter, engine: Engine) -> None:
-    @router.get("/tasks/{task}/rollouts/{rollout}/timings")
-    async def get_timings(task: TaskName, rollout: RolloutName) -> dict[int, TimingView]:
-        """Show where the time of a rollout's calls went, by turn: of those that were no hits, while remembered."""
-        await engine.tasks.find(task)
-        rows = engine.store.rollouts.of_task(task, name=rollout)
-        known = engine.executor.timings.of(rows[-1]["id"]) if rows else {}
-        return {turn: TimingView(**asdict(timing)) for turn, timing in known.items()}
+PageDep = Annotated[PageData, Depends(page_of)]
 
-    @router.post("/tasks/{task}/nodes/{node}/fork", status_code=201)
-    async def fork_at_node(task: TaskName, node: NodePath, request: Request, name: NewName) -> RolloutView:
-        """Begin a rollout at a node, whoever stands there."""
-        found = await engine.tasks.find(task)
-        begun = engine.tasks.begin(found, name, *place_of(engine, found, node))
-        engine.warm.note_step(begun)
-        row = engine.store.rollouts.of_task(task, name=name)[-1]
-        return RolloutView(**rollout_view(row, str(request.base_url), begun))
+
+@page_data.get("/tasks/{task}/columns", response_class=Response, responses=_COLUMNS)  # type: ignore[arg-type]
+async def get_columns(
+    engine: EngineDep,
+    task: TaskName,
+    after: Annotated[int, Query(ge=0, le=1 << 60, description="nodes made after the one of this number")] = 0,
+    limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
+    root: RootQuery = None,
+) -> Response:
+    """Show a tree as columns of numbers, in the order in which its nodes were made, and who stands in it."""
+    found = await engine.tasks.find(task)
+    tree = tree_of(engine, found, root)
+    read = await columns_of(tree, after, limit)
+    here = {node.id: names for node, names in standing(found).items() if tree.nodes.get(node.id) is node}
+    slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
+    places = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
+    return Response(orjson.dumps(tree_columns(task, tree, read, here, places)), media_type="application/json")
+
+
+@page_data.get("/tasks/{task}/labels")
+async def get_labels(
+    engine: EngineDep,
+    page: PageDep,
+    task: TaskName,
+    nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
+    root: RootQuery = None,
+) -> list[LabelView]:
+    """Show in one line each the calls that led to nodes, given by their numbers; unknown ones are left out."""
+    titles = page.titles
+    tree = tree_of(engine, await engine.tasks.find(task), root)
+    known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_LABELS]]
+    return await _labels(titles, [node.origin for node in known if node is not None and node.origin is not None])
+
+
+@page_data.get("/tasks/{task}/nodes/{node}/observations")
+async def get_observations(
+    engine: EngineDep, page: PageDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 200
+) -> list[LabelView]:
+    """List the calls at a node that changed nothing, those with most hits first."""
+    titles = page.titles
+    _, here = place_of(engine, await engine.tasks.find(task), node)
+    seen = sorted((r for r in here.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
+    return await _labels(titles, seen[:limit])
+
+
+@page_data.get("/tasks/{task}/failures")
+async def get_failures(
+    engine: EngineDep,
+    page: PageDep,
+    task: TaskName,
+    after: Annotated[int, Query(ge=0, le=1 << 60, description="a record's number")] = 0,
+    root: RootQuery = None,
+) -> FailuresView:
+    """List the nodes whose call failed, or at which one failed: an exit code other than 0, a status from 400 on."""
+    lookups = page.lookups
+    tree = tree_of(engine, await engine.tasks.find(task), root)
+    known = await lookups.failures(tree.id)
+    new = [(source, target) for record, source, target in known.found if record > after]
+    return FailuresView(
+        upto=known.upto,
+        nodes=sorted({target for source, target in new if source != target}),
+        reads=sorted({target for source, target in new if source == target}),
+    )
+
+
+@page_data.get("/tasks/{task}/nodes/{node}/calls/{record}")
+async def get_call(
+    engine: EngineDep,
+    page: PageDep,
+    task: TaskName,
+    node: NodePath,
+    record: Annotated[int, Path(ge=0, le=1 << 60, description="a call's number among the tree's records")],
+) -> RecordView:
+    """Show a recorded call that was made at a node, or led to it, with its answer and who made it."""
+    lookups = page.lookups
+    _, here = place_of(engine, await engine.tasks.find(task), node)
+    found = _record(here, record)
+    call, result = engine.store.records.call(found), engine.store.records.result(found)
+    engine.journal.fold()
+    passed = await lookups.passages(found.id, _PASSAGES)
+    return RecordView(
+        record=found.id,
+        node=f"n{found.source.id}",
+        leads_to=f"n{found.target.id}",
+        call=CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments)),
+        upload_bytes=len(call.body),
+        effect=found.effect.names,  # type: ignore[arg-type]
+        seconds=found.seconds,
+        hits=found.hits,
+        recorded_at=found.recorded_at,
+        private=found.private,
+        reproducible=found.reproducible,
+        answer=await asyncio.to_thread(shown, result),
+        passed=[PassageView(**asdict(passage)) for passage in passed],
+    )
+
+
+@page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
+async def get_timings(engine: EngineDep, task: TaskName, rollout: RolloutName) -> dict[int, TimingView]:
+    """Show where the time of a rollout's calls went, by turn: of those that were no hits, while remembered."""
+    await engine.tasks.find(task)
+    rows = engine.store.rollouts.of_task(task, name=rollout)
+    known = engine.executor.timings.of(rows[-1]["id"]) if rows else {}
+    return {turn: TimingView(**asdict(timing)) for turn, timing in known.items()}
+
+
+@page_data.post("/tasks/{task}/nodes/{node}/fork", status_code=201)
+async def fork_at_node(
+    engine: EngineDep, task: TaskName, node: NodePath, request: Request, name: NewName
+) -> RolloutView:
+    """Begin a rollout at a node, whoever stands there."""
+    found = await engine.tasks.find(task)
+    begun = engine.tasks.begin(found, name, *place_of(engine, found, node))
+    engine.warm.note_step(begun)
+    row = engine.store.rollouts.of_task(task, name=name)[-1]
+    return RolloutView(**rollout_view(row, str(request.base_url), begun))
 
 
 async def _labels(titles: Titles, records: Iterable[Record]) -> list[LabelView]:

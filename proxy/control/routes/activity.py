@@ -9,12 +9,14 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from proxy.control.activity import HOUR, Pulse, Second, timeline
-from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import granted
+from proxy.control.routes.params import ControlDep, granted
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
 
 _QUIET_S = 15.0
+
+
+router = APIRouter()
 
 
 class TimelineView(BaseModel):
@@ -24,38 +26,36 @@ class TimelineView(BaseModel):
     seconds: list[Second]
 
 
-def live_routes(router: APIRouter, control: ControlPlane) -> None:
-    """Add the routes."""
+@router.get("/timeline")
+async def get_timeline(
+    control: ControlDep,
+    request: Request,
+    span_s: Annotated[int, Query(ge=1, le=HOUR)] = HOUR,
+    step_s: Annotated[int, Query(ge=1, le=HOUR)] = 10,
+) -> TimelineView:
+    """Show hits, misses, waits and replays of the last hour, in steps."""
+    granted(request).require_whole()
+    return TimelineView(step_s=step_s, seconds=timeline(list(control.activity.seconds), span_s=span_s, step_s=step_s))
 
-    @router.get("/timeline")
-    async def get_timeline(
-        request: Request,
-        span_s: Annotated[int, Query(ge=1, le=HOUR)] = HOUR,
-        step_s: Annotated[int, Query(ge=1, le=HOUR)] = 10,
-    ) -> TimelineView:
-        """Show hits, misses, waits and replays of the last hour, in steps."""
-        granted(request).require_whole()
-        return TimelineView(
-            step_s=step_s, seconds=timeline(list(control.activity.seconds), span_s=span_s, step_s=step_s)
-        )
 
-    @router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
-    async def stream_events(
-        request: Request,
-        task: Annotated[str | None, Query(pattern=NAME_PATTERN, description="tell its rollouts' movements too")] = None,
-        limit: Annotated[int | None, Query(ge=1, le=1 << 31, description="end after so many events")] = None,
-    ) -> StreamingResponse:
-        """Stream events (SSE): `second` each second, `rollouts` of a task, `lost` where the client was too slow."""
-        grant = granted(request)
-        if task is None:
-            grant.require_whole()
-        else:
-            grant.require(task)
-            await control.engine.tasks.find(task)
-        if control.activity.full:
-            raise RefusalError(429, "listeners", "as many listen to events as may. Close a page, and try again.")
-        events = _events(control.activity, task, limit, whole=grant.whole)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+@router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
+async def stream_events(
+    control: ControlDep,
+    request: Request,
+    task: Annotated[str | None, Query(pattern=NAME_PATTERN, description="tell its rollouts' movements too")] = None,
+    limit: Annotated[int | None, Query(ge=1, le=1 << 31, description="end after so many events")] = None,
+) -> StreamingResponse:
+    """Stream events (SSE): `second` each second, `rollouts` of a task, `lost` where the client was too slow."""
+    grant = granted(request)
+    if task is None:
+        grant.require_whole()
+    else:
+        grant.require(task)
+        await control.engine.tasks.find(task)
+    if control.activity.full:
+        raise RefusalError(429, "listeners", "as many listen to events as may. Close a page, and try again.")
+    events = _events(control.activity, task, limit, whole=grant.whole)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
 async def _events(pulse: Pulse, task: str | None, limit: int | None, *, whole: bool) -> AsyncIterator[bytes]:

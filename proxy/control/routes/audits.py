@@ -9,11 +9,13 @@ from proxy.audit.auditor import SampleSource, Tally
 from proxy.audit.confidence import clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
-from proxy.control.routes.params import RootQuery, TaskName, place_of, tree_of
+from proxy.control.routes.params import EngineDep, RootQuery, TaskName, place_of, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.engine import Engine
 from proxy.tree.task import Task
 from proxy.tree.tree import Tree
+
+router = APIRouter()
 
 
 class Bound(BaseModel):
@@ -102,34 +104,36 @@ def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
     return found
 
 
-def audit_routes(router: APIRouter, engine: Engine) -> None:
-    """Add the routes."""
+@router.get("/tasks/{task}/audit")
+async def get_audit(engine: EngineDep, task: TaskName, root: RootQuery = None) -> AuditView:
+    """Show what audits saw: bounds on the rate of wrong answers, and the calls that differ."""
+    found = await engine.tasks.find(task)
+    return _view(engine, found, tree_of(engine, found, root))
 
-    @router.get("/tasks/{task}/audit")
-    async def get_audit(task: TaskName, root: RootQuery = None) -> AuditView:
-        """Show what audits saw: bounds on the rate of wrong answers, and the calls that differ."""
-        found = await engine.tasks.find(task)
-        return _view(engine, found, tree_of(engine, found, root))
 
-    @router.put("/tasks/{task}/audit/masks")
-    async def put_masks(task: TaskName, masks: Masks) -> AuditView:
-        """Say what noise in this task's answers does not count when they are compared."""
-        found = await engine.tasks.find(task)
-        engine.store.audits.put_masks(task, masks.model_dump_json())
-        return _view(engine, found, found.tree)
+@router.put("/tasks/{task}/audit/masks")
+async def put_masks(engine: EngineDep, task: TaskName, masks: Masks) -> AuditView:
+    """Say what noise in this task's answers does not count when they are compared."""
+    found = await engine.tasks.find(task)
+    engine.store.audits.put_masks(task, masks.model_dump_json())
+    return _view(engine, found, found.tree)
 
-    @router.post("/tasks/{task}/verify", status_code=202)
-    async def verify(task: TaskName, wanted: Annotated[AuditRequest | None, Body()] = None) -> AuditProgress:
-        """Begin to run recorded calls again in fresh sandboxes, and to compare. GET …/audit shows how far it is."""
-        found = await engine.tasks.find(task)
-        asked = wanted or AuditRequest()
-        tree, below = (found.tree, found.tree.root) if asked.node is None else place_of(engine, found, asked.node)
-        return _progress(engine.audit.begin(task, tree, below, asked.sample, asked.seed))
 
-    @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response)
-    async def stop(task: TaskName, root: RootQuery = None) -> None:
-        """Stop the audit that runs; what it has seen stays known."""
-        await engine.audit.stop(tree_of(engine, await engine.tasks.find(task), root))
+@router.post("/tasks/{task}/verify", status_code=202)
+async def verify(
+    engine: EngineDep, task: TaskName, wanted: Annotated[AuditRequest | None, Body()] = None
+) -> AuditProgress:
+    """Begin to run recorded calls again in fresh sandboxes, and to compare. GET …/audit shows how far it is."""
+    found = await engine.tasks.find(task)
+    asked = wanted or AuditRequest()
+    tree, below = (found.tree, found.tree.root) if asked.node is None else place_of(engine, found, asked.node)
+    return _progress(engine.audit.begin(task, tree, below, asked.sample, asked.seed))
+
+
+@router.delete("/tasks/{task}/verify", status_code=204, response_class=Response)
+async def stop(engine: EngineDep, task: TaskName, root: RootQuery = None) -> None:
+    """Stop the audit that runs; what it has seen stays known."""
+    await engine.audit.stop(tree_of(engine, await engine.tasks.find(task), root))
 
 
 def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:

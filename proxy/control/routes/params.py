@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any
 
-from fastapi import Body, Path, Query
+from fastapi import Body, Depends, Path, Query
 from starlette.requests import HTTPConnection
 
+from proxy.control.parts import ControlPlane
 from proxy.control.views.resources import NodeName
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
@@ -22,6 +23,21 @@ RootQuery = Annotated[
     Query(description="which of the task's trees: its root, or any node of it; the current one where it is left out"),
 ]
 NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
+
+
+async def control_of(connection: HTTPConnection) -> ControlPlane:
+    """Return the application's control plane. A coroutine, because FastAPI runs plain functions in threads."""
+    control: ControlPlane = connection.app.state.control
+    return control
+
+
+async def engine_of(connection: HTTPConnection) -> Engine:
+    """Return the application's engine."""
+    return (await control_of(connection)).engine
+
+
+ControlDep = Annotated[ControlPlane, Depends(control_of)]
+EngineDep = Annotated[Engine, Depends(engine_of)]
 
 PROBLEM: dict[str, Any] = {
     "description": "problem details (RFC 9457): type, title, status, detail",

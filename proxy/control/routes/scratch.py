@@ -8,8 +8,7 @@ import orjson
 from fastapi import APIRouter, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, model_validator
 
-from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import NodePath, TaskName, place_of
+from proxy.control.routes.params import ControlDep, NodePath, TaskName, place_of
 from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
 from proxy.control.views.common import AnswerView, answer_view
@@ -25,6 +24,9 @@ from sandboxes.spec import EnvironmentSpec
 
 _TYPED_BYTES = 1 << 20
 _SIZE = {"ge": 1, "le": 1000}
+
+
+router = APIRouter()
 
 
 class Trial(BaseModel):
@@ -76,71 +78,71 @@ class TrialView(BaseModel):
     leads_to: NodeName | None
 
 
-def visit_routes(router: APIRouter, control: ControlPlane) -> None:
-    """Add the routes."""
+@router.get("/tasks/{task}/nodes/{a}/diff/{b}")
+async def get_diff(control: ControlDep, task: TaskName, a: NodePath, b: NodePath) -> DiffView:
+    """Show what changed from one state to another: files, shell sessions, databases."""
     engine = control.engine
+    found = await engine.tasks.find(task)
+    (tree, one), (other_tree, other) = place_of(engine, found, a), place_of(engine, found, b)
+    if tree is not other_tree:
+        detail = f"{a} and {b} lie in different trees of the task, over different root states. Compare two of one tree."
+        raise RefusalError(409, "other-tree", detail)
+    return await diff(control.scratch_forks, task, tree, one, other)
 
-    @router.get("/tasks/{task}/nodes/{a}/diff/{b}")
-    async def get_diff(task: TaskName, a: NodePath, b: NodePath) -> DiffView:
-        """Show what changed from one state to another: files, shell sessions, databases."""
-        found = await engine.tasks.find(task)
-        (tree, one), (other_tree, other) = place_of(engine, found, a), place_of(engine, found, b)
-        if tree is not other_tree:
-            detail = (
-                f"{a} and {b} lie in different trees of the task, over different root states. Compare two of one tree."
-            )
-            raise RefusalError(409, "other-tree", detail)
-        return await diff(control.scratch_forks, task, tree, one, other)
 
-    @router.post("/tasks/{task}/nodes/{node}/exec")
-    async def try_call(task: TaskName, node: NodePath, trial: Trial) -> TrialView:
-        """Run a call in a throw-away fork of a node. The tree is not touched, and nothing is recorded."""
-        found = await engine.tasks.find(task)
-        tree, here = place_of(engine, found, node)
-        call = trial.call(tree.spec)
-        async with control.scratch_forks.at(tree, here) as sandbox:
-            execution = await execute(sandbox, call.call, None)
-        known = here.records.get(call.key)
-        return TrialView(
-            node=node,
-            answer=answer_view(execution.result),
-            effect=execution.effect.names,
-            seconds=execution.seconds,
-            known=known is not None,
-            leads_to=None if known is None else node_name(known.target),
-        )
+@router.post("/tasks/{task}/nodes/{node}/exec")
+async def try_call(control: ControlDep, task: TaskName, node: NodePath, trial: Trial) -> TrialView:
+    """Run a call in a throw-away fork of a node. The tree is not touched, and nothing is recorded."""
+    engine = control.engine
+    found = await engine.tasks.find(task)
+    tree, here = place_of(engine, found, node)
+    call = trial.call(tree.spec)
+    async with control.scratch_forks.at(tree, here) as sandbox:
+        execution = await execute(sandbox, call.call, None)
+    known = here.records.get(call.key)
+    return TrialView(
+        node=node,
+        answer=answer_view(execution.result),
+        effect=execution.effect.names,
+        seconds=execution.seconds,
+        known=known is not None,
+        leads_to=None if known is None else node_name(known.target),
+    )
 
-    @router.websocket("/tasks/{task}/nodes/{node}/terminal")
-    async def terminal(
-        websocket: WebSocket,
-        task: TaskName,
-        node: NodePath,
-        columns: Annotated[int, Query(**_SIZE)] = 80,
-        rows: Annotated[int, Query(**_SIZE)] = 24,
-    ) -> None:
-        """Open a terminal in a throw-away fork of a node: bytes both ways, `{"resize": [columns, rows]}` as text."""
-        # A page that has a token offers both names, and would take no other answer.
-        await websocket.accept("forkpoint" if "forkpoint" in websocket.scope["subprotocols"] else None)
-        with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-            try:
-                found = await engine.tasks.find(task)
-                tree, here = place_of(engine, found, node)
-                async with control.scratch_forks.at(tree, here) as sandbox:
-                    opened = await _open(sandbox, tree.spec.driver, columns, rows)
-                    try:
-                        await _pass(websocket, opened, engine)
-                    finally:
-                        opened.close()
-                await websocket.send_text('{"exit": "the shell has ended"}')
-                await websocket.close(1000)
-            except WebSocketDisconnect:
-                raise
-            except Exception as error:  # noqa: BLE001 - a request ends here
-                problem = problem_of(error)
-                if problem.infrastructure:
-                    engine.counts.failure(problem.slug)
-                await websocket.send_text(problem.body().decode())
-                await websocket.close(4000 + problem.status)
+
+@router.websocket("/tasks/{task}/nodes/{node}/terminal")
+async def terminal(
+    control: ControlDep,
+    websocket: WebSocket,
+    task: TaskName,
+    node: NodePath,
+    columns: Annotated[int, Query(**_SIZE)] = 80,
+    rows: Annotated[int, Query(**_SIZE)] = 24,
+) -> None:
+    """Open a terminal in a throw-away fork of a node: bytes both ways, `{"resize": [columns, rows]}` as text."""
+    engine = control.engine
+    # A page that has a token offers both names, and would take no other answer.
+    await websocket.accept("forkpoint" if "forkpoint" in websocket.scope["subprotocols"] else None)
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+        try:
+            found = await engine.tasks.find(task)
+            tree, here = place_of(engine, found, node)
+            async with control.scratch_forks.at(tree, here) as sandbox:
+                opened = await _open(sandbox, tree.spec.driver, columns, rows)
+                try:
+                    await _pass(websocket, opened, engine)
+                finally:
+                    opened.close()
+            await websocket.send_text('{"exit": "the shell has ended"}')
+            await websocket.close(1000)
+        except WebSocketDisconnect:
+            raise
+        except Exception as error:  # noqa: BLE001 - a request ends here
+            problem = problem_of(error)
+            if problem.infrastructure:
+                engine.counts.failure(problem.slug)
+            await websocket.send_text(problem.body().decode())
+            await websocket.close(4000 + problem.status)
 
 
 async def _open(sandbox: Sandbox, driver: str, columns: int, rows: int) -> Terminal:

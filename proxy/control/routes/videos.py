@@ -3,9 +3,10 @@
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from proxy.control.routes.params import granted
-from proxy.engine import Engine
+from proxy.control.routes.params import EngineDep, granted
 from sandboxes.video.driver import VideoDriver
+
+router = APIRouter()
 
 
 class PreprocessView(BaseModel):
@@ -33,14 +34,11 @@ class VideosView(BaseModel):
     model_answers_reused: int
 
 
-def video_routes(router: APIRouter, engine: Engine) -> None:
-    """Add the routes of videos."""
-
-    @router.get("/videos")
-    async def show_videos(request: Request) -> VideosView:
-        """Show preprocesses and how far they are, and how often models were asked."""
-        granted(request).require_whole()
-        driver = engine.drivers.get("video")
-        if not isinstance(driver, VideoDriver):
-            return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0)
-        return VideosView(**driver.overview())
+@router.get("/videos")
+async def show_videos(engine: EngineDep, request: Request) -> VideosView:
+    """Show preprocesses and how far they are, and how often models were asked."""
+    granted(request).require_whole()
+    driver = engine.drivers.get("video")
+    if not isinstance(driver, VideoDriver):
+        return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0)
+    return VideosView(**driver.overview())

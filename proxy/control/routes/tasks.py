@@ -1,0 +1,95 @@
+"""Routes of tasks: list, define, show, delete, and prepare sandboxes for the next batch."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from proxy.control.routes.params import (
+    ControlDep,
+    EngineDep,
+    RootQuery,
+    TaskName,
+    granted,
+    tree_of,
+)
+from proxy.control.task_totals import Totals
+from proxy.control.views.common import (
+    TaskSummary,
+    TaskView,
+    task_view,
+)
+from proxy.control.views.resources import (
+    Batch,
+    WarmView,
+    node_name,
+)
+from proxy.engine import Engine
+from proxy.tree.task import Task
+from sandboxes.spec import EnvironmentSpec
+
+router = APIRouter()
+
+
+@router.get("/tasks")
+async def list_tasks(
+    control: ControlDep,
+    request: Request,
+    offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+) -> list[TaskSummary]:
+    """List the tasks by name, with what each one's rollouts were answered."""
+    engine = control.engine
+    totals = await control.task_totals.totals()
+    grant = granted(request)
+    if grant.whole:
+        rows = engine.store.tasks.page(offset=offset, limit=limit)
+    else:
+        rows = [row for row in engine.store.tasks.page() if grant.sees(row["name"])][offset : offset + limit]
+    return [_summary(row, totals.get(row["name"]) or Totals()) for row in rows]
+
+
+@router.put("/tasks/{task}", responses={201: {"model": TaskView}})
+async def put_task(
+    engine: EngineDep, task: TaskName, response: Response, spec: EnvironmentSpec | None = None
+) -> TaskView:
+    """Give a task its environment. Another spec starts another tree; rollouts that run stay in theirs."""
+    put, new = await engine.tasks.put(task, spec or EnvironmentSpec())
+    response.status_code = 201 if new else 200
+    return _task_view(engine, put)
+
+
+@router.get("/tasks/{task}")
+async def get_task(engine: EngineDep, task: TaskName) -> TaskView:
+    """Show a task."""
+    return _task_view(engine, await engine.tasks.find(task))
+
+
+@router.delete("/tasks/{task}", status_code=204)
+async def delete_task(engine: EngineDep, task: TaskName) -> None:
+    """Delete a task with its trees and rollouts."""
+    await engine.forgetting.delete_task(task)
+
+
+@router.post("/tasks/{task}/warm", status_code=202)
+async def warm_task(engine: EngineDep, task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
+    """Have sandboxes ready at a tree's root for the next batch of rollouts. They are made in the background."""
+    tree = tree_of(engine, await engine.tasks.open(task), root)
+    granted = engine.warm.request(tree, batch.count)
+    return WarmView(
+        task=task,
+        node=node_name(tree.root),
+        granted=granted,
+        ready=engine.warm.ready(tree.root),
+        expires_s=engine.settings.sandbox_idle_s,
+    )
+
+
+def _task_view(engine: Engine, task: Task) -> TaskView:
+    return task_view(task, engine.store.tasks.summary(task.name))
+
+
+def _summary(row: dict[str, Any], totals: Totals) -> TaskSummary:
+    told = {name: getattr(totals, name) for name in (*Totals.__slots__, "hit_rate")}
+    return TaskSummary(
+        task=row["name"], created_at=row["created_at"], nodes=row["nodes"], rollouts=row["rollouts"], **told
+    )
