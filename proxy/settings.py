@@ -1,4 +1,4 @@
-"""Every setting, in one place: by option, environment (`FORKPOINT_…`) or TOML file, in this order."""
+"""Every setting of the proxy. Options come first, then the environment (`FORKPOINT_…`), then a TOML file."""
 
 from pathlib import Path
 from typing import Literal
@@ -16,88 +16,130 @@ from sandboxes.spec import EnvironmentSpec
 
 
 class Settings(BaseSettings):
-    """What the proxy is told when it starts. Nothing else is read behind anyone's back."""
+    """The settings that the proxy starts with. Nothing else configures it."""
 
     model_config = SettingsConfigDict(env_prefix="FORKPOINT_", env_nested_delimiter="__", extra="forbid", frozen=True)
 
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8700, ge=0, le=65535)
+    host: str = Field(default="127.0.0.1", description="The address that the proxy listens on.")
+    port: int = Field(default=8700, ge=0, le=65535, description="The port that the proxy listens on. 0 picks one.")
     names: tuple[str, ...] = Field(
         default=(),
-        description="public DNS names under which this proxy may be asked; without any: addresses, localhost",
+        description="Public DNS names that requests may use. Addresses and localhost are always allowed.",
     )
-    token: SecretStr | None = Field(default=None, description="needed for everything; required beyond loopback")
+    token: SecretStr | None = Field(
+        default=None, description="The token that every request needs. Required if host is not a loopback address."
+    )
     token_file: Path | None = Field(
-        default=None, description="more tokens, one a line, each with the names of the tasks that it sees, if not all"
+        default=None,
+        description="A file with more tokens, one per line, each with the names of tasks that it may see, if not all.",
     )
-    data: Path = Field(default=Path("forkpoint-data"), description="directory of the store, layers and snapshots")
-    log: Literal["pretty", "json"] = "pretty"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    data: Path = Field(
+        default=Path("forkpoint-data"), description="The directory of the store, the layers and the snapshots."
+    )
+    log: Literal["pretty", "json"] = Field(default="pretty", description="The format of log lines on stderr.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least severe level that is logged."
+    )
     drivers: tuple[str, ...] = Field(
         default=("local", "sqlite", "http"),
-        description="the drivers to start, by the names of their entry points in the group forkpoint.drivers",
+        description="The drivers to start, by the names of their entry points in the group forkpoint.drivers.",
     )
     otel_endpoint: str | None = Field(
-        default=None, description="where traces go, by OTLP over HTTP: http://host:4318/v1/traces; needs the extra otel"
+        default=None,
+        description="The URL that traces are sent to by OTLP over HTTP, such as http://host:4318/v1/traces. "
+        "Needs the extra otel.",
     )
-    default_spec: EnvironmentSpec = Field(default=EnvironmentSpec(), description="for tasks that were never PUT")
+    default_spec: EnvironmentSpec = Field(
+        default=EnvironmentSpec(), description="The environment of tasks that were never PUT."
+    )
     e2b_templates: dict[str, EnvironmentSpec] = Field(
-        default_factory=dict, description="environments by templateID, for sandboxes of tasks that were never PUT"
+        default_factory=dict, description="The environments of E2B templates, by templateID, for tasks never PUT."
     )
     any_image: bool = Field(
-        default=False, description="a create request's image that no driver here has means default_spec, not 404"
+        default=False,
+        description="Whether an image that no driver has means default_spec. If not, a create request for it gets 404.",
     )
-    max_sandboxes: int = Field(default=64, ge=1, description="live at once")
-    sandbox_patience_s: float = Field(default=60.0, gt=0, description="wait for a free sandbox, then 503")
-    sandbox_idle_s: float = Field(default=120.0, gt=0, description="an idle sandbox is closed after this")
-    container_spares: int = Field(default=2, ge=0, description="started containers that wait, for each image in use")
+    max_sandboxes: int = Field(default=64, ge=1, description="Most sandboxes that are live at once.")
+    sandbox_patience_s: float = Field(
+        default=60.0, gt=0, description="Seconds that a call waits for a free sandbox before it gets 503."
+    )
+    sandbox_idle_s: float = Field(default=120.0, gt=0, description="Seconds after which an idle sandbox is closed.")
+    container_spares: int = Field(
+        default=2, ge=0, description="Started containers that are kept ready for each image in use."
+    )
     postgres_spares: int = Field(
         default=2,
         ge=0,
-        description="clones that wait for a first write, for each PostgreSQL database in use, to 512 MB",
+        description="Clones kept ready for first writes, for each PostgreSQL database in use of up to 512 MB.",
     )
-    snapshot_bytes: int = Field(default=20 << 30, ge=0, description="kept layers; the least valuable go first")
+    snapshot_bytes: int = Field(
+        default=20 << 30, ge=0, description="Most bytes of snapshots on disk. The least valuable are evicted first."
+    )
     checkpoint_dir: Path | None = Field(
-        default=None, description="where images of live processes go, if not below data: a tmpfs is faster"
+        default=None, description="The directory of images of live processes, if not below data. A tmpfs is faster."
     )
-    checkpoint_bytes: int = Field(default=4 << 30, ge=0, description="of them, those with images of live processes")
+    checkpoint_bytes: int = Field(
+        default=4 << 30,
+        ge=0,
+        description="Most bytes of snapshots that hold live processes (CRIU images); part of snapshot_bytes.",
+    )
     warm_sandboxes: int = Field(
-        default=8, ge=0, description="made ahead where they will be wanted; at most half of max_sandboxes; 0: none"
+        default=8,
+        ge=0,
+        description="Most sandboxes that are prepared ahead of need, up to half of max_sandboxes. 0 prepares none.",
     )
     memory_reserve_bytes: int = Field(
-        default=512 << 20, ge=0, description="below this much free memory of the machine idle sandboxes are closed"
+        default=512 << 20,
+        ge=0,
+        description="Bytes of this machine's memory that stay available: below it, idle sandboxes are closed.",
     )
-    answer_memory_bytes: int = Field(default=256 << 20, ge=0, description="answers held ready in memory")
-    tree_memory_records: int = Field(default=2_000_000, ge=0, description="nodes and records in memory, 1 kB each")
+    answer_memory_bytes: int = Field(
+        default=256 << 20, ge=0, description="Most bytes of recorded responses that are kept ready in memory."
+    )
+    tree_memory_records: int = Field(
+        default=2_000_000, ge=0, description="Most nodes and records in memory, about 1 kB each."
+    )
     audit_share: float = Field(
-        default=0.0, ge=0, le=1, description="of the hits, checked by running them again while nobody waits; 0: none"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="The share of hits that audits check in the background by running their calls again; 0 for none.",
     )
     audit_quarantine: bool = Field(
-        default=True, description="calls that an audit found to differ are run again for everybody from then on"
+        default=True, description="Whether a call that an audit observed to differ runs again for every rollout."
     )
-    max_body_bytes: int = Field(default=64 << 20, ge=1024, description="of one request")
-    import_bytes: int = Field(default=16 << 30, ge=1024, description="of a file that a tree is imported from")
-    max_requests: int = Field(default=4096, ge=1, description="calls being answered at once, then 429")
+    max_body_bytes: int = Field(default=64 << 20, ge=1024, description="Most bytes of one request's body.")
+    import_bytes: int = Field(
+        default=16 << 30, ge=1024, description="Most bytes of a file that a tree is imported from."
+    )
+    max_requests: int = Field(
+        default=4096, ge=1, description="Most calls that are answered at once. Further ones get 429."
+    )
     durability: Literal["process", "power"] = Field(
-        default="process", description="what an answered call survives: a kill of the proxy, or loss of power too"
+        default="process",
+        description="What an answered call survives: process, a kill of the proxy; power, a loss of power too.",
     )
 
     @model_validator(mode="after")
     def _guarded(self) -> "Settings":
         if not (is_loopback(self.host) or self.token or self.token_file):
             raise ValueError(
-                f"host {self.host} is reached from other machines, and whoever reaches the proxy can run commands: set "
-                "token or token_file (docs/security.md), or listen on 127.0.0.1"
+                f"host {self.host} can be reached from other machines, and every client can run commands. Set token or "
+                "token_file (docs/security.md), or listen on 127.0.0.1"
             )
         return self
 
     @classmethod
     def load(cls, config: Path | None = None, **options: object) -> "Settings":
-        """Return the settings; options that are None were not given.
+        """Return the settings.
+
+        Args:
+            config: A TOML file; None for none.
+            options: Settings by name; None means that the option was not given.
 
         Raises:
-            ValueError: a value is not allowed, a name is unknown, or config is not TOML.
-            OSError: config cannot be read.
+            ValueError: A value is not allowed, a name is unknown, or the file is not TOML.
+            OSError: The file cannot be read.
         """
         source = None if config is None else config.resolve(strict=True)
         given = {name: value for name, value in options.items() if value is not None}

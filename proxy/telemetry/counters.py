@@ -1,4 +1,4 @@
-"""What happened, counted where it happens (pure)."""
+"""Counters: totals of what happened, incremented where it happens (pure)."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -10,14 +10,31 @@ from proxy.tree.rollout import Outcome
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since this process started. Seconds are those of tools, without restoring.
+    """Totals since this process started. Seconds of tools do not include restores and replays.
 
-    warm_made, warm_used: sandboxes made ahead of their use, and those of them that were then used.
-    audit_checked, audit_differing: recorded calls run again by audits, and those of them that did not come again.
-    endpoints: calls answered by endpoint, and by outcome in their order. hit_s … freeze_s: how long hits took from
-    their last byte to their answer, sandboxes to start and to restore, replays of whole suffixes, freezes.
-    saved_s: what the hits and waits would have run. failures: infrastructure failures by kind, none of them recorded.
-    refusals: requests that could not be served as they were.
+    Attributes:
+        outcomes: Answered calls by `Outcome`.
+        executed_s: Seconds that tools ran for misses and bypasses.
+        saved_s: Seconds that tools would have run for hits and waits.
+        replayed_calls: Calls that were replayed.
+        replayed_s: Seconds that replays took.
+        restores: Sandboxes restored from snapshots.
+        starts: Sandboxes started afresh.
+        snapshots: Snapshots taken.
+        evictions: Snapshots evicted.
+        divergences: Replays that reached another state than the recorded one.
+        audit_checked: Recorded calls that audits ran again.
+        audit_differing: Calls that audits ran again and that differ from their records.
+        warm_made: Warm forks made.
+        warm_used: Warm forks that a rollout used.
+        endpoints: Answered calls by endpoint, and by `Outcome`.
+        hit_s: Seconds from the last byte of a hit's request to its response.
+        start_s: Seconds that sandboxes took to start.
+        restore_s: Seconds that restores took.
+        replay_s: Seconds that replays of whole suffixes took.
+        freeze_s: Seconds that captures took.
+        failures: Failures of the infrastructure by kind. Such a call is not recorded.
+        refusals: Requests that could not be served, by problem type.
     """
 
     outcomes: list[int] = field(default_factory=lambda: [0] * len(Outcome))
@@ -44,7 +61,12 @@ class Counters:
     refusals: Counter[str] = field(default_factory=Counter)
 
     def answered(self, outcome: Outcome, tool_s: float) -> None:
-        """Count a call of a rollout; tool_s is what the tool took when it ran."""
+        """Count an answered call.
+
+        Args:
+            outcome: How it was answered.
+            tool_s: Seconds that the tool ran when the call was recorded.
+        """
         self.outcomes[outcome] += 1
         if outcome is Outcome.HIT or outcome is Outcome.WAIT:
             self.saved_s += tool_s
@@ -52,10 +74,11 @@ class Counters:
             self.executed_s += tool_s
 
     def failure(self, kind: str) -> None:
+        """Count a failure of the infrastructure."""
         self.failures[kind] += 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the totals as the `stats` view shows them."""
+        """Return the totals as `GET /api/v1/stats` shows them."""
         hits, misses, waits, bypasses = self.outcomes
         calls = sum(self.outcomes)
         return {

@@ -1,4 +1,4 @@
-"""Where the time of one call went."""
+"""Timings: how long the parts of single calls took."""
 
 import time
 from collections import OrderedDict
@@ -6,10 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+_MAX_ROLLOUTS = 2_000
+"""Rollouts whose timings are kept, the latest ones: about 100 bytes for each call that was not a hit."""
+
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds by part. wait_s: behind another call of this rollout, another's execution, or for a free sandbox."""
+    """Where the seconds of one call went.
+
+    Attributes:
+        tool_s: Running the tool.
+        restore_s: Starting or restoring a sandbox.
+        replay_s: Replaying calls.
+        wait_s: Waiting for an earlier call of the rollout, for the same call of another one, or for a sandbox.
+        replayed_calls: How many calls were replayed.
+    """
 
     tool_s: float = 0.0
     restore_s: float = 0.0
@@ -18,31 +29,28 @@ class Timing:
     replayed_calls: int = 0
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Add the seconds of the block to a part, `"restore_s"` for example."""
+    def measure(self, field: str) -> Iterator[None]:
+        """Add the seconds that the block takes to a field, for example `"restore_s"`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
-
-
-_REMEMBERED = 2_000
-"""Rollouts whose timings are held, the ones that ran last: some 100 bytes for each call that was not a hit."""
+            setattr(self, field, getattr(self, field) + time.perf_counter() - start)
 
 
 class Timings:
-    """Where the time of the last rollouts' calls went, by rollout and turn. Hits took none worth a word."""
+    """Timings of the latest rollouts' calls, by rollout and turn. Hits are not noted: they take microseconds."""
 
     def __init__(self) -> None:
         self._by_rollout: OrderedDict[int, dict[int, Timing]] = OrderedDict()
 
     def note(self, rollout: int, turn: int, timing: Timing) -> None:
+        """Keep the timing of a call, and forget the rollout that ran longest ago if there are too many."""
         self._by_rollout.setdefault(rollout, {})[turn] = timing
         self._by_rollout.move_to_end(rollout)
-        if len(self._by_rollout) > _REMEMBERED:
+        if len(self._by_rollout) > _MAX_ROLLOUTS:
             self._by_rollout.popitem(last=False)
 
     def of(self, rollout: int) -> dict[int, Timing]:
-        """Return what is known of a rollout's calls, by turn; nothing of those that ran before the proxy started."""
+        """Return the timings of a rollout by turn; calls from before the proxy started have none."""
         return self._by_rollout.get(rollout, {})

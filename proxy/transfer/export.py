@@ -1,4 +1,9 @@
-"""A task's tree as a bundle: read from the store in one go, beside the event loop, in constant memory."""
+"""Writes a tree as a bundle: in one pass over the store, in a thread, in constant memory.
+
+Numbers of the bundle are positions, not numbers of the store: the k-th node that travels has number k. A record is
+written after the nodes that it names, and after its blobs, so that a reader never needs to look ahead. This holds
+because both nodes and records are numbered in the order in which they were made.
+"""
 
 import sqlite3
 import time
@@ -18,26 +23,33 @@ from proxy.tree.keys import KEY_VERSION
 from proxy.tree.tree import Tree
 
 _BATCH = 1000
+"""Nodes and records in one part of the bundle: about 300 kB, which the reader holds in memory."""
 _SENT_BYTES = 256 << 10
+"""Bytes that are collected before they are sent: fewer, larger writes to the socket."""
 
 
 def export(
     connection: sqlite3.Connection, task: str, tree: Tree, states: ExportedStates, *, current: bool
 ) -> Iterator[bytes]:
-    """Yield the bytes of a tree's bundle. Blocking, for a thread; the connection is closed at the end.
+    """Yield the bytes of a tree's bundle. Blocking: for a thread.
 
-    current: whether it is the tree of task's own spec.
+    Private records are left out, because their answers are for one rollout, and so are states that were set aside.
 
-    Left out: what no other rollout may be answered from (private records), and states that were set aside.
+    Args:
+        connection: A reader of the store, which is closed at the end.
+        task: Name of the task.
+        tree: The tree.
+        states: The snapshots that travel with it.
+        current: Whether the tree belongs to the task's own environment.
 
     Raises:
-        StoreError: the store's records are not in the order in which they were made.
+        StoreError: The store's records are not in the order in which they were made.
     """
     try:
-        # One moment of the store, whatever is recorded meanwhile.
+        # One transaction sees one moment of the store, whatever is recorded meanwhile.
         connection.execute("BEGIN")
         pending = bytearray()
-        for piece in _Export(connection, task, tree, states, current=current).pieces():
+        for piece in _Export(connection, task, tree, states, current=current).parts():
             pending += piece
             if len(pending) >= _SENT_BYTES:
                 yield bytes(pending)
@@ -49,19 +61,23 @@ def export(
 
 @dataclass(slots=True)
 class _Numbers:
-    """Which nodes are in the bundle, by their ids, which ascend: a node's number is its position."""
+    """The numbers of the nodes that travel.
+
+    Attributes:
+        ids: Their numbers in the store, ascending; the position is the number in the bundle. 8 bytes each.
+    """
 
     ids: "array[int]" = field(default_factory=lambda: array("q"))
 
     def of(self, node: int) -> int | None:
-        at = bisect_left(self.ids, node)
-        return at if at < len(self.ids) and self.ids[at] == node else None
+        """Return the number in the bundle; None if the node does not travel."""
+        position = bisect_left(self.ids, node)
+        return position if position < len(self.ids) and self.ids[position] == node else None
 
-    def add(self, node: int) -> int:
+    def add(self, node: int) -> None:
         if self.ids and self.ids[-1] >= node:
-            raise StoreError(f"node n{node} was recorded out of order: this tree cannot be exported")
+            raise StoreError(f"node n{node} was recorded out of order, so this tree cannot be exported.")
         self.ids.append(node)
-        return len(self.ids) - 1
 
 
 class _Export:
@@ -73,8 +89,8 @@ class _Export:
         self._writer, self._numbers = Writer(), _Numbers()
         self._sent = bytearray()
 
-    def pieces(self) -> Iterator[bytes]:
-        # Counted before anything is sent: the manifest comes first, and says how much follows.
+    def parts(self) -> Iterator[bytes]:
+        # The manifest comes first and states how much follows, so everything is counted before anything is sent.
         nodes, records = self._count()
         snapshots, left_out = self._states.count(self._numbers.of)
         self._numbers = _Numbers()
@@ -88,16 +104,16 @@ class _Export:
                 "records": records, "exported_at": time.time(), "snapshots": snapshots, "snapshots_left_out": left_out,
             },
         )  # fmt: skip
-        lines = [self._node(self._tree.root.id)]
-        for row, fresh in self._chosen():
-            if fresh:
-                lines.append(self._node(row["target"]))
+        lines = [self._node_line(self._tree.root.id)]
+        for row, is_new in self._travelling():
+            if is_new:
+                lines.append(self._node_line(row["target"]))
             digests = {}
             for member in ("call", "upload", "answer"):
-                digest, sent = self._blob(row[member])
+                digest, parts = self._blob(row[member])
                 digests[member] = digest
-                yield from sent
-            lines.append(self._record(row, digests))
+                yield from parts
+            lines.append(self._record_line(row, digests))
             if len(lines) >= _BATCH:
                 yield self._batch(lines)
                 lines = []
@@ -108,11 +124,11 @@ class _Export:
 
     def _count(self) -> tuple[int, int]:
         self._numbers.add(self._tree.root.id)
-        records = sum(1 for _ in self._chosen())
+        records = sum(1 for _ in self._travelling())
         return len(self._numbers.ids), records
 
-    def _chosen(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield the records that travel, in order, and whether each is the first to reach its target."""
+    def _travelling(self) -> Iterator[tuple[dict[str, Any], bool]]:
+        """Yield the records that travel, in order, and whether each is the first one that leads to its target."""
         sql = (
             "SELECT r.source, r.key, r.target, r.call, r.upload, r.answer, r.effect, r.seconds, r.recorded_at, "
             "r.reproducible FROM records r JOIN nodes n ON n.id = r.target JOIN nodes m ON m.id = r.source "
@@ -125,53 +141,53 @@ class _Export:
             row = dict(zip(names, values, strict=True))
             if self._numbers.of(row["source"]) is None:
                 continue
-            fresh = self._numbers.of(row["target"]) is None
-            if fresh and self._numbers.ids[-1] >= row["target"]:
-                # What first led there does not travel, so neither does this.
+            is_new = self._numbers.of(row["target"]) is None
+            if is_new and self._numbers.ids[-1] >= row["target"]:
+                # The record that made the target does not travel, so the target cannot either.
                 continue
-            if fresh:
+            if is_new:
                 self._numbers.add(row["target"])
-            yield row, fresh
+            yield row, is_new
 
-    def _node(self, node: int) -> bytes:
+    def _node_line(self, node: int) -> bytes:
         exact, content, pinned = self._connection.execute(
             "SELECT exact, content, pinned FROM nodes WHERE id = ?", (node,)
         ).fetchone()
-        told = {"node": self._numbers.of(node), "exact": _hex(exact), "content": _hex(content), "pinned": bool(pinned)}
-        return orjson.dumps(told)
+        number = self._numbers.of(node)
+        return orjson.dumps({"node": number, "exact": _hex(exact), "content": _hex(content), "pinned": bool(pinned)})
 
-    def _record(self, row: dict[str, Any], digests: dict[str, str | None]) -> bytes:
-        told = {
+    def _record_line(self, row: dict[str, Any], digests: dict[str, str | None]) -> bytes:
+        fields = {
             "source": self._numbers.of(row["source"]), "target": self._numbers.of(row["target"]),
             "key": row["key"].hex(), "effect": row["effect"], "seconds": row["seconds"],
             "recorded_at": row["recorded_at"], "reproducible": bool(row["reproducible"]), **digests,
         }  # fmt: skip
-        return orjson.dumps(told)
+        return orjson.dumps(fields)
 
     def _batch(self, lines: list[bytes]) -> bytes:
         return self._writer.part("batch", b"\n".join(lines))
 
     def _blob(self, blob: int) -> tuple[str | None, list[bytes]]:
-        """Return a blob's digest, and its part if it was not sent before."""
+        """Return a blob's digest, None for number 0; and its part, unless it was sent before."""
         if not blob:
             return None, []
-        sent = self._was_sent(blob)
-        columns = "digest" if sent else "digest, packed, data"
+        was_sent = self._mark_sent(blob)
+        columns = "digest" if was_sent else "digest, packed, data"
         row = self._connection.execute(f"SELECT {columns} FROM blobs WHERE id = ?", (blob,)).fetchone()
         if row is None:
-            raise StoreError(f"blob {blob} is not in the store: it was damaged or changed from outside")
-        if sent:
+            raise StoreError(f"blob {blob} is not in the store: another program damaged or changed the file.")
+        if was_sent:
             return row[0].hex(), []
         return row[0].hex(), [self._writer.part("zblob" if row[1] else "blob", bytes(row[2]), row[0])]
 
-    def _was_sent(self, blob: int) -> bool:
-        """Say whether a blob was sent, and note that it is: a bit for each that the store ever had."""
-        at, bit = blob >> 3, 1 << (blob & 7)
-        if at >= len(self._sent):
-            self._sent.extend(bytes(at + 1 - len(self._sent)))
-        known = bool(self._sent[at] & bit)
-        self._sent[at] |= bit
-        return known
+    def _mark_sent(self, blob: int) -> bool:
+        """Mark a blob as sent, and return whether it was before. One bit for each blob that the store ever had."""
+        byte, bit = blob >> 3, 1 << (blob & 7)
+        if byte >= len(self._sent):
+            self._sent.extend(bytes(byte + 1 - len(self._sent)))
+        was_sent = bool(self._sent[byte] & bit)
+        self._sent[byte] |= bit
+        return was_sent
 
 
 def _hex(digest: bytes | None) -> str | None:

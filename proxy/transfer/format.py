@@ -1,13 +1,14 @@
-"""The file that a tree travels in: a tar whose parts name their own digests, and whose last one seals the rest (pure).
+"""The file that a tree travels in: a tar whose members name their own digests, and whose last one seals them (pure).
 
-    manifest/00000000-<digest>   what this is: versions, spec, root key, counts
-    blob, zblob/…-<digest>       a call or an answer, as it is or compressed; the digest is that of what it holds
-    batch/…-<digest>             nodes and records, a JSON line each: a line only speaks of what came before it
-    part, chunk, snapshot/…      kept states, if they were asked for: units in pieces, then a state that needs them
-    seal/…-<digest>              how many parts there are, and the digest of every byte before
+    manifest/00000000-<digest>   versions, spec, root key, counts
+    blob, zblob/…-<digest>       a call or an answer, plain or compressed; the digest is that of the plain bytes
+    batch/…-<digest>             nodes and records, one JSON line each; a line names only what came before it
+    part, chunk, snapshot/…      snapshots, if they were asked for: units in pieces, then the states that need them
+    seal/…-<digest>              the number of parts, and the digest of every byte before
 
-Any tar can list and unpack it. The reader is stricter: each header must be, bit by bit, the one that the writer makes
-of the part's name and size, and padding is zeros; so one flipped bit anywhere is seen, and the part named.
+Any tar program can list and unpack the file. The reader here is stricter: each header must be, bit by bit, the one that
+the writer makes for the part's name and size, and padding must be zeros. One flipped bit anywhere is therefore
+detected, and the error names the part.
 """
 
 import tarfile
@@ -20,23 +21,33 @@ from typing import BinaryIO, Literal, get_args
 import orjson
 
 FORMAT = 1
-"""Of this file: raise it when an older reader would misread a newer file."""
+"""Version of the file format. It is raised when an older reader would misread a newer file."""
 BLOCK = 512
+"""Size of a tar block in bytes: headers take one, and contents are padded to whole ones."""
 MAX_PART_BYTES = 1 << 29
-"""Of one part, also when unpacked: an answer is smaller."""
+"""Largest part in bytes, packed or unpacked. No answer is as large; the limit keeps a false file from taking memory."""
 CHUNK_BYTES = 1 << 20
+"""Size of the pieces in which a unit travels: the reader holds one in memory."""
 EntryKind = Literal["manifest", "blob", "zblob", "batch", "snapshot", "part", "chunk", "seal"]
 _KINDS = frozenset(get_args(EntryKind))
 _END = bytes(2 * BLOCK)
 
 
 class BundleError(ValueError):
-    """A file is no bundle, or not a whole and undamaged one; it says which part is wrong."""
+    """A file is no bundle, or is damaged; the text names the part that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part. data: what it holds, unpacked; digest: of that. stored: as it lies in the file."""
+    """One part of a bundle.
+
+    Attributes:
+        kind: What it holds.
+        name: Its name in the tar.
+        data: What it holds, unpacked.
+        digest: BLAKE2b-256 of data.
+        stored: The bytes as they are in the file.
+    """
 
     kind: EntryKind
     name: str
@@ -46,6 +57,7 @@ class Part:
 
 
 def digest_of(data: bytes) -> bytes:
+    """Return the BLAKE2b-256 digest of data."""
     return blake2b(data, digest_size=32).digest()
 
 
@@ -57,19 +69,25 @@ class Writer:
         self._all = blake2b(digest_size=32)
 
     def part(self, kind: EntryKind, data: bytes, digest: bytes | None = None) -> bytes:
-        """Return the bytes of a part. digest: of what data holds, where that is not data itself."""
+        """Return the bytes of a part.
+
+        Args:
+            kind: What it holds.
+            data: The bytes as they are stored.
+            digest: Digest of the plain bytes, if data is compressed; None if data is plain.
+        """
         name = f"{kind}/{self.parts:08d}-{(digest or digest_of(data)).hex()}"
-        told = _header(name, len(data)) + data + bytes(-len(data) % BLOCK)
-        self._all.update(told)
+        member = _header(name, len(data)) + data + bytes(-len(data) % BLOCK)
+        self._all.update(member)
         self.parts += 1
-        return told
+        return member
 
     def json(self, kind: EntryKind, value: object) -> bytes:
         """Return the bytes of a part that holds JSON."""
         return self.part(kind, orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
 
     def seal(self) -> bytes:
-        """Return the last bytes."""
+        """Return the last bytes of the file."""
         return self.json("seal", {"parts": self.parts, "digest": self._all.hexdigest()}) + _END
 
 
@@ -77,30 +95,31 @@ def read(file: BinaryIO) -> Iterator[Part]:
     """Yield the parts of a bundle, each checked, the seal last. Memory: one part.
 
     Raises:
-        BundleError: the file is something else, damaged, cut off, or goes on after its seal.
+        BundleError: The file is no bundle, is damaged or cut off, or continues after its seal.
     """
     everything, number = blake2b(digest_size=32), 0
     while True:
-        so_far = everything.hexdigest()
-        part, told = _next(file, number)
+        digest_so_far = everything.hexdigest()
+        part, member = _next(file, number)
         if part.kind == "seal":
-            _check_seal(part, number, so_far)
+            _check_seal(part, number, digest_so_far)
             if file.read(len(_END)) != _END or file.read(1):
-                raise BundleError("after its seal the file goes on, or is cut off. Export it again.")
+                raise BundleError("the file continues after its seal, or is cut off. Export it again.")
             yield part
             return
-        everything.update(told)
+        everything.update(member)
         number += 1
         yield part
 
 
 def _next(file: BinaryIO, number: int) -> tuple[Part, bytes]:
+    """Return the next part, and its bytes in the file without the padding of the tar's end."""
     header = file.read(BLOCK)
-    name, size = _named(header, number)
+    name, size = _parse_header(header, number)
     kind, _, rest = name.partition("/")
-    place, _, digest = rest.partition("-")
-    if kind not in _KINDS or place != f"{number:08d}" or (number == 0) != (kind == "manifest"):
-        raise BundleError(f"{_shown(name)} is not what part {number} may be: this is no Forkpoint export.")
+    position, _, digest = rest.partition("-")
+    if kind not in _KINDS or position != f"{number:08d}" or (number == 0) != (kind == "manifest"):
+        raise BundleError(f"{_shown(name)} cannot be part {number}: this is no Forkpoint export.")
     padded = size + -size % BLOCK
     stored = file.read(padded)
     if len(stored) < padded:
@@ -108,13 +127,14 @@ def _next(file: BinaryIO, number: int) -> tuple[Part, bytes]:
     if any(stored[size:]):
         raise BundleError(f"part {_shown(name)} is damaged: its padding is not empty. Copy or export it again.")
     data = _inflated(name, stored[:size]) if kind == "zblob" else stored[:size]
-    found = digest_of(data)
-    if found.hex() != digest:
+    actual = digest_of(data)
+    if actual.hex() != digest:
         raise BundleError(f"part {_shown(name)} is damaged: its digest is another. Copy or export it again.")
-    return Part(kind, name, data, found, stored[:size]), header + stored  # type: ignore[arg-type]
+    return Part(kind, name, data, actual, stored[:size]), header + stored  # type: ignore[arg-type]
 
 
-def _named(header: bytes, number: int) -> tuple[str, int]:
+def _parse_header(header: bytes, number: int) -> tuple[str, int]:
+    """Return the name and the size in bytes that a header states."""
     if len(header) < BLOCK:
         raise BundleError(f"the file is cut off before part {number}, or is no Forkpoint export.")
     if header == bytes(BLOCK):
@@ -125,7 +145,8 @@ def _named(header: bytes, number: int) -> tuple[str, int]:
     except ValueError:
         raise BundleError(f"the header of part {number} ({_shown(name)}) is damaged, or this is no export.") from None
     if size > MAX_PART_BYTES:
-        raise BundleError(f"part {number} ({_shown(name)}) is larger than {MAX_PART_BYTES} bytes: no export has such.")
+        raise BundleError(f"part {number} ({_shown(name)}) has more than {MAX_PART_BYTES} bytes: no export has such.")
+    # Comparing with the header that the writer makes checks every other field, too.
     if not name.isascii() or _header(name, size) != header:
         raise BundleError(f"the header of part {number} ({_shown(name)}) is damaged, or this is no Forkpoint export.")
     return name, size
@@ -138,23 +159,24 @@ def _header(name: str, size: int) -> bytes:
 
 
 def _inflated(name: str, data: bytes) -> bytes:
+    # Not zlib.decompress: a small part of a false file could unpack to any size.
     inflating = zlib.decompressobj()
     try:
-        found = inflating.decompress(data, MAX_PART_BYTES)
+        unpacked = inflating.decompress(data, MAX_PART_BYTES)
     except zlib.error as error:
         raise BundleError(f"part {_shown(name)} is damaged: {error}. Copy or export it again.") from error
     if not inflating.eof or inflating.unused_data:
         raise BundleError(f"part {_shown(name)} is damaged, or larger than {MAX_PART_BYTES} bytes unpacked.")
-    return found
+    return unpacked
 
 
 def _check_seal(part: Part, number: int, digest: str) -> None:
     try:
-        told = orjson.loads(part.data)
+        seal = orjson.loads(part.data)
     except orjson.JSONDecodeError:
-        told = None
-    if told != {"parts": number, "digest": digest}:
-        raise BundleError(f"part {part.name} does not seal what came before it: parts are missing, or were changed.")
+        seal = None
+    if seal != {"parts": number, "digest": digest}:
+        raise BundleError(f"part {part.name} does not seal the parts before it: some are missing or were changed.")
 
 
 def _shown(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What stands in the parts of a bundle: its manifest, and the lines of its batches (pure)."""
+"""The content of a bundle's parts: the manifest, and the lines of the batches (pure)."""
 
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -12,13 +12,25 @@ from sandboxes.effects import Effect
 from sandboxes.spec import EnvironmentSpec
 
 _DIGEST = r"^[0-9a-f]{64}$"
-_MOST = 1 << 40
+_MAX_NUMBER = 1 << 40
+"""Largest number of a node, and largest count: far above any tree, and far below SQLite's 63 bits."""
 
 
 class Manifest(BaseModel):
-    """What a bundle says of itself. current: whether it was the tree of its task's spec, or of another environment.
+    """What a bundle states about itself.
 
-    snapshots: kept states in it, at most; left out: those that cannot travel.
+    Attributes:
+        forkpoint: Version of the proxy that wrote it.
+        format: Version of the file format.
+        key_version: Version of the call keys in it.
+        task: Name of the task that it was exported from.
+        root_key: Key of the tree's root state.
+        spec: Environment of the tree.
+        current: Whether this was the task's own environment.
+        nodes: How many nodes follow.
+        records: How many records follow.
+        snapshots: How many snapshots follow at most.
+        snapshots_left_out: How many snapshots of the tree could not travel.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -30,30 +42,50 @@ class Manifest(BaseModel):
     root_key: str = Field(pattern=r"^[0-9a-f]{32}$")
     spec: EnvironmentSpec
     current: bool = True
-    nodes: int = Field(ge=1, le=_MOST)
-    records: int = Field(ge=0, le=_MOST)
-    snapshots: int = Field(default=0, ge=0, le=_MOST)
-    snapshots_left_out: int = Field(default=0, ge=0, le=_MOST)
+    nodes: int = Field(ge=1, le=_MAX_NUMBER)
+    records: int = Field(ge=0, le=_MAX_NUMBER)
+    snapshots: int = Field(default=0, ge=0, le=_MAX_NUMBER)
+    snapshots_left_out: int = Field(default=0, ge=0, le=_MAX_NUMBER)
 
 
 class NodeLine(BaseModel):
-    """A state. node: its number, from 0 for the root; they come in order."""
+    """A node. Nodes come in the order of their numbers, and the root has number 0.
+
+    Attributes:
+        node: Its number.
+        exact: Exact digest of its state, as hex; None for a state without digest.
+        content: Content digest of its state, or its witness, as hex; None if it has neither.
+        pinned: Whether its snapshot is kept whatever the budget says.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    node: int = Field(ge=0, le=_MOST)
+    node: int = Field(ge=0, le=_MAX_NUMBER)
     exact: str | None = Field(pattern=_DIGEST)
     content: str | None = Field(pattern=_DIGEST)
     pinned: bool
 
 
 class RecordLine(BaseModel):
-    """A recorded call, by the numbers of its nodes and the digests of its blobs."""
+    """A recorded call.
+
+    Attributes:
+        source: Number of the node where it was made.
+        target: Number of the node that it leads to.
+        key: Its call key, as hex.
+        effect: Its `Effect`.
+        seconds: How long the tool ran.
+        recorded_at: When it ran, in seconds since the epoch.
+        reproducible: Whether it leads to its target again.
+        call: Digest of the blob that holds the call.
+        upload: Digest of the blob that holds the uploaded bytes; None if there were none.
+        answer: Digest of the blob that holds the answer.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: int = Field(ge=0, le=_MOST)
-    target: int = Field(ge=0, le=_MOST)
+    source: int = Field(ge=0, le=_MAX_NUMBER)
+    target: int = Field(ge=0, le=_MAX_NUMBER)
     key: str = Field(pattern=_DIGEST)
     effect: int = Field(ge=0, lt=1 << len(Effect.__members__))
     seconds: float = Field(ge=0, le=1e9, allow_inf_nan=False)
@@ -68,18 +100,18 @@ BundleLine = NodeLine | RecordLine
 
 
 def manifest_of(part: Part) -> Manifest:
-    """Return what the first part says.
+    """Return the content of the first part.
 
     Raises:
-        BundleError: it says nothing that can be read, or names a version that is not known here.
+        BundleError: It cannot be read, or has a version that this proxy does not read.
     """
     try:
-        told = orjson.loads(part.data)
-        if isinstance(told, dict) and told.get("format") != FORMAT:
-            raise BundleError(f"its format is {told.get('format')!r}, this Forkpoint reads {FORMAT}.")
-        manifest = Manifest.model_validate(told)
+        fields = orjson.loads(part.data)
+        if isinstance(fields, dict) and fields.get("format") != FORMAT:
+            raise BundleError(f"its format is {fields.get('format')!r}, this Forkpoint reads {FORMAT}.")
+        manifest = Manifest.model_validate(fields)
     except (orjson.JSONDecodeError, ValidationError) as error:
-        raise BundleError(f"part {part.name} is no manifest: {_first(error)}.") from error
+        raise BundleError(f"part {part.name} is no manifest: {_first_fault(error)}.") from error
     if manifest.key_version != KEY_VERSION:
         raise BundleError(
             f"its calls have keys of version {manifest.key_version}, this Forkpoint makes {KEY_VERSION}: none would hit"
@@ -91,15 +123,15 @@ def lines_of(part: Part) -> Iterator[BundleLine]:
     """Yield the lines of a batch.
 
     Raises:
-        BundleError: one cannot be read.
+        BundleError: A line cannot be read.
     """
     for number, line in enumerate(part.data.split(b"\n"), 1):
         try:
-            told = orjson.loads(line)
-            kind = NodeLine if isinstance(told, dict) and "node" in told else RecordLine
-            yield kind.model_validate(told)
+            fields = orjson.loads(line)
+            model = NodeLine if isinstance(fields, dict) and "node" in fields else RecordLine
+            yield model.model_validate(fields)
         except (orjson.JSONDecodeError, ValidationError) as error:
-            raise BundleError(f"line {number} of {part.name} cannot be read: {_first(error)}.") from error
+            raise BundleError(f"line {number} of {part.name} cannot be read: {_first_fault(error)}.") from error
 
 
 def content(file: BinaryIO) -> Iterator[Part | BundleLine]:
@@ -111,7 +143,7 @@ def content(file: BinaryIO) -> Iterator[Part | BundleLine]:
             yield from lines_of(part)
 
 
-def _first(error: Exception) -> str:
+def _first_fault(error: Exception) -> str:
     if isinstance(error, ValidationError):
         fault = error.errors()[0]
         return f"{'.'.join(str(part) for part in fault['loc'])[:100]}: {fault['msg']}"

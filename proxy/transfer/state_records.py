@@ -236,7 +236,7 @@ class BundleStates:
             raise BundleError(f"{part.name}: the digest of this state is not that of node {line.node}.")
         for unit in line.units:
             if self.units.get(unit.name) != (unit.sha256, unit.size_bytes):
-                raise BundleError(f"{part.name}: unit {unit.name!r} is not in the file, or its digest differs.")
+                raise BundleError(f"{part.name}: the digest of unit {unit.name!r} differs, or the file lacks it.")
         self.units_of_state.append(tuple(unit.name for unit in line.units))
 
     def fitting(self, room_bytes: int) -> tuple[set[int], set[str]]:

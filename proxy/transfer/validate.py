@@ -1,4 +1,16 @@
-"""Whether a bundle may be imported: all of it is looked at before anything is written."""
+"""Checks a whole bundle before anything of it is written.
+
+Theory of operation. The lines of a bundle number its nodes as they come, and a line may name only what came before:
+
+1. Each node but the root is followed directly by the record that leads to it first. Every node is therefore reachable
+   from the root, and the tree has no cycle.
+2. A record leads to its own node exactly if its effect is empty, and one node has no key twice.
+3. Every blob that a record names is in the file, and can be read as a call or as an answer.
+4. A record's key follows from its call, so a false file cannot answer a call with another call's answer.
+
+A file that passes can be imported without further checks. What is known of nodes and blobs lies in a scratch SQLite
+file, because it may be larger than memory.
+"""
 
 import re
 import sqlite3
@@ -15,43 +27,49 @@ from proxy.transfer.state_records import BundleStates
 from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_key
 from sandboxes.calls import ToolCall
 
-_FORGOTTEN = 100
-"""How many of the times that a call was asked before, at one state, may be missing."""
-_NAME, _VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\xff]{0,65536}")
-"""Of headers, as they may go over the wire."""
+_MISSING_POLLS = 100
+"""How many earlier polls with the same call may be missing from a node, because their records did not travel.
+
+The n-th poll has a key of its own. The check tries the keys of all polls that the node's records allow, and so many
+more; a larger number makes the check of each such record slower."""
+_HEADER_NAME, _HEADER_VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\xff]{0,65536}")
 
 
 def check(file: BinaryIO, scratch: Path) -> tuple[Manifest, BundleStates]:
-    """Read a whole bundle and check it: digests, structure, calls and keys. Blocking, for a thread; constant memory.
+    """Read and check a whole bundle. Blocking: for a thread. Memory: constant.
 
-    Return what it says of itself, and what was seen of its kept states.
+    Args:
+        file: The bundle.
+        scratch: A file for what is too much to remember. It does not exist before or afterwards.
 
-    scratch: a file for what is too much to remember; it does not exist yet, and does not afterwards.
+    Returns:
+        The manifest, and what was observed about the snapshots.
 
     Raises:
-        BundleError: something is wrong, and what; nothing was changed anywhere.
+        BundleError: Something is wrong, and the text says what. Nothing was changed anywhere.
     """
     connection = sqlite3.connect(scratch)
     try:
+        # The file is thrown away in any case, so nothing has to survive a crash.
         connection.execute("PRAGMA journal_mode=OFF")
         connection.execute("PRAGMA synchronous=OFF")
-        return _Check(connection).run(file)
+        return _BundleCheck(connection).run(file)
     finally:
         connection.close()
         scratch.unlink(missing_ok=True)
 
 
-class _Check:
-    """Nodes are numbered as they come, and only what came before may be spoken of: so there is no cycle, and no end
-    that hangs loose, in what passes."""
-
+class _BundleCheck:
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self._ask = connection.execute
-        self._ask("CREATE TABLE blobs (digest TEXT PRIMARY KEY, call INTEGER, key BLOB, answer INTEGER) WITHOUT ROWID")
-        self._ask("CREATE TABLE seen (source INTEGER, key TEXT, PRIMARY KEY (source, key)) WITHOUT ROWID")
-        self._ask("CREATE TABLE nodes (number INTEGER PRIMARY KEY, content TEXT)")
+        self._execute = connection.execute
+        self._execute(
+            "CREATE TABLE blobs (digest TEXT PRIMARY KEY, call INTEGER, key BLOB, answer INTEGER) WITHOUT ROWID"
+        )
+        self._execute("CREATE TABLE seen (source INTEGER, key TEXT, PRIMARY KEY (source, key)) WITHOUT ROWID")
+        self._execute("CREATE TABLE nodes (number INTEGER PRIMARY KEY, content TEXT)")
         self._nodes = self._records = 0
         self._states = BundleStates()
+        # The last node, until the record that leads to it has come.
         self._unreached: int | None = None
         self._databases: frozenset[str] = frozenset()
 
@@ -70,34 +88,34 @@ class _Check:
                     pass
                 case _:
                     self._states.add(part, self._content)
-        assert manifest is not None  # or `read` has raised
+        assert manifest is not None  # `read` yields it first
         if self._unreached is not None:
             raise BundleError(f"no call leads to node {self._unreached}.")
         if (self._nodes, self._records) != (manifest.nodes, manifest.records):
             raise BundleError(
-                f"it holds {self._nodes} nodes and {self._records} calls, and its manifest says {manifest.nodes} and "
+                f"it holds {self._nodes} nodes and {self._records} calls, and its manifest states {manifest.nodes} and "
                 f"{manifest.records}."
             )
         if len(self._states.units_of_state) > manifest.snapshots:
-            raise BundleError(f"it holds more kept states than the {manifest.snapshots} that its manifest says.")
+            raise BundleError(f"it holds more snapshots than the {manifest.snapshots} that its manifest states.")
         return manifest, self._states
 
     def _content(self, node: int) -> str | None:
-        """Return the digest of a node that came before, None where it has none.
+        """Return the content digest of a node as hex, None if it has none.
 
         Raises:
-            BundleError: there is no such node.
+            BundleError: There is no such node before this part.
         """
-        row = self._ask("SELECT content FROM nodes WHERE number = ?", (node,)).fetchone()
+        row = self._execute("SELECT content FROM nodes WHERE number = ?", (node,)).fetchone()
         if row is None or node == self._unreached:
-            raise BundleError(f"there is a kept state of node {node}, and no such node.")
+            raise BundleError(f"there is a snapshot of node {node}, and no such node.")
         content: str | None = row[0]
         return content
 
     def _blob(self, part: Part) -> None:
-        call, key = _call(part.data, self._databases)
-        values = (part.digest.hex(), call, key, _is_answer(part.data))
-        self._ask("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)", values)
+        is_call, key = _parse_call(part.data, self._databases)
+        values = (part.digest.hex(), is_call, key, _is_answer(part.data))
+        self._execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)", values)
 
     def _batch(self, part: Part) -> None:
         for line in lines_of(part):
@@ -106,59 +124,59 @@ class _Check:
             else:
                 self._record(line, part.name)
 
-    def _node(self, line: NodeLine, where: str) -> None:
+    def _node(self, line: NodeLine, part: str) -> None:
         if line.node != self._nodes or self._unreached is not None:
-            raise BundleError(f"{where}: node {line.node} does not follow the one before it and its call.")
+            raise BundleError(f"{part}: node {line.node} does not follow the node before it and that node's call.")
         if line.exact is not None and line.content is None:
-            raise BundleError(f"{where}: node {line.node} has half a digest.")
-        self._ask("INSERT INTO nodes VALUES (?, ?)", (line.node, line.content))
+            raise BundleError(f"{part}: node {line.node} has an exact digest without a content digest.")
+        self._execute("INSERT INTO nodes VALUES (?, ?)", (line.node, line.content))
         self._nodes += 1
         if line.node:
             self._unreached = line.node
 
-    def _record(self, line: RecordLine, where: str) -> None:
-        told = f"{where}: a call at node {line.source} that leads to node {line.target}"
+    def _record(self, line: RecordLine, part: str) -> None:
+        subject = f"{part}: a call at node {line.source} that leads to node {line.target}"
         if line.source >= self._nodes or line.target >= self._nodes or line.source == self._unreached:
-            raise BundleError(f"{told}: one of them does not exist, or comes from the other: the tree has a cycle.")
+            raise BundleError(f"{subject}: one of them does not exist, or comes from the other: the tree has a cycle.")
         if (line.source == line.target) != (line.effect == 0):
-            raise BundleError(f"{told}: its effect says otherwise.")
+            raise BundleError(f"{subject}: its effect contradicts this.")
         if self._unreached is not None and line.target != self._unreached:
-            raise BundleError(f"{told}: no call leads to node {self._unreached}.")
+            raise BundleError(f"{subject}: no call leads to node {self._unreached}.")
         self._unreached = None
         self._records += 1
         try:
-            self._ask("INSERT INTO seen VALUES (?, ?)", (line.source, line.key))
+            self._execute("INSERT INTO seen VALUES (?, ?)", (line.source, line.key))
         except sqlite3.IntegrityError:
-            raise BundleError(f"{told}: the same call is there twice.") from None
-        self._blobs_of(line, told)
+            raise BundleError(f"{subject}: the file holds this call twice.") from None
+        self._check_blobs(line, subject)
 
-    def _blobs_of(self, line: RecordLine, told: str) -> None:
+    def _check_blobs(self, line: RecordLine, subject: str) -> None:
         call = self._known(line.call)
         answer = self._known(line.answer)
         if call is None or answer is None or (line.upload is not None and self._known(line.upload) is None):
-            raise BundleError(f"{told}: what it was, or was answered, is not in the file.")
+            raise BundleError(f"{subject}: its call, upload or answer is not in the file.")
         if not call[0] or not answer[2]:
-            raise BundleError(f"{told}: what it was, or was answered, cannot be read.")
+            raise BundleError(f"{subject}: its call or answer cannot be read.")
         if line.upload is None and call[1] is not None and not self._has_key(line, CallKey(call[1])):
-            raise BundleError(f"{told}: its key is not that of its call.")
+            raise BundleError(f"{subject}: its key is not that of its call.")
 
     def _has_key(self, line: RecordLine, key: CallKey) -> bool:
-        """Whether a call has the key that follows from it, or one of those that it has when it is asked again."""
-        told = CallKey(bytes.fromhex(line.key))
-        if told == key:
+        """Return whether a record has the key of its call, or that of one of its repeated polls."""
+        recorded = CallKey(bytes.fromhex(line.key))
+        if recorded == key:
             return True
-        (calls,) = self._ask("SELECT COUNT(*) FROM seen WHERE source = ?", (line.source,)).fetchone()
-        return told in (again_key(key, nth) for nth in range(1, calls + _FORGOTTEN))
+        (calls,) = self._execute("SELECT COUNT(*) FROM seen WHERE source = ?", (line.source,)).fetchone()
+        return recorded in (again_key(key, nth) for nth in range(1, calls + _MISSING_POLLS))
 
     def _known(self, digest: str) -> tuple[Any, ...] | None:
-        row: tuple[Any, ...] | None = self._ask(
-            "SELECT call, key, answer FROM blobs WHERE digest = ?", (digest,)
-        ).fetchone()
+        """Return whether a blob is a call, the key of that call, and whether it is an answer; None for no blob."""
+        sql = "SELECT call, key, answer FROM blobs WHERE digest = ?"
+        row: tuple[Any, ...] | None = self._execute(sql, (digest,)).fetchone()
         return row
 
 
-def _call(data: bytes, databases: Collection[str]) -> tuple[bool, bytes | None]:
-    """Say whether a blob is a call, and return its key where that follows from it alone."""
+def _parse_call(data: bytes, databases: Collection[str]) -> tuple[bool, bytes | None]:
+    """Return whether a blob is a call that can run, and its key if the key follows from the call alone."""
     if not data.startswith(b"{"):
         return False, None
     try:
@@ -168,16 +186,17 @@ def _call(data: bytes, databases: Collection[str]) -> tuple[bool, bytes | None]:
         endpoint, tool, arguments = value["endpoint"], value["tool"], value["arguments"]
         if not (isinstance(endpoint, str) and isinstance(tool, str) and isinstance(arguments, dict)):
             return False, None
-        if not _can_be_run(endpoint, tool, arguments, databases):
+        if not _can_run(endpoint, tool, arguments, databases):
             return False, None
+        # The key of a rule-based endpoint depends on the rules, which may ignore parts of the call.
         key = call_key(ToolCall(endpoint, tool, arguments)) if endpoint in DIALECTS else None
     except (orjson.JSONDecodeError, KeyError, UncanonicalArgumentsError):
         return False, None
     return True, key
 
 
-def _can_be_run(endpoint: str, tool: str, arguments: dict[str, Any], databases: Collection[str]) -> bool:
-    """Say whether a call of a built-in endpoint has what its replay needs."""
+def _can_run(endpoint: str, tool: str, arguments: dict[str, Any], databases: Collection[str]) -> bool:
+    """Return whether a call of a built-in endpoint has the arguments that its replay needs."""
     if endpoint == "sql":
         return arguments.get("database") in databases and isinstance(arguments.get("timeout_s"), int | float)
     if endpoint != "shell":
@@ -188,14 +207,15 @@ def _can_be_run(endpoint: str, tool: str, arguments: dict[str, Any], databases: 
 
 
 def _is_answer(data: bytes) -> bool:
-    """Say whether a blob is an answer: a status, a media type or headers, and a body."""
-    head, line, _ = data[: 1 << 20].partition(b"\n")
-    status, _, told = head.partition(b" ")
-    if not line or not status.isdigit() or not 100 <= int(status[:4]) <= 599:
+    """Return whether a blob is an answer: a line with status and media type or headers, then a body."""
+    head, line_end, _ = data[: 1 << 20].partition(b"\n")
+    status, _, kind = head.partition(b" ")
+    if not line_end or not status.isdigit() or not 100 <= int(status[:4]) <= 599:
         return False
     try:
-        if not told.startswith(b"["):
-            return told.isascii() and told.decode().isprintable() and len(told) < 1000
-        return all(_NAME.fullmatch(name) and _VALUE.fullmatch(value) for name, value in orjson.loads(told))
+        if not kind.startswith(b"["):
+            return kind.isascii() and kind.decode().isprintable() and len(kind) < 1000
+        headers = orjson.loads(kind)
+        return all(_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value) for name, value in headers)
     except (orjson.JSONDecodeError, ValueError, TypeError):
         return False

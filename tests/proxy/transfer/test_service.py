@@ -241,9 +241,9 @@ def no_manifest(parts: list[tuple[Part, Any]]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (drop_node, "does not exist"), (cycle, "cycle"), (swap, "cycle"), (twice, "there twice"),
+        (drop_node, "does not exist"), (cycle, "cycle"), (swap, "cycle"), (twice, "holds this call twice"),
         (other_key, "its key is not"), (no_answer, "is not in the file"), (wrong_answer, "cannot be read"),
-        (no_effect, "effect says otherwise"), (huge, "cannot be read"), (lost_line, "its manifest says"),
+        (no_effect, "effect contradicts"), (huge, "cannot be read"), (lost_line, "its manifest states"),
         (other_root, "root state"), (other_spec, "root state"), (other_driver, "cannot be used here"),
         (other_format, "format is 2"), (other_keys, "keys of version 1"), (no_manifest, "is no manifest"),
     ],
