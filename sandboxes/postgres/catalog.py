@@ -94,6 +94,7 @@ _SYSTEM_COUNT = """SELECT coalesce(sum(n_tup_ins + n_tup_upd + n_tup_del), 0) FR
 def digest_of(rows: Iterable[Any]) -> str:
     """Return the digest of rows of text, regardless of their order."""
     digest = hashlib.blake2b(digest_size=32)
+    # Sorted, because the catalogs' physical order depends on history.
     for row in sorted("\0".join(map(str, row)) for row in rows):
         digest.update(row.encode() + b"\1")
     return digest.hexdigest()

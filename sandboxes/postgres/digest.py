@@ -107,6 +107,7 @@ def after_transaction(
         if table in chained or size > catalog.SMALL_BYTES:
             tables.pop(table, None)
             chained.add(table)
+            # Deleted rows leave no trace in the table, so their number is part of the change.
             folds.append([table, rows, _rows(connection, table, size, transaction)])
         else:
             tables[table] = catalog.table_digest(connection, table)

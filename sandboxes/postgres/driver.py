@@ -31,7 +31,7 @@ SPARES = 2
 
 
 class RootState(NamedTuple):
-    """A source database as it was read last.
+    """The last known state of a source database.
 
     Attributes:
         fingerprint: Changes whenever the source does (`source.fingerprint_of`).

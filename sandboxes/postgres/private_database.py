@@ -52,7 +52,7 @@ _ROWLESS = _ENDS | {
 """First words of the command tags of statements that change no rows."""
 _MARK_USED = """SELECT pg_catalog.setval(%s, old) FROM (SELECT last_value AS old, pg_catalog.nextval(%s)
     FROM pg_catalog.pg_sequences WHERE schemaname || '.' || sequencename = %s AND last_value IS NOT NULL OFFSET 0) s"""
-"""Marks a sequence as used by this session, and leaves its value as it was."""
+"""Marks a sequence as used by this session, without changing its value."""
 _HAS_CURSORS = "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_cursors WHERE name <> '')"
 
 
@@ -117,6 +117,7 @@ class PrivateDatabase:
         if fields["database"]:
             self._note_sequences(before)
         if not self._session:
+            # Without a session there is no cursor either.
             self._cursor_moves.clear()
         session_state = repr((self._session, self._in_transaction, self._cursor_moves)).encode()
         fields["witness"] = hashlib.blake2b(self.digest.state().exact + session_state, digest_size=32).hexdigest()
@@ -134,6 +135,7 @@ class PrivateDatabase:
         moves = (
             call.tool == "query" and self._session and CURSOR.search(call.text) and self.link.query_row(_HAS_CURSORS)[0]
         )
+        # A FETCH passes as a read, but moves its cursor for good: run it without trying it first.
         try:
             if not moves:
                 return answer_reading(self.link, call)
@@ -156,6 +158,7 @@ class PrivateDatabase:
         """Run a text as one transaction."""
         connection = self.link.connection
         connection.execute("BEGIN")
+        # The counters include earlier transactions. Their value now is the baseline of this one.
         counts, system = catalog.counts(connection), catalog.system_count(connection)
         outcome = self.link.send(call.text, call, parameters=parameters)
         if self.link.status == pq.TransactionStatus.IDLE:
@@ -188,6 +191,7 @@ class PrivateDatabase:
             connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
             connection.execute(catalog.PLAIN)
             changed = _since(counts, catalog.counts(connection))
+            # DDL is a change of the system's tables.
             schema = catalog.system_count(connection) > system
             transaction = int(self.link.query_row("SELECT pg_catalog.pg_current_xact_id_if_assigned()::text")[0])
             digest = digests.after_transaction(
@@ -219,10 +223,12 @@ class PrivateDatabase:
             return {}, refused(
                 call, f"{call.tool} is not available inside an open transaction: COMMIT or ROLLBACK first"
             )
+        # In a failed transaction no catalog can be read, and the server refuses the statement anyway.
         volatile = False
         if self.link.status == pq.TransactionStatus.INTRANS:
             volatile = VOLATILE.search(self.link.meaning(call.text, writing=True)) is not None
         before = self._position()
+        # Read before the statement: it may be the COMMIT, after which the counters are gone.
         large = self._changed_large_tables()
         try:
             parameters = parameters_of(call)

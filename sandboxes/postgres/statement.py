@@ -118,6 +118,7 @@ class Statement:
             if ready:
                 self._connection.consume_input()
             elif self._timed_out:
+                # The cancellation was sent CANCEL_S ago.
                 raise PostgresServerLostError("timeout", "the server does not stop the statement")
             else:
                 self._timed_out = True
@@ -125,6 +126,7 @@ class Statement:
         return self._connection.get_result()
 
     def _cancel(self) -> None:
+        # The request goes over a connection of its own. If it fails, the deadline below ends the wait.
         self._until = time.monotonic() + CANCEL_S
         with contextlib.suppress(Exception):
             self._connection.get_cancel().cancel()
@@ -163,6 +165,7 @@ class Statement:
             self._cancel()
 
     def _begin(self, names: list[str], types: list[int]) -> None:
+        # The result of an earlier statement of the text is discarded: only the last one is returned.
         old = self._outcome.rows
         self._outcome.rows = RowCollector(old.max_rows, old.output_bytes)
         self._outcome.columns, self._outcome.types = names, types
@@ -170,6 +173,7 @@ class Statement:
 
     def _fail(self, result: Any) -> None:
         code = _field(result, pq.DiagnosticField.SQLSTATE)
+        # Our own cancellation of a full result is not a failure.
         if self._outcome.cut and code == CANCELLED:
             return
         if self._timed_out and code == CANCELLED:
@@ -188,6 +192,7 @@ class Statement:
         self._outcome.failure = Failure(
             "COPY between the server and a client has no client here: use SELECT, or INSERT … VALUES", "refused"
         )
+        # End the COPY either way: the connection accepts no other statement until then.
         if status == pq.ExecStatus.COPY_IN:
             self._connection.put_copy_end(b"COPY FROM STDIN is not available here")
         else:

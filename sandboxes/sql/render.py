@@ -91,6 +91,7 @@ def _csv_cell(value: Value) -> str:
     if value is None:
         return ""
     text = _cell(value)
+    # Empty text is quoted, because an unquoted empty field is NULL.
     if text and _CSV_QUOTED.isdisjoint(text):
         return text
     return '"' + text.replace('"', '""') + '"'

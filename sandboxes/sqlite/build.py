@@ -117,6 +117,7 @@ def text_of(data: bytes) -> str:
 def _new(path: Path, inputs: VolatileInputs) -> SqliteConnection:
     inputs.begin(FROZEN_MS, b"root")
     connection = SqliteConnection(path.as_uri(), inputs)
+    # A failed build is deleted, so nothing needs to be rolled back from a journal.
     connection.raw.execute("PRAGMA journal_mode=OFF").fetchall()
     return connection
 

@@ -10,7 +10,7 @@ _NUMBERS = (
 
 
 class Counters(NamedTuple):
-    """What earlier statements left in one connection's counters.
+    """The counters of one connection, as earlier statements left them.
 
     Attributes:
         changes: Rows that the last changing statement changed.

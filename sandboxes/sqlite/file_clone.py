@@ -5,7 +5,7 @@ the file system can avoid it:
 
 1. *Reflink* (XFS, btrfs): the file system shares the blocks until one of the two files is written.
 2. *Link*: the fork is a second name (hard link) of the same file. All changes go to a write-ahead log beside it, never
-   into the shared file. This holds only while nobody runs a checkpoint, which moves the log into the database.
+   into the shared file. This holds only as long as no checkpoint moves the log into the database.
    Automatic checkpoints are off, but SQLite also runs one when the last connection closes. `hold` prevents that with
    a lock that the checkpoint needs.
 3. *Copy*: all bytes are copied. This works everywhere.

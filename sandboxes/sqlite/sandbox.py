@@ -60,6 +60,7 @@ class SqliteSandbox:
         if not self._closed:
             self._closed = True
             for database in self._databases.values():
+                # A fork that cannot be deleted now goes at the next start.
                 with contextlib.suppress(OSError):
                     await database.close()
             self._on_close(self)

@@ -73,6 +73,7 @@ class Sources:
         folder.mkdir()
         try:
             for _ in range(_ATTEMPTS):
+                # Optimistic: read, and start over if a file has changed meanwhile.
                 stamp = await _settled(files)
                 await self._build(files, folder / "db")
                 if stamp == _stamp(files):
@@ -112,12 +113,14 @@ class Sources:
         _make_wal(database)
         with database.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
+        # Named by content: equal sources share one root state.
         part = f"r-{digest}"
         if not self._store.has(part):
             self._store.adopt(database, part)
         return part
 
     def _save(self) -> None:
+        # Write and rename, so that a kill leaves the old file or the new one.
         draft = self._file.with_suffix(".new")
         draft.write_bytes(orjson.dumps([[key, *value] for key, value in self._known.items()]))
         draft.replace(self._file)

@@ -80,6 +80,7 @@ class SqliteStore:
 
     def open(self) -> None:
         """Create the directories, and remove incomplete states and the forks of a killed instance."""
+        # No fork survives its driver: its worker, and the session in it, are gone.
         for folder in (self.forks, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.states, self.forks, self.temporary):
@@ -160,10 +161,12 @@ class SqliteStore:
         length = wal_bytes(state.frames, size)
         (folder / "pages").write_bytes(pages)
         if length > max(COMPACT_BYTES, fork.path.stat().st_size // 2):
+            # Compact: the log becomes part of a database file of its own.
             best_copy(fork.path, folder / "db")
             _write_into(folder / "db", wal_of(fork.path), state.frames, size, int.from_bytes(pages[:4], "big"))
             kept, added = replace(state, part=part, base=part, frames=0), (folder / "db").stat().st_size
         else:
+            # Share the database file, and copy the log up to the state's last frame.
             self._clone(fork.path, folder / "db")
             if length:
                 best_copy(wal_of(fork.path), wal_of(folder / "db"), length=length)
@@ -211,6 +214,7 @@ class SqliteStore:
         source = self.path(state.part)
         self._clone(source, folder / "db")
         if state.frames:
+            # The fork appends to its log, so it needs a log of its own.
             best_copy(wal_of(source), wal_of(folder / "db"))
         return Fork(folder / "db", hold(folder / "db"), self._pages(state), state)
 

@@ -143,6 +143,7 @@ class SqliteEngine:
         apply_settings(connection, state["settings"])
         self._shared[state["key"]] = connection
         self._logged = state["key"] if state["frames"] else self._logged
+        # The least recently used state is first.
         while len(self._shared) > _MAX_OPEN:
             self._shared.popitem(last=False)[1].close()
         return connection
@@ -198,6 +199,7 @@ class ForkConnection:
         # These descriptors stay open as long as the connection: see `WalIndex.read`.
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
+        # Counters before settings: priming changes rows, which `query_only` would forbid.
         prime(self._connection.raw, Counters(*self._request["counters"]))
         self._defaults = read_settings(self._connection)
         apply_settings(self._connection, self._request["settings"])
@@ -256,6 +258,7 @@ class ForkConnection:
             return tool_run, missing and tool_run.failure is not None
         if tool_run.failure is None:
             return tool_run, False
+        # Statements before the failure may have committed, each in its own transaction.
         after = (self._take_commits(), Counters.read(raw), self._connection.has_session())
         return tool_run, after != before or before[2]
 
@@ -272,6 +275,7 @@ class ForkConnection:
 
     def _take_commits(self) -> int:
         """Apply new frames of the log to `pages`, and return the log's length in frames."""
+        # The index shows committed frames only. An open transaction may have written more.
         index = WalIndex.read(self._index)
         if index.frames != self._frames:
             self.pages.take(self._wal, self._frames, index.frames, index.pages)

@@ -171,7 +171,7 @@ class SqlContract:
         driven(driver, spec, test)
 
     def test_committed_transaction_is_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
-        """What a transaction committed is in the frozen state."""
+        """The frozen state contains the changes of a committed transaction."""
 
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             sandbox = await start_after(driver, spec, "BEGIN", INSERT, "DELETE FROM item WHERE id = 1", "COMMIT")
@@ -341,7 +341,7 @@ class SqlContract:
         assert self.source(spec) == before
 
     def test_collect_spares_kept_and_used_states(self, driver: Driver, spec: EnvironmentSpec) -> None:
-        """A collection deletes only states that nobody names and no sandbox uses."""
+        """A collection deletes only states that the caller does not keep and no sandbox uses."""
 
         async def test(driver: Driver, spec: EnvironmentSpec) -> None:
             states: list[FrozenState] = []

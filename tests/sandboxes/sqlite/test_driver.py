@@ -1,4 +1,4 @@
-"""The `sqlite` driver: what counts as a read, what a change is, and what nobody may do."""
+"""The `sqlite` driver: reads, changes, forbidden statements, kills, sources and states."""
 
 import asyncio
 import os
