@@ -88,7 +88,7 @@ class Subscriber:
         return self.queue.popleft()
 
 
-class Pulse:
+class Activity:
     """Looks once a second. rollouts: returns those that run in a task; sandboxes: how many live."""
 
     def __init__(

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles, title
-from proxy.control.subtree_totals import Sum, Summed
-from proxy.control.views.common import Flag, Passed, flags
+from proxy.control.subtree_totals import NodeTotals, SummedTree
+from proxy.control.views.common import Flag, PassedRollout, flags
 from proxy.control.views.resources import node_name
 from proxy.engine import Engine
 from proxy.storage.store import Store
@@ -72,7 +72,7 @@ class ChildrenView(BaseModel):
     children: list[Chain]
 
 
-class Found(BaseModel):
+class SearchMatch(BaseModel):
     """A call that matches. node: where it leads, or for one that changed nothing, where it was made."""
 
     record: int
@@ -82,14 +82,14 @@ class Found(BaseModel):
     hits: int
 
 
-class FoundView(BaseModel):
+class SearchView(BaseModel):
     task: str
     query: str
-    found: list[Found]
+    found: list[SearchMatch]
     truncated: bool
 
 
-def below(found: Sum) -> Below:
+def below(found: NodeTotals) -> Below:
     return Below(**{name: getattr(found, name) for name in Below.model_fields})
 
 
@@ -122,7 +122,7 @@ class Browser:
         self,
         task: str,
         node: Node,
-        summed: Summed,
+        summed: SummedTree,
         standing: dict[Node, list[str]],
         *,
         order: Order,
@@ -141,7 +141,7 @@ class Browser:
             children=[self._chain(child, summed, standing, fold) for child in listed[offset : offset + limit]],
         )
 
-    def _chain(self, first: Node, summed: Summed, standing: dict[Node, list[str]], fold: int) -> Chain:
+    def _chain(self, first: Node, summed: SummedTree, standing: dict[Node, list[str]], fold: int) -> Chain:
         run = [first]
         while len(following := children(run[-1])) == 1:
             run.append(following[0])
@@ -149,9 +149,9 @@ class Browser:
         last = shown[-1] if len(run) <= fold else self.brief(run[-1], standing)
         return Chain(nodes=shown, length=len(run), last=last, below=below(summed.of(first)))
 
-    def search(self, task: str, tree: Tree, query: str, rows: list[tuple[int, int, int]], limit: int) -> FoundView:
+    def search(self, task: str, tree: Tree, query: str, rows: list[tuple[int, int, int]], limit: int) -> SearchView:
         """Return the calls among rows (record, source, target) whose title has query in it, whatever its case."""
-        found: list[Found] = []
+        found: list[SearchMatch] = []
         wanted, truncated = query.casefold(), False
         for record_id, source, target in rows:
             node = tree.nodes.get(source)
@@ -163,14 +163,16 @@ class Browser:
                 truncated = True
                 break
             found.append(self._found(record, target))
-        return FoundView(task=task, query=query, found=found, truncated=truncated)
+        return SearchView(task=task, query=query, found=found, truncated=truncated)
 
-    def _found(self, record: Record, target: int) -> Found:
+    def _found(self, record: Record, target: int) -> SearchMatch:
         text, _ = self._titles.of(record)
-        return Found(record=record.id, node=f"n{target}", observation=record.observation, title=text, hits=record.hits)
+        return SearchMatch(
+            record=record.id, node=f"n{target}", observation=record.observation, title=text, hits=record.hits
+        )
 
 
-def _sorted(nodes: list[Node], summed: Summed, order: Order) -> list[Node]:
+def _sorted(nodes: list[Node], summed: SummedTree, order: Order) -> list[Node]:
     if order == "recorded":
         return nodes
     key = {"hits": "hits", "saved": "saved_s", "nodes": "nodes"}[order]
@@ -191,12 +193,12 @@ def matching(connection: sqlite3.Connection, tree: int, query: str, most: int) -
     return connection.execute(sql, (tree, f"%{letters}%", most)).fetchall()
 
 
-async def rollouts_through(engine: Engine, tree: Tree, node: Node, limit: int) -> list[Passed]:
+async def rollouts_through(engine: Engine, tree: Tree, node: Node, limit: int) -> list[PassedRollout]:
     """Return the latest rollouts that a call led to node."""
     engine.journal.fold()
     read = partial(passed, tree=tree.id, node=node.id, most=limit)
     rows = await asyncio.to_thread(engine.store.database.read_apart, read)
-    return [Passed(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
+    return [PassedRollout(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
 
 
 def passed(connection: sqlite3.Connection, tree: int, node: int, most: int) -> list[tuple[str, str, int, int]]:

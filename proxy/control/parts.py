@@ -3,11 +3,11 @@
 import time
 from dataclasses import dataclass
 
-from proxy.control.activity import Pulse
+from proxy.control.activity import Activity
 from proxy.control.browsing import Browser
-from proxy.control.scratch_forks import Visits
-from proxy.control.subtree_totals import Sums
-from proxy.control.task_totals import Overview
+from proxy.control.scratch_forks import ScratchForks
+from proxy.control.subtree_totals import SubtreeTotals
+from proxy.control.task_totals import TaskTotals
 from proxy.control.views.common import Reader
 from proxy.engine import BackgroundWork, Engine
 from proxy.tree.rollout import Rollout
@@ -34,10 +34,10 @@ class ControlPlane:
     """
 
     engine: Engine
-    activity: Pulse
-    scratch_forks: Visits
-    subtree_totals: Sums
-    task_totals: Overview
+    activity: Activity
+    scratch_forks: ScratchForks
+    subtree_totals: SubtreeTotals
+    task_totals: TaskTotals
     reader: Reader
     browser: Browser
     started_at: float
@@ -50,15 +50,15 @@ class ControlPlane:
             task = engine.tasks.get(name)
             return [] if task is None else list(task.rollouts.values())
 
-        activity = Pulse(engine.counts, lambda: len(engine.pool.roster), running_in)
+        activity = Activity(engine.counts, lambda: len(engine.pool.roster), running_in)
         engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.beat))
         engine.lifecycle.at_hang_up.append(activity.close)
         return cls(
             engine,
             activity,
-            Visits(engine.restorer, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
-            Sums(engine.walkers),
-            Overview(engine.store),
+            ScratchForks(engine.restorer, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
+            SubtreeTotals(engine.walkers),
+            TaskTotals(engine.store),
             Reader(engine.store),
             Browser(engine.store),
             time.time(),

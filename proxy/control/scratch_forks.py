@@ -16,7 +16,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.spec import EnvironmentSpec
 
 
-class Visits:
+class ScratchForks:
     """Forks that people and tools look around in. most: open at once; agents have the rest of the budget."""
 
     def __init__(self, restorer: Restorer, *, most: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from proxy.control.scratch_forks import Visits, sql_call
+from proxy.control.scratch_forks import ScratchForks, sql_call
 from proxy.control.views.diff import (
     CONTENT_BYTES,
     FILES_SHOWN,
@@ -30,11 +30,11 @@ _AT_ONCE = 50
 """Files whose contents are asked for in one request."""
 
 
-async def diff(visits: Visits, task: str, tree: Tree, a: Node, b: Node) -> DiffView:
+async def diff(visits: ScratchForks, task: str, tree: Tree, a: Node, b: Node) -> DiffView:
     """Say what changed from a to b.
 
     Raises:
-        Refused, StateLost, SandboxError, SpecError, Overloaded: a state cannot be looked at (`Visits.at`).
+        Refused, StateLost, SandboxError, SpecError, Overloaded: a state cannot be looked at (`ScratchForks.at`).
     """
     view = DiffView(task=task, a=f"n{a.id}", b=f"n{b.id}", same=_same(a, b))
     if a is b:

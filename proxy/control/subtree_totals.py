@@ -14,7 +14,7 @@ _LEAST_S = 0.5
 
 
 @dataclass(slots=True)
-class Sum:
+class NodeTotals:
     """Of a node and all that came from it. saved_s: seconds that answers given again did not take."""
 
     nodes: int = 1
@@ -25,7 +25,7 @@ class Sum:
     snapshots: int = 0
     diverged: int = 0
 
-    def add(self, other: "Sum") -> None:
+    def add(self, other: "NodeTotals") -> None:
         self.nodes += other.nodes
         self.hits += other.hits
         self.seconds += other.seconds
@@ -36,21 +36,21 @@ class Sum:
 
 
 @dataclass(slots=True)
-class Summed:
+class SummedTree:
     """The sums of one tree at one moment, with its nodes, parents before children."""
 
     order: list[Node] = field(default_factory=list)
-    sums: dict[int, Sum] = field(default_factory=dict)
+    sums: dict[int, NodeTotals] = field(default_factory=dict)
     until: float = 0.0
 
-    def of(self, node: Node) -> Sum:
+    def of(self, node: Node) -> NodeTotals:
         """Return the sum of a node; one that is newer than the sums stands for itself."""
         return self.sums.get(node.id) or own(node)
 
 
-def own(node: Node) -> Sum:
+def own(node: Node) -> NodeTotals:
     """Return what a node counts by itself: the call that led there, and those that changed nothing there."""
-    found = Sum(snapshots=node.snapshot is not None, diverged=bool(node.diverged))
+    found = NodeTotals(snapshots=node.snapshot is not None, diverged=bool(node.diverged))
     records = [record for record in node.records.values() if record.observation]
     if node.origin is not None:
         records.append(node.origin)
@@ -61,15 +61,15 @@ def own(node: Node) -> Sum:
     return found
 
 
-class Sums:
+class SubtreeTotals:
     """Those of the trees that somebody looks at."""
 
     def __init__(self, walkers: Walkers) -> None:
         self._walkers = walkers
-        self._known: dict[Tree, Summed] = {}
-        self._making: dict[Tree, asyncio.Task[Summed]] = {}
+        self._known: dict[Tree, SummedTree] = {}
+        self._making: dict[Tree, asyncio.Task[SummedTree]] = {}
 
-    async def of(self, tree: Tree) -> Summed:
+    async def of(self, tree: Tree) -> SummedTree:
         """Return a tree's sums, not much older than making them takes."""
         now = time.monotonic()
         for other in [other for other, summed in self._known.items() if summed.until < now and other is not tree]:
@@ -84,9 +84,9 @@ class Sums:
             making.add_done_callback(lambda _: self._making.pop(tree, None))
         return await asyncio.shield(making)
 
-    async def _make(self, tree: Tree) -> Summed:
+    async def _make(self, tree: Tree) -> SummedTree:
         began = time.monotonic()
-        made = Summed()
+        made = SummedTree()
         stack = [tree.root]
         while stack:
             node = stack.pop()

@@ -15,7 +15,7 @@ _LEAST_S = 1.0
 
 
 @dataclass(slots=True)
-class Totals:
+class OutcomeTotals:
     """Of one task. Seconds are those of tools. running: rollouts that have not ended."""
 
     calls: int = 0
@@ -32,16 +32,16 @@ class Totals:
         return (self.hits + self.waits) / self.calls if self.calls else 0.0
 
 
-class Overview:
+class TaskTotals:
     """Totals by task, not much older than reading them takes."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: Mapping[str, Totals] = {}
+        self._known: Mapping[str, OutcomeTotals] = {}
         self._until = 0.0
         self._reading = asyncio.Lock()
 
-    async def totals(self) -> Mapping[str, Totals]:
+    async def totals(self) -> Mapping[str, OutcomeTotals]:
         async with self._reading:
             if time.monotonic() >= self._until:
                 began = time.monotonic()
@@ -51,15 +51,15 @@ class Overview:
         return self._known
 
 
-def read_totals(connection: sqlite3.Connection) -> dict[str, Totals]:
+def read_totals(connection: sqlite3.Connection) -> dict[str, OutcomeTotals]:
     """Read the totals of all tasks. Looks at every step: 1 s for a million."""
-    found: dict[str, Totals] = {}
+    found: dict[str, OutcomeTotals] = {}
     sql = (
         "SELECT r.task, s.outcome, COUNT(*), COALESCE(SUM(c.seconds), 0) FROM rollouts r "
         "JOIN steps s ON s.rollout = r.id LEFT JOIN records c ON c.id = s.record GROUP BY r.task, s.outcome"
     )
     for task, outcome, count, seconds in connection.execute(sql):
-        totals = found.setdefault(task, Totals())
+        totals = found.setdefault(task, OutcomeTotals())
         totals.calls += count
         match Outcome(outcome):
             case Outcome.HIT:
@@ -75,5 +75,5 @@ def read_totals(connection: sqlite3.Connection) -> dict[str, Totals]:
         else:
             totals.executed_s += seconds
     for task, count in connection.execute("SELECT task, COUNT(*) FROM rollouts WHERE finished = 0 GROUP BY task"):
-        found.setdefault(task, Totals()).running = count
+        found.setdefault(task, OutcomeTotals()).running = count
     return found

@@ -31,7 +31,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class StaticFile:
     """A file of the page, ready to be sent."""
 
     media_type: str
@@ -39,14 +39,14 @@ class File:
     tag: str
 
 
-def read_files(folder: Path = _FILES) -> Mapping[str, File]:
+def read_files(folder: Path = _FILES) -> Mapping[str, StaticFile]:
     """Return the page's files by their path below `/ui/`."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _TYPES:
             data = path.read_bytes()
             tag = f'"{blake2b(data, digest_size=12).hexdigest()}"'
-            files[path.relative_to(folder).as_posix()] = File(_TYPES[path.suffix], data, tag)
+            files[path.relative_to(folder).as_posix()] = StaticFile(_TYPES[path.suffix], data, tag)
     return files
 
 

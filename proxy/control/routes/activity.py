@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from proxy.control.activity import HOUR, Pulse, Second, timeline
+from proxy.control.activity import HOUR, Activity, Second, timeline
 from proxy.control.routes.params import ControlDep, granted
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
@@ -58,7 +58,7 @@ async def stream_events(
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-async def _events(pulse: Pulse, task: str | None, limit: int | None, *, whole: bool) -> AsyncIterator[bytes]:
+async def _events(pulse: Activity, task: str | None, limit: int | None, *, whole: bool) -> AsyncIterator[bytes]:
     sent = 0
     with pulse.listening(task, whole=whole) as listener:
         yield b"retry: 2000\n\n"

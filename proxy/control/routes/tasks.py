@@ -12,7 +12,7 @@ from proxy.control.routes.params import (
     granted,
     tree_of,
 )
-from proxy.control.task_totals import Totals
+from proxy.control.task_totals import OutcomeTotals
 from proxy.control.views.common import (
     TaskSummary,
     TaskView,
@@ -45,7 +45,7 @@ async def list_tasks(
         rows = engine.store.tasks.page(offset=offset, limit=limit)
     else:
         rows = [row for row in engine.store.tasks.page() if grant.sees(row["name"])][offset : offset + limit]
-    return [_summary(row, totals.get(row["name"]) or Totals()) for row in rows]
+    return [_summary(row, totals.get(row["name"]) or OutcomeTotals()) for row in rows]
 
 
 @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
@@ -88,8 +88,8 @@ def _task_view(engine: Engine, task: Task) -> TaskView:
     return task_view(task, engine.store.tasks.summary(task.name))
 
 
-def _summary(row: dict[str, Any], totals: Totals) -> TaskSummary:
-    told = {name: getattr(totals, name) for name in (*Totals.__slots__, "hit_rate")}
+def _summary(row: dict[str, Any], totals: OutcomeTotals) -> TaskSummary:
+    told = {name: getattr(totals, name) for name in (*OutcomeTotals.__slots__, "hit_rate")}
     return TaskSummary(
         task=row["name"], created_at=row["created_at"], nodes=row["nodes"], rollouts=row["rollouts"], **told
     )

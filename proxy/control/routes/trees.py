@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from proxy.control.browsing import ChildrenView, FoundView, Order, matching, rollouts_through
+from proxy.control.browsing import ChildrenView, Order, SearchView, matching, rollouts_through
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
@@ -18,7 +18,7 @@ from proxy.control.routes.params import (
     tree_of,
 )
 from proxy.control.tree_listing import TreeSummary, summaries
-from proxy.control.views.common import Passed
+from proxy.control.views.common import PassedRollout
 from proxy.refusals import RefusalError
 
 _SHOWN_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
@@ -71,7 +71,7 @@ async def search(
     q: Annotated[str, Query(min_length=1, max_length=1000, description="part of a command, whatever its case")],
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     root: RootQuery = None,
-) -> FoundView:
+) -> SearchView:
     """Find calls of a tree by the text of their command, statement or arguments."""
     engine = control.engine
     browser = control.browser
@@ -84,7 +84,7 @@ async def search(
 @router.get("/tasks/{task}/nodes/{node}/rollouts")
 async def list_passed(
     engine: EngineDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100
-) -> list[Passed]:
+) -> list[PassedRollout]:
     """List the rollouts that a call led to this node, the latest first."""
     return await rollouts_through(engine, *place_of(engine, await engine.tasks.find(task), node), limit)
 

@@ -74,7 +74,7 @@ class NodeView(BaseModel):
     children: int
 
 
-class Passed(BaseModel):
+class PassedRollout(BaseModel):
     """A rollout that a call led to a node; turn: its first call that did."""
 
     task: str
@@ -97,7 +97,7 @@ class NodeDetail(NodeView):
     snapshot_detail: SnapshotView | None
     leads_to: list[str]
     kept: str = ""
-    passed: list[Passed] = []
+    passed: list[PassedRollout] = []
 
 
 class TreeView(BaseModel):
@@ -211,7 +211,12 @@ class Reader:
         return NodeView(**self._node(node, rollouts))
 
     def detail(
-        self, task: Task, node: Node, snapshot: SnapshotView | None, kept: str = "", passed: list[Passed] | None = None
+        self,
+        task: Task,
+        node: Node,
+        snapshot: SnapshotView | None,
+        kept: str = "",
+        passed: list[PassedRollout] | None = None,
     ) -> NodeDetail:
         origin = node.origin
         return NodeDetail(

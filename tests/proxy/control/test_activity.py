@@ -10,14 +10,14 @@ import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.control.activity import Pulse, Second, timeline
+from proxy.control.activity import Activity, Second, timeline
 from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
 
-def beats(counts: Counters) -> Pulse:
-    return Pulse(counts, lambda: 3, lambda _task: [])
+def beats(counts: Counters) -> Activity:
+    return Activity(counts, lambda: 3, lambda _task: [])
 
 
 def events(proxy: Running, query: str) -> list[dict[str, Any]]:
