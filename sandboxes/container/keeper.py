@@ -199,7 +199,7 @@ class Keeper:
         self._user = household.ids(house.pid)
         self._inherited = household.environment(house.pid)
         self._shells = shells = ContainerShells(anchor, house, set(self._inherited))
-        servers = ContainerServers(shells, anchor, house)
+        servers = ContainerServers(anchor, house)
         self._background = BackgroundProcesses(0)
         self._changes = ContainerChanges(house, roots, order)
         self._supervisor = Supervisor(link, shells, servers, self._background, self._changes, self)

@@ -19,7 +19,7 @@ from sandboxes.container import posix_session as posix
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.process_io import death_of
-from sandboxes.guest.shell import Output, Shell
+from sandboxes.guest.shell import Shell
 from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
@@ -49,63 +49,46 @@ Inode = tuple[int, int]
 
 
 class ContainerShell(Shell):
-    """One session's shell.
+    """A shell in a container, whose pipes are FIFOs and whose texts are files in a directory of the box.
 
     Attributes:
-        session: The session that it was started from; None for a new one.
-        baseline: What its first dump says that this session is.
-        folder: Its directory in the box; the anchor knows the shell by the directory's name.
-        pid: Its pid on this machine.
-        inner: Its pid in the container.
-        limits: The resource limits that it inherited.
+        folder: Its directory, by whose name the anchor knows it.
+        bash: Whether it is bash; otherwise it is the image's /bin/sh.
+        inner: Its process, as the container numbers it; `pid` is its number on this machine.
+        limits: The resource limits that it was born with.
     """
 
-    def __init__(self, name: str, session: ShellSession | None, folder: Path, *, bash: bool) -> None:
-        self.name, self.session, self.folder, self.bash = name, session, folder, bash
-        self.pid = self.inner = 0
-        self.baseline: ShellSession | None = None
-        self.jobs: Jobs = ()
-        self.runs = 0
-        self.dump = bytearray()
+    def __init__(
+        self, name: str, session: ShellSession | None, folder: Path, texts: Mapping[str, bytes], *, bash: bool
+    ) -> None:
+        """Make the directory with all that the shell will open; the anchor has not started it yet.
+
+        Args:
+            name: The name of its session.
+            session: The session that it is started from; None for a new one.
+            folder: The directory to make.
+            texts: The content of its files.
+            bash: Whether it is bash.
+        """
+        self._fds = _furnish(folder, texts)
+        files = {1: "out", 2: "err", sessions.COMMAND_FD: "command", sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
+        # Until it is known as a process it counts as one that has ended: an event that is always readable.
+        death = os.eventfd(1, os.EFD_CLOEXEC)
+        super().__init__(name, session, 0, death, {number: self._fds[file] for number, file in files.items()})
+        self.folder, self.bash, self.inner = folder, bash, 0
         self.limits: dict[str, tuple[int, int]] = {}
-        # An event that has happened: before `started`, the shell counts as one that has ended.
-        self.death = os.eventfd(1, os.EFD_CLOEXEC)
-        self._fds: dict[str, int] = {}
 
-    def prepare(self, workdir: str, environment: Mapping[str, str], inherited: set[str]) -> None:
-        """Make the directory with everything that the shell opens."""
-        here = self.folder.name
-        ready = posix.ready(here)
-        script = restore_script(self.session, workdir, environment, inherited, bash=self.bash, ready=ready)
-        loop = sessions.LOOP if self.bash else posix.loop(here)
-        self._furnish(dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True)))
-
-    def _furnish(self, texts: Mapping[str, bytes]) -> None:
-        self.folder.mkdir(mode=0o755)
-        for name in SHELL_FIFOS:
-            os.mkfifo(self.folder / name)
-            # A command may change its user and then open /dev/stdout, which is this FIFO.
-            (self.folder / name).chmod(0o666)
-            self._fds[name] = os.open(self.folder / name, RIGHTS)
-        for name, text in texts.items():
-            (self.folder / name).write_bytes(text)
-            (self.folder / name).chmod(0o644)
-            self._fds[name] = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.dump_fd, self.command, self.go = self._fds["dump"], self._fds["command"], self._fds["go"]
-        self.out, self.err = Output(self._fds["out"]), Output(self._fds["err"])
+    @classmethod
+    def prepare_again(cls, remembered: Mapping[str, Any], box: Path, *, bash: bool) -> "ContainerShell":
+        """Prepare a shell that will be restored: what it had open has to be there again under the same names."""
+        texts = {name: text.encode("latin-1") for name, text in remembered["texts"].items()}
+        return cls(remembered["name"], remembered["session"], box / remembered["folder"], texts, bash=bash)
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint stores about an idle shell: the keeper's view of it, and the texts of its files."""
+        """Return what a checkpoint has to keep of an idle shell, with its files; a disk format."""
         texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
         facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
         return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
-
-    @classmethod
-    def prepare_again(cls, told: Mapping[str, Any], box: Path, *, bash: bool) -> "ContainerShell":
-        """Make the files that a restored shell has open, under the names that it opened."""
-        shell = cls(told["name"], told["session"], box / told["folder"], bash=bash)
-        shell._furnish({name: text.encode("latin-1") for name, text in told["texts"].items()})
-        return shell
 
     def came_back(self, told: Mapping[str, Any], pid: int) -> None:
         """Set the process as which CRIU restored the shell."""
@@ -128,24 +111,18 @@ class ContainerShell(Shell):
             os.close(self.death)
             self.death = death_of(pid)
 
-    def orders(self, command: bytes) -> tuple[bytes, bytes]:
-        """See `Shell.orders`."""
+    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
         orders = sessions.orders if self.bash else posix.orders
         return orders(self.session, command)
 
-    def finish_dump(self) -> tuple[int, ShellSession]:
-        """Return exit status and session of a complete dump, and set `jobs`.
-
-        Raises:
-            MalformedDumpError: A command has interfered with the dump.
-        """
-        status, session, self.jobs = (sessions if self.bash else posix).parse_dump(bytes(self.dump))
+    def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
+        status, session, jobs = (sessions if self.bash else posix).parse_dump(dump)
         now = read_limits(self.pid)
         session["limits"] = {name: list(value) for name, value in now.items() if value != self.limits.get(name)}
-        return status, session
+        return status, session, jobs
 
-    def as_when_new(self) -> bool:
-        """See `Shell.as_when_new`."""
+    def is_as_new(self) -> bool:
+        """Return whether its open descriptors are those of a shell that waits for its first command."""
         opened = _open_files(self.pid)
         if opened is None:
             return False
@@ -172,6 +149,22 @@ class ContainerShell(Shell):
             (self.folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()
+
+
+def _furnish(folder: Path, texts: Mapping[str, bytes]) -> dict[str, int]:
+    """Make a shell's directory with its FIFOs and files; return our descriptors of them, by name."""
+    folder.mkdir(mode=0o755)
+    fds = {}
+    for name in SHELL_FIFOS:
+        os.mkfifo(folder / name)
+        # A command that becomes another user may open /dev/stdout, which is this FIFO, again.
+        (folder / name).chmod(0o666)
+        fds[name] = os.open(folder / name, RIGHTS)
+    for name, text in texts.items():
+        (folder / name).write_bytes(text)
+        (folder / name).chmod(0o644)
+        fds[name] = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    return fds
 
 
 def restore_script(

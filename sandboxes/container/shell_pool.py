@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from sandboxes.container import posix_session as posix
 from sandboxes.container.anchor import ContainerAnchor
+from sandboxes.container.boot_scripts import SHELL_TEXTS
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import ContainerShell, read_limits, restore_script
+from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import KILLED, Shells
@@ -76,13 +79,17 @@ class ContainerShells(Shells):
 
     def _start(self, name: str) -> Shell:
         self._anchor.look_after()
-        shell = ContainerShell(name, self.sessions.get(name), self._anchor.new_folder(), bash=self.bash)
-        shell.prepare(self.workdir, self.environment, self._inherited)
+        session, folder = self.sessions.get(name), self._anchor.new_folder()
+        script = restore_script(
+            session, self.workdir, self.environment, self._inherited, bash=self.bash, ready=posix.ready(folder.name)
+        )
+        loop = sessions.LOOP if self.bash else posix.loop(folder.name)
+        texts = dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True))
+        shell = ContainerShell(name, session, folder, texts, bash=self.bash)
         try:
-            pid, inner = self._anchor.start(shell.folder.name)
+            pid, inner = self._anchor.start(folder.name)
         except ShellStartError:
             shell.close()
             raise
         shell.started(pid, inner, read_limits(self._anchor.pid))
-        self._shells[name] = shell
         return shell

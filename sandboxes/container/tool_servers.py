@@ -10,7 +10,6 @@ from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.container.cgroup_processes import Household
 from sandboxes.container.shell import RIGHTS
 from sandboxes.guest.anchor import ShellStartError
-from sandboxes.guest.shell_pool import Shells
 from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
 from sandboxes.ipc.messages import ServerOrder
 from sandboxes.shell_quote import quote
@@ -45,8 +44,8 @@ class ContainerServer(ServerProcess):
 class ContainerServers(Servers):
     """Those of one container."""
 
-    def __init__(self, shells: Shells, anchor: ContainerAnchor, house: Household) -> None:
-        super().__init__(shells)
+    def __init__(self, anchor: ContainerAnchor, house: Household) -> None:
+        super().__init__()
         self._anchor, self._house = anchor, house
         self._strays: list[Log] = []
         self._prepared: list[tuple[dict[str, Any], dict[str, int]]] = []

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from sandboxes.guest.anchor import Anchor
 from sandboxes.guest.criu_launch import operate, set_last_pid
-from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell import new_pipes as new_shell_pipes
-from sandboxes.guest.tool_servers import new_pipes as new_server_pipes
+from sandboxes.guest.local_servers import new_pipes as new_server_pipes
+from sandboxes.guest.local_shells import LocalShell
+from sandboxes.guest.local_shells import new_pipes as new_shell_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
 
@@ -44,7 +44,7 @@ class Restored(NamedTuple):
     """
 
     anchor: Anchor
-    shells: list[Shell]
+    shells: list[LocalShell]
     servers: list[dict[str, Any]]
     server_ends: list[int]
     background: list[tuple[dict[str, Any], dict[int, int]]]
@@ -93,7 +93,7 @@ class Restoring:
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
             Anchor(checkpoint["anchor"]["pid"], self._anchor_ends),
-            [Shell.adopt(remembered, ends) for remembered, ends in shells],
+            [LocalShell.adopt(remembered, ends) for remembered, ends in shells],
             self._servers,
             self._server_ends,
             self._background,

@@ -1,33 +1,39 @@
-"""A live bash of one session: started from a dump, given commands, asked for its next dump. Seen from pid 1."""
+"""A live shell of one session: it gets commands, and answers each with a dump of the session.
 
-import contextlib
+Each kind of sandbox has its own: `local_shells.LocalShell` is a child of the anchor in pid 1's own namespaces, and
+`container.shell.ContainerShell` is reached from outside through FIFOs. What they share is here.
+"""
+
 import os
-import resource
 import select
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from sandboxes.guest import bash_session as sessions
-from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
-from sandboxes.linux.processes import open_descriptors, wait_until_asleep
+from sandboxes.guest import bash_session as session_texts
+from sandboxes.linux.processes import wait_until_asleep
 from sandboxes.session_types import Jobs, ShellSession
 
-_LIMITS = tuple(
-    (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"
-)
 _CHUNK = 1 << 16
+"""How much is read at once: the size of a pipe."""
 
 
 class Output:
-    """One stream of a shell: keeps the first limit bytes, counts the rest."""
+    """One stream of a shell's command.
+
+    Attributes:
+        fd: Our end of the pipe.
+        kept: The first bytes.
+        dropped: How many more bytes came.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.kept = bytearray()
         self.dropped = 0
 
-    def drain(self, limit: int) -> None:
-        """Take what is there without waiting."""
+    def drain(self, max_bytes: int) -> None:
+        """Read without waiting, and keep the first max_bytes."""
         while True:
             try:
                 data = os.read(self.fd, _CHUNK)
@@ -35,12 +41,12 @@ class Output:
                 return
             if not data:
                 return
-            room = max(0, limit - len(self.kept))
+            room = max(0, max_bytes - len(self.kept))
             self.kept += data[:room]
             self.dropped += max(0, len(data) - room)
 
     def take(self) -> tuple[bytes, bool]:
-        """Return what was kept, with a last line on what was not, and whether anything was not."""
+        """Return what was kept, with a last line about what was not, and whether anything was dropped."""
         kept, dropped = bytes(self.kept), self.dropped
         self.kept.clear()
         self.dropped = 0
@@ -49,109 +55,82 @@ class Output:
         return kept, dropped > 0
 
 
-class Shell:
-    """One bash. `session` is what it was started from, `baseline` what its first dump says that is."""
+class Shell(ABC):
+    """A live shell.
 
-    def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
-        self.name = name
-        self.session = session
-        self.pid = pid
+    Attributes:
+        name: The name of its session.
+        session: The session that it was started from; None for one in which nothing has happened.
+        pid: Its process, as the supervisor numbers it.
+        death: A descriptor that is readable once it has ended. By then the pid may be another process's.
+        baseline: What its last dump said of its session; None until the first dump.
+        jobs: What its last dump said of its jobs.
+        runs: How many commands it was given.
+        out: The stdout of its command.
+        err: The stderr of its command.
+        dump_fd: Our end of the pipe on which it dumps.
+    """
+
+    def __init__(self, name: str, session: ShellSession | None, pid: int, death: int, ends: Mapping[int, int]) -> None:
+        """Take over a shell that was started, or is about to be.
+
+        Args:
+            name: The name of its session.
+            session: The session that it is started from.
+            pid: Its process; 0 while it is not known.
+            death: A descriptor that is readable once it has ended.
+            ends: Our ends of its pipes and of its command's text, by its own descriptor numbers.
+        """
+        self.name, self.session, self.pid, self.death = name, session, pid, death
         self.baseline: ShellSession | None = None
         self.jobs: Jobs = ()
         self.runs = 0
-        self.dump = bytearray()
-        self._ends = list(ends.values())
-        # Readable when it has ended; by then its pid may be another's.
-        self.death = os.pidfd_open(pid)
-        self._ends.append(self.death)
         self.out, self.err = Output(ends[1]), Output(ends[2])
-        self.command, self.go, self.dump_fd = (
-            ends[place] for place in (sessions.COMMAND_FD, sessions.GO_FD, sessions.DUMP_FD)
-        )
-        # By name, as the kernel tells them: what else the idle shell has open, a command has opened.
-        texts = (sessions.RESTORE_FD, sessions.LOOP_FD, sessions.COMMAND_FD)
-        self.known_fds = {0: "/dev/null", **dict.fromkeys(texts, "/memfd:text (deleted)"), **self._pipe_names()}
+        self._command, self._go = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
+        self.dump_fd = ends[session_texts.DUMP_FD]
+        self._dump = bytearray()
 
-    @classmethod
-    def start(
-        cls, anchor: Anchor, name: str, session: ShellSession | None, *, environment: dict[str, str], workdir: str
-    ) -> "Shell":
-        """Start a bash that is on its way to be session; None is a session that nothing has happened in.
+    @abstractmethod
+    def remember(self) -> dict[str, Any]:
+        """Return what a checkpoint has to keep of an idle shell; its members are a disk format."""
+
+    @abstractmethod
+    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
+        """Return the line that lets the shell go on, and the text that it then evaluates."""
+
+    @abstractmethod
+    def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
+        """Return the exit status, the session and the jobs of a dump, with the session's resource limits.
 
         Raises:
-            CannotStart: there is no bash that could be executed.
-            AnchorLost: the anchor is gone.
+            MalformedDumpError: A command has interfered with the dump.
         """
-        ours, theirs = new_pipes()
-        texts = {
-            sessions.RESTORE_FD: sessions.restore_script(session, workdir),
-            sessions.LOOP_FD: sessions.LOOP.encode(),
-        }
-        for place, text in {**texts, sessions.COMMAND_FD: b""}.items():
-            theirs[place] = os.memfd_create("text", os.MFD_CLOEXEC)
-            os.pwrite(theirs[place], text, 0)
-        theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            pid = anchor.spawn(environment if session is None else {}, theirs)
-            # The command's text is written anew for each call: we keep it open.
-            ours[sessions.COMMAND_FD] = os.dup(theirs[sessions.COMMAND_FD])
-            shell = cls(name, session, pid, ours)
-        except (AnchorLostError, ProcessLookupError) as error:
-            said = _said(ours[2])
-            for fd in ours.values():
-                os.close(fd)
-            if isinstance(error, AnchorLostError):
-                raise
-            raise ShellStartError(f"{BASH} does not start in this sandbox: {said}") from error
-        finally:
-            for fd in theirs.values():
-                os.close(fd)
-        if session is not None:
-            shell._restore_limits(session["limits"])
-        return shell
 
-    @classmethod
-    def adopt(cls, told: Mapping[str, Any], ends: Mapping[int, int]) -> "Shell":
-        """Take over a shell that was restored with its processes; told is what `remember` said of it."""
-        # Its command is written anew for each: the same memory, opened again.
-        command = os.open(f"/proc/{told['pid']}/fd/{sessions.COMMAND_FD}", os.O_RDWR | os.O_CLOEXEC)
-        shell = cls(told["name"], told["session"], told["pid"], {**ends, sessions.COMMAND_FD: command})
-        shell.baseline, shell.jobs, shell.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
-        return shell
+    @abstractmethod
+    def is_as_new(self) -> bool:
+        """Return whether its open descriptors are those of a shell that waits for its first command."""
 
-    def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of this side of an idle shell, and which pipes lead to it."""
-        facts = {name: getattr(self, name) for name in ("name", "session", "pid", "baseline", "jobs", "runs")}
-        return {**facts, "pipes": {str(place): name for place, name in self._pipe_names().items()}}
-
-    def _pipe_names(self) -> dict[int, str]:
-        """Return, by their places in the shell, the kernel's names of the pipes that lead to it."""
-        ours = {1: self.out.fd, 2: self.err.fd, sessions.GO_FD: self.go, sessions.DUMP_FD: self.dump_fd}
-        return {place: os.readlink(f"/proc/self/fd/{fd}") for place, fd in ours.items()}  # noqa: PTH115
-
-    def _restore_limits(self, limits: Mapping[str, list[int]]) -> None:
-        for name, (soft, hard) in limits.items():
-            # A limit of another kernel or an unprivileged start may not be settable here.
-            with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
+    @abstractmethod
+    def close(self) -> None:
+        """Close our ends of its pipes. The shell itself is not killed."""
 
     def run(self, command: bytes) -> None:
-        """Begin a command; the shell answers with a dump."""
+        """Begin a command. The shell ends it by writing a dump.
+
+        The command's text goes into a file that the shell has open, because a line on a pipe could be longer than the
+        pipe; the line on the pipe only lets the shell go on.
+        """
         self.runs += 1
-        go, text = self.orders(command)
-        os.ftruncate(self.command, 0)
+        go, text = self._orders(command)
+        os.ftruncate(self._command, 0)
         written = 0
         while written < len(text):
-            written += os.pwrite(self.command, text[written:], written)
-        self.dump.clear()
-        os.write(self.go, go)
-
-    def orders(self, command: bytes) -> tuple[bytes, bytes]:
-        """Return the line that lets the shell go, and what it evaluates then."""
-        return sessions.orders(self.session, command)
+            written += os.pwrite(self._command, text[written:], written)
+        self._dump.clear()
+        os.write(self._go, go)
 
     def read_dump(self) -> bool:
-        """Take what has come of a dump; return whether it is whole."""
+        """Read without waiting what has come of a dump; return whether it is whole."""
         while True:
             try:
                 data = os.read(self.dump_fd, _CHUNK)
@@ -159,69 +138,33 @@ class Shell:
                 return False
             if not data:
                 return False
-            if len(self.dump) <= sessions.MAX_DUMP_BYTES:
-                self.dump += data
+            if len(self._dump) <= session_texts.MAX_DUMP_BYTES:
+                self._dump += data
             else:
-                # Too long to keep: only its end still matters.
-                self.dump[-len(sessions.END) :] = (self.dump[-len(sessions.END) :] + data)[-len(sessions.END) :]
-            if self.dump.endswith(sessions.END):
+                # A session may be made huge on purpose. Only its end is kept then, to see that the dump is over.
+                self._dump[-len(session_texts.END) :] = (self._dump[-len(session_texts.END) :] + data)[
+                    -len(session_texts.END) :
+                ]
+            if self._dump.endswith(session_texts.END):
                 return True
 
     def finish_dump(self) -> tuple[int, ShellSession]:
-        """Return exit status and session of the dump that came; what it says of jobs, keep in `jobs`.
+        """Return the exit status and the session of the dump that has come, and keep its jobs in `jobs`.
 
         Raises:
-            MalformedDump: a command has interfered with it.
+            MalformedDumpError: A command has interfered with the dump.
         """
-        status, session, self.jobs = sessions.parse_dump(bytes(self.dump))
-        session["limits"] = self._changed_limits()
+        status, session, self.jobs = self._parse_dump(bytes(self._dump))
         return status, session
-
-    def _changed_limits(self) -> dict[str, list[int]]:
-        changed = {}
-        for name, number in _LIMITS:
-            with contextlib.suppress(OSError, ValueError):
-                now = resource.prlimit(self.pid, number)
-                if now != resource.getrlimit(number):
-                    changed[name] = list(now)
-        return changed
 
     @property
     def ended(self) -> bool:
+        """Whether the shell has ended."""
         return bool(select.select([self.death], [], [], 0)[0])
 
     def holds_more(self) -> bool:
-        """Whether the idle shell has other descriptors than when it was new; True where it does not let us look.
+        """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen.
 
-        Right after its dump it still has some, until it waits for its next command.
+        Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
         """
-        return not wait_until_asleep(self.pid, self.as_when_new)
-
-    def as_when_new(self) -> bool:
-        """Whether its descriptors are those that it has when it waits for its first command."""
-        return open_descriptors(self.pid) == self.known_fds
-
-    def close(self) -> None:
-        """Close our ends; killing is the caller's."""
-        for fd in self._ends:
-            os.close(fd)
-        self._ends.clear()
-
-
-def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
-    """Return our ends and a shell's ends of its pipes, by their places in the shell."""
-    ours, theirs = {}, {}
-    for place in (1, 2, sessions.DUMP_FD):
-        ours[place], theirs[place] = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(ours[place], False)
-        # Whoever a command becomes may open /dev/stdout again.
-        os.fchmod(theirs[place], 0o666)
-    theirs[sessions.GO_FD], ours[sessions.GO_FD] = os.pipe2(os.O_CLOEXEC)
-    return ours, theirs
-
-
-def _said(fd: int) -> str:
-    try:
-        return os.read(fd, _CHUNK).decode(errors="replace").strip()
-    except BlockingIOError:
-        return "it gives no reason"
+        return not wait_until_asleep(self.pid, self.is_as_new)

@@ -13,15 +13,12 @@ import os
 import select
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sandboxes.guest.anchor import ShellStartError
-from sandboxes.guest.shell_pool import Shells
 from sandboxes.ipc.messages import ServerOrder
-from sandboxes.linux import processes
-from sandboxes.shell_quote import quote
 
 TAIL_BYTES = 1 << 14
 """How much of a server's log is kept, from its end. It is only quoted in errors."""
@@ -123,11 +120,10 @@ class ServerProcess:
         self.pipes, self._death = (), None
 
 
-class Servers:
+class Servers(ABC):
     """The tool servers of one sandbox, by name. The proxy's orders say each time what a server is."""
 
-    def __init__(self, shells: Shells) -> None:
-        self._shells = shells
+    def __init__(self) -> None:
         self._servers: dict[str, ServerProcess] = {}
 
     def __iter__(self) -> Iterator[ServerProcess]:
@@ -137,14 +133,6 @@ class Servers:
     def outputs(self) -> dict[int, Log]:
         """Their open logs by descriptor."""
         return {server.log.fd: server.log for server in self if server.log.fd >= 0}
-
-    def drain_detached(self, fd: int, pid: int) -> None:
-        """From now on drain the output of a process that its client has left, as if it were a server's log.
-
-        So a checkpoint also holds the pipe.
-        """
-        name = f"left {pid} {fd}"
-        self._servers[name] = ServerProcess(name, pid, fd)
 
     def start(self, order: ServerOrder, watch: Callable[[], None]) -> None:
         """Start a server and wait until it is ready; see `connect`."""
@@ -205,38 +193,21 @@ class Servers:
             if server.log.fd == fd:
                 server.log.close()
 
-    def adopt(self, remembered: list[dict[str, Any]], ends: list[int]) -> None:
-        """Take over the servers that a checkpoint brought back.
+    @abstractmethod
+    def drain_detached(self, fd: int, pid: int) -> None:
+        """From now on drain the output of a process that its client has left for good."""
 
-        Args:
-            remembered: What `ServerProcess.remember` returned of each.
-            ends: Our ends of all their pipes, in the order of the remembered pipes.
-        """
-        remaining = iter(ends)
-        for server in remembered:
-            ours = [next(remaining) for _ in server["pipes"]]
-            pipes = ours[:2] if server["talks"] else []
-            log = ours[-1] if len(ours) > len(pipes) else -1
-            self._servers[server["name"]] = ServerProcess(server["name"], server["pid"], log, pipes, server["note"])
-
+    @abstractmethod
     def _start(self, order: ServerOrder) -> None:
-        talks = order.port is None
-        ours, theirs = new_pipes(talks=talks)
-        null = [] if talks else [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
-        places = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
-        try:
-            pid = self._shells.launch(order.environment, places, _program(order))
-        except ShellStartError as error:
-            for fd in ours:
-                os.close(fd)
-            raise ToolServerError("crashed", str(error)) from error
-        finally:
-            for fd in (*theirs, *null):
-                os.close(fd)
-        before = self._servers.pop(order.name, None)
-        if before is not None:
-            before.close()
-        self._servers[order.name] = ServerProcess(order.name, pid, ours[-1], ours[:-1])
+        """Start a server.
+
+        Raises:
+            ToolServerError: No process can be started.
+        """
+
+    @abstractmethod
+    def _is_over(self, server: ServerProcess) -> bool:
+        """Return whether a server whose command has ended does not run in another process either."""
 
     def _await_ready(self, order: ServerOrder, port: int, watch: Callable[[], None]) -> socket.socket:
         server, deadline = self._servers[order.name], time.monotonic() + order.ready_s
@@ -262,35 +233,6 @@ class Servers:
             "silent",
             f"server {server.name!r} was not ready on port {port} within {order.ready_s:g} s: {server.log.tail()}",
         )
-
-    def _is_over(self, server: ServerProcess) -> bool:
-        """Whether a command that has ended failed, or left no process behind to do its work."""
-        others = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
-        return self._shells.status_of(server.pid) != 0 or not others
-
-
-def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:
-    """Return our ends and a server's ends of its pipes: stdin and stdout if it talks over them, then its log."""
-    ours, theirs = [], []
-    if talks:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        ours.append(writing)
-        theirs.append(reading)
-    for _ in range(1 + talks):
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        # A server that becomes another user may open /dev/stdout, which is this pipe, again.
-        os.fchmod(writing, 0o666)
-        ours.append(reading)
-        theirs.append(writing)
-    return ours, theirs
-
-
-def _program(order: ServerOrder) -> str:
-    # The supervisor is sheltered from the OOM killer, and a server must not inherit that.
-    change_folder = f"cd -- {quote(order.workdir)} || cd /"
-    become = f"exec /bin/bash --noprofile --norc -c {quote(order.command)}"
-    return f"printf 0 >/proc/self/oom_score_adj; {change_folder}; {become}"
 
 
 def _connected(port: int) -> socket.socket | None:

@@ -25,11 +25,11 @@ from sandboxes.guest.changes import Changes
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
+from sandboxes.guest.local_servers import LocalServers
+from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import Shells
 from sandboxes.guest.supervisor import CallRequest, Performed, Supervisor, not_started
-from sandboxes.guest.tool_servers import Servers
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.messages import (
     CallDone,
@@ -129,7 +129,7 @@ class LocalProcess:
 
     running: Running
     pid: int
-    shells: Shells
+    shells: LocalShells
     spared: set[processes.Process]
 
     def status(self) -> int:
@@ -154,9 +154,9 @@ class Init:
 
     def __init__(self, link: DriverLink, roots: delta.DeltaRoots, order: StartSandbox) -> None:
         self._link, self._seals = link, order.seals
-        self._shells = shells = Shells(order.environment, order.workdir, order.sessions, order.pristine)
+        self._shells = shells = LocalShells(order.environment, order.workdir, order.sessions, order.pristine)
         self._changes, self._background = Changes(roots, order), BackgroundProcesses(order.output_bytes)
-        self._servers = Servers(shells)
+        self._servers = LocalServers(shells)
         self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
@@ -379,7 +379,7 @@ class Init:
 
 
 def _background_process(
-    shells: Shells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
+    shells: LocalShells, description: Mapping[str, Any], ends: Mapping[int, int], death: int, pid: int
 ) -> BackgroundProcess:
     return BackgroundProcess(
         description, pending_outputs(ends), ends.get(0, -1), death, pid, lambda: shells.status_of(pid)
