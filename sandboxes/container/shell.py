@@ -176,7 +176,7 @@ def restore_script(
     bash: bool,
     ready: str,
 ) -> bytes:
-    """Set the limits of a process and of what it starts from now on, as `confine.limit_resources` does."""
+    """Return the script that makes a fresh shell a session; see `posix.restore_script` for the arguments."""
     if not bash:
         return posix.restore_script(session, workdir, environment, inherited, ready)
     script = sessions.restore_script(session, workdir)

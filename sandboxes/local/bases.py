@@ -1,4 +1,8 @@
-"""Bases: what lies below everything a sandbox writes, and the digest that says which system it is."""
+"""Bases: the root file systems below all layers, each with a digest that identifies it.
+
+A base is the host itself ("host", see `host_base`), a directory, or a tarball, which is unpacked once. Under each of
+them lies the *skeleton*, a layer with the directories that every root needs as mount points.
+"""
 
 import hashlib
 import tarfile
@@ -12,13 +16,19 @@ from sandboxes.host.source_digest import SourceDigests, directory_digest, raise_
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import host_base as hostbase
 
-_CHUNK = 1 << 20
-_LINKS_FOLLOWED = 40
+_MAX_LINKS = 40
+"""Limits the symlinks that one path leads through, as the kernel does (path_resolution(7))."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """lowers: directories, topmost first, at least two. binds: host folders shown read-only at their own path."""
+    """A base.
+
+    Attributes:
+        identity: What it is, and a digest of its content.
+        lowers: Its directories, the topmost first; at least two.
+        binds: Directories of the host that a sandbox sees read-only, at their own paths.
+    """
 
     identity: str
     lowers: tuple[str, ...]
@@ -26,35 +36,49 @@ class Base:
 
 
 class Bases:
-    """The bases of one data directory. Methods block: run them in a thread. Each base is made once, then found."""
+    """The bases of one data directory, each built once. Methods block: run them in a thread.
+
+    Attributes:
+        host_view: Where the launcher, in its own mounts only, has the host's root, at `root` below it.
+        sources: Digests of directories and files.
+    """
 
     def __init__(self, data_dir: Path, *, privileged: bool) -> None:
+        """Name the directories; `open` makes them.
+
+        Args:
+            data_dir: The driver's own directory.
+            privileged: Whether the proxy is root, so that the host's root can be a layer.
+        """
         self._data = data_dir
         self._folder = data_dir / "bases"
         self.host_view = data_dir / "host"
-        """Where the launcher, and nobody else, sees the host's root: below it, at `root`."""
         self._privileged = privileged
         self._making = threading.Lock()
         self.sources = SourceDigests()
         self._known: dict[str, Base] = {}
 
     def open(self) -> None:
-        """Make the directory, and remove what was half made."""
+        """Make the directories, and remove bases that a killed process left half built."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.host_view.mkdir(exist_ok=True)
-        for left in self._folder.glob("*.part"):
-            remove_tree(left)
+        for unfinished in self._folder.glob("*.part"):
+            remove_tree(unfinished)
         self._make("skeleton-1", hostbase.skeleton)
 
     def base(self, name: str) -> Base:
-        """Return the base that a spec calls name, as it was when it was last looked at."""
+        """Return a base by its name in specs, as `refresh` last saw it."""
         return self._known.get(name) or self.refresh(name)
 
     def refresh(self, name: str) -> Base:
-        """Return the base that a spec calls name: "host", or the path of a directory or tarball, as it is now.
+        """Return a base as it is now.
+
+        Args:
+            name: Its name in specs: "host", or the path of a directory or tarball.
 
         Raises:
-            SpecError: it is not there, cannot be read, or has no /bin/bash.
+            SpecError: It is missing, cannot be read, or has no /bin/bash.
+            OSError: The machine is short of memory, descriptors or disk.
         """
         try:
             self._known[name] = self._host() if name == "host" else self._named(Path(name))
@@ -66,7 +90,8 @@ class Bases:
             ) from error
 
     def _host(self) -> Base:
-        # Where the data lies says something of the base only if a hole is left there; else trees travel.
+        # If sandboxes would see the data directory, it is hidden, and its path becomes part of the identity. Otherwise
+        # the identity is the same on equal hosts, so that trees can be moved between them.
         hole = str(self._data).encode() if hostbase.in_sight(self._data) else b""
         identity = hashlib.blake2b(hostbase.fingerprint() + hole, digest_size=16).hexdigest()
         if self._privileged:
@@ -90,7 +115,7 @@ class Bases:
         return Base(identity, (str(folder.resolve()), self._skeleton))
 
     def _make(self, name: str, build: Callable[[Path], object]) -> Path:
-        """Return the directory name, built first where it is missing; whole or not at all."""
+        """Return a directory of bases; build it if it is missing, completely or not at all."""
         target = self._folder / name
         with self._making:
             if not target.is_dir():
@@ -103,6 +128,7 @@ class Bases:
 
 
 def _check_bash(folder: Path, named: Path) -> None:
+    """Refuse a root file system without bash."""
     if not _exists_inside(folder, "bin/bash"):
         raise SpecError(
             f"base {str(named)!r} has no /bin/bash. Use a root file system with bash, such as debootstrap's minbase."
@@ -110,9 +136,9 @@ def _check_bash(folder: Path, named: Path) -> None:
 
 
 def _exists_inside(root: Path, name: str) -> bool:
-    """Whether name exists, with links read as seen from inside root."""
+    """Return whether a path is a file, with symlinks resolved as a process with this root resolves them."""
     parts, here = name.split("/"), Path()
-    for _ in range(_LINKS_FOLLOWED):
+    for _ in range(_MAX_LINKS):
         if not parts:
             return (root / here).is_file()
         part = parts.pop(0)
@@ -127,15 +153,15 @@ def _exists_inside(root: Path, name: str) -> bool:
 
 
 def _unpack(source: Path, target: Path) -> None:
-    """Unpack a root file system; members that would leave target are refused, device nodes left out."""
+    """Unpack a root file system without its device nodes; a member that would leave the target is refused."""
 
-    def whole(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    def keep_mode(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
         checked = tarfile.tar_filter(member, folder)
         if member.isdev():
             return None
-        # The filter checks where a member goes, but also drops mode bits that a root file system needs: 1777, setuid.
+        # tar_filter checks paths, but it also drops mode bits that a root file system needs: 1777 and set-user-id.
         return checked.replace(mode=member.mode, deep=False)
 
     with tarfile.open(source) as archive:
-        archive.extractall(target, filter=whole, numeric_owner=True)  # noqa: S202
+        archive.extractall(target, filter=keep_mode, numeric_owner=True)  # noqa: S202
     target.chmod(0o755)

@@ -1,7 +1,8 @@
-"""The host's own system as a base: what of it a sandbox sees. An allow-list; all else is hidden.
+"""The host's own system as a base. An allow-list says what a sandbox sees of it; everything else is hidden.
 
-As root, a *mask layer* lies over `/`: empty directories and whiteouts where something is not for the sandbox. Without
-root an overlay of `/` is refused: then `/usr`, `/opt` and dpkg's database are bound read-only, and `/etc` is a copy.
+With root, a *mask layer* lies over the host's root: empty directories, and whiteouts over what a sandbox must not see.
+Without root, the kernel refuses an overlay of `/`. Then `/usr`, `/opt` and dpkg's database are bound read-only, and
+`/etc` is a copy of what everybody may read.
 """
 
 import hashlib
@@ -14,8 +15,11 @@ from pathlib import Path
 from sandboxes.local.layers import OPAQUE, is_whiteout
 
 VISIBLE = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt")
-"""Top folders that a sandbox sees. In `SEARCHED` ones, what not everybody may read is hidden: keys, shadow, sudoers."""
+"""Top-level directories that a sandbox sees."""
+
 SEARCHED = ("etc", "opt", "usr/local", "usr/etc", "usr/share")
+"""Directories in which files that not everybody may read are hidden: keys, shadow, sudoers."""
+
 VISIBLE_STATE = (
     "dpkg",
     "python",
@@ -27,12 +31,19 @@ VISIBLE_STATE = (
     "aspell",
     "git",
 )
-"""Of /var/lib: what installed software looks up there."""
+"""Directories of /var/lib that a sandbox sees, because installed software reads them."""
+
 BOUND = ("/usr", "/opt", "/var/lib/dpkg")
+"""Directories that are bound read-only without root."""
+
 _EMPTY = {"proc": 0o555, "dev": 0o755, "sys": 0o555, "root": 0o700, "home": 0o755, "run": 0o755, "run/shm": 0o1777}
 _EMPTY |= {"run/lock": 0o1777, "tmp": 0o1777, "srv": 0o755, "mnt": 0o755, "media": 0o755, "boot": 0o755}
+"""Directories that are empty in a sandbox, with their modes."""
+
 _EMPTY_STATE = {"cache": 0o755, "log": 0o755, "tmp": 0o1777, "spool": 0o755, "mail": 0o775, "backups": 0o755}
 _EMPTY_STATE |= {"local": 0o755, "opt": 0o755}
+"""Directories of /var that are empty in a sandbox, with their modes."""
+
 _OWN_TEXT = {
     "hostname": "sandbox\n",
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
@@ -40,23 +51,25 @@ _OWN_TEXT = {
     "machine-id": "",
     "mtab": "",
 }
+"""Files of /etc with a content of our own, because the host's depends on the machine or changes by itself."""
+
 _PASSING = {".pwd.lock", "adjtime", "ld.so.cache", "mtab", ".updated", "blkid.tab"}
-"""Of /etc: what a machine rewrites of its own accord."""
+"""Files of /etc that a machine rewrites by itself, so they do not change the fingerprint."""
 
 
 def skeleton(target: Path) -> None:
-    """Make the directories that every root needs, as the lowest layer: a base's own lie over them."""
+    """Make the directories that every root needs, as the lowest layer: a base's own directories replace them."""
     for name, mode in {**_EMPTY, "var": 0o755, "var/tmp": 0o1777, "etc": 0o755}.items():
         (target / name).mkdir(parents=True, exist_ok=True)
         (target / name).chmod(mode)
 
 
 def fingerprint(root: Path = Path("/")) -> bytes:
-    """Return 32 bytes that change when the host's software or its settings do. 20 ms.
+    """Return 32 bytes that change when the host's software or settings change. It takes 20 ms.
 
-    Packages by dpkg's status and the folders of `/usr`; what is installed past the packages by the folders of
-    `/usr/local` and `/opt`; settings by the files below `/etc`, less those that a sandbox has of its own: a host that
-    rewrites its `resolv.conf` is the same host.
+    Packages show in dpkg's status and the directories of `/usr`. Software that was installed without packages shows in
+    the directories of `/usr/local` and `/opt`. Settings are the files below `/etc`, without those that a sandbox has
+    with its own content: a host that rewrites its `resolv.conf` stays the same base.
     """
     digest = hashlib.blake2b(digest_size=32)
     for path in sorted({*_software(root), *_settings(root / "etc")}):
@@ -85,7 +98,7 @@ def _folders(top: Path, depth: int) -> Iterator[Path]:
     if depth and top.is_dir() and not top.is_symlink():
         with os.scandir(top) as entries:
             for entry in entries:
-                # What not everybody may read, no sandbox sees.
+                # Sandboxes do not see what not everybody may read.
                 if entry.is_dir(follow_symlinks=False) and _everybody_reads(Path(entry.path)):
                     yield from _folders(Path(entry.path), depth - 1)
 
@@ -99,12 +112,17 @@ def _settings(etc: Path) -> Iterator[Path]:
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:
-    """Write the mask layer that lies over `/`. Needs root. hidden: more paths that nobody in a sandbox sees. 0.3 s."""
+    """Write the mask layer, which lies over the host's root. It needs root and takes 0.3 s.
+
+    Args:
+        target: The empty directory of the layer.
+        hidden: Further paths that sandboxes must not see.
+    """
     host = Path("/")
     for path in host.iterdir():
         if path.name not in VISIBLE and path.name not in {"var", *_EMPTY}:
             _whiteout(target / path.name)
-    _copy_facts(host, target)
+    _copy_attributes(host, target)
     for name, mode in _EMPTY.items():
         _empty(target / name, mode)
     _mask_var(host / "var", target / "var")
@@ -117,7 +135,7 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
 
 
 def in_sight(path: Path) -> bool:
-    """Whether a sandbox would see what is below path, were it not hidden."""
+    """Return whether sandboxes would see what is below a path if it were not hidden."""
     seen = {(name,) for name in VISIBLE} | {("var", "lib", name) for name in VISIBLE_STATE}
     return path.parts[1:2] in seen or path.parts[1:4] in seen
 
@@ -145,8 +163,8 @@ def _mask_var(host: Path, target: Path) -> None:
         for path in (host / "lib").iterdir():
             if path.name not in VISIBLE_STATE:
                 _whiteout(target / "lib" / path.name)
-        _copy_facts(host / "lib", target / "lib")
-    _copy_facts(host, target)
+        _copy_attributes(host / "lib", target / "lib")
+    _copy_attributes(host, target)
 
 
 def _mask_unreadable(host: Path, target: Path, mask: Path) -> None:
@@ -161,19 +179,19 @@ def _mask_unreadable(host: Path, target: Path, mask: Path) -> None:
             if not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o004:
                 _hide(Path(folder) / name, mask)
     if target.is_dir():
-        _copy_facts(host, target)
+        _copy_attributes(host, target)
 
 
 def _hide(path: Path, mask: Path) -> None:
-    """Put a whiteout for a host path into the mask, and its parents as they are on the host."""
+    """Put a whiteout over a path of the host into the mask, with copies of its parents' attributes."""
     inside = path.relative_to("/")
     for parent in reversed(inside.parents[:-1]):
-        # In a directory that shows nothing of the host, a whiteout would itself be seen.
+        # In an opaque directory nothing of the host shows, and a whiteout itself would be visible as a device.
         if _is_whiteout(mask / parent) or _is_opaque(mask / parent):
             return
         if not (mask / parent).exists():
             (mask / parent).mkdir()
-            _copy_facts(Path("/") / parent, mask / parent)
+            _copy_attributes(Path("/") / parent, mask / parent)
     if not os.path.lexists(mask / inside):
         _whiteout(mask / inside)
 
@@ -202,7 +220,7 @@ def _is_opaque(path: Path) -> bool:
         return False
 
 
-def _copy_facts(source: Path, target: Path) -> None:
+def _copy_attributes(source: Path, target: Path) -> None:
     status = source.lstat()
     os.chown(target, status.st_uid, status.st_gid)
     target.chmod(stat.S_IMODE(status.st_mode))
@@ -210,9 +228,13 @@ def _copy_facts(source: Path, target: Path) -> None:
 
 
 def build_copy(target: Path) -> list[str]:
-    """Write the unprivileged base: links, a copy of what everybody may read in /etc, and places for `BOUND`.
+    """Write the base for a proxy without root: links, a readable copy of /etc, and mount points. 0.5 s, 5 MB.
 
-    Returns those of `BOUND` that this host has. 0.5 s, 5 MB.
+    Args:
+        target: The empty directory of the base.
+
+    Returns:
+        The directories of `BOUND` that this host has.
     """
     skeleton(target)
     for name in VISIBLE:

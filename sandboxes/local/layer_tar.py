@@ -1,9 +1,13 @@
-"""A layer as a canonical tar: equal layers give equal bytes. What comes from elsewhere is taken for hostile.
+"""A layer as a canonical tar: equal layers give equal bytes. A tar from elsewhere is taken for hostile.
 
-    meta.json      what was written with the layer, but for its size
-    diff           its directory, then all below it in the order of names, each folder before what it holds
-Owners are numbers; whiteouts are character devices 0/0; paths that share a file are hard links to the first of them.
-Times in ns and attributes (base64) stand in pax headers of our own.
+    meta.json      what is stored with the layer, without its size
+    diff           its directory, then everything below it in the order of names, each directory before its entries
+
+Owners are numbers. Whiteouts are character devices 0/0. Paths that share a file are hard links to the first of them.
+Modification times in ns and extended attributes in base64 are pax headers of our own.
+
+Unpacking trusts no member: it checks name, order, kind, size and attributes before it writes (`_Writer`). A member's
+directory must have come before it as a directory, so no member can be written through a link.
 """
 
 import base64
@@ -20,11 +24,23 @@ from sandboxes.local.layers import OPAQUE, is_whiteout
 from sandboxes.portability import NotPortableError
 
 MAX_ENTRIES = 1_000_000
-_HEADER_BYTES = 4 << 20
-_META_BYTES = 64 << 20
+"""Limits the members of a tar, each of which takes memory until the end of unpacking."""
+
+_MAX_HEADER_BYTES = 4 << 20
+"""Limits one pax header. `tarfile` reads a header into memory; attributes of a file take at most 64 KiB each."""
+
+_MAX_META_BYTES = 64 << 20
+"""Limits meta.json, which is read into memory; its delta takes some hundred bytes a file."""
+
 _PIECE = 1 << 20
-_DEEPEST = 400
+"""Bytes of a file's content that are read and yielded together."""
+
+_MAX_DEPTH = 400
+"""Limits the depth of directories, so that paths stay below the kernel's limit of 4,096 bytes in ordinary layers."""
+
 _TIME, _ATTRIBUTE = "FORKPOINT.mtime_ns", "FORKPOINT.xattr."
+"""Names of our pax headers."""
+
 _HEADERS = {"path", "linkpath", "size", "uid", "gid", "hdrcharset", _TIME}
 _TYPES = {
     stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE,
@@ -33,17 +49,21 @@ _TYPES = {
 
 
 def pack(layer: Path, meta: dict[str, Any]) -> Iterator[bytes]:
-    """Yield the tar of a layer's directory, whose `diff` nobody writes to. Blocking; memory: its hard links.
+    """Yield the tar of a layer. Blocking; the memory that it takes grows with the layer's hard links only.
+
+    Args:
+        layer: The layer's directory, in whose `diff` nothing changes.
+        meta: What is stored with the layer.
 
     Raises:
-        NotFreezable: there is a socket or a device in it.
-        OSError: it is gone, or cannot be read.
+        NotFreezableError: The layer has a socket or a device in it, or is too deep.
+        OSError: The layer was deleted, or cannot be read.
     """
-    told = json.dumps({"delta": meta["delta"]}, sort_keys=True, separators=(",", ":")).encode()
+    text = json.dumps({"delta": meta["delta"]}, sort_keys=True, separators=(",", ":")).encode()
     info = tarfile.TarInfo("meta.json")
-    info.size, info.mode = len(told), 0o644
+    info.size, info.mode = len(text), 0o644
     yield _head(info)
-    yield _padded(told)
+    yield _padded(text)
     links: dict[int, str] = {}
     for name in _names(layer, "diff"):
         yield from _entry(layer, name, links)
@@ -51,11 +71,12 @@ def pack(layer: Path, meta: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _names(root: Path, top: str) -> Iterator[str]:
+    """Yield the paths of a directory and everything below it, in canonical order, without recursion."""
     waiting = [(top, True)]
     while waiting:
         name, is_folder = waiting.pop()
-        if name.count("/") > _DEEPEST:
-            raise NotFreezableError(f"{name.removeprefix('diff')} lies too deep to travel")
+        if name.count("/") > _MAX_DEPTH:
+            raise NotFreezableError(f"{name.removeprefix('diff')} is too deep to be exported")
         yield name
         if is_folder:
             with os.scandir(root / name) as entries:
@@ -64,13 +85,14 @@ def _names(root: Path, top: str) -> Iterator[str]:
 
 
 def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
+    """Yield one member of the tar; links: the first path of each inode with several."""
     path = root / name
     status = path.lstat()
     info = tarfile.TarInfo(name)
     if is_whiteout(status):
         info.type = tarfile.CHRTYPE
     elif (kind := _TYPES.get(stat.S_IFMT(status.st_mode))) is None:
-        raise NotFreezableError(f"{name.removeprefix('diff')} is a socket or a device: it cannot travel")
+        raise NotFreezableError(f"{name.removeprefix('diff')} is a socket or a device, which cannot be exported")
     else:
         info.type = kind
         if kind != tarfile.DIRTYPE and status.st_nlink > 1:
@@ -83,7 +105,7 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
     info.mtime = max(0, status.st_mtime_ns // 10**9)
     info.pax_headers = {_TIME: str(status.st_mtime_ns), **_attributes(path)}
     if info.type == tarfile.SYMTYPE:
-        # Not pathlib, which would make "./d/" a "d".
+        # Path.readlink would normalize "./d/" to "d".
         info.linkname = os.readlink(path)  # noqa: PTH115
     if info.type != tarfile.REGTYPE:
         yield _head(info)
@@ -91,12 +113,12 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
     info.size = status.st_size
     yield _head(info)
     with path.open("rb") as file:
-        left = status.st_size
-        while left:
-            data = file.read(min(_PIECE, left))
+        remaining = status.st_size
+        while remaining:
+            data = file.read(min(_PIECE, remaining))
             if not data:
                 raise OSError(f"{path} became shorter while it was read")
-            left -= len(data)
+            remaining -= len(data)
             yield data
     yield bytes(-status.st_size % tarfile.BLOCKSIZE)
 
@@ -110,52 +132,58 @@ def _padded(data: bytes) -> bytes:
 
 
 def _attributes(path: Path) -> dict[str, str]:
-    found = {}
+    """Return the pax headers of a file's attributes."""
+    attributes = {}
     for name in sorted(os.listxattr(path, follow_symlinks=False)):
-        if _travels(name):
+        if _is_portable(name):
             value = os.getxattr(path, name, follow_symlinks=False)
-            found[_ATTRIBUTE + name] = base64.b64encode(value).decode()
-    return found
+            attributes[_ATTRIBUTE + name] = base64.b64encode(value).decode()
+    return attributes
 
 
-def _travels(name: str) -> bool:
-    """Say whether an attribute is a file's own: not a label of the machine's, not what overlayfs notes for itself."""
+def _is_portable(name: str) -> bool:
+    """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
     if name.startswith(("user.overlay.", "trusted.")):
         return name == OPAQUE
     return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
 
 
 class _BoundedReader:
-    """What tarfile reads from: a header that claims gigabytes is refused, not read into memory."""
+    """A file for `tarfile`, which refuses a header that claims gigabytes instead of reading it into memory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.seek, self.tell, self._file = file.seek, file.tell, file
 
     def read(self, size: int) -> bytes:
-        if size > _HEADER_BYTES:
-            raise NotPortableError("a header in it is too large")
+        if size > _MAX_HEADER_BYTES:
+            raise NotPortableError("one of its headers is too large")
         return self._file.read(size)
 
 
 def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
-    """Write a layer's tar below target, which has an empty `diff`; return its meta, without a size. Blocking.
+    """Write a layer from its tar. Blocking. Nothing is written outside of the target.
 
-    Nothing is written outside of target: a name's folder must have come before it, as one, and no name comes twice.
+    Args:
+        data: The tar, at its beginning.
+        target: A directory with an empty `diff`.
+
+    Returns:
+        What is stored with the layer, without its size.
 
     Raises:
-        Unusable: it is no tar of a layer.
-        OSError: the machine cannot hold it.
+        NotPortableError: The data is no tar of a layer.
+        OSError: The machine cannot hold it.
     """
     try:
         bounded = cast("Any", _BoundedReader(data))
         with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
             meta = _meta(archive, archive.next())
-            writing = _Writing(target)
+            writer = _Writer(target)
             while (member := archive.next()) is not None:
-                writing.add(member, archive)
-                # tarfile remembers every member.
+                writer.add(member, archive)
+                # tarfile keeps every member; a million of them would take a gigabyte.
                 cast("Any", archive).members.clear()
-            writing.finish()
+            writer.finish()
             return meta
     except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError) as error:
         if isinstance(error, NotPortableError):
@@ -164,38 +192,42 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
 
 
 def _meta(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> dict[str, Any]:
-    if member is None or member.name != "meta.json" or not member.isreg() or member.size > _META_BYTES:
+    if member is None or member.name != "meta.json" or not member.isreg() or member.size > _MAX_META_BYTES:
         raise NotPortableError("it does not begin with meta.json")
     meta = json.loads(b"".join(_content(archive, member)))
     if not isinstance(meta, dict) or set(meta) != {"delta"}:
-        raise NotPortableError("its meta.json is none")
+        raise NotPortableError("its meta.json is not that of a layer")
     for entry in (meta["delta"] or {}).values():
         if len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
-            raise NotPortableError("its meta.json is none")
+            raise NotPortableError("its meta.json is not that of a layer")
     return meta
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
-    file, left = archive.extractfile(member), member.size
-    if left < 0:
-        raise NotPortableError(f"{member.name!r} has no size")
-    while left:
-        piece = b"" if file is None else file.read(min(_PIECE, left))
+    """Yield the content of a member in pieces."""
+    file, remaining = archive.extractfile(member), member.size
+    if remaining < 0:
+        raise NotPortableError(f"{member.name!r} has a negative size")
+    while remaining:
+        piece = b"" if file is None else file.read(min(_PIECE, remaining))
         if not piece:
-            raise NotPortableError(f"{member.name!r} is cut off")
-        left -= len(piece)
+            raise NotPortableError(f"{member.name!r} is truncated")
+        remaining -= len(piece)
         yield piece
 
 
-class _Writing:
+class _Writer:
+    """Writes the members of a tar, in their order, after checking each."""
+
     def __init__(self, target: Path) -> None:
         self._target = target
         self._folders: dict[str, tarfile.TarInfo] = {}
         self._files: set[str] = set()
 
     def add(self, member: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+        """Check and write one member; see `unpack` for the errors."""
         name = member.name
-        self._require_place(member)
+        self._check(member)
         path = self._target / name
         if member.isdir():
             if name != "diff":
@@ -204,26 +236,27 @@ class _Writing:
             return
         if member.islnk():
             if member.linkname not in self._files:
-                raise NotPortableError(f"{name!r} is a link to what did not come before it")
+                raise NotPortableError(f"{name!r} is a hard link to a file that did not come before it")
             os.link(self._target / member.linkname, path, follow_symlinks=False)
             self._files.add(name)
             return
         self._make(member, path, archive)
         self._files.add(name)
-        _set_facts(path, member)
+        _set_attributes(path, member)
 
-    def _require_place(self, member: tarfile.TarInfo) -> None:
+    def _check(self, member: tarfile.TarInfo) -> None:
+        """Refuse a member whose path, depth or attributes no layer has, or that comes twice."""
         name = member.name
         folder, _, last = name.rpartition("/")
         if name != "diff" and (folder not in self._folders or last in ("", ".", "..")):
-            raise NotPortableError(f"{name!r} leads out of the layer, or its folder did not come before it")
+            raise NotPortableError(f"{name!r} leads out of the layer, or its directory did not come before it")
         if name in self._folders or name in self._files:
-            raise NotPortableError(f"{name!r} is there twice")
-        if len(self._folders) + len(self._files) >= MAX_ENTRIES or name.count("/") > _DEEPEST:
-            raise NotPortableError(f"there are more than {MAX_ENTRIES} files in it, or folders {_DEEPEST} deep")
+            raise NotPortableError(f"{name!r} is in it twice")
+        if len(self._folders) + len(self._files) >= MAX_ENTRIES or name.count("/") > _MAX_DEPTH:
+            raise NotPortableError(f"it has more than {MAX_ENTRIES} files, or directories {_MAX_DEPTH} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
-        if not all(key.startswith(_ATTRIBUTE) and _travels(key.removeprefix(_ATTRIBUTE)) for key in attributes):
-            raise NotPortableError(f"{name!r} has attributes that do not travel")
+        if not all(key.startswith(_ATTRIBUTE) and _is_portable(key.removeprefix(_ATTRIBUTE)) for key in attributes):
+            raise NotPortableError(f"{name!r} has attributes that cannot be imported")
 
     def _make(self, member: tarfile.TarInfo, path: Path, archive: tarfile.TarFile) -> None:
         if member.type == tarfile.REGTYPE:
@@ -237,17 +270,17 @@ class _Writing:
         elif member.ischr() and (member.devmajor, member.devminor) == (0, 0):
             os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
         else:
-            raise NotPortableError(f"{member.name!r} is a device, or of no kind that a layer holds")
+            raise NotPortableError(f"{member.name!r} is a device, or of a kind that no layer has")
 
     def finish(self) -> None:
-        """Give folders their facts, the inner ones first: what is put into one changes its time."""
+        """Set the attributes of directories, the inner ones first: adding an entry changes a directory's time."""
         if "diff" not in self._folders:
-            raise NotPortableError("there is no diff in it")
+            raise NotPortableError("it has no diff")
         for name, member in reversed(self._folders.items()):
-            _set_facts(self._target / name, member)
+            _set_attributes(self._target / name, member)
 
 
-def _set_facts(path: Path, member: tarfile.TarInfo) -> None:
+def _set_attributes(path: Path, member: tarfile.TarInfo) -> None:
     os.chown(path, member.uid, member.gid, follow_symlinks=False)
     if not member.issym():
         path.chmod(stat.S_IMODE(member.mode))

@@ -1,9 +1,13 @@
-"""Overlay layers on disk: each sandbox writes to an upper of its own; freezing renames it among the layers.
+"""Overlay layers on disk: each sandbox writes to an upper of its own, and freezing makes the upper a layer.
 
-    uppers/<id>/diff work       what a live sandbox writes; nobody else's, gone with it
-    layers/<id>/diff meta.json  frozen, read-only from then on
-Layers are named by random ids; a name is never used twice. `meta.json` goes before the rename: a layer without one
-does not exist.
+    uppers/<id>/diff, work          what a live sandbox writes; deleted with the sandbox
+    layers/<id>/diff, meta.json     a frozen layer, never changed again
+
+Ids are random and never used twice. A layer exists if and only if it has `meta.json`. So freezing writes `meta.json`
+before it renames the upper, and deleting removes `meta.json` first; `open` removes what a crash left in between.
+
+Whiteouts and opaque directories are those of overlayfs (kernel documentation, filesystems/overlayfs.rst): a character
+device 0/0 hides a name of lower layers, and the attribute `user.overlay.opaque` hides a directory's lower entries.
 """
 
 import contextlib
@@ -18,29 +22,41 @@ from typing import Any, NamedTuple
 
 from sandboxes.linux.files import remove_tree
 
-DEEP = 24
-"""More layers than this above the root state, and small ones are merged: lookups cost 0.5 us a layer and name."""
+MAX_DEPTH = 24
+"""Layers above the root state at which small ones are merged: a lookup costs 0.5 us for each layer and name."""
+
 MERGE_BYTES = 64 << 20
-"""Layers above this size are never copied."""
+"""Largest total size of layers that are merged: merging copies them while a call waits."""
 
 
 class Upper(NamedTuple):
-    """A directory that one live sandbox writes to."""
+    """A directory that one live sandbox writes to.
+
+    Attributes:
+        id: The name that its layer will have.
+        path: The directory of its `diff` and `work`.
+    """
 
     id: str
     path: Path
 
 
 class Layers:
-    """The layers of one data directory. Methods do blocking I/O: microseconds unless they say otherwise."""
+    """The layers of one data directory. Methods block, for microseconds unless they say otherwise.
+
+    Attributes:
+        uppers: The directory of all uppers.
+        frozen: The directory of all layers.
+    """
 
     def __init__(self, data_dir: Path) -> None:
+        """Name the directories; `open` makes them."""
         self.uppers = data_dir / "uppers"
         self.frozen = data_dir / "layers"
-        self.sizes: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
 
     def open(self) -> None:
-        """Make the directories, and remove what dead sandboxes wrote and half-written layers. Seconds at worst."""
+        """Make the directories; remove uppers of dead sandboxes and half-deleted layers. It takes seconds at worst."""
         for folder in (self.uppers, self.frozen):
             folder.mkdir(parents=True, exist_ok=True)
         for upper in self.uppers.iterdir():
@@ -59,56 +75,68 @@ class Layers:
         return upper
 
     def freeze(self, upper: Upper, meta: dict[str, Any]) -> str:
-        """Make upper a layer; it stays mounted where it is, and must not be written to any more."""
+        """Make an upper a layer. A sandbox may still have it mounted, but must not write to it any more.
+
+        Args:
+            upper: The upper.
+            meta: Its delta (None if it is too large to know) and its `size_bytes`.
+
+        Returns:
+            The layer's id.
+        """
         (upper.path / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
         upper.path.rename(self.frozen / upper.id)
-        self.sizes[upper.id] = int(meta["size_bytes"])
+        self._sizes[upper.id] = int(meta["size_bytes"])
         return upper.id
 
     def lowers(self, ids: Sequence[str]) -> list[str]:
+        """Return the directories of layers, for a mount."""
         return [str(self.frozen / layer / "diff") for layer in ids]
 
     def missing(self, ids: Sequence[str]) -> list[str]:
-        """Return those of ids that are no layer (any more)."""
+        """Return the ids that name no layer, or one that was deleted."""
         return [layer for layer in ids if not (self.frozen / layer / "meta.json").exists()]
 
     def meta(self, layer: str) -> dict[str, Any]:
-        """Return what was written with a layer: delta (None: too large), size_bytes."""
+        """Return what was stored with a layer; see `freeze`."""
         meta: dict[str, Any] = json.loads((self.frozen / layer / "meta.json").read_bytes())
         return meta
 
     def size_bytes(self, layer: str) -> int:
-        if layer not in self.sizes:
-            self.sizes[layer] = int(self.meta(layer)["size_bytes"])
-        return self.sizes[layer]
+        """Return the bytes that a layer occupies."""
+        if layer not in self._sizes:
+            self._sizes[layer] = int(self.meta(layer)["size_bytes"])
+        return self._sizes[layer]
 
     def all(self) -> set[str]:
+        """Return the ids of all layers."""
         return {path.name for path in self.frozen.iterdir()}
 
     def disown(self, ids: Iterable[str]) -> None:
-        """Take their names from layers that will be deleted: from now on they are missing. 10 us each."""
+        """Make layers that will be deleted missing from now on; 10 us each."""
         for layer in ids:
             with contextlib.suppress(FileNotFoundError):
                 (self.frozen / layer / "meta.json").unlink()
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Delete layers; milliseconds per thousand files."""
+        """Delete layers; milliseconds for a thousand files."""
         for layer in ids:
-            # First the name: a half-deleted layer must not look like one.
+            # meta.json first: after a crash in between, `open` recognizes the layer as half deleted.
             self.disown([layer])
             remove_tree(self.frozen / layer)
-            self.sizes.pop(layer, None)
+            self._sizes.pop(layer, None)
 
     def undo(self, uppers: Iterable[Upper]) -> None:
-        """Delete what was to become layers, however far it came."""
+        """Delete uppers that were to become layers, whether or not they already have."""
         for upper in uppers:
             remove_tree(upper.path)
             self.drop([upper.id])
 
     def sync(self, ids: Iterable[str]) -> None:
-        """Wait until the disk has these layers. 1 ms to minutes, by what they hold."""
+        """Wait until layers are on disk, which takes from 1 ms to minutes, depending on their size."""
         for layer in ids:
             for folder, _, files in os.walk(self.frozen / layer, topdown=False):
+                # Files before their directory: a directory's entries must not point to files that are not on disk yet.
                 for path in (*(Path(folder) / name for name in files), Path(folder)):
                     if path.is_symlink() or not (path.is_file() or path.is_dir()):
                         continue
@@ -119,13 +147,20 @@ class Layers:
                         os.close(fd)
 
     def copy(self, live: Upper, upper: Upper) -> None:
-        """Copy what a live sandbox wrote into an upper of its own. Some 50 us a file, and what its bytes take."""
+        """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes."""
         _lay_over(live.path / "diff", upper.path / "diff")
 
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
-        """Copy the layers ids, topmost first, into upper; make that a layer that stands for all of them; return its id.
+        """Merge layers into one that replaces them all.
 
-        Copies, not hard links: those would change the link counts that `ls -l` shows.
+        Files are copied, not hard-linked: a hard link would change the link counts that `ls -l` shows.
+
+        Args:
+            ids: The layers, the topmost first.
+            upper: An empty upper, which becomes the merged layer.
+
+        Returns:
+            The merged layer's id.
         """
         for layer in reversed(ids):
             _lay_over(self.frozen / layer / "diff", upper.path / "diff")
@@ -135,7 +170,15 @@ class Layers:
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
-    """Return the run of neighbouring layers (topmost first) that is best merged: the longest of small ones (pure)."""
+    """Return the longest run of neighbouring layers whose total size is at most `MERGE_BYTES` (pure).
+
+    Args:
+        ids: The layers, the topmost first.
+        sizes: Their sizes in bytes; a layer without an entry is not merged.
+
+    Returns:
+        The run, the topmost first; empty if no two neighbours are small enough.
+    """
     best: list[str] = []
     run: list[str] = []
     total = 0
@@ -152,14 +195,16 @@ def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
 
 
 OPAQUE = "user.overlay.opaque"
+"""The attribute of a directory that hides the entries of lower layers; `user.`, because mounts use `userxattr`."""
 
 
 def is_whiteout(status: os.stat_result) -> bool:
+    """Return whether a file is a whiteout, which hides a name of lower layers."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def _lay_over(source: Path, target: Path) -> None:
-    """Copy an upper layer's directory over a merged one, as overlayfs would show the two."""
+    """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two."""
     links: dict[int, Path] = {}
     _lay_entries(source, target, links)
 
@@ -173,27 +218,30 @@ def _lay_entries(source: Path, target: Path, links: dict[int, Path]) -> None:
                 _lay_directory(Path(entry.path), into, links)
                 continue
             _remove_any(into)
+            # Hard links within the layer stay hard links. Whiteouts may share an inode, too; each is made anew.
             if status.st_nlink > 1 and not is_whiteout(status) and status.st_ino in links:
                 os.link(links[status.st_ino], into, follow_symlinks=False)
                 continue
             links[status.st_ino] = into
             _copy(Path(entry.path), into, status)
-    _copy_facts(source, target)
+    _copy_attributes(source, target)
 
 
 def _lay_directory(source: Path, into: Path, links: dict[int, Path]) -> None:
+    """Merge one directory, with the cases of overlayfs: new, merged, opaque, or instead of something else."""
     below = None
     with contextlib.suppress(FileNotFoundError):
         below = into.lstat()
     opaque = _opaque(source)
     if below is not None and (opaque or not stat.S_ISDIR(below.st_mode)):
-        # A directory over a whiteout or a file hides what lower layers have there.
+        # A directory over a whiteout or a file hides what the layers below have there, so it becomes opaque.
         opaque = True
         _remove_any(into)
         below = None
     if below is None:
         into.mkdir()
     elif _opaque(into):
+        # The lower of the two was opaque already, so the merged directory is.
         opaque = True
     _lay_entries(source, into, links)
     if opaque:
@@ -210,25 +258,25 @@ def _opaque(folder: Path) -> bool:
 def _copy(source: Path, target: Path, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         with source.open("rb") as reading, target.open("xb") as writing:
-            # The kernel shares the blocks where the file system can.
+            # File systems with reflinks share the blocks instead of copying them.
             while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
                 pass
     elif stat.S_ISLNK(status.st_mode):
-        # Not pathlib's way to read it, which would make "./d/" a "d".
+        # Path.readlink would normalize "./d/" to "d".
         target.symlink_to(os.readlink(source))  # noqa: PTH115
     else:
         os.mknod(target, status.st_mode, status.st_rdev)
-    _copy_facts(source, target)
+    _copy_attributes(source, target)
 
 
-def _copy_facts(source: Path, target: Path) -> None:
+def _copy_attributes(source: Path, target: Path) -> None:
     status = source.lstat()
     os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         target.chmod(stat.S_IMODE(status.st_mode))
     for name in os.listxattr(source, follow_symlinks=False):
         value = os.getxattr(source, name, follow_symlinks=False)
-        # What refers to the inode it was copied up from means nothing for a copy.
+        # Other attributes of overlayfs refer to the inode that a file was copied up from, which a copy does not have.
         if name == OPAQUE or not name.startswith("user.overlay."):
             os.setxattr(target, name, value, follow_symlinks=False)
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)

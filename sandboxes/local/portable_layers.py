@@ -1,4 +1,8 @@
-"""Frozen states of the `local` driver, out and in: their layers as tars. See `sandboxes.porting`."""
+"""Export and import of frozen states of the `local` driver, with their layers as tars; see `sandboxes.portability`.
+
+An imported file comes from elsewhere and is taken for hostile. A layer that was unpacked is packed again, and its
+digest must be the expected one. So nothing was misread, and this machine's file system lost nothing.
+"""
 
 import contextlib
 import hashlib
@@ -16,40 +20,49 @@ from sandboxes.local.layers import Layers, Upper
 from sandboxes.portability import NotPortableError
 
 Holding = Callable[[tuple[str, ...]], AbstractContextManager[None]]
+"""Keeps layers from being collected; see `Machine.holding`."""
+
 _FIELDS = {"layers", "root_layers", "born_ns", "base", "sessions", "pristine"}
 
 
 class LayerPorter:
-    """A `Porter`. holding: keeps layers from being collected."""
+    """The porter of local states; see `sandboxes.portability.Porter`."""
 
     def __init__(self, layers: Layers, holding: Holding) -> None:
+        """Work on the layers of one data directory."""
         self._layers, self._holding = layers, holding
 
     def carries(self, kind: str) -> bool:
-        """See `Porter.carries`."""
+        """Return whether states of a kind are plain data: images of live processes fit only their machine's kernel."""
         return kind == "files"
 
     def pack(self, part: str) -> Iterator[bytes]:
-        """See `Porter.pack`."""
+        """Yield a layer's tar; see `layer_tar.pack`."""
         return layer_tar.pack(self._layers.frozen / part, self._layers.meta(part))
 
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":
-        """See `Porter.unpacking`."""
+        """Import parts and states; nothing collects the parts before the end of the context."""
         with contextlib.ExitStack() as held:
             yield LayerUnpacking(self._layers, lambda layer: held.enter_context(self._holding((layer,))))
 
 
 class LayerUnpacking:
-    """An `Unpacking`. Layers get fresh names: one under its old name may be here already, and another one."""
+    """One import. Layers get new names, because another layer may have the old name here."""
 
     def __init__(self, layers: Layers, hold: Callable[[str], None]) -> None:
+        """Start with no parts.
+
+        Args:
+            layers: The layers of one data directory.
+            hold: Keeps a layer from being collected until the import ends.
+        """
         self._layers, self._hold = layers, hold
         self._names: dict[str, str] = {}
         self._counted: set[str] = set()
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
-        """See `Unpacking.part`. What is half written is swept at start, as other uppers are."""
+        """Write one layer. If the process is killed meanwhile, the next start removes it like any other upper."""
         upper = self._layers.allocate()
         try:
             meta = self._unpacked(upper, data, sha256)
@@ -61,36 +74,37 @@ class LayerUnpacking:
 
     def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> dict[str, Any]:
         meta = layer_tar.unpack(data, upper.path)
-        # Packed again, it must be what it was: then nothing was misread, and this file system lost nothing.
+        # Packed again it must give the same bytes; see the docstring of the module.
         digest = hashlib.sha256()
         for piece in layer_tar.pack(upper.path, meta):
             digest.update(piece)
         if digest.hexdigest() != sha256:
             raise NotPortableError(
-                "written here, its digest is another: it is no canonical tar, or its attributes were lost"
+                "written here, its digest is another: the tar is not canonical, or this file system lost attributes"
             )
         folder = os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # Not what the file says: budgets count it.
+            # Measured here, not taken from the file: budgets count it.
             return {**meta, "size_bytes": delta.size_bytes(folder)}
         finally:
             os.close(folder)
 
     def state(self, frozen: FrozenState) -> FrozenState:
-        """See `Unpacking.state`."""
+        """Return a state with the new names of its layers."""
         payload = frozen.payload
         if set(payload) != _FIELDS or not _plain(payload) or tuple(payload["layers"]) != frozen.parts:
-            raise NotPortableError("its payload is none of this driver's")
+            raise NotPortableError("its payload does not have the members of a local state")
         if missing := [layer for layer in frozen.parts if layer not in self._names]:
-            raise NotPortableError(f"its part {missing[0]} is not there")
+            raise NotPortableError(f"its part {missing[0]} was not imported")
         layers = tuple(self._names[layer] for layer in frozen.parts)
-        # Most layers are shared: the first state that needs one is said to have added it.
+        # States share most of their layers; a layer's bytes count for the first state that has it.
         size = sum(map(self._layers.size_bytes, set(layers) - self._counted))
         self._counted.update(layers)
         return replace(frozen, payload={**payload, "layers": list(layers)}, parts=layers, size_bytes=size)
 
 
 def _plain(payload: dict[str, Any]) -> bool:
+    """Return whether the members of a payload have the types that `LocalSandbox` writes."""
     layers, above = payload["layers"], payload["root_layers"]
     return (
         isinstance(layers, list)

@@ -1,4 +1,18 @@
-"""One live sandbox of the `local` driver, seen from the driver's side."""
+"""One live sandbox of the `local` driver, seen from the proxy.
+
+Theory of operation. The sandbox's root is an overlay: an *upper*, which it writes to, on a stack of read-only layers.
+
+1. Sealing. After each call that wrote something, pid 1 pauses and reports its delta. The upper becomes a layer, and the
+   sandbox continues on a fresh upper (`_seal`). If the call's changes cancelled out, the upper is discarded instead.
+   Both run in the background after the call has its result; the next call waits for them (`_settle`).
+2. Freezing without live processes then costs nothing: the stack of layers and the sessions' dumps *are* the state.
+3. Freezing with live processes cannot exchange the upper, because they have files of it open. CRIU freezes and dumps
+   them; meanwhile the upper is copied into a new layer (`_checkpoint`).
+4. Many small layers are merged into one, so that lookups stay cheap (`_merge_when_deep`).
+
+Who may delete a layer? Layers in `_unkept` are this sandbox's own: no frozen state has them, and closing deletes them.
+A freeze moves them out of that set. Layers in `_held` are in a state that the caller does not know of yet.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +42,7 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.bases import Base
-from sandboxes.local.layers import DEEP, Upper, mergeable
+from sandboxes.local.layers import MAX_DEPTH, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
@@ -38,7 +52,7 @@ class LocalSandbox(MachineSandbox):
     """A sandbox of namespaces and overlay layers.
 
     Attributes:
-        stack: The layers that it stands on, the topmost first.
+        stack: Its layers, the topmost first.
     """
 
     def __init__(
@@ -53,6 +67,18 @@ class LocalSandbox(MachineSandbox):
         *,
         seals: bool,
     ) -> None:
+        """Take over a spare; `begin` starts it.
+
+        Args:
+            machine: The shared parts of the driver.
+            spare: The spare sandbox.
+            spec: What the sandbox is made for.
+            base: The spec's base, below all layers.
+            root_layers: The layers of the spec's root state.
+            born_ns: When that root state was built.
+            layers: The sandbox's layers, the topmost first; the root state's are the last of them.
+            seals: Whether each call's changes become a layer; set-up needs one layer for all of its commands.
+        """
         self._process: int | None = spare.process
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
@@ -74,15 +100,21 @@ class LocalSandbox(MachineSandbox):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The driver's storage units that must not be collected while this sandbox is open."""
+        """The layers and checkpoints that must not be collected while this sandbox is open."""
         return (*self.stack, *self._held)
 
     # -- starting ----------------------------------------------------------------------------------------------------
 
     async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
-        """Give the spare that this sandbox is made of its layers and its state; return when its shell is ready.
+        """Give the spare its layers and its state; return when its shell is ready.
 
-        images: the checkpoint whose processes are to live in it, with state["checkpoint"].
+        Args:
+            state: The sessions, the delta, and what a checkpoint stored.
+            images: The checkpoint whose processes are restored in it; None starts fresh shells.
+
+        Raises:
+            SpecError: The base cannot run a shell.
+            SandboxError: The sandbox or the machine failed.
         """
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
@@ -92,6 +124,7 @@ class LocalSandbox(MachineSandbox):
         order = StartSandbox(
             binds=list(self._base.binds),
             disk_bytes=limits.disk_mb << 20,
+            # Without control groups of its own the sandbox limits itself, with rlimits.
             memory_bytes=None if cgroups.writable else memory_bytes,
             pids=None if cgroups.writable else limits.pids,
             environment={**ENVIRONMENT, **self._spec.env},
@@ -113,7 +146,8 @@ class LocalSandbox(MachineSandbox):
                 started, namespaces = answer.message, answer.fds
                 assert isinstance(started, SandboxStarted), "nothing is restored without a checkpoint"
             else:
-
+                # The order goes to pid 1 together with CRIU's program and descriptors. Pid 1 starts CRIU before it
+                # gives up its rights, and reports on `FinishRestore`, once CRIU has restored the processes.
                 async def start_criu(program: list[str], files: list[int]) -> None:
                     await self.link.ask(replace(order, program=program), fds=[*mounted.fds, *files])
 
@@ -167,9 +201,15 @@ class LocalSandbox(MachineSandbox):
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self, *, root: bool = False) -> FrozenState:
-        """See `Sandbox.freeze`. Cancelled midway, the sandbox is dead.
+        """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox.
 
-        root: freeze what all sandboxes of a spec start from. Hard links then do not hinder: they break for all alike.
+        Args:
+            root: Freeze the root state of a spec. Hard links to files of the base are allowed then: copying them up
+                breaks them for all sandboxes of the spec alike.
+
+        Raises:
+            NotFreezableError: Processes run that cannot be saved, or hard links would break.
+            SandboxError: The sandbox or the machine failed.
         """
         await self._settle()
         try:
@@ -191,7 +231,7 @@ class LocalSandbox(MachineSandbox):
         return FrozenState("local", "files", self._payload(state, self.stack), added, state.state.digest, self.stack)
 
     def _keep_stack(self) -> int:
-        """Leave the layers that the sandbox stands on to a frozen state; return the bytes of those that none had."""
+        """Hand the sandbox's layers over to a frozen state; return the bytes of those that no state had before."""
         mine = self._unkept.intersection(self.stack)
         self._unkept -= mine
         return sum(map(self._machine.layers.size_bytes, mine))
@@ -207,10 +247,10 @@ class LocalSandbox(MachineSandbox):
         }
 
     async def _checkpoint(self, tree: int) -> FrozenState:
-        """Dump the processes below tree, with a copy of the files of the same moment; they run on.
+        """Dump the processes below a pid of the sandbox, with a copy of the files of the same moment.
 
         Raises:
-            NotFreezable: CRIU cannot dump them, in its own words.
+            NotFreezableError: CRIU cannot dump them; the text gives its reason.
         """
         states: list[LayerState] = []
         copies: list[Upper] = []
@@ -219,52 +259,53 @@ class LocalSandbox(MachineSandbox):
             assert self._process is not None
             await self._machine.launcher.ask(RunCriu(program), [self._process, *files])
 
-        async def held(mapped: MappedFiles) -> None:
+        async def copy_files(mapped: MappedFiles) -> None:
             state = (await self.link.ask(InspectHeld())).message
             if (path := changed_since_mapped(mapped, state.delta)) is not None:
                 raise NotFreezableError(f"{path} may have been changed since it was mapped")
+            # A restore opens mapped files by path, so their names are stored with the checkpoint.
             states.append(replace(state, checkpoint={**(state.checkpoint or {}), "mapped": mapped}))
-            # Of an attempt before this one, which met a file that it was not told of.
+            # CRIU may need several attempts; the copy of the attempt before is of another moment.
             await asyncio.to_thread(layers.undo, copies)
             copies.clear()
             if not state.empty:
                 copies.append(layers.allocate())
-                # Held by name from before it is a layer: collecting may come in between.
+                # Held before it exists as a layer: a collection may run between its making and the end of this freeze.
                 self._held = (copies[0].id,)
                 await asyncio.to_thread(self._copy_upper, copies[0], state)
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
-            images = await checkpointer.dump(start_criu, tree, held)
+            images = await checkpointer.dump(start_criu, tree, copy_files)
         except BaseException:
             self._held = ()
             await asyncio.to_thread(layers.undo, copies)
             raise
         layer = tuple(copy.id for copy in copies)
-        # Held for as long as nobody else can know of it.
+        # Held until the next freeze: the caller learns the names only when this method returns.
         self._held = (*layer, images)
         stack = (*layer, *self.stack)
         payload = self._payload(states[-1], stack)
         payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.young_s}
-        # Before any other await: closed meanwhile, the sandbox would take with it what no frozen state holds.
+        # Before any other await: a sandbox that is closed meanwhile deletes the layers that no frozen state has.
         added = self._keep_stack() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpointer.size_bytes, [images])
         return FrozenState("local", "processes", payload, added, None, (*stack, images))
 
     def _copy_upper(self, copy: Upper, state: LayerState) -> None:
-        """Make a layer of a copy of what the sandbox, which goes on writing, has written so far."""
+        """Make a layer of a copy of what the sandbox has written so far; it keeps writing to the original."""
         self._machine.layers.copy(self._upper, copy)
         self._machine.layers.freeze(copy, {"delta": state.delta, "size_bytes": state.size_bytes})
 
     async def _seal(self) -> None:
-        """Put what a call wrote into a layer of its own, whether or not its state will be kept.
+        """Make a layer of what a call wrote, whether or not its state will be kept.
 
-        How files are spread over layers shows: in directories' link counts, in the order in which they list their
-        entries. With a layer for each changing call it follows from the calls alone, and a sandbox that was restored
-        looks like one that was not.
+        A program can see how files are spread over layers, in link counts of directories and in the order of their
+        entries. With one layer for each changing call, that depends on the calls alone. So a restored sandbox looks
+        like one that was never frozen.
         """
         with contextlib.suppress(SandboxError, NotFreezableError):
-            # What pid 1 says of the state holds until the next call.
+            # The reported state is valid until the next call.
             self._sealed = await self._on_new_layer((await self.link.next(LayerState, NotFreezable)).message)
 
     async def _on_new_layer(self, paused: LayerState | NotFreezable) -> LayerState:
@@ -281,23 +322,30 @@ class LocalSandbox(MachineSandbox):
         return paused
 
     async def _discard_upper(self) -> None:
-        """Throw away an upper in which nothing differs from what lies below: live is then as recorded."""
+        """Replace an upper that differs in nothing from the layers below, as a restored sandbox has none."""
         with contextlib.suppress(SandboxError):
             await self.link.next(LayerState, NotFreezable)
             await self._switch(None)
 
     async def _switch(self, meta: dict[str, Any] | None) -> None:
-        """Put the sandbox on a fresh upper; with meta, the one it leaves becomes a layer first."""
+        """Move the sandbox to a fresh upper.
+
+        Args:
+            meta: What is stored with the old upper, which becomes a layer; None throws the old upper away.
+
+        Raises:
+            SandboxError: The sandbox was closed, or died because the move failed halfway.
+        """
         async with self._switching:
             if self._namespace is None:
                 raise SandboxError(f"sandbox {self.id} was closed")
             await self._switch_in(self._namespace, meta)
 
     async def _switch_in(self, namespace: int, meta: dict[str, Any] | None) -> None:
-        layers, left = self._machine.layers, self._upper
+        layers, old = self._machine.layers, self._upper
         try:
             if meta is not None:
-                frozen = layers.freeze(left, meta)
+                frozen = layers.freeze(old, meta)
                 self.stack = (frozen, *self.stack)
                 self._unkept.add(frozen)
                 await self._merge_when_deep()
@@ -305,7 +353,7 @@ class LocalSandbox(MachineSandbox):
             order = SwitchLayers(self._layer_stack(), list(self._base.binds))
             switched = await self._machine.launcher.ask(order, [namespace])
         except (SandboxError, OSError) as error:
-            # Its shells are gone and its layers half moved; the frozen ones are whole.
+            # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
             self.link.die(str(error))
             raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
         try:
@@ -314,18 +362,18 @@ class LocalSandbox(MachineSandbox):
         finally:
             for fd in switched.fds:
                 os.close(fd)
-        gone = left.path if meta is None else layers.frozen / left.id / "work"
+        gone = old.path if meta is None else layers.frozen / old.id / "work"
         self._machine.background.spawn(f"remove {gone}", asyncio.to_thread(remove_tree, gone))
 
     async def _merge_when_deep(self) -> None:
-        """Let one layer stand for many small ones. At once, not later: depth, too, must follow from the calls."""
+        """Merge small layers into one; at once, not in the background: depth must depend on the calls alone."""
         above = self._new_layers()
-        if len(above) <= DEEP:
+        if len(above) <= MAX_DEPTH:
             return
         run = tuple(mergeable(above, {layer: self._machine.layers.size_bytes(layer) for layer in above}))
         if run:
             upper = self._machine.layers.allocate()
-            # Held by name from before it is a layer: collecting may come in between.
+            # Held before it exists as a layer: a collection may run in between.
             with self._machine.holding((upper.id,)):
                 merged = await asyncio.to_thread(self._machine.layers.merge, run, upper)
                 self._unkept.add(merged)
@@ -335,7 +383,7 @@ class LocalSandbox(MachineSandbox):
     # -- closing -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
+        """Kill all processes and free what no frozen state holds. It completes even if the caller is cancelled."""
         if self._closing is None:
             self.link.death = self.link.death or "it was closed"
             self._closing = start(self._close(), name=f"close {self.id}")
@@ -345,8 +393,8 @@ class LocalSandbox(MachineSandbox):
         self._kill()
         self._tools.close()
         self.link.close()
-        # A switch under way ends soon, now that nobody answers it. Until then it names its namespace by a descriptor
-        # whose number, closed, might soon be that of another sandbox's.
+        # A move to another upper in flight fails soon, because its pid 1 is dead. Until then it uses the descriptors: a
+        # number that is closed now could name another sandbox's namespace a moment later.
         async with self._switching:
             if self._process is not None:
                 await ended(self._process)
@@ -359,6 +407,6 @@ class LocalSandbox(MachineSandbox):
             await asyncio.wait([self._pending])
         await self._machine.forget_group(self.id)
         await asyncio.to_thread(remove_tree, self._upper.path)
-        # What no frozen state holds, nobody else has ever seen.
+        # No frozen state has these layers, so nothing else can refer to them.
         await asyncio.to_thread(self._machine.layers.drop, self._unkept)
         self.closed = True

@@ -79,7 +79,7 @@ def test_what_comes_in_is_held_until_its_end_and_then_goes_if_nothing_keeps_it(d
                 assert not set(copied.parts) & set(frozen.parts)
                 await driver.collect([])
                 assert set(copied.parts) <= driver.machine.layers.all()
-                with driver.porter.unpacking() as empty, pytest.raises(NotPortableError, match="is not there"):
+                with driver.porter.unpacking() as empty, pytest.raises(NotPortableError, match="was not imported"):
                     empty.state(frozen)
             assert await driver.collect(copied.parts) - await driver.collect([]) == copied.size_bytes > 0
             assert not set(copied.parts) & driver.machine.layers.all()
