@@ -41,18 +41,23 @@ log = structlog.get_logger()
 
 
 def build(settings: Settings, drivers: Mapping[str, Driver] | None = None) -> DataPlane:
-    """Return the whole application. The engine opens and closes with its lifespan."""
+    """Return the whole application. The engine opens and closes with its lifespan.
+
+    Args:
+        settings: The settings.
+        drivers: The drivers by name; None creates those that the settings name.
+    """
     engine = build_engine(settings, drivers if drivers is not None else _drivers(settings))
     return assemble(ControlPlane.over(engine))
 
 
 def assemble(control: ControlPlane) -> DataPlane:
-    """Return the application over parts that are built: the data plane in front, the control plane behind it."""
+    """Return the application over existing parts: the data plane in front, the control plane behind it."""
     return DataPlane(control.engine, BrowserGuard(_behind(control), control.engine.names))
 
 
 def run(settings: Settings) -> None:
-    """Serve until told to stop (SIGTERM, SIGINT); calls under way are answered first."""
+    """Serve until SIGTERM or SIGINT; the calls in flight are answered first."""
     setup(settings.log_level, json=settings.log == "json")
     listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
     host, port = listener.getsockname()[:2]
@@ -61,7 +66,7 @@ def run(settings: Settings) -> None:
 
 
 def server(application: DataPlane) -> uvicorn.Server:
-    """Return the web server of an application; it has yet to be run on a listening socket."""
+    """Return the web server of an application; the caller runs it on a listening socket."""
     return _Server(
         application.engine,
         uvicorn.Config(
@@ -76,7 +81,8 @@ def server(application: DataPlane) -> uvicorn.Server:
             server_header=False,
             date_header=False,
             proxy_headers=False,
-            # A model thinks for longer than the library's 5 s; closing meanwhile would race with its agent's next call.
+            # Longer than a model thinks between two calls. With the library's 5 s, the server would close idle
+            # connections just as their agents send the next call.
             timeout_keep_alive=120,
             timeout_graceful_shutdown=30,
         ),
@@ -84,7 +90,7 @@ def server(application: DataPlane) -> uvicorn.Server:
 
 
 class _Server(uvicorn.Server):
-    """One that ends, when it is told to, what would go on for ever."""
+    """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
 
     def __init__(self, engine: Engine, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -101,15 +107,15 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _drivers(settings: Settings) -> dict[str, Driver]:
     spares = {"container": settings.container_spares, "postgres": settings.postgres_spares}
-    made: dict[str, Driver] = {}
+    created: dict[str, Driver] = {}
     for name in settings.drivers:
         directory = settings.data / name
         checkpointer = functools.partial(CriuCheckpointer, directory, images_dir=settings.checkpoint_dir)
         try:
-            made[name] = make_driver(name, DriverContext(directory, checkpointer, spares.get(name, 0)))
+            created[name] = make_driver(name, DriverContext(directory, checkpointer, spares.get(name, 0)))
         except PluginError as error:
             raise SystemExit(str(error)) from error
-    return made
+    return created
 
 
 def _behind(control: ControlPlane) -> FastAPI:
@@ -146,26 +152,26 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
-        """Say that the process answers."""
+        """Report that the process answers requests."""
         return {"status": "ok"}
 
     @app.get("/readyz", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
-        """Say that calls can be answered: the store is open and can be written."""
+        """Report that calls can be answered: the store is open and can be written."""
         if not engine.lifecycle.ready:
-            raise RefusalError(503, "not-ready", "the store and the drivers are being opened. Try again soon.")
+            raise RefusalError(503, "not-ready", "the store and the drivers are still opening. Try again soon.")
         engine.store.database.check_writable()
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {METRICS_TYPE: {}}}})
     async def show_metrics(request: Request) -> Response:
-        """Show the totals for Prometheus."""
+        """Return the totals in Prometheus' text format."""
         granted(request).require_whole()
         return Response(metrics.render(), media_type=METRICS_TYPE)
 
 
 def _problems(app: FastAPI, engine: Engine) -> None:
-    async def answer(_request: Request, error: Exception) -> Response:
+    async def respond(_request: Request, error: Exception) -> Response:
         problem = problem_of(_refused(error))
         if problem.infrastructure:
             engine.counts.failure(problem.slug)
@@ -173,13 +179,14 @@ def _problems(app: FastAPI, engine: Engine) -> None:
         headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
         return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)
 
-    # Each by its own class: what is registered as `Exception` is answered, and then raised again as unforeseen.
+    # Every known class is registered by itself: Starlette answers errors of the handler for `Exception`, and then
+    # raises them again as unexpected.
     for kind in (Exception, HTTPException, RequestValidationError, *FORESEEN):
-        app.add_exception_handler(kind, answer)
+        app.add_exception_handler(kind, respond)
 
 
 def _refused(error: Exception) -> Exception:
-    """Return what the web framework raised as one of ours."""
+    """Return an error of the web framework as a refusal; other errors unchanged."""
     if isinstance(error, HTTPException):
         return RefusalError(error.status_code, "http", str(error.detail))
     if isinstance(error, RequestValidationError):

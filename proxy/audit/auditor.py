@@ -113,7 +113,7 @@ class Auditor:
         """Create an auditor that does nothing until a hit is sampled or an audit is requested.
 
         Args:
-            attach: Provides sandboxes.
+            restorer: Provides sandboxes.
             store: Holds the recorded calls, the findings and the masks.
             counts: The totals that metrics show.
             busy: Returns how many calls of rollouts are in flight.

@@ -1,4 +1,4 @@
-"""The file that a tree travels in: a tar whose members name their own digests, and whose last one seals them (pure).
+"""The file that a tree travels in: a tar whose members name their own digests, and whose last member seals them (pure).
 
     manifest/00000000-<digest>   versions, spec, root key, counts
     blob, zblob/…-<digest>       a call or an answer, plain or compressed; the digest is that of the plain bytes

@@ -1,4 +1,4 @@
-"""Snapshots in a bundle: how they are written, and what is checked before one is believed.
+"""Snapshots in a bundle: how they are written, and what is checked before it is believed.
 
     part       begins a unit that a driver packed, and holds its name; its bytes follow in chunks, up to another part
     chunk      the next bytes of that unit
