@@ -32,7 +32,9 @@ async def abandon(running: Engine) -> None:
 
 @settings(max_examples=40)
 @given(trajectories, st.integers(0, 12))
-def test_a_rollout_goes_on_where_it_was(tmp_path_factory: object, trajectory: list[str], killed_at: int) -> None:
+def test_a_rollout_continues_at_its_node(tmp_path_factory: object, trajectory: list[str], killed_at: int) -> None:
+    """The proxy is killed before any call of a rollout; the rollout continues at its node with the same answers."""
+
     async def body(data: Path) -> None:
         running = await open_engine(data, MemoryDriver())
         answers = []
@@ -49,7 +51,9 @@ def test_a_rollout_goes_on_where_it_was(tmp_path_factory: object, trajectory: li
     asyncio.run(body(tmp_path_factory.mktemp("data")))  # type: ignore[attr-defined]
 
 
-def test_what_was_answered_is_known_after_a_restart_and_no_sandbox_is_started_for_it(tmp_path: Path) -> None:
+def test_recorded_calls_hit_after_a_restart(tmp_path: Path) -> None:
+    """A second rollout hits after the restart, and no sandbox is started for it."""
+
     async def body() -> None:
         calls = ["echo 1 > a", "cat a", "cd /tmp", "pwd"]
         running = await open_engine(tmp_path, MemoryDriver())
@@ -81,7 +85,9 @@ def test_snapshots_are_used_after_a_restart(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_snapshots_from_before_a_reboot_are_not_trusted(tmp_path: Path) -> None:
+def test_snapshots_from_before_a_reboot_are_dropped(tmp_path: Path) -> None:
+    """After a reboot a snapshot's files may not all have reached the disk."""
+
     async def body() -> None:
         async with engine(tmp_path) as running:
             rollout = await running.tasks.rollout("task", "first")
@@ -95,7 +101,9 @@ def test_snapshots_from_before_a_reboot_are_not_trusted(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_a_half_written_snapshot_is_swept_and_missed_by_nobody(tmp_path: Path) -> None:
+def test_a_half_written_snapshot_is_deleted(tmp_path: Path) -> None:
+    """A snapshot without its manifest is deleted at start, and its state is reached by a replay."""
+
     async def body() -> None:
         async with engine(tmp_path) as running:
             rollout = await running.tasks.rollout("task", "first")
@@ -111,7 +119,9 @@ def test_a_half_written_snapshot_is_swept_and_missed_by_nobody(tmp_path: Path) -
     asyncio.run(body())
 
 
-def test_a_cold_task_leaves_memory_and_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_cold_task_is_read_back_unchanged(tmp_path: Path) -> None:
+    """A task that was removed from memory is read back from the store when it is named again."""
+
     async def body() -> None:
         async with engine(tmp_path, driver := MemoryDriver()) as running:
             for task in ("cold", "warm"):
@@ -135,7 +145,7 @@ def test_a_cold_task_leaves_memory_and_comes_back_as_it_was(tmp_path: Path) -> N
     asyncio.run(body())
 
 
-def test_a_task_whose_call_is_under_way_stays_in_memory(tmp_path: Path) -> None:
+def test_a_task_with_a_call_in_flight_stays(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path) as running:
             rollout = await running.tasks.rollout("task", "r")
@@ -147,7 +157,9 @@ def test_a_task_whose_call_is_under_way_stays_in_memory(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_what_was_asked_before_a_kill_beside_what_lives_is_asked_again_after_it(tmp_path: Path) -> None:
+def test_polls_continue_after_a_kill(tmp_path: Path) -> None:
+    """The repeated poll after a kill has the key of the next poll, so it is executed and makes progress."""
+
     async def body() -> None:
         running = await open_engine(tmp_path, MemoryDriver())
         rollout = await running.tasks.rollout("task", "r")

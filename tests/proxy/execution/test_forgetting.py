@@ -17,9 +17,10 @@ COMMANDS = ["echo 1 >> f", "echo 2 >> f", "X=1", "cat f", "rm f", "cd /tmp"]
     st.lists(st.sampled_from(COMMANDS), max_size=4),
     st.lists(st.integers(0, 20), min_size=1, max_size=3),
 )
-def test_whatever_is_forgotten_each_rollout_is_answered_as_alone(
+def test_forgetting_keeps_running_rollouts_transparent(
     tmp_path_factory: object, before: list[list[str]], after: list[str], forgotten: list[int]
 ) -> None:
+    """Whatever nodes are forgotten, each running rollout gets the answers of a sandbox of its own."""
     folder = tmp_path_factory.mktemp("data")  # type: ignore[attr-defined]
 
     async def go() -> None:
@@ -42,7 +43,9 @@ def test_whatever_is_forgotten_each_rollout_is_answered_as_alone(
     asyncio.run(go())
 
 
-def test_a_rollout_goes_on_in_what_was_forgotten_after_a_restart_and_then_it_is_swept(tmp_path: Path) -> None:
+def test_a_forgotten_node_outlasts_a_restart(tmp_path: Path) -> None:
+    """A rollout at a forgotten node goes on after a restart. When it has ended, the sweep deletes the nodes."""
+
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")

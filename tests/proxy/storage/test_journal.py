@@ -25,7 +25,8 @@ def written(directory: Path, taken: list[JournalEntry]) -> Journal:
 
 
 @given(steps)
-def test_steps_of_a_killed_process_are_folded_at_the_next_start(taken: list[JournalEntry]) -> None:
+def test_a_killed_process_loses_no_step(taken: list[JournalEntry]) -> None:
+    """What was appended before a kill is folded at the next start."""
     folded: list[JournalEntry] = []
     with tempfile.TemporaryDirectory() as directory:
         # Nobody closes it: that is what a kill looks like.
@@ -35,7 +36,7 @@ def test_steps_of_a_killed_process_are_folded_at_the_next_start(taken: list[Jour
 
 
 @given(steps, st.data())
-def test_a_torn_or_damaged_step_ends_what_is_read(taken: list[JournalEntry], data: st.DataObject) -> None:
+def test_reading_stops_at_a_torn_entry(taken: list[JournalEntry], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
         written(Path(directory), taken)
         content = bytearray(next(Path(directory).glob("*.steps")).read_bytes())
@@ -45,7 +46,8 @@ def test_a_torn_or_damaged_step_ends_what_is_read(taken: list[JournalEntry], dat
     assert len(list(read_steps(bytes(content)))) <= at // STEP_BYTES if taken else True
 
 
-def test_each_step_is_folded_once_and_its_segment_is_gone(tmp_path: Path) -> None:
+def test_a_folded_segment_is_deleted(tmp_path: Path) -> None:
+    """Each step is folded once, and then its segment is deleted."""
     folded: list[JournalEntry] = []
     journal = Journal(tmp_path, folded.extend)
     journal.open()
@@ -60,7 +62,8 @@ def test_each_step_is_folded_once_and_its_segment_is_gone(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fold_that_fails_leaves_its_steps_for_the_next(tmp_path: Path) -> None:
+def test_a_failed_fold_is_tried_again(tmp_path: Path) -> None:
+    """A fold that fails keeps its steps for the next fold."""
     folded: list[JournalEntry] = []
     broken = [True]
 

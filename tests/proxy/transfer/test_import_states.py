@@ -81,9 +81,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, base: Path) -> bytes:
 
 
 @needs_root
-def test_a_rollout_that_leaves_an_imported_tree_restores_and_replays_nothing(
-    tmp_path: Path, base: Path, bundle: bytes
-) -> None:
+def test_leaving_an_imported_tree_replays_nothing(tmp_path: Path, base: Path, bundle: bytes) -> None:
+    """A rollout that misses below an imported snapshot restores it; no call is replayed."""
+
     async def act(there: Engine) -> None:
         taken = await there.transfer.take("task", chunks(bundle))
         assert taken.snapshots == len(there.snapshots) == taken.manifest.snapshots > 0
@@ -110,7 +110,7 @@ def _driver(running: Engine) -> LocalDriver:
 
 
 @needs_root
-def test_a_restored_state_has_the_digest_that_was_recorded(tmp_path: Path, base: Path, bundle: bytes) -> None:
+def test_an_imported_snapshot_restores_the_recorded_digest(tmp_path: Path, base: Path, bundle: bytes) -> None:
     async def act(there: Engine) -> None:
         await there.transfer.take("task", chunks(bundle))
         tree = (await there.tasks.find("task")).tree
@@ -125,7 +125,7 @@ def test_a_restored_state_has_the_digest_that_was_recorded(tmp_path: Path, base:
 
 
 @needs_root
-def test_states_beyond_the_budget_are_left_out_and_counted(tmp_path: Path, base: Path, bundle: bytes) -> None:
+def test_snapshots_over_budget_are_left_out_and_counted(tmp_path: Path, base: Path, bundle: bytes) -> None:
     async def act(there: Engine) -> None:
         taken = await there.transfer.take("task", chunks(bundle))
         assert (taken.snapshots, taken.left_out) == (0, taken.manifest.snapshots)
@@ -216,7 +216,8 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
 
 
 @needs_root
-def test_a_flipped_byte_in_a_layer_is_refused_and_its_part_named(tmp_path: Path, base: Path, bundle: bytes) -> None:
+def test_a_flipped_byte_in_a_layer_is_located(tmp_path: Path, base: Path, bundle: bytes) -> None:
+    """The import fails with an error that names the damaged part, also when its name is forged to match."""
     assert "chunk/" in refusal(flip(bundle), tmp_path / "one", base)
     # Under a right digest of the chunk, the unit's own one tells.
     assert "digest of unit" in refusal(forged(bundle, flip, honest=False), tmp_path / "two", base)
@@ -246,13 +247,16 @@ def test_a_flipped_byte_in_a_layer_is_refused_and_its_part_named(tmp_path: Path,
 def test_hostile_members_of_a_layer_are_refused(
     tmp_path: Path, base: Path, bundle: bytes, change: Change, says: str
 ) -> None:
+    """Members that would write outside the layer, or that are not what a layer holds, are refused."""
     said = refusal(forged(bundle, change), tmp_path / "there", base)
     assert says in said
     assert "unit '" in said
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
-def test_states_of_another_driver_travel_too_and_are_looked_at(tmp_path: Path) -> None:
+def test_the_memory_driver_exports_and_checks_snapshots(tmp_path: Path) -> None:
+    """Snapshots of a kind that the driver cannot carry are counted as left out; a forged one is refused."""
+
     async def go() -> None:
         async with engine(tmp_path / "here") as here:
             await walked(here, "task", [["echo 1 > f", "X=2", "sleep 9 &", "cat f"]])

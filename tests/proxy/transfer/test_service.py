@@ -52,7 +52,8 @@ async def chunks(data: bytes) -> AsyncIterator[bytes]:
         yield data[at : at + 65536]
 
 
-def test_ten_thousand_nodes_travel_and_the_workload_then_only_hits(tmp_path: Path) -> None:
+def test_an_imported_tree_answers_its_workload_with_hits(tmp_path: Path) -> None:
+    """A tree of 10,000 nodes is exported and imported; the workload that made it then only hits."""
     rollouts = workload(rollouts=50, calls=402)
 
     async def go() -> None:
@@ -106,7 +107,8 @@ def verdict(data: bytes, folder: Path, task: str = "task") -> str:
     return asyncio.run(go())
 
 
-def test_a_whole_file_is_taken_and_any_tar_can_list_it(bundle: bytes, tmp_path: Path) -> None:
+def test_any_tar_program_can_list_a_bundle(bundle: bytes, tmp_path: Path) -> None:
+    """An undamaged bundle is imported, and Python's tarfile lists its members."""
     assert verdict(bundle, tmp_path) == ""
     with tarfile.open(fileobj=io.BytesIO(bundle)) as listed:
         kinds = [name.partition("/")[0] for name in listed.getnames()]
@@ -115,7 +117,8 @@ def test_a_whole_file_is_taken_and_any_tar_can_list_it(bundle: bytes, tmp_path: 
 
 
 @given(st.data())
-def test_a_flipped_bit_anywhere_is_seen_and_its_part_named(bundle: bytes, data: st.DataObject) -> None:
+def test_a_flipped_bit_is_detected_and_located(bundle: bytes, data: st.DataObject) -> None:
+    """Any single flipped bit makes the import fail, with an error that names the part."""
     at, bit = data.draw(st.integers(0, len(bundle) - 1)), data.draw(st.integers(0, 7))
     damaged = bytearray(bundle)
     damaged[at] ^= 1 << bit
@@ -125,7 +128,7 @@ def test_a_flipped_bit_anywhere_is_seen_and_its_part_named(bundle: bytes, data: 
 
 
 @given(st.data())
-def test_a_file_that_is_cut_off_or_goes_on_is_refused(bundle: bytes, data: st.DataObject) -> None:
+def test_a_truncated_or_extended_file_is_refused(bundle: bytes, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(bundle) - 1))
     for wrong in (bundle[:cut], bundle + b"\0", bundle + bundle):
         with pytest.raises(BundleError):
@@ -133,7 +136,7 @@ def test_a_file_that_is_cut_off_or_goes_on_is_refused(bundle: bytes, data: st.Da
 
 
 @given(st.binary(max_size=2000))
-def test_what_is_no_bundle_is_refused(data: bytes) -> None:
+def test_bytes_that_are_no_bundle_are_refused(data: bytes) -> None:
     with pytest.raises(BundleError):
         list(read(io.BytesIO(data)))
 
@@ -248,11 +251,13 @@ def no_manifest(parts: list[tuple[Part, Any]]) -> None:
         (other_format, "format is 2"), (other_keys, "keys of version 1"), (no_manifest, "is no manifest"),
     ],
 )  # fmt: skip
-def test_a_forged_file_is_refused_with_the_reason(bundle: bytes, tmp_path: Path, change: Change, says: str) -> None:
+def test_a_forged_bundle_is_refused_with_the_reason(bundle: bytes, tmp_path: Path, change: Change, says: str) -> None:
+    """Each change keeps all digests and the seal valid, so only the check of the content can detect it."""
     assert says in verdict(forged(bundle, change), tmp_path)
 
 
-def test_a_compressed_part_that_would_fill_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small compressed part that unpacks to more than the limit is refused."""
     import zlib  # noqa: PLC0415
 
     monkeypatch.setattr("proxy.transfer.format.MAX_PART_BYTES", 1 << 16)
@@ -263,7 +268,9 @@ def test_a_compressed_part_that_would_fill_memory_is_refused(monkeypatch: pytest
         list(read(io.BytesIO(made)))
 
 
-def test_what_was_half_written_is_swept_at_start(tmp_path: Path, bundle: bytes) -> None:
+def test_an_unpublished_draft_is_deleted_at_start(tmp_path: Path, bundle: bytes) -> None:
+    """The process is killed between writing a draft and publishing it; the next start deletes the draft."""
+
     async def go() -> None:
         async with engine(tmp_path) as here:
             # As a kill would leave it: written, and never published.
@@ -276,7 +283,9 @@ def test_what_was_half_written_is_swept_at_start(tmp_path: Path, bundle: bytes) 
     asyncio.run(go())
 
 
-def test_private_calls_and_set_aside_states_stay_at_home(tmp_path: Path) -> None:
+def test_private_records_and_set_aside_nodes_stay_home(tmp_path: Path) -> None:
+    """Neither private records nor nodes that were set aside are exported."""
+
     async def go() -> None:
         async with engine(tmp_path / "here") as here:
             await walked(here, "task", [["echo 1 > f", "echo 2 > f", "cat f"], ["echo 3 > f"]])
@@ -292,7 +301,8 @@ def test_private_calls_and_set_aside_states_stay_at_home(tmp_path: Path) -> None
     asyncio.run(go())
 
 
-def test_what_was_asked_again_beside_what_lives_travels(tmp_path: Path) -> None:
+def test_repeated_polls_travel_with_their_keys(tmp_path: Path) -> None:
+    """Repeated polls next to a background process have keys of their own, and an import accepts them."""
     commands = ["sleep 9 &", "cat seed", "cat seed", "pwd", "cat seed"]
 
     async def go() -> None:
@@ -313,7 +323,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_export_and_import_over_http(proxy: Running) -> None:
+def test_trees_are_exported_and_imported_over_http(proxy: Running) -> None:
     spec = {"driver": "memory", "files": {"/root/f": "x\n"}}
     proxy.client.put("/api/v1/tasks/from", json=spec)
     first = proxy.exec("a", "cat f", task="from")
@@ -343,7 +353,8 @@ def test_export_and_import_over_http(proxy: Running) -> None:
     assert proxy.client.get("/api/v1/tasks/nothing/export").status_code == 404
 
 
-def test_a_database_task_travels_with_its_spec(proxy: Running, tmp_path: Path) -> None:
+def test_a_database_task_needs_its_database_here(proxy: Running, tmp_path: Path) -> None:
+    """The import is refused while the spec's database cannot be read, and succeeds once a spec names its new path."""
     source = make(tmp_path / "shop.db")
     task = Task(proxy, "shop", source)
     task.outcome("a", "INSERT INTO item (name) VALUES ('new')")

@@ -1,0 +1,24 @@
+"""Deleting a task deletes what only it used."""
+
+from pathlib import Path
+
+from proxy.storage.journal import JournalEntry
+from tests.proxy.storage.rig import opened, rows, save, tree_of
+
+
+def test_deleting_a_task_deletes_all_its_rows(tmp_path: Path) -> None:
+    """Blobs that another task uses stay until that task is deleted, too."""
+    with opened(tmp_path) as store:
+        for task, shared in (("kept", b"shared"), ("gone", b"shared")):
+            tree = tree_of(store, task)
+            record = save(store, tree, task, shared)
+            rollout = store.rollouts.create(task, "r", tree.id, tree.root.id, "token-" + task)
+            store.rollouts.fold([JournalEntry(rollout, 0, record.id, 1)])
+        store.tasks.delete("gone")
+        left = {table: rows(store, table) for table in ("tasks", "trees", "nodes", "records", "rollouts", "steps")}
+        assert set(left.values()) == {1}, left
+        assert rows(store, "blobs") == 2
+        assert store.rollouts.by_token("token-gone") is None
+        store.tasks.delete("kept")
+        for table in (*left, "blobs"):
+            assert rows(store, table) == 0, table
