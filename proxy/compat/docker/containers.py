@@ -45,6 +45,7 @@ NEXT: dict[tuple[ContainerState, ContainerChange], ContainerState] = {
     # Two requests may notice at the same time that the rollout is finished.
     (ContainerState.REMOVED, ContainerChange.REMOVE): ContainerState.REMOVED,
 }
+"""The state after each change. A pair that is missing is impossible."""
 
 
 class ExecState(Enum):

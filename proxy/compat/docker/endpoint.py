@@ -22,6 +22,7 @@ from proxy.refusals import Problem, RefusalError
 from sandboxes.process_output import ERR, frame
 
 _STREAM_PATHS = re.compile(rb"/docker(?:/v[0-9.]+)?/(?:exec/[^/]+/start|containers/[^/]+/attach)/?")
+"""Paths of requests whose connection may become a stream."""
 _NAME = "docker"
 
 log = structlog.get_logger()

@@ -18,7 +18,9 @@ NEVER = "0001-01-01T00:00:00Z"
 _JSON = (("content-type", "application/json"),)
 _ABOUT = (("api-version", f"{API[0]}.{API[1]}"), ("docker-experimental", "false"), ("ostype", "linux"),
           ("server", f"Docker/{ENGINE} (forkpoint)"))  # fmt: skip
+"""Headers that describe the engine; clients negotiate the version of the API with them."""
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Docker's name of each machine architecture."""
 
 
 def json_response(value: Any, status: int = 200, headers: Headers = ()) -> Local:

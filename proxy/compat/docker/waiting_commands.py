@@ -5,13 +5,17 @@ import re
 _WAITING_SLEEP_S = 60
 """Shortest `sleep` as a main command that counts as waiting. A shorter one is executed: its end is of interest."""
 _SLEEP = re.compile(r"(?:exec +)?(?:/(?:usr/)?bin/)?sleep +(?:(inf\w*)|(\d+)(?:\.\d*)?([smhd]?))")
+"""A sleep: for ever (group 1), or a number (2) of a unit (3)."""
 _WAITS = re.compile(
     r"(?:exec +)?tail +(?:-f|-F|--follow) +/dev/null|"
     r"(?:trap [^;]*; *)?(?:exec +)?sleep +inf\w*( *& *wait)?|"
     r"while +(?:true|:|\[ 1 \]) *; *do +sleep +\S+ *; *done|/?pause"
 )
+"""Shell commands that wait for ever."""
 _SHELLS = frozenset({"sh", "bash", "ash", "dash", "zsh", "cat", "python", "python3"})
+"""Programs that read commands or text from stdin if they have no arguments."""
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+"""Seconds of each unit of `sleep`."""
 
 
 def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:

@@ -18,7 +18,9 @@ MAX_STRING_CHARS = 1000
 MAX_PAGE_ITEMS = 1000
 """Longest page of a list that a client may request."""
 _PAGE_ITEMS = 100
+"""Length of a page if the client names none, as in E2B."""
 _VARIABLE = re.compile(r"[^=\0]+")
+"""Names that an environment variable can have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ _VERBS = [
         "POST /init": "init",
     }.items()
 ]
+"""Method and path of each operation. A group in the pattern is the sandbox or template."""
 _UNSERVED = re.compile(r"/(?:v[0-9]+/)?(?:templates|volumes|secrets|sandboxes)(?:/|$)")
+"""Paths that E2B's API has, and this proxy has not."""
 
 
 def read_control(request: Request, path: str) -> ControlRequest:

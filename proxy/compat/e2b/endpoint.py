@@ -28,7 +28,6 @@ StreamRequest = ProcessStart | ProcessRequest | WatchRequest
 """Requests whose response may be a stream."""
 _ENVD_VERBS = ("health", "envs", "init")
 """REST requests that go to envd in the sandbox, not to the control plane."""
-_ERROR_KEEPALIVE_S = 50.0
 
 
 class SandboxGoneError(Exception):
@@ -189,7 +188,8 @@ class E2bEndpoint:
     ) -> Problem | None:
         """Send an error in the form of the request's protocol."""
         if requests.is_stream(request):
-            stream = EventStream(send, keepalive_s=_ERROR_KEEPALIVE_S, deadline_s=None)
+            # The stream ends at once, so it never waits for a keepalive.
+            stream = EventStream(send, keepalive_s=50.0, deadline_s=None)
             stream.end(error)
             await stream.serve()
         elif requests.is_connect(request):

@@ -49,6 +49,7 @@ EXPECTED_CALL_S = 10.0
 MAX_BLOCKED_S = 30.0
 """How long polls wait for another call of the rollout to end. Then that call is detached."""
 STOPPED = "Forkpoint is being stopped. Connect again when it is back."
+"""The error of streams that are open at shutdown. SDKs connect again after `unavailable`."""
 
 
 def poll_call(pid: int) -> ToolCall:

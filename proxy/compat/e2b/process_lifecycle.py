@@ -64,6 +64,7 @@ NEXT: dict[tuple[ProcessState, ProcessChange], ProcessState] = {
     (ProcessState.DETACHED, ProcessChange.DETACH): ProcessState.DETACHED,
     (ProcessState.DETACHED, ProcessChange.END): ProcessState.ENDED,
 }
+"""The state after each change. A pair that is missing is impossible."""
 
 
 def after(state: ProcessState, change: ProcessChange) -> ProcessState:

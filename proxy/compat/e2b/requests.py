@@ -26,11 +26,14 @@ from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
 
 ENVD_PORT = "49983"
 """The port at which E2B serves envd. Requests for other ports of a sandbox are refused."""
-FOREVER_S = 86_400.0
+DEFAULT_PROCESS_S = 86_400.0
 """Time limit of a process whose client sets none: the longest life of an E2B sandbox."""
 _STREAMS = frozenset({"Start", "Connect", "StreamInput", "WatchDir"})
+"""Methods whose request and response are Connect streams."""
 _SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}
+"""The signals that envd sends, by name or by number."""
 _HOST = re.compile(r"([0-9]{1,5})-([A-Za-z0-9][A-Za-z0-9_-]*)\.")
+"""A host that names a port (group 1) and a sandbox (2), as in `49983-ID.domain`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class ProcessRequest:
 
 
 E2BRequest = ControlRequest | ProcessStart | ProcessRequest | ToolCalls | WatchRequest
+"""A parsed request of any kind."""
 
 
 def is_connect(request: Request) -> bool:
@@ -205,7 +209,7 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
         "user": user_of(request),
         "tty": False,
         "stdin": message.get("stdin") is True,
-        "timeout_s": deadline_s or FOREVER_S,
+        "timeout_s": deadline_s or DEFAULT_PROCESS_S,
     }
     if message.get("pty") is not None:
         arguments |= {"tty": True, "stdin": False, "size": _size(message)}
