@@ -44,7 +44,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_comes_while_a_call_runs_waits_for_that_one_execution(tmp_path: Path) -> None:
+def test_identical_calls_share_one_execution(tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate("echo 1 > a")
         async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
@@ -60,7 +60,7 @@ def test_who_comes_while_a_call_runs_waits_for_that_one_execution(tmp_path: Path
     asyncio.run(body())
 
 
-def test_two_hundred_rollouts_with_the_same_calls_run_each_call_once(tmp_path: Path) -> None:
+def test_many_equal_rollouts_run_each_call_once(tmp_path: Path) -> None:
     calls = [f"echo {n} >> log" if n % 2 else "cat log" for n in range(20)]
 
     async def walk(running: Engine, rollout: Rollout) -> list[str]:
@@ -77,7 +77,7 @@ def test_two_hundred_rollouts_with_the_same_calls_run_each_call_once(tmp_path: P
     asyncio.run(body())
 
 
-def test_when_the_leader_fails_the_next_in_line_takes_over(tmp_path: Path) -> None:
+def test_a_failed_leader_is_replaced_by_the_next(tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate("echo 1 > a")
         gate.error = SandboxError("killed by the test")
@@ -98,7 +98,7 @@ def test_when_the_leader_fails_the_next_in_line_takes_over(tmp_path: Path) -> No
     asyncio.run(body())
 
 
-def test_a_leader_whose_client_leaves_neither_fails_nor_repeats_the_call(tmp_path: Path) -> None:
+def test_a_cancelled_caller_does_not_stop_its_call(tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate("echo 1 > a")
         async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
@@ -119,7 +119,7 @@ def test_a_leader_whose_client_leaves_neither_fails_nor_repeats_the_call(tmp_pat
     asyncio.run(body())
 
 
-def test_calls_of_one_rollout_are_answered_in_the_order_they_came(tmp_path: Path) -> None:
+def test_calls_of_a_rollout_keep_their_order(tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate("echo 1 > a")
         async with engine(tmp_path, MemoryDriver(gate)) as running:
@@ -141,7 +141,7 @@ def test_calls_of_one_rollout_are_answered_in_the_order_they_came(tmp_path: Path
     asyncio.run(body())
 
 
-def test_a_call_whose_sandbox_dies_is_an_error_and_no_record(tmp_path: Path) -> None:
+def test_a_dead_sandbox_makes_no_record(tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate("cat seed")
         gate.error = SandboxError("killed by the test")
@@ -158,9 +158,7 @@ def test_a_call_whose_sandbox_dies_is_an_error_and_no_record(tmp_path: Path) -> 
     asyncio.run(body())
 
 
-def test_what_the_store_cannot_write_is_neither_known_nor_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritten_calls_are_neither_known_nor_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with engine(tmp_path, driver := MemoryDriver()) as running:
             (rollout,) = await rollouts(running, 1)
@@ -180,7 +178,7 @@ def test_what_the_store_cannot_write_is_neither_known_nor_answered(
     asyncio.run(body())
 
 
-def test_a_task_that_is_never_cached_runs_every_call_in_a_state_of_its_own(tmp_path: Path) -> None:
+def test_uncached_tasks_run_every_call(tmp_path: Path) -> None:
     async def body() -> None:
         spec = SPEC.model_copy(update={"cache": "never"})
         async with engine(tmp_path, driver := MemoryDriver(), default_spec=spec) as running:
@@ -193,7 +191,7 @@ def test_a_task_that_is_never_cached_runs_every_call_in_a_state_of_its_own(tmp_p
     asyncio.run(body())
 
 
-def test_histories_that_reach_one_state_meet(tmp_path: Path) -> None:
+def test_histories_with_equal_states_merge(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, driver := MemoryDriver()) as running:
             first, second = await rollouts(running, 2)
@@ -233,7 +231,7 @@ def test_a_hit_costs_the_same_at_any_depth(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_beside_what_lives_who_asks_again_is_answered_anew_and_all_who_ask_as_often_alike(tmp_path: Path) -> None:
+def test_nth_poll_is_shared_between_rollouts(tmp_path: Path) -> None:
     """Or an agent that waits for what it left running would be told for ever that it is not ready."""
     poll = "cat ready"
 
@@ -260,9 +258,7 @@ def test_beside_what_lives_who_asks_again_is_answered_anew_and_all_who_ask_as_of
     asyncio.run(body())
 
 
-def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ages: list[float] = []
 
     async def rest(_sandbox: MemorySandbox, age_s: float) -> None:
@@ -302,7 +298,7 @@ def test_what_lives_is_given_the_time_in_which_its_rollout_thought(
     asyncio.run(body())
 
 
-def test_what_was_heard_of_processes_that_were_just_starting_is_not_told_who_comes_much_later(tmp_path: Path) -> None:
+def test_answers_beside_starting_processes_expire(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path) as running:
             hasty, slow, slower, quick = await rollouts(running, 4)

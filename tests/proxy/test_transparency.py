@@ -111,7 +111,7 @@ async def together(rollouts: list[list[str]], trouble: Trouble, data: Path, **op
     st.sampled_from(["on", "off"]), st.sampled_from([1, 2, 6, 64]), st.sampled_from(["always", "never"]),
     st.sampled_from([0, 8]), st.sampled_from([KEEPS_ALL, Reuse()]),
 )  # fmt: skip
-def test_each_rollout_gets_the_answers_it_would_get_alone(
+def test_each_rollout_is_answered_as_if_alone(
     rollouts: list[list[str]], seed: int, kill: float, evict: float, leave: float, merge: str, most: int, cache: str,
     warm: int, reuse: Reuse,
 ) -> None:  # fmt: skip

@@ -234,7 +234,7 @@ def bench() -> Iterator[Bench]:
 
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(groups(), st.integers(0, 1 << 32), st.sampled_from([0, 0.3]), st.sampled_from([0, 0.3]))
-def test_each_rollout_gets_the_answers_it_would_get_alone(
+def test_each_rollout_is_answered_as_if_alone(
     bench: Bench, group: list[list[ToolCall]], seed: int, kill: float, drop: float
 ) -> None:
     trouble = Trouble(bench.engine, bench.driver, seed, kill, drop)

@@ -255,9 +255,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(groups(), st.integers(0, 1 << 32), st.sampled_from([0, 0.2]))
-def test_each_rollout_gets_the_answers_of_a_private_database(
-    bench: Bench, group: list[list[str]], seed: int, harm: float
-) -> None:
+def test_each_rollout_is_answered_as_if_alone(bench: Bench, group: list[list[str]], seed: int, harm: float) -> None:
     truth = {tuple(sequence): bench.apart(sequence) for sequence in group}
     told = bench.runner.run(bench.together(group, seed, harm))
     for sequence, answers in zip(group, told, strict=True):

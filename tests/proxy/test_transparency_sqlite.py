@@ -158,7 +158,7 @@ async def together(
     walks, st.integers(), st.sampled_from([0, 0.15]), st.sampled_from([KEEPS_ALL, Reuse()]),
     st.sampled_from([1, 3, 64]),
 )  # fmt: skip
-def test_each_rollout_gets_the_answers_of_a_private_database(
+def test_each_rollout_is_answered_as_if_alone(
     rollouts: list[list[Statement]], seed: int, trouble: float, reuse: Reuse, most: int
 ) -> None:
     with tempfile.TemporaryDirectory() as name:

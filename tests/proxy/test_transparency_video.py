@@ -112,7 +112,7 @@ async def together(
 @given(
     walks, st.integers(), st.sampled_from([0, 0.15]), st.sampled_from([KEEPS_ALL, Reuse()]), st.sampled_from([1, 3, 64])
 )
-def test_each_rollout_gets_the_answers_of_a_driver_of_its_own(
+def test_each_rollout_is_answered_as_if_alone(
     source: Path, rollouts: list[list[Word]], seed: int, trouble: float, reuse: Reuse, most: int
 ) -> None:
     spec = spec_of(str(source))

@@ -26,13 +26,13 @@ def may_go(prospect: Prospect) -> bool:
 
 
 @given(lists, st.integers(0, 1 << 42))
-def test_what_is_held_or_cannot_be_rebuilt_is_never_given_up(kept: list[Prospect], excess: int) -> None:
+def test_held_and_unreproducible_snapshots_are_never_victims(kept: list[Prospect], excess: int) -> None:
     by_name = {prospect.name: prospect for prospect in kept}
     assert all(may_go(by_name[name]) for name in victims(kept, excess_bytes=excess))
 
 
 @given(lists, st.integers(0, 1 << 42))
-def test_enough_is_given_up_where_that_is_possible_and_no_more(kept: list[Prospect], excess: int) -> None:
+def test_victims_free_enough_and_no_more(kept: list[Prospect], excess: int) -> None:
     sizes = {prospect.name: prospect.size_bytes for prospect in kept}
     chosen = victims(kept, excess_bytes=excess)
     freed = sum(sizes[name] for name in chosen)
@@ -43,7 +43,7 @@ def test_enough_is_given_up_where_that_is_possible_and_no_more(kept: list[Prospe
 
 
 @given(lists, st.integers(0, 1 << 42))
-def test_the_least_value_goes_first(kept: list[Prospect], excess: int) -> None:
+def test_the_least_valuable_are_evicted_first(kept: list[Prospect], excess: int) -> None:
     by_name = {prospect.name: prospect for prospect in kept}
     chosen = victims(kept, excess_bytes=excess)
     values = [value(by_name[name]) for name in chosen]
@@ -53,14 +53,14 @@ def test_the_least_value_goes_first(kept: list[Prospect], excess: int) -> None:
 
 
 @given(lists, st.integers(0, 1 << 42), st.randoms())
-def test_the_order_in_which_they_are_listed_does_not_matter(kept: list[Prospect], excess: int, dice: object) -> None:
+def test_victims_do_not_depend_on_listing_order(kept: list[Prospect], excess: int, dice: object) -> None:
     shuffled = list(kept)
     dice.shuffle(shuffled)  # type: ignore[attr-defined]
     assert victims(shuffled, excess_bytes=excess) == victims(kept, excess_bytes=excess)
 
 
 @given(prospects, seconds, seconds, st.floats(0, 64))
-def test_what_is_worth_keeping_stays_so_when_it_saves_more(
+def test_saving_more_never_makes_a_snapshot_worthless(
     prospect: Prospect, cost_s: float, more_s: float, uses: float
 ) -> None:
     better = replace(prospect, saved_s=prospect.saved_s + more_s, uses=prospect.uses + uses)
@@ -68,22 +68,22 @@ def test_what_is_worth_keeping_stays_so_when_it_saves_more(
 
 
 @given(prospects, seconds, seconds)
-def test_what_is_worth_keeping_stays_so_when_it_costs_less(prospect: Prospect, cost_s: float, less_s: float) -> None:
+def test_costing_less_never_makes_a_snapshot_worthless(prospect: Prospect, cost_s: float, less_s: float) -> None:
     cheaper_s = max(0.0, cost_s - less_s)
     assert worth_keeping(prospect, cost_s=cheaper_s) or not worth_keeping(prospect, cost_s=cost_s)
 
 
 @given(prospects, seconds)
-def test_a_state_that_no_replay_reaches_is_always_worth_keeping(prospect: Prospect, cost_s: float) -> None:
+def test_unreproducible_states_are_always_worth_keeping(prospect: Prospect, cost_s: float) -> None:
     assert worth_keeping(replace(prospect, reproducible=False), cost_s=cost_s)
 
 
-def test_a_state_that_nobody_will_want_is_not_worth_its_cost() -> None:
+def test_states_without_expected_uses_are_not_kept() -> None:
     assert not worth_keeping(Prospect("s", saved_s=60.0, uses=0.0, size_bytes=0), cost_s=0.004)
 
 
 @given(prospects)
-def test_why_one_is_kept_names_what_spares_it(prospect: Prospect) -> None:
+def test_the_reason_names_what_holds_a_snapshot(prospect: Prospect) -> None:
     said = why(prospect)
     assert prospect.held in said
     assert ("only way back" in said) == (not prospect.reproducible)
@@ -102,7 +102,7 @@ def learnt(events: list[int | None]) -> Reuse:
 
 
 @given(reuses, st.integers(0, 8), st.integers(0, 50), st.integers(0, 50))
-def test_who_may_come_and_who_came_make_another_use_likelier(
+def test_rollouts_behind_and_demand_raise_expected_uses(
     events: list[int | None], behind: int, passes: int, wanted: int
 ) -> None:
     reuse = learnt(events)
@@ -113,7 +113,7 @@ def test_who_may_come_and_who_came_make_another_use_likelier(
     assert expected_uses(reuse, behind=behind, visits=passes + 1, demand=wanted) < uses
 
 
-def test_the_rate_of_reuse_comes_to_what_happens_here_and_follows_when_that_changes() -> None:
+def test_the_reuse_rate_follows_what_happens() -> None:
     never = learnt([3] * 2000)
     assert never.rate < 0.01
     often = never
@@ -123,7 +123,7 @@ def test_the_rate_of_reuse_comes_to_what_happens_here_and_follows_when_that_chan
 
 
 @given(st.integers(0, 1000), st.integers(0, 20))
-def test_the_more_calls_in_doubt_the_more_is_at_stake(replayed: int, doubtful: int) -> None:
+def test_doubtful_calls_raise_the_stake(replayed: int, doubtful: int) -> None:
     less, more = (at_stake_s(replayed=replayed, diverged=0, doubtful=n) for n in (doubtful, doubtful + 1))
     assert less < more <= 361.0
     if not doubtful:

@@ -42,9 +42,7 @@ def entries(directory: Path) -> list[str]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frozen=states, tree=st.integers(1, 1 << 60), node=st.integers(1, 1 << 60))
-def test_what_was_saved_is_loaded_also_after_a_restart(
-    tmp_path: Path, frozen: FrozenState, tree: int, node: int
-) -> None:
+def test_saved_snapshots_are_loaded_after_a_restart(tmp_path: Path, frozen: FrozenState, tree: int, node: int) -> None:
     store = opened(tmp_path)
     saved = store.save(frozen, tree=tree, node=node, cost_s=0.5)
     assert store.load(saved) == frozen
@@ -78,7 +76,7 @@ def a_list(entry: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [half_written, empty, torn, of_another_kind, a_list])
-def test_a_damaged_snapshot_is_swept_and_the_others_stay(tmp_path: Path, damage: Any) -> None:
+def test_damaged_snapshots_are_removed_at_start(tmp_path: Path, damage: Any) -> None:
     store = opened(tmp_path)
     kept, damaged = (store.save(FROZEN, tree=1, node=node, cost_s=0.1) for node in (1, 2))
     damage(tmp_path / damaged.id)
@@ -86,14 +84,14 @@ def test_a_damaged_snapshot_is_swept_and_the_others_stay(tmp_path: Path, damage:
     assert entries(tmp_path) == [kept.id]
 
 
-def test_a_reboot_makes_every_snapshot_doubtful(tmp_path: Path) -> None:
+def test_a_reboot_removes_every_snapshot(tmp_path: Path) -> None:
     opened(tmp_path).save(FROZEN, tree=1, node=1, cost_s=0.1)
     (tmp_path / "boot-id").write_text("another boot")
     assert opened(tmp_path).open() == 0
     assert entries(tmp_path) == []
 
 
-def test_a_dropped_snapshot_is_gone_now_and_after_a_restart(tmp_path: Path) -> None:
+def test_dropped_snapshots_stay_gone_after_a_restart(tmp_path: Path) -> None:
     store = opened(tmp_path)
     saved = store.save(FROZEN, tree=1, node=1, cost_s=0.1)
     store.drop(saved)
@@ -105,7 +103,7 @@ def test_a_dropped_snapshot_is_gone_now_and_after_a_restart(tmp_path: Path) -> N
         store.load(saved)
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
     store = opened(tmp_path)
     too_large = FrozenState("memory", "files", {"n": 1 << 70}, 1, None)
     with pytest.raises(TypeError):

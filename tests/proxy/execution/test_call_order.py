@@ -20,7 +20,7 @@ async def send(running: Engine, rollout: Rollout, command: str, *, commutes: boo
     return (await running.step.run(rollout, call, key, commutes=commutes)).outcome
 
 
-def test_every_order_of_arrival_is_one_path(tmp_path: Path) -> None:
+def test_commuting_calls_have_one_recorded_order(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")
@@ -36,7 +36,7 @@ def test_every_order_of_arrival_is_one_path(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_one_that_comes_late_still_finds_its_place(tmp_path: Path) -> None:
+def test_a_late_commuting_call_goes_first_if_known(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")
@@ -52,7 +52,7 @@ def test_one_that_comes_late_still_finds_its_place(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_any_other_call_waits_for_them(tmp_path: Path) -> None:
+def test_other_calls_wait_for_commuting_calls(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             task = await running.tasks.open("task")

@@ -66,7 +66,7 @@ async def drawn(running: Engine, name: str = "first") -> tuple[Rollout, str]:
     return rollout, await said(running, rollout, "cat f")
 
 
-def test_a_state_that_no_replay_reaches_lives_by_its_snapshot(tmp_path: Path) -> None:
+def test_a_snapshot_keeps_an_unreproducible_state(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, driver := RandomDriver()) as running:
             first, number = await drawn(running)
@@ -82,7 +82,7 @@ def test_a_state_that_no_replay_reaches_lives_by_its_snapshot(tmp_path: Path) ->
     asyncio.run(body())
 
 
-def test_a_lost_state_is_told_to_who_stands_there_and_run_anew_for_the_others(tmp_path: Path) -> None:
+def test_a_lost_state_is_run_again_for_others(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             first, number = await drawn(running)
@@ -103,7 +103,7 @@ def test_a_lost_state_is_told_to_who_stands_there_and_run_anew_for_the_others(tm
     asyncio.run(body())
 
 
-def test_what_came_from_a_lost_state_is_lost_with_it(tmp_path: Path) -> None:
+def test_a_lost_state_loses_its_descendants(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             first, number = await drawn(running)
@@ -120,7 +120,7 @@ def test_what_came_from_a_lost_state_is_lost_with_it(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_who_still_has_the_sandbox_goes_on_in_a_state_that_was_set_aside(tmp_path: Path) -> None:
+def test_an_owner_continues_in_a_state_set_aside(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             first, number = await drawn(running)
@@ -143,7 +143,7 @@ def test_who_still_has_the_sandbox_goes_on_in_a_state_that_was_set_aside(tmp_pat
     asyncio.run(body())
 
 
-def test_a_lost_state_stays_lost_after_a_restart(tmp_path: Path) -> None:
+def test_a_lost_state_stays_lost_after_restart(tmp_path: Path) -> None:
     async def body() -> None:
         running = await open_engine(tmp_path, RandomDriver())
         first, number = await drawn(running)
@@ -166,7 +166,7 @@ def test_a_lost_state_stays_lost_after_a_restart(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_another_answer_from_the_same_state_is_no_divergence(tmp_path: Path) -> None:
+def test_a_different_answer_alone_is_no_divergence(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             rollout = await running.tasks.rollout("task", "first")
@@ -181,7 +181,7 @@ def test_another_answer_from_the_same_state_is_no_divergence(tmp_path: Path) -> 
     asyncio.run(body())
 
 
-def test_where_a_state_has_no_digest_another_answer_is_a_divergence(tmp_path: Path) -> None:
+def test_without_a_digest_answers_must_be_equal(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             rollout = await running.tasks.rollout("task", "first")
@@ -193,7 +193,7 @@ def test_where_a_state_has_no_digest_another_answer_is_a_divergence(tmp_path: Pa
     asyncio.run(body())
 
 
-def test_beside_a_live_process_what_a_call_wrote_is_compared_too(tmp_path: Path) -> None:
+def test_beside_processes_written_files_are_compared(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             rollout = await running.tasks.rollout("task", "first")
@@ -207,7 +207,7 @@ def test_beside_a_live_process_what_a_call_wrote_is_compared_too(tmp_path: Path)
     asyncio.run(body())
 
 
-def test_a_divergence_found_on_the_way_spares_states_that_have_a_snapshot_behind_it(tmp_path: Path) -> None:
+def test_a_divergence_spares_states_with_snapshots(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, driver := RandomDriver()) as running:
             first, number = await drawn(running)
@@ -308,7 +308,7 @@ async def live(running: Engine, name: str, trajectory: list[str], dice: random.R
 
 @settings(max_examples=150)
 @given(st.lists(st.lists(st.sampled_from(COMMANDS), max_size=10), min_size=1, max_size=4), st.integers())
-def test_a_rollout_sees_one_world_or_is_told_that_it_is_lost(trajectories: list[list[str]], seed: int) -> None:
+def test_a_rollout_sees_one_history_or_an_error(trajectories: list[list[str]], seed: int) -> None:
     async def body(data: Path) -> None:
         dice = random.Random(seed)  # noqa: S311 - dice of a test
         async with engine(data, RandomDriver()) as running:

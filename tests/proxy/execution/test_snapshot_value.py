@@ -63,7 +63,7 @@ def snapshot_of(running: Engine, node: Node) -> Snapshot:
     return snapshot
 
 
-def test_states_are_evicted_until_the_budget_holds_and_no_answer_is_lost(tmp_path: Path) -> None:
+def test_eviction_holds_the_budget_and_loses_no_answer(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
         before = await running.evict_snapshots()
         assert 0 < running.cache.used_bytes <= running.settings.snapshot_bytes
@@ -77,7 +77,7 @@ def test_states_are_evicted_until_the_budget_holds_and_no_answer_is_lost(tmp_pat
     kept(tmp_path, test, snapshot_bytes=4000)
 
 
-def test_what_is_lent_or_pinned_is_spared(tmp_path: Path) -> None:
+def test_leased_and_pinned_snapshots_are_not_evicted(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
         pinned, lent = list(rollout.tree.nodes.values())[2:4]
         pinned.pinned = True
@@ -90,7 +90,7 @@ def test_what_is_lent_or_pinned_is_spared(tmp_path: Path) -> None:
     kept(tmp_path, test, snapshot_bytes=0)
 
 
-def test_a_state_that_no_replay_reaches_is_spared(tmp_path: Path) -> None:
+def test_unreproducible_states_are_not_evicted(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
         node = list(rollout.tree.nodes.values())[3]
         assert node.origin is not None
@@ -101,7 +101,7 @@ def test_a_state_that_no_replay_reaches_is_spared(tmp_path: Path) -> None:
     kept(tmp_path, test, snapshot_bytes=0)
 
 
-def test_a_snapshot_that_cannot_be_restored_is_gone_round_and_dropped_the_second_time(tmp_path: Path) -> None:
+def test_a_failing_snapshot_is_avoided_then_dropped(tmp_path: Path) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         broken = rollout.node
         for turn, still_there in ((1, True), (2, False)):
@@ -115,7 +115,7 @@ def test_a_snapshot_that_cannot_be_restored_is_gone_round_and_dropped_the_second
     kept(tmp_path, test)
 
 
-def test_a_snapshot_whose_files_are_gone_is_dropped_at_once(tmp_path: Path) -> None:
+def test_a_snapshot_without_files_is_dropped_at_once(tmp_path: Path) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         (tmp_path / "snapshots" / snapshot_of(running, rollout.node).id / "payload.json").write_text("{")
         assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
@@ -125,7 +125,7 @@ def test_a_snapshot_whose_files_are_gone_is_dropped_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
-def test_a_machine_that_fails_is_an_error_and_costs_no_state(tmp_path: Path, reproducible: bool) -> None:
+def test_a_failing_machine_costs_no_state(tmp_path: Path, reproducible: bool) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         assert rollout.node.origin is not None
         rollout.node.origin.reproducible = reproducible
@@ -141,7 +141,7 @@ def test_a_machine_that_fails_is_an_error_and_costs_no_state(tmp_path: Path, rep
     kept(tmp_path, test)
 
 
-def test_the_only_way_to_a_state_is_kept_however_often_it_fails(tmp_path: Path) -> None:
+def test_the_only_way_to_a_state_is_kept(tmp_path: Path) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         assert rollout.node.origin is not None
         rollout.node.origin.reproducible = False
@@ -155,7 +155,7 @@ def test_the_only_way_to_a_state_is_kept_however_often_it_fails(tmp_path: Path) 
     kept(tmp_path, test)
 
 
-def test_states_that_the_driver_says_are_gone_are_replayed_within_the_same_call(tmp_path: Path) -> None:
+def test_states_gone_from_the_driver_are_replayed(tmp_path: Path) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         driver.refuse = [StateGoneError("layer l1 is gone") for _ in range(len(WRITES) + 1)]
         assert (await ask(running, rollout, "cat f1"))[0]["exit_code"] == 0
@@ -164,7 +164,7 @@ def test_states_that_the_driver_says_are_gone_are_replayed_within_the_same_call(
     kept(tmp_path, test)
 
 
-def test_a_snapshot_that_cannot_be_written_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritten_snapshot_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object, **_kwargs: object) -> Snapshot:
         raise OSError(28, "No space left on device")
 
@@ -180,7 +180,7 @@ def test_a_snapshot_that_cannot_be_written_costs_no_answer(tmp_path: Path, monke
     kept(tmp_path, test)
 
 
-def test_a_freeze_that_fails_costs_its_sandbox_and_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_freeze_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(running: Engine, driver: Choosy, rollout: Rollout) -> None:
         async def fail(_sandbox: MemorySandbox) -> FrozenState:
             raise SandboxError("it died")
@@ -195,7 +195,7 @@ def test_a_freeze_that_fails_costs_its_sandbox_and_no_answer(tmp_path: Path, mon
     kept(tmp_path, test)
 
 
-def test_the_snapshot_of_a_state_that_was_forgotten_meanwhile_is_not_kept(tmp_path: Path) -> None:
+def test_a_state_forgotten_meanwhile_gets_no_snapshot(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
         await ask(running, rollout, "echo more > more")
         task = await running.tasks.open("task")
@@ -232,7 +232,7 @@ class FrozenSandbox(MemorySandbox):
         return replace(frozen, kind="processes", size_bytes=1000, parts=parts)
 
 
-def test_images_of_live_processes_have_a_budget_of_their_own(tmp_path: Path) -> None:
+def test_images_of_live_processes_have_their_own_budget(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path, Frozen(), checkpoint_bytes=2500) as running:
             rollout = await running.tasks.rollout("task", "first")
@@ -249,7 +249,7 @@ def test_images_of_live_processes_have_a_budget_of_their_own(tmp_path: Path) -> 
     asyncio.run(go())
 
 
-def test_what_freezing_and_restoring_took_is_learnt_by_kind(tmp_path: Path) -> None:
+def test_costs_are_learnt_by_kind_of_snapshot(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path, Frozen()) as running:
             cheap = KindCosts(Mean(0.001), Mean(0.001))
@@ -270,7 +270,7 @@ def test_what_freezing_and_restoring_took_is_learnt_by_kind(tmp_path: Path) -> N
     asyncio.run(go())
 
 
-def test_a_state_that_costs_more_to_freeze_than_it_saves_is_replayed(tmp_path: Path) -> None:
+def test_expensive_freezes_are_replaced_by_replay(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path, Frozen(), reuse=Reuse()) as running:
             driver = "memory"
@@ -288,7 +288,7 @@ def test_a_state_that_costs_more_to_freeze_than_it_saves_is_replayed(tmp_path: P
     asyncio.run(go())
 
 
-def test_a_state_with_more_rollouts_behind_it_is_expected_to_be_used_more_often(tmp_path: Path) -> None:
+def test_more_rollouts_behind_mean_more_expected_uses(tmp_path: Path) -> None:
     async def go() -> None:
         async with engine(tmp_path) as running:
             first = await running.tasks.rollout("task", "first")
@@ -305,7 +305,7 @@ def test_a_state_with_more_rollouts_behind_it_is_expected_to_be_used_more_often(
     asyncio.run(go())
 
 
-def test_a_sandbox_that_was_wanted_where_none_stood_is_counted_once(tmp_path: Path) -> None:
+def test_demand_for_a_state_is_counted_once(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: Choosy, rollout: Rollout) -> None:
         reuse, node = running.snapshot_value.reuse, rollout.node
         await ask(running, rollout, "cat f1")

@@ -54,7 +54,7 @@ def places(running: Engine) -> list[Node]:
     return [slot.position for slot in running.warm.forks() if isinstance(slot.position, Node)]
 
 
-def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path) -> None:
+def test_doubtful_replays_are_not_made_ahead(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a")
         await settled(running)
@@ -68,7 +68,7 @@ def test_a_replay_that_may_reach_another_state_is_not_begun_ahead(tmp_path: Path
     warmed(tmp_path, test)
 
 
-def test_once_a_rollout_has_begun_a_fork_waits_at_the_root_for_the_next(tmp_path: Path) -> None:
+def test_a_begun_group_gets_a_fork_at_root(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a")
         await settled(running)
@@ -84,7 +84,7 @@ def test_once_a_rollout_has_begun_a_fork_waits_at_the_root_for_the_next(tmp_path
     warmed(tmp_path, test)
 
 
-def test_a_fork_is_ready_where_a_walking_rollout_will_leave_the_tree(tmp_path: Path) -> None:
+def test_a_fork_is_ready_at_an_expected_departure(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a", "echo 2 > a", "cat a")
         await running.capture.drain()
@@ -102,7 +102,7 @@ def test_a_fork_is_ready_where_a_walking_rollout_will_leave_the_tree(tmp_path: P
     warmed(tmp_path, test)
 
 
-def test_none_is_made_for_a_rollout_whose_own_sandbox_stands_where_it_will_leave_the_tree(tmp_path: Path) -> None:
+def test_a_rollouts_own_sandbox_needs_no_fork(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         # What lives keeps its state from being shared, so the sandbox stays the rollout's own.
         first = await begun(running, "first", "sleep 9 &")
@@ -123,7 +123,7 @@ def test_none_is_made_for_a_rollout_whose_own_sandbox_stands_where_it_will_leave
     warmed(tmp_path, test)
 
 
-def test_a_rollout_that_is_begun_or_forked_finds_a_sandbox_where_it_stands(tmp_path: Path) -> None:
+def test_new_rollouts_find_a_sandbox_at_their_node(tmp_path: Path) -> None:
     def warm() -> list[str]:
         slots = proxy.client.get("/api/v1/sandboxes").json()
         return [slot["node"] for slot in slots if slot["warm"] and slot["state"] == "idle"]
@@ -149,7 +149,7 @@ def patiently(true: Callable[[], bool]) -> None:
     pytest.fail("it never came true")
 
 
-def test_where_a_state_is_just_being_kept_none_is_made_by_running_its_calls_again(tmp_path: Path) -> None:
+def test_a_freeze_in_progress_counts_as_ready(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         both = [await running.tasks.rollout("task", name) for name in ("first", "second")]
         await asyncio.gather(*(ask(running, rollout, "echo 1 > a") for rollout in both))
@@ -160,7 +160,7 @@ def test_where_a_state_is_just_being_kept_none_is_made_by_running_its_calls_agai
     warmed(tmp_path, test)
 
 
-def test_forks_that_were_asked_for_are_made_and_not_made_again_when_they_are_used(tmp_path: Path) -> None:
+def test_requested_forks_are_made_once(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
         assert running.warm.request(task.tree, 3) == 3
@@ -177,9 +177,7 @@ def test_forks_that_were_asked_for_are_made_and_not_made_again_when_they_are_use
 
 
 @pytest.mark.parametrize(("most", "warm", "expected"), [(2, 8, 1), (1, 8, 0), (64, 0, 0), (64, 2, 2), (6, 8, 3)])
-def test_there_are_no_more_than_the_setting_and_half_of_the_budget(
-    tmp_path: Path, most: int, warm: int, expected: int
-) -> None:
+def test_forks_stay_within_setting_and_half_the_budget(tmp_path: Path, most: int, warm: int, expected: int) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
         running.warm.request(task.tree, 50)
@@ -190,7 +188,7 @@ def test_there_are_no_more_than_the_setting_and_half_of_the_budget(
     warmed(tmp_path, test, max_sandboxes=most, warm_sandboxes=warm)
 
 
-def test_they_give_way_to_whoever_needs_the_place(tmp_path: Path) -> None:
+def test_calls_take_the_room_of_forks(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
         running.warm.request(task.tree, 2)
@@ -205,7 +203,7 @@ def test_they_give_way_to_whoever_needs_the_place(tmp_path: Path) -> None:
     warmed(tmp_path, test, max_sandboxes=4)
 
 
-def test_a_state_that_lives_in_one_sandbox_is_not_taken_for_a_fork(tmp_path: Path) -> None:
+def test_the_only_sandbox_of_a_state_is_no_fork(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "sleep 9 &", "echo 1 > a")
         (own,) = [slot for slot in running.pool.roster.slots if slot.owner == first.id]
@@ -218,7 +216,7 @@ def test_a_state_that_lives_in_one_sandbox_is_not_taken_for_a_fork(tmp_path: Pat
     warmed(tmp_path, test)
 
 
-def test_one_that_cannot_be_made_costs_no_answer_and_is_not_tried_again_at_once(tmp_path: Path) -> None:
+def test_a_failed_fork_costs_no_answer_and_cools_down(tmp_path: Path) -> None:
     async def broken(call: ToolCall) -> None:
         if call.arguments["command"] == "sleep 9 &" and len(ran) > 0:
             raise SandboxError("the machine failed")
@@ -241,7 +239,7 @@ def test_one_that_cannot_be_made_costs_no_answer_and_is_not_tried_again_at_once(
     warmed(tmp_path, test, gate=broken)
 
 
-def test_forgetting_a_node_closes_the_fork_that_stands_there(tmp_path: Path) -> None:
+def test_forgetting_a_node_closes_its_fork(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a")
         second = await begun(running, "second", "echo 1 > a")
@@ -255,7 +253,7 @@ def test_forgetting_a_node_closes_the_fork_that_stands_there(tmp_path: Path) -> 
     warmed(tmp_path, test)
 
 
-def test_a_snapshot_that_is_asked_for_is_taken_also_where_no_sandbox_stands(tmp_path: Path) -> None:
+def test_a_requested_snapshot_needs_no_idle_sandbox(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a", "echo 2 > a")
         assert first.node.origin is not None
@@ -272,7 +270,7 @@ def test_a_snapshot_that_is_asked_for_is_taken_also_where_no_sandbox_stands(tmp_
     warmed(tmp_path, test, warm_sandboxes=0)
 
 
-def test_one_that_is_taken_of_a_rollout_s_only_sandbox_leaves_it_to_the_rollout(tmp_path: Path) -> None:
+def test_a_requested_snapshot_leaves_the_sandbox_its_owner(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "sleep 9 &")
         with pytest.raises(NotFreezableError):
@@ -282,7 +280,7 @@ def test_one_that_is_taken_of_a_rollout_s_only_sandbox_leaves_it_to_the_rollout(
     warmed(tmp_path, test, warm_sandboxes=0)
 
 
-def test_with_too_little_memory_none_is_made_and_idle_ones_are_closed(tmp_path: Path) -> None:
+def test_short_memory_stops_forks_and_closes_idle_sandboxes(tmp_path: Path) -> None:
     async def test(running: Engine, driver: MemoryDriver) -> None:
         await begun(running, "first", "echo 1 > a")
         await settled(running)
@@ -294,7 +292,7 @@ def test_with_too_little_memory_none_is_made_and_idle_ones_are_closed(tmp_path: 
     warmed(tmp_path, test, memory_reserve_bytes=1 << 60)
 
 
-def test_the_memory_that_is_left_is_read_from_the_machine(tmp_path: Path) -> None:
+def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
     told = tmp_path / "meminfo"
     told.write_text("MemTotal: 9 kB\nMemAvailable:    1234 kB\n")
     assert available_bytes(told) == 1234 << 10

@@ -47,12 +47,12 @@ def wanted(
     return [target.node for target in found]
 
 
-def test_where_nobody_called_anything_yet_the_next_call_is_new() -> None:
+def test_without_records_the_next_call_is_new() -> None:
     assert outlook(Node(1)).leave == 1.0
 
 
 @given(grown)
-def test_what_comes_next_adds_up_to_one(described: Grown) -> None:
+def test_chances_at_a_node_add_up_to_one(described: Grown) -> None:
     for node in tree(described):
         view = outlook(node)
         assert view.leave + sum(view.moves.values()) == pytest.approx(1.0)
@@ -60,35 +60,35 @@ def test_what_comes_next_adds_up_to_one(described: Grown) -> None:
 
 
 @given(grown, st.integers(0, 5))
-def test_each_rollout_leaves_the_tree_at_most_once(described: Grown, count: int) -> None:
+def test_each_rollout_departs_at_most_once(described: Grown, count: int) -> None:
     nodes = tree(described)
     walkers = dict.fromkeys(nodes[:3], count)
     assert sum(departures(walkers).values()) <= sum(walkers.values()) + 1e-6
 
 
-def test_a_call_that_changes_nothing_does_not_use_up_a_look_ahead() -> None:
+def test_observations_do_not_shorten_the_look_ahead() -> None:
     quiet, busy = chain(1, hits=9), chain(1, hits=9)
     recorded(busy[0], busy[0], hits=30)
     assert outlook(busy[0]).moves[busy[1]] == pytest.approx(outlook(quiet[0]).moves[quiet[1]], rel=0.35)
 
 
-def test_the_end_of_a_well_trodden_path_is_made_ready_ahead_of_who_walks_it() -> None:
+def test_the_end_of_a_frequent_path_is_a_target() -> None:
     nodes = chain(4, hits=50)
     assert wanted({nodes[0]: 1})[0] is nodes[-1]
 
 
-def test_nothing_is_made_further_ahead_than_it_takes_to_walk() -> None:
+def test_targets_are_within_the_look_ahead() -> None:
     nodes = chain(10, hits=10_000)
     assert wanted({nodes[0]: 1}) == []
     assert wanted({nodes[10 - AHEAD + 1]: 1}) == [nodes[-1]]
 
 
-def test_where_calls_were_each_made_once_the_next_is_likely_to_be_new_too() -> None:
+def test_calls_made_once_make_new_calls_likely() -> None:
     nodes = tree([(0, False, 0), (0, False, 0), (0, False, 0)])
     assert wanted({nodes[0]: 1})[0] is nodes[0]
 
 
-def test_where_one_stands_ready_no_other_is_made_unless_somebody_asked_for_more() -> None:
+def test_one_ready_sandbox_is_enough_unless_more_are_requested() -> None:
     nodes = chain(1, hits=0)
     frontier = nodes[-1]
     assert frontier in wanted({frontier: 8})
@@ -96,19 +96,19 @@ def test_where_one_stands_ready_no_other_is_made_unless_somebody_asked_for_more(
     assert wanted({}, {frontier: 1}, {frontier: 3}) == [frontier, frontier]
 
 
-def test_nobody_is_expected_where_nobody_walks() -> None:
+def test_without_walkers_there_are_no_departures() -> None:
     assert wanted({}) == []
 
 
 @given(grown, st.integers(1, 4))
-def test_the_most_valuable_comes_first_and_none_is_unlikely(described: Grown, count: int) -> None:
+def test_targets_are_likely_and_sorted_by_value(described: Grown, count: int) -> None:
     nodes = tree(described)
     found = targets({nodes[0]: count}, {}, ready=lambda _: 0, saved_s=lambda node: float(node.id))
     assert [target.worth_s for target in found] == sorted((target.worth_s for target in found), reverse=True)
     assert all(MIN_CHANCE <= target.chance <= 1 for target in found)
 
 
-def test_no_rollout_is_led_to_a_state_that_was_set_aside() -> None:
+def test_no_departures_are_expected_at_diverged_nodes() -> None:
     nodes = chain(1, hits=50)
     assert nodes[1] in wanted({nodes[0]: 1})
     nodes[1].diverged = "lost"

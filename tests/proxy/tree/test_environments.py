@@ -15,7 +15,7 @@ from tests.proxy.rig import SPEC, ask, engine
 DRIVERS = {"local", "container"}
 
 
-def test_a_given_spec_stays_and_the_request_only_adds() -> None:
+def test_a_request_only_adds_to_a_task_spec() -> None:
     given = EnvironmentSpec(env={"A": "given", "B": "given"}, setup=("true",))
     wanted = EnvironmentRequest("debian:12", {"B": "wanted", "C": "wanted"}, "/tmp", memory_mb=512)
     found = spec_for(wanted, given, SPEC, DRIVERS, any_image=False)
@@ -25,25 +25,25 @@ def test_a_given_spec_stays_and_the_request_only_adds() -> None:
     assert spec_for(EnvironmentRequest("x"), given, SPEC, DRIVERS, any_image=False) == given
 
 
-def test_without_one_the_image_is_a_containers() -> None:
+def test_without_a_task_spec_the_image_is_a_container() -> None:
     found = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
     assert (found.driver, found.image, found.workdir, found.env) == ("container", "debian:12", "/", {"A": "1"})
 
 
-def test_without_containers_there_are_no_images_unless_a_setting_says_so() -> None:
+def test_without_containers_images_need_the_any_image_setting() -> None:
     with pytest.raises(RefusalError) as refused:
         spec_for(EnvironmentRequest("debian:12"), None, SPEC, {"local"}, any_image=False)
     assert (refused.value.status, str(refused.value)[:24]) == (404, "No such image: debian:12")
     assert spec_for(EnvironmentRequest("debian:12"), None, SPEC, {"local"}, any_image=True) == SPEC
 
 
-def test_what_no_environment_can_have_is_refused() -> None:
+def test_impossible_environments_are_refused() -> None:
     with pytest.raises(RefusalError) as refused:
         spec_for(EnvironmentRequest("x", {"A B": "1"}), SPEC, SPEC, DRIVERS, any_image=False)
     assert refused.value.status == 400
 
 
-def test_other_environments_are_other_trees_and_rollouts_keep_theirs_over_a_restart(tmp_path: Path) -> None:
+def test_each_environment_has_its_own_lasting_tree(tmp_path: Path) -> None:
     async def begun(running: Engine, name: str, **env: str) -> tuple[int, str]:
         rollout = await running.tasks.open_rollout("task", name, wanted=EnvironmentRequest("any", env))
         told, outcome = await ask(running, rollout, "echo $X")

@@ -34,7 +34,7 @@ def shape(value: Any) -> Any:
 
 
 @given(objects, objects)
-def test_equal_arguments_and_only_those_share_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_only_equal_arguments_share_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert (key(one) == key(other)) == (shape(one) == shape(other))
 
 
@@ -44,7 +44,7 @@ def test_the_order_of_members_does_not_count(arguments: dict[str, Any]) -> None:
 
 
 @given(objects)
-def test_canonical_json_reads_back_as_what_it_was(arguments: dict[str, Any]) -> None:
+def test_canonical_json_reads_back_equal(arguments: dict[str, Any]) -> None:
     assert shape(orjson.loads(canonical_json(arguments))) == shape(arguments)
 
 
@@ -52,11 +52,11 @@ def test_canonical_json_reads_back_as_what_it_was(arguments: dict[str, Any]) -> 
     ("one", "other"),
     [(1, 1.0), (1, "1"), (1, True), (0, False), (None, "null"), ([1, 2], [2, 1]), ("\u00e9", "e\u0301")],
 )
-def test_what_a_tool_may_tell_apart_has_two_keys(one: Any, other: Any) -> None:
+def test_values_that_print_differently_have_different_keys(one: Any, other: Any) -> None:
     assert key({"x": one}) != key({"x": other})
 
 
-def test_endpoint_tool_arguments_and_body_cannot_be_mistaken_for_one_another() -> None:
+def test_parts_of_a_key_are_never_confused() -> None:
     calls = [
         ToolCall("a", "bc", {}), ToolCall("ab", "c", {}), ToolCall("a", "bc", {}, b"{}"), ToolCall("a", "bc", {"": 0}),
         ToolCall("a", "b", {}, b"c"), ToolCall("a", "b", {}, b"\0c"),
@@ -65,20 +65,20 @@ def test_endpoint_tool_arguments_and_body_cannot_be_mistaken_for_one_another() -
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), [1, {"x": float("-inf")}], 2**64, "\ud800", object()])
-def test_what_has_no_canonical_form_is_refused_and_says_why(value: Any) -> None:
+def test_uncanonical_arguments_are_refused_with_a_reason(value: Any) -> None:
     with pytest.raises(UncanonicalArgumentsError, match=r"no canonical form: .+ Send them as finite JSON"):
         key({"x": value})
 
 
-def test_a_null_beside_finite_numbers_is_no_nan() -> None:
+def test_null_is_not_mistaken_for_nan() -> None:
     assert key({"x": None, "y": 1.5})
 
 
-def test_a_private_key_is_found_by_no_other_rollout_and_no_later_turn() -> None:
+def test_private_keys_differ_by_rollout_and_turn() -> None:
     shared = call_key(ToolCall("shell", "exec", {"command": "ls"}))
     keys = {shared, *(private_key(shared, rollout, turn) for rollout in range(3) for turn in range(3))}
     assert len(keys) == 10
 
 
-def test_a_root_key_changes_with_the_spec_and_with_what_the_spec_names() -> None:
+def test_root_keys_depend_on_spec_and_identity() -> None:
     assert len({root_key(b"{}", "a"), root_key(b"{} ", "a"), root_key(b"{}", "b")}) == 3

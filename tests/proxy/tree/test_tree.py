@@ -71,7 +71,7 @@ class Grower:
 
 
 @given(trajectories)
-def test_every_trajectory_ends_at_the_state_it_would_reach_alone(rollouts: list[list[str]]) -> None:
+def test_every_trajectory_ends_at_its_own_state(rollouts: list[list[str]]) -> None:
     grower = Grower()
     for trajectory in rollouts:
         state: tuple[int, ...] = (0, 0, 0)
@@ -81,7 +81,7 @@ def test_every_trajectory_ends_at_the_state_it_would_reach_alone(rollouts: list[
 
 
 @given(trajectories)
-def test_each_state_with_a_digest_is_one_node(rollouts: list[list[str]]) -> None:
+def test_each_digest_is_one_node(rollouts: list[list[str]]) -> None:
     grower = Grower()
     for trajectory in rollouts:
         grower.walk(trajectory)
@@ -90,7 +90,7 @@ def test_each_state_with_a_digest_is_one_node(rollouts: list[list[str]]) -> None
 
 
 @given(trajectories)
-def test_without_merging_the_nodes_are_the_prefixes_of_changing_calls(rollouts: list[list[str]]) -> None:
+def test_without_merging_nodes_are_prefixes(rollouts: list[list[str]]) -> None:
     grower = Grower("off")
     prefixes: set[tuple[str, ...]] = {()}
     for trajectory in rollouts:
@@ -106,7 +106,7 @@ def test_without_merging_the_nodes_are_the_prefixes_of_changing_calls(rollouts: 
 
 
 @given(trajectories)
-def test_a_call_that_changed_nothing_makes_no_node_and_is_never_on_a_path(rollouts: list[list[str]]) -> None:
+def test_observations_make_no_nodes(rollouts: list[list[str]]) -> None:
     grower = Grower()
     for trajectory in rollouts:
         end = grower.walk(trajectory)
@@ -114,7 +114,7 @@ def test_a_call_that_changed_nothing_makes_no_node_and_is_never_on_a_path(rollou
 
 
 @given(trajectories, st.integers(0, 5))
-def test_nobody_is_led_into_a_private_node(rollouts: list[list[str]], seed: int) -> None:
+def test_private_nodes_are_never_merged_into(rollouts: list[list[str]], seed: int) -> None:
     grower = Grower()
     private: set[Node] = set()
     for number, trajectory in enumerate(rollouts):
@@ -129,7 +129,7 @@ def test_nobody_is_led_into_a_private_node(rollouts: list[list[str]], seed: int)
 
 
 @given(trajectories, st.data())
-def test_what_is_forgotten_is_run_again_and_the_rest_stays(rollouts: list[list[str]], data: st.DataObject) -> None:
+def test_forgetting_removes_only_descendants(rollouts: list[list[str]], data: st.DataObject) -> None:
     grower = Grower()
     for trajectory in rollouts:
         grower.walk(trajectory)
@@ -148,7 +148,7 @@ def test_what_is_forgotten_is_run_again_and_the_rest_stays(rollouts: list[list[s
 
 
 @given(trajectories, st.data())
-def test_no_walk_from_the_root_enters_what_was_set_aside(rollouts: list[list[str]], data: st.DataObject) -> None:
+def test_no_walk_enters_nodes_set_aside(rollouts: list[list[str]], data: st.DataObject) -> None:
     grower = Grower()
     for trajectory in rollouts:
         grower.walk(trajectory)
@@ -162,7 +162,7 @@ def test_no_walk_from_the_root_enters_what_was_set_aside(rollouts: list[list[str
     assert all(node.id in grower.tree.nodes and node.diverged for node in lost)
 
 
-def test_walking_shows_parents_first_and_no_deeper_than_asked() -> None:
+def test_walks_yield_parents_first_within_the_depth() -> None:
     grower = Grower()
     grower.walk(["bump", "bump", "bump"])
     assert [below for _, below in grower.tree.walk()] == [0, 1, 2, 3]
@@ -175,7 +175,7 @@ def told(body: bytes, effect: Effect = Effect.PROCESSES, **more: Any) -> bool:
     return doubtful(call, Execution(ToolResult(200, "text/plain", body), effect, 0.1, **more))
 
 
-def test_what_a_replay_would_hardly_say_again_is_in_doubt() -> None:
+def test_unrepeatable_answers_are_doubtful() -> None:
     for body in (b'{"id": 0.123456}', b"at 12:30:59", b"pid 1234567890", b"a1b2c3d4e5f6", b"2026-11-21T10:00:00Z"):
         assert told(body)
     for body in (b'{"value": 42}', b"done", b"", b"0.5 of 100", b"line 12345"):
@@ -183,13 +183,13 @@ def test_what_a_replay_would_hardly_say_again_is_in_doubt() -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"target": "/x"}, {"server": "memory", "method": "tools/call", "params": {}}])
-def test_a_plain_call_to_a_server_is_in_doubt_while_something_beside_it_may_be_writing(arguments: Any) -> None:
+def test_server_calls_are_doubtful_beside_restless_processes(arguments: Any) -> None:
     call, said = ToolCall("api", "x", arguments), ToolResult(200, "text/plain", b"ok")
     for restless in (False, True):
         assert doubtful(call, Execution(said, Effect.PROCESSES, 0.1, witness=b"w", restless=restless)) is restless
 
 
-def test_files_and_commands_beside_live_processes_are_in_doubt_and_known_states_are_not() -> None:
+def test_changes_without_a_digest_are_doubtful() -> None:
     assert told(b"", Effect.PROCESSES | Effect.FILES)
     assert not told(b"0.123456", Effect.NONE)
     assert not told(b"0.123456", Effect.FILES, state=StateDigest(b"e" * 32, b"c" * 32))

@@ -1,0 +1,162 @@
+"""The snapshot cache: a snapshot belongs to one node, is lent for restores, and is evicted by value within budgets."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandboxes.driver import FrozenState
+from sandboxes.errors import SandboxError, StateGoneError
+from snapshots.cache import SnapshotCache
+from snapshots.policy import Prospect
+from snapshots.snapshot import Snapshot
+from snapshots.store import SnapshotStore
+from tests.sandboxes.memory_driver import MemoryDriver
+from tests.snapshots.nodes import FakeNode, Tally
+
+
+class Rig:
+    """A cache over a store on disk and the memory driver, and the nodes that it serves."""
+
+    def __init__(self, directory: Path, *, budget_bytes: int = 1 << 30, checkpoint_bytes: int = 1 << 30) -> None:
+        self.store, self.tally = SnapshotStore(directory), Tally()
+        self.store.open()
+        self.cache = SnapshotCache(
+            self.store, {"memory": MemoryDriver()}, self.tally,
+            budget_bytes=budget_bytes, checkpoint_bytes=checkpoint_bytes,
+        )  # fmt: skip
+        self.nodes: dict[int, FakeNode] = {}
+        self.held: dict[int, str] = {}
+
+    def add(self, number: int, size_bytes: int, *, kind: str = "files") -> FakeNode:
+        """Attach a snapshot of this size to a new node."""
+        node = self.nodes[number] = FakeNode(number)
+        frozen = FrozenState("memory", kind, {}, size_bytes, None, (f"part{number}-{size_bytes}",))
+        self.cache.attach(self.cache.save(frozen, tree=1, node=number, cost_s=0.01), node)
+        return node
+
+    def fit(self) -> int:
+        """Evict within the budgets; a node's number is the value of its snapshot."""
+        return asyncio.run(self.cache.fit(lambda _, number: self.nodes.get(number), self._prospect))
+
+    def attached(self) -> set[int]:
+        """Return the numbers of the nodes that have a snapshot."""
+        return {node.id for node in self.nodes.values() if node.snapshot is not None}
+
+    def _prospect(self, snapshot: Snapshot, node: FakeNode | None) -> Prospect:
+        worth = 0.0 if node is None else float(node.id)
+        held = "leased" if snapshot.leases else self.held.get(snapshot.node, "")
+        return Prospect(snapshot.id, worth, 1.0, snapshot.size_bytes, held=held)
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=8), st.integers(0, 12_000))
+def test_least_valuable_snapshots_are_evicted(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], budget_bytes: int
+) -> None:
+    """Snapshots are evicted in the order of their value until the budget holds, and nodes and store agree."""
+    rig = Rig(tmp_path_factory.mktemp("snapshots"), budget_bytes=budget_bytes)
+    for number, size_bytes in enumerate(sizes, start=1):
+        rig.add(number, size_bytes)
+    evicted = rig.fit()
+    kept = rig.attached()
+    assert evicted == rig.tally.evictions
+    assert kept == set(range(evicted + 1, len(sizes) + 1)), "a higher number is a higher value"
+    assert rig.cache.used_bytes == sum(sizes[number - 1] for number in kept) <= budget_bytes
+    assert {snapshot.node for snapshot in rig.store} == kept
+    assert not rig.cache.over_budget
+
+
+def test_live_processes_have_a_budget_of_their_own(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, checkpoint_bytes=1000)
+    rig.add(1, 5000)
+    rig.add(2, 900, kind="processes")
+    rig.add(3, 900, kind="processes")
+    assert rig.cache.over_budget
+    assert rig.fit() == 1
+    assert rig.attached() == {1, 3}
+    assert rig.cache.checkpoint_bytes == 900
+
+
+def test_leased_snapshots_are_not_evicted(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, budget_bytes=0)
+    node, other = rig.add(1, 100), rig.add(2, 100)
+    with rig.cache.leased(node) as frozen:
+        assert frozen.size_bytes == 100
+        rig.fit()
+        assert rig.attached() == {1}
+    assert rig.fit() == 1
+    assert other.snapshot is None
+
+
+def test_all_snapshots_of_a_tree_can_be_leased(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, budget_bytes=0)
+    rig.add(1, 100)
+    rig.add(2, 100)
+    with rig.cache.leased_all(1) as snapshots:
+        assert rig.fit() == 0
+        assert {snapshot.node for snapshot in snapshots} == {1, 2}
+    assert rig.fit() == 2
+
+
+def test_a_node_has_at_most_one_snapshot(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    node = rig.add(1, 100)
+    first = node.snapshot
+    forgotten = FakeNode(2, detached=True)
+    for late in (node, forgotten):
+        snapshot = rig.cache.save(FrozenState("memory", "files", {}, 7, None, ()), tree=1, node=late.id, cost_s=0.0)
+        assert not rig.cache.attach(snapshot, late)
+    assert (node.snapshot, forgotten.snapshot, len(rig.store)) == (first, None, 1)
+
+
+def test_a_missing_snapshot_is_dropped_at_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    node = rig.add(1, 100)
+    assert node.snapshot is not None
+    (tmp_path / node.snapshot / "payload.json").unlink()
+    with pytest.raises(StateGoneError, match="n1 is damaged") as caught, rig.cache.leased(node):
+        pass
+    rig.cache.failed(node, caught.value, reproducible=False)
+    assert not list(rig.store)
+    assert rig.cache.of(node) is None
+
+
+@pytest.mark.parametrize(("reproducible", "dropped"), [(True, True), (False, False)])
+def test_a_second_failure_drops_only_reproducible_states(tmp_path: Path, *, reproducible: bool, dropped: bool) -> None:
+    rig = Rig(tmp_path)
+    node = rig.add(1, 100)
+    rig.cache.failed(node, SandboxError("the mount failed"), reproducible=reproducible)
+    assert node.snapshot is not None
+    rig.cache.failed(node, SandboxError("the mount failed"), reproducible=reproducible)
+    assert (node.snapshot is None) is dropped
+
+
+def test_snapshots_are_reattached_after_a_restart(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.add(1, 100)
+    rig.add(2, 100)
+    again = Rig(tmp_path)
+    survivor = FakeNode(2)
+    again.cache.reattach(1, {2: survivor})
+    snapshot = again.cache.of(survivor)
+    assert snapshot is not None
+    assert (snapshot.node, len(again.store)) == (2, 1)
+
+
+def test_a_tree_goes_with_its_snapshots(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.add(1, 100)
+    rig.cache.drop_tree(2)
+    assert len(rig.store) == 1
+    rig.cache.drop_tree(1)
+    assert len(rig.store) == 0
+
+
+def test_restores_teach_what_they_cost(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    node = rig.add(1, 100)
+    rig.cache.restored(node, 0.02)
+    assert rig.cache.costs["memory"].files.restore.samples == 1
+    assert rig.cache.of(node).restore_s == 0.02  # type: ignore[union-attr]
