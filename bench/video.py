@@ -55,11 +55,11 @@ def promise(holds: object, text: str) -> None:
 
 def prepare(clip: Path, folder: Path) -> None:
     """Preprocess clip into folder, in this process, and print what it took."""
-    from sandboxes.video import decode as media  # noqa: PLC0415 - only in this process
     from sandboxes.video import passes as preparation  # noqa: PLC0415 - only in this process
+    from sandboxes.video import probe  # noqa: PLC0415 - only in this process
 
     before = resource.getrusage(resource.RUSAGE_SELF)
-    for _ in preparation.Preparation(clip, folder, media.probe(clip, 1e5), SETTINGS):
+    for _ in preparation.MeasuringPass(clip, folder, probe.probe(clip, 1e5), SETTINGS):
         pass
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

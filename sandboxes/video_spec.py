@@ -68,11 +68,15 @@ class VideoTools(BaseModel):
         description="How many answers of the model are recorded for one question. Rollouts take turns.",
     )
 
-    def pipeline(self) -> dict[str, Any]:
+    def measurement_settings(self) -> dict[str, Any]:
         """Return the settings that shape the measurements."""
         return {"segment_s": self.segment_s, "frame_s": self.frame_s, "max_side": self.max_side}
 
     def root(self) -> dict[str, Any]:
         """Return the members that name a root state. `Driver.identity` covers the content of the videos."""
         model = None if self.model is None else self.model.fingerprint()
-        return self.pipeline() | {"max_duration_s": self.max_duration_s, "model": model, "variants": self.variants}
+        return self.measurement_settings() | {
+            "max_duration_s": self.max_duration_s,
+            "model": model,
+            "variants": self.variants,
+        }

@@ -1,19 +1,19 @@
-"""What models answered, by question: asked once, kept for all tasks, within a budget of bytes."""
+"""The answers of models by question, kept for all tasks within a budget of bytes."""
 
 import sqlite3
 import time
 from pathlib import Path
 
 
-class Memo:
-    """A SQLite file. One thread uses it, and each use takes some microseconds."""
+class AnswerMemo:
+    """A SQLite file of answers. One thread uses it; a look-up takes some microseconds."""
 
     def __init__(self, path: Path, budget_bytes: int = 512 << 20) -> None:
         self._path, self._budget_bytes = path, budget_bytes
         self._database: sqlite3.Connection | None = None
 
     def open(self) -> None:
-        """Open the file; one that is damaged is begun anew, for all in it can be asked again."""
+        """Open the file. A damaged file is deleted, because every question in it can be asked again."""
         try:
             self._database = self._opened()
         except sqlite3.DatabaseError:
@@ -31,12 +31,13 @@ class Memo:
         return database
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         if self._database is not None:
             self._database.close()
             self._database = None
 
     def find(self, question: bytes) -> bytes | None:
-        """Return the answer to a question; None where it was never asked, or was forgotten."""
+        """Return the answer to a question; None if it was never asked or its answer was evicted."""
         assert self._database is not None
         row = self._database.execute("SELECT answer FROM answers WHERE question = ?", [question]).fetchone()
         if row is None:
@@ -45,7 +46,7 @@ class Memo:
         return bytes(row[0])
 
     def keep(self, question: bytes, answer: bytes) -> None:
-        """Keep the first answer to a question; the ones used longest ago go where there is no room."""
+        """Keep the first answer to a question. Beyond the budget a tenth of the answers, used longest ago, is evicted."""
         assert self._database is not None
         self._database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", [question, answer, time.time()])
         if self._size_bytes() > self._budget_bytes:

@@ -13,7 +13,7 @@ import orjson
 from sandboxes.errors import ServerError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
-from sandboxes.video.model_client import Models, Vector
+from sandboxes.video.model_client import ModelClient, Vector
 from sandboxes.video.progress import PreprocessJob
 from sandboxes.video.store import VideoStore
 from sandboxes.video_spec import VideoModel
@@ -33,16 +33,16 @@ class Read(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Describer:
+class Captioner:
     """Asks a model about all segments of a video. fresh: what it said before counts for nothing."""
 
     store: VideoStore
-    models: Models
+    models: ModelClient
     read: Read
     spec: EnvironmentSpec
     fresh: bool
 
-    async def describe(self, work: PreprocessJob, reading: dict[str, Any], asked: str) -> str:
+    async def describe(self, job: PreprocessJob, reading: dict[str, Any], asked: str) -> str:
         """Return the part of what was said: its name begins with asked and ends with a digest of the content.
 
         reading: says which measured video. What was answered when a later question fails is not asked again.
@@ -51,8 +51,8 @@ class Describer:
             ServerError: the model failed.
         """
         segments, shown = await self._segments(reading)
-        said = await self._captions(work, segments, shown)
-        vectors = await self._vectors(work, [caption for caption, _ in said], shown)
+        said = await self._captions(job, segments, shown)
+        vectors = await self._vectors(job, [caption for caption, _ in said], shown)
         folder = self.store.new()
         try:
             return await self._written(folder, asked, said, vectors)
@@ -78,7 +78,7 @@ class Describer:
             count = told["of"]
         return segments, shown
 
-    async def _captions(self, work: PreprocessJob, segments: list[dict[str, Any]], shown: list[bytes]) -> list[Caption]:
+    async def _captions(self, job: PreprocessJob, segments: list[dict[str, Any]], shown: list[bytes]) -> list[Caption]:
         done = 0
 
         async def caption(segment: dict[str, Any], picture: bytes) -> Caption:
@@ -86,15 +86,15 @@ class Describer:
             text = prompts.DESCRIBE.format(start=segment["start_s"], end=segment["end_s"])
             answer = await self.models.chat(self._model, text, [picture], fresh=self.fresh)
             done += 1
-            work.advanced("captions", work.of_s * done / len(segments))
+            job.advanced("captions", job.of_s * done / len(segments))
             return prompts.described(answer)
 
         return await together([caption(s, p) for s, p in zip(segments, shown, strict=True)])
 
-    async def _vectors(self, work: PreprocessJob, captions: list[str], shown: list[bytes]) -> dict[str, list[Vector]]:
+    async def _vectors(self, job: PreprocessJob, captions: list[str], shown: list[bytes]) -> dict[str, list[Vector]]:
         found: dict[str, list[Vector]] = {}
         model, models, fresh = self._model, self.models, self.fresh
-        work.advanced("vectors", 0)
+        job.advanced("vectors", 0)
         if model.embed_model is not None:
             batches = [captions[n : n + _BATCH] for n in range(0, len(captions), _BATCH)]
             rows = await together([models.embed(model, model.embed_model, batch, fresh=fresh) for batch in batches])

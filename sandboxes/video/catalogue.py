@@ -1,4 +1,4 @@
-"""Which videos a task's `load_video` knows, and which file is which content."""
+"""The videos that a task's `load_video` knows, and the contents of their files."""
 
 import asyncio
 import contextlib
@@ -17,52 +17,58 @@ from sandboxes.video_spec import VideoTools
 
 _CHUNK = 1 << 20
 FileStamp = tuple[int, int, int, int]
-"""Device, number, size and time of change of a file: one that has them all is the file it was."""
+"""Device, inode, size and modification time of a file. A file with an equal stamp has not changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """The videos by name. identity: a digest of what they are."""
+    """The videos of a task.
+
+    Attributes:
+        files: The files by name.
+        identity: A digest of the videos' contents.
+    """
 
     files: dict[str, Path]
     identity: str
 
 
 class Contents:
-    """Knows the SHA-256 of files, as long as they stay as they are."""
+    """Remembers the SHA-256 of files for as long as they do not change."""
 
-    def __init__(self, memory: Path) -> None:
-        self._memory = memory
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._known: dict[str, tuple[FileStamp, str]] = {}
         self._saving = threading.Lock()
         self._unsaved = False
 
     def open(self) -> None:
-        """Read back what earlier instances found out."""
+        """Read the digests that earlier instances have saved."""
         with contextlib.suppress(OSError, ValueError):
-            told = orjson.loads(self._memory.read_bytes())
-            self._known = {path: (tuple(stamp), digest) for path, stamp, digest in told}
+            entries = orjson.loads(self._path.read_bytes())
+            self._known = {path: (tuple(stamp), digest) for path, stamp, digest in entries}
 
     def known(self, path: Path) -> str | None:
-        """Return a file's digest, if it is known and the file is as it was."""
-        found = self._known.get(str(path))
-        return found[1] if found is not None and found[0] == stamp_of(path) else None
+        """Return a file's digest if it is known and the file has not changed since; None otherwise."""
+        entry = self._known.get(str(path))
+        return entry[1] if entry is not None and entry[0] == stamp_of(path) else None
 
     def learn(self, path: Path, stamp: FileStamp, digest: str) -> None:
+        """Remember the digest that a file had with a stamp."""
         self._known[str(path)] = stamp, digest
         self._unsaved = True
 
     def save(self) -> None:
-        """Write down what was learnt."""
+        """Save the digests that were learnt since the last save."""
         with self._saving:
             if self._unsaved:
                 self._unsaved = False
-                partial = self._memory.with_suffix(".new")
+                partial = self._path.with_suffix(".new")
                 partial.write_bytes(orjson.dumps([[path, *known] for path, known in list(self._known.items())]))
-                partial.replace(self._memory)
+                partial.replace(self._path)
 
     def digest(self, path: Path) -> str:
-        """Return a file's digest, reading it where that is not known."""
+        """Return a file's digest; read the file if the digest is not known."""
         known = self.known(path)
         if known is None:
             stamp = stamp_of(path)
@@ -75,14 +81,14 @@ class Contents:
         """Copy a file and return the digest of the copy.
 
         Raises:
-            Fault: limit.
-            OSError: it cannot be read, or target cannot be written.
+            VideoError: `limit`: the file is larger than `max_bytes`.
+            OSError: The file cannot be read, or the copy cannot be written.
         """
         stamp = stamp_of(path)
         if stamp[2] > max_bytes:
             raise VideoError(
                 "limit",
-                f"this file has {stamp[2] >> 20} MB; this task takes up to {max_bytes >> 20} MB (limits.disk_mb)",
+                f"this file has {stamp[2] >> 20} MB, and this task takes up to {max_bytes >> 20} MB (limits.disk_mb)",
             )
         with target.open("wb") as out:
             digest = _read(path, out.write)
@@ -93,8 +99,9 @@ class Contents:
 
 
 def stamp_of(path: Path) -> FileStamp:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    """Return the stamp of a file."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read(path: Path, write: Callable[[bytes], object]) -> str:
@@ -107,11 +114,13 @@ def _read(path: Path, write: Callable[[bytes], object]) -> str:
 
 
 async def catalogue_of(video: VideoTools, contents: Contents) -> Catalogue:
-    """Return the videos of a task. Files that are named one by one count by their content, so that tasks which name
-    equal ones share; the files of a directory by name, size and time, as reading them all would take long.
+    """Return the videos of a task.
+
+    Files that are named one by one count by their content, so that tasks with equal videos share a tree. The files of a
+    directory count by name, size and time, because reading all of them would take long.
 
     Raises:
-        SpecError: one is not there.
+        SpecError: A file does not exist or cannot be read.
     """
     try:
         return await asyncio.to_thread(_catalogue, video, contents)
@@ -122,13 +131,13 @@ async def catalogue_of(video: VideoTools, contents: Contents) -> Catalogue:
 def _catalogue(video: VideoTools, contents: Contents) -> Catalogue:
     if isinstance(video.source, str) and Path(video.source).is_dir():
         files = _listed(Path(video.source))
-        told = [[name, *stamp_of(path)[2:]] for name, path in files.items()]
+        entries = [[name, *stamp_of(path)[2:]] for name, path in files.items()]
     else:
         named = {Path(video.source).name: video.source} if isinstance(video.source, str) else video.source
         files = {name: Path(path) for name, path in sorted(named.items())}
-        told = [[name, contents.digest(path)] for name, path in files.items()]
+        entries = [[name, contents.digest(path)] for name, path in files.items()]
         contents.save()
-    return Catalogue(files, hashlib.blake2b(orjson.dumps(told), digest_size=32).hexdigest())
+    return Catalogue(files, hashlib.blake2b(orjson.dumps(entries), digest_size=32).hexdigest())
 
 
 def _listed(folder: Path) -> dict[str, Path]:

@@ -14,18 +14,18 @@ from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.video.answer_memo import Memo
+from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video.catalogue import Catalogue, Contents, catalogue_of
-from sandboxes.video.model_client import Models
-from sandboxes.video.pipeline import Workshop
-from sandboxes.video.progress import Works
+from sandboxes.video.model_client import ModelClient
+from sandboxes.video.pipeline import Pipeline
+from sandboxes.video.progress import PreprocessJobs
 from sandboxes.video.sandbox import LoadedVideos, VideoSandbox
 from sandboxes.video.store import VideoStore
 from sandboxes.workers.pool import WorkerPool
 
 VERSION = 1
 """Part of every identity: raise it when equal calls would give other answers or other digests than before."""
-_ENGINE = "sandboxes.video.worker_engine"
+_ENGINE_MODULE = "sandboxes.video.worker_engine"
 
 
 class VideoDriver:
@@ -36,12 +36,12 @@ class VideoDriver:
     def __init__(self, data_dir: Path) -> None:
         self.data_dir = data_dir.resolve()
         self.store = VideoStore(self.data_dir)
-        self.worker_pool = WorkerPool(_ENGINE, self.data_dir)
-        self.works = Works()
-        self._memo = Memo(self.data_dir / "models.sqlite")
-        self.models = Models(self._memo)
+        self.worker_pool = WorkerPool(_ENGINE_MODULE, self.data_dir)
+        self.jobs = PreprocessJobs()
+        self._memo = AnswerMemo(self.data_dir / "models.sqlite")
+        self.models = ModelClient(self._memo)
         self._contents = Contents(self.data_dir / "contents.json")
-        self.workshop = self._workshop(self.store)
+        self.pipeline = self._pipeline(self.store)
         self._sandboxes: set[VideoSandbox] = set()
         self._ids = itertools.count(1)
         self._held: list[Iterable[str]] = []
@@ -67,7 +67,7 @@ class VideoDriver:
         """See `Driver.aclose`. Idempotent."""
         for sandbox in list(self._sandboxes):
             await sandbox.close()
-        await self.workshop.aclose()
+        await self.pipeline.aclose()
         await self.models.aclose()
         await self.worker_pool.aclose()
         self._memo.close()
@@ -78,7 +78,7 @@ class VideoDriver:
     async def identity(self, spec: EnvironmentSpec) -> str:
         """See `Driver.identity`. Files that are named one by one are read the first time; later, some stats."""
         told = (await self._catalogue(spec)).identity
-        versions = await self.workshop.versions()
+        versions = await self.pipeline.versions()
         return hashlib.blake2b(f"video\0{VERSION}\0{versions}\0{told}".encode(), digest_size=32).hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> VideoSandbox:
@@ -97,12 +97,12 @@ class VideoDriver:
         """See `Driver.collect`."""
         # What there was, and what was in use, before the first await: what is made meanwhile keep does not know of.
         there, before, kept = self.store.all(), self._in_use(), set(keep)
-        unneeded = {part for part in there - kept - before if not self.workshop.makes(part)}
+        unneeded = {part for part in there - kept - before if not self.pipeline.makes(part)}
         if unneeded:
             # They may hold open what is deleted, and then the disk stays full.
             await self.worker_pool.renew()
             used = self._in_use()
-            gone = [part for part in unneeded if part not in used and not self.workshop.makes(part)]
+            gone = [part for part in unneeded if part not in used and not self.pipeline.makes(part)]
             await asyncio.to_thread(self.store.drop, gone)
         return sum(self.store.size_bytes(part) for part in kept & there)
 
@@ -111,7 +111,7 @@ class VideoDriver:
     def overview(self) -> dict[str, Any]:
         """Return the preprocesses under way and the last that ended, and how often models were asked."""
         return {
-            "preprocesses": [work.to_json() for work in self.works],
+            "preprocesses": [job.to_json() for job in self.jobs],
             "model_questions": self.models.asked,
             "model_answers_reused": self.models.repeated,
         }
@@ -128,16 +128,16 @@ class VideoDriver:
             raise SpecError("driver 'video' needs `video`: docs/video.md shows how.")
         return await catalogue_of(spec.video, self._contents)
 
-    def _workshop(self, store: VideoStore, *, fresh: bool = False) -> Workshop:
-        return Workshop(store, self.worker_pool, self._contents, self.models, self.works, fresh=fresh)
+    def _pipeline(self, store: VideoStore, *, fresh: bool = False) -> Pipeline:
+        return Pipeline(store, self.worker_pool, self._contents, self.models, self.jobs, fresh=fresh)
 
     def _adopt(self, spec: EnvironmentSpec, state: LoadedVideos) -> VideoSandbox:
-        name, workshop = f"video-{next(self._ids)}", self.workshop
+        name, pipeline = f"video-{next(self._ids)}", self.pipeline
         if spec.cache == "never":
             # A baseline pays for everything itself, or it would be none.
-            workshop = self._workshop(VideoStore(self._own / name), fresh=True)
-            workshop.store.open()
-        sandbox = VideoSandbox(name, spec, state, workshop, partial(self._catalogue, spec), self._closed)
+            pipeline = self._pipeline(VideoStore(self._own / name), fresh=True)
+            pipeline.store.open()
+        sandbox = VideoSandbox(name, spec, state, pipeline, partial(self._catalogue, spec), self._closed)
         self._sandboxes.add(sandbox)
         return sandbox
 

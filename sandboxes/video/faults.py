@@ -1,4 +1,4 @@
-"""What a video tool cannot do for its agent (pure)."""
+"""The errors of video tools that their agent can act on (pure)."""
 
 from typing import Any, Literal
 
@@ -6,20 +6,22 @@ FaultKind = Literal[
     "no-such-video", "not-a-video", "codec", "truncated", "empty", "damaged", "limit", "timeout",
     "not-loaded", "not-preprocessed", "range", "too-large", "memory", "crashed",
 ]  # fmt: skip
-OF_THE_MOMENT = frozenset({"memory", "crashed", "timeout"})
-"""What a second run might not meet: told to who asked, and recorded for nobody else."""
+TRANSIENT = frozenset({"memory", "crashed", "timeout"})
+"""Errors that a second run may not meet. Only the rollout that made the call gets them."""
 
 
 class VideoError(Exception):
-    """Told to the agent as the tool's result, under `error`."""
+    """A video tool cannot do what its agent wants. The error becomes the tool's result, as its member `error`."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
         self.kind = kind
 
     def to_json(self) -> dict[str, Any]:
+        """Return the error as JSON members."""
         return {"kind": self.kind, "message": str(self)}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "VideoError":
-        return cls(told["kind"], told["message"])
+    def from_json(cls, members: dict[str, Any]) -> "VideoError":
+        """Return the error that `to_json` wrote."""
+        return cls(members["kind"], members["message"])

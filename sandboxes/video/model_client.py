@@ -16,7 +16,7 @@ import orjson
 
 from sandboxes.errors import ServerError
 from sandboxes.lean_imports import without
-from sandboxes.video.answer_memo import Memo
+from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video_spec import VideoModel
 
 with without("pygments"):
@@ -29,10 +29,10 @@ _MAX_ANSWER_BYTES = 64 << 20
 Vector = list[float]
 
 
-class Models:
+class ModelClient:
     """Asks models. asked: how often one really was; repeated: how often the answer was known."""
 
-    def __init__(self, memo: Memo) -> None:
+    def __init__(self, memo: AnswerMemo) -> None:
         self._memo = memo
         self._client: httpx.AsyncClient | None = None
         self._turns: dict[str, asyncio.Semaphore] = {}

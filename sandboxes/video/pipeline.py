@@ -12,11 +12,11 @@ import orjson
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
-from sandboxes.video.captioning import Describer, limits_of
+from sandboxes.video.captioning import Captioner, limits_of
 from sandboxes.video.catalogue import Contents
 from sandboxes.video.faults import VideoError
-from sandboxes.video.model_client import Models
-from sandboxes.video.progress import PreprocessJob, Works
+from sandboxes.video.model_client import ModelClient
+from sandboxes.video.progress import PreprocessJob, PreprocessJobs
 from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name
 from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
@@ -33,7 +33,7 @@ class PreparedVideo:
     described: str | None
 
 
-class Workshop:
+class Pipeline:
     """Makes parts of one store. fresh: a sandbox's own, in which nothing is known before and no answer is repeated."""
 
     def __init__(
@@ -41,13 +41,13 @@ class Workshop:
         store: VideoStore,
         worker_pool: WorkerPool,
         contents: Contents,
-        models: Models,
-        works: Works,
+        models: ModelClient,
+        jobs: PreprocessJobs,
         *,
         fresh: bool = False,
     ) -> None:
         self.store, self.models, self.fresh = store, models, fresh
-        self._worker_pool, self._contents, self._works = worker_pool, contents, works
+        self._worker_pool, self._contents, self._jobs = worker_pool, contents, jobs
         self._flights: dict[str, asyncio.Task[str]] = {}
         self._making: list[str] = []
         self._versions: str | None = None
@@ -85,7 +85,7 @@ class Workshop:
         """Have a shared worker run a request; once again where it died, for that may have been another's doing.
 
         Raises:
-            Fault: the file's or the agent's.
+            VideoError: the file's or the agent's.
             SandboxError: workers cannot be started, or are killed.
         """
         for last in (False, True):
@@ -105,7 +105,7 @@ class Workshop:
         """Bring a file in and return its part; one of this content that is there already is not read again.
 
         Raises:
-            Fault: it is no video, or more than this task takes.
+            VideoError: it is no video, or more than this task takes.
             OSError: it cannot be read, or there is no room.
         """
         assert spec.video is not None
@@ -148,11 +148,11 @@ class Workshop:
         """Return the parts that a video's preprocess makes; they are made where they are not there.
 
         Raises:
-            Fault: it cannot be decoded, or takes more than its limits.
+            VideoError: it cannot be decoded, or takes more than its limits.
             SandboxError: the machine or the model failed.
         """
         assert spec.video is not None
-        settings, info = spec.video.pipeline(), self.store.info(part)
+        settings, info = spec.video.measurement_settings(), self.store.info(part)
         measured = part_name("m", info["sha256"], settings, await self.versions())
         with self._for_someone(measured):
             if not self.store.has(measured):
@@ -184,7 +184,7 @@ class Workshop:
             flight = asyncio.ensure_future(make())
             self._flights[name] = flight
             flight.add_done_callback(lambda done: self._landed(name, done))
-        # Whoever goes away leaves the work to those who still want it, and to the next.
+        # Whoever goes away leaves the job to those who still want it, and to the next.
         return await asyncio.shield(flight)
 
     def _landed(self, name: str, flight: "asyncio.Task[str]") -> None:
@@ -197,9 +197,9 @@ class Workshop:
         assert spec.video is not None
         max_s, folder = spec.video.preprocess_s, self.store.new()
         try:
-            with self._works.work(info) as work:
-                async with self._works.turns, asyncio.timeout(max_s):
-                    await self._run_through(work, part, folder, info, spec)
+            with self._jobs.track(info) as job:
+                async with self._jobs.slots, asyncio.timeout(max_s):
+                    await self._run_through(job, part, folder, info, spec)
                 await asyncio.to_thread(self.store.adopt, folder, measured)
         except TimeoutError:
             raise VideoError("timeout", f"the preprocess took more than {max_s:g} s (`preprocess_s`)") from None
@@ -209,23 +209,23 @@ class Workshop:
 
     async def _describe(self, part: str, measured: str, asked: str, spec: EnvironmentSpec) -> str:
         reading = self.reading(part, PreparedVideo(measured, None), spec)
-        describer = Describer(self.store, self.models, self.read, spec, fresh=self.fresh)
-        with self._works.work(self.store.info(part)) as work:
-            return await describer.describe(work, reading, asked)
+        captioner = Captioner(self.store, self.models, self.read, spec, fresh=self.fresh)
+        with self._jobs.track(self.store.info(part)) as job:
+            return await captioner.describe(job, reading, asked)
 
     async def _run_through(
-        self, work: PreprocessJob, part: str, folder: Path, info: dict[str, Any], spec: EnvironmentSpec
+        self, job: PreprocessJob, part: str, folder: Path, info: dict[str, Any], spec: EnvironmentSpec
     ) -> None:
         assert spec.video is not None
         request = {
             "tool": "begin", "path": str(self.store.path(part) / VIDEO), "folder": str(folder), "info": info,
-            "settings": spec.video.pipeline(),
+            "settings": spec.video.measurement_settings(),
         }  # fmt: skip
         worker = await self._worker_pool.dedicated()
         try:
             await _run(worker, request, limits_of(spec), b"", _PIECE_S)
             while not (told := (await _run(worker, {"tool": "advance"}, {}, b"", _PIECE_S))[0])["done"]:
-                work.advanced(told["stage"], told["at_s"])
+                job.advanced(told["stage"], told["at_s"])
         except WorkerLostError as lost:
             raise _fault_of(lost) from lost
         except WorkerStuckError:

@@ -1,4 +1,4 @@
-"""Preprocesses under way, and the last ones that ended: how many run at once, for the log and the control plane."""
+"""Jobs: the preprocesses that run and the last ones that ended, for the log and the control plane."""
 
 import asyncio
 import os
@@ -12,26 +12,39 @@ import structlog
 
 log = structlog.get_logger()
 
-_TELL_EVERY_S = 5.0
-_FINISHED = 64
+_LOG_INTERVAL_S = 5.0
+"""Seconds between two log lines about one job."""
+_MAX_JOBS = 64
+"""How many jobs are remembered."""
 
 
 @dataclass(slots=True)
 class PreprocessJob:
-    """One preprocess: whose, how far, and since when (seconds of a monotonic clock)."""
+    """One preprocess.
+
+    Attributes:
+        video: The SHA-256 of the video.
+        of_s: The length of the video in seconds.
+        stage: What the job does now.
+        at_s: How far it is, in seconds of the video.
+        began_at: When it began, in seconds of the monotonic clock.
+        logged_at: When it was logged last, on the same clock.
+        seconds: How long it took; None while it runs.
+        error: Why it failed; None if it did not.
+    """
 
     video: str
     of_s: float
     stage: str = "waiting"
     at_s: float = 0.0
-    began: float = field(default_factory=time.monotonic)
-    told: float = 0.0
+    began_at: float = field(default_factory=time.monotonic)
+    logged_at: float = 0.0
     seconds: float | None = None
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the control plane shows. seconds: so far, or all that it took."""
-        took = time.monotonic() - self.began if self.seconds is None else self.seconds
+        """Return the members that the control plane shows; `seconds` counts while the job runs."""
+        took = time.monotonic() - self.began_at if self.seconds is None else self.seconds
         share = min(1.0, self.at_s / self.of_s) if self.of_s else 0.0
         return {
             "video": self.video, "stage": self.stage, "at_s": round(self.at_s, 1), "of_s": self.of_s,
@@ -39,37 +52,41 @@ class PreprocessJob:
         }  # fmt: skip
 
     def advanced(self, stage: str, at_s: float) -> None:
-        """Note how far it is."""
+        """Record the progress, and log it from time to time."""
         self.stage, self.at_s = stage, at_s
         now = time.monotonic()
-        if now - self.told >= _TELL_EVERY_S:
-            self.told = now
+        if now - self.logged_at >= _LOG_INTERVAL_S:
+            self.logged_at = now
             log.info("preprocess", video=self.video[:12], stage=stage, at_s=round(at_s, 1), of_s=self.of_s)
 
 
-class Works:
-    """All of one driver, the last ones."""
+class PreprocessJobs:
+    """The jobs of one driver.
+
+    Attributes:
+        slots: Limits how many jobs decode at once.
+    """
 
     def __init__(self) -> None:
-        self._works: list[PreprocessJob] = []
-        # Each decodes on a core of its own, in some 80 MB; the others wait.
-        self.turns = asyncio.Semaphore(max(2, os.cpu_count() or 2))
+        self._jobs: list[PreprocessJob] = []
+        # A job decodes on one core and needs about 80 MB; further jobs wait.
+        self.slots = asyncio.Semaphore(max(2, os.cpu_count() or 2))
 
     def __iter__(self) -> Iterator[PreprocessJob]:
-        return iter(self._works)
+        return iter(self._jobs)
 
     @contextmanager
-    def work(self, info: dict[str, Any]) -> Iterator[PreprocessJob]:
-        """Note a piece of work from its begin to its end, however it ends."""
-        work = PreprocessJob(info["sha256"], info["duration_s"])
-        self._works.append(work)
-        del self._works[:-_FINISHED]
-        log.info("preprocess begins", video=work.video[:12], of_s=work.of_s)
+    def track(self, info: dict[str, Any]) -> Iterator[PreprocessJob]:
+        """Record a job from its begin to its end, however it ends."""
+        job = PreprocessJob(info["sha256"], info["duration_s"])
+        self._jobs.append(job)
+        del self._jobs[:-_MAX_JOBS]
+        log.info("preprocess begins", video=job.video[:12], of_s=job.of_s)
         try:
-            yield work
+            yield job
         except BaseException as error:
-            work.seconds, work.stage, work.error = time.monotonic() - work.began, "failed", str(error) or repr(error)
-            log.warning("preprocess failed", video=work.video[:12], error=work.error)
+            job.seconds, job.stage, job.error = time.monotonic() - job.began_at, "failed", str(error) or repr(error)
+            log.warning("preprocess failed", video=job.video[:12], error=job.error)
             raise
-        work.seconds, work.stage, work.at_s = time.monotonic() - work.began, "done", work.of_s
-        log.info("preprocess done", video=work.video[:12], seconds=round(work.seconds, 2))
+        job.seconds, job.stage, job.at_s = time.monotonic() - job.began_at, "done", job.of_s
+        log.info("preprocess done", video=job.video[:12], seconds=round(job.seconds, 2))

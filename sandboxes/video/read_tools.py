@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from sandboxes.video import decode as media
-from sandboxes.video import images as pictures
-from sandboxes.video import measurements as measure
-from sandboxes.video import ranking as words
+from sandboxes.video import container, decode, images, measurements, ranking
 from sandboxes.video.faults import VideoError
 from sandboxes.video.index import Index
 
@@ -50,7 +47,7 @@ class Loaded:
         """Return the index.
 
         Raises:
-            Fault: not-preprocessed.
+            VideoError: not-preprocessed.
         """
         if self.index is None:
             raise VideoError("not-preprocessed", f"{tool} needs a video that is preprocessed: call preprocess first")
@@ -91,18 +88,18 @@ def _segment(index: Index, name: str, number: int) -> int:
 
 
 def _pictures(
-    loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: pictures.ImageFormat
+    loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: images.ImageFormat
 ) -> list[tuple[float, bytes]]:
     """Return the pictures that stand for times, which rise, as files with their own times."""
     if loaded.index is not None and not exact:
         kept = loaded.index.kept
         numbers = [loaded.index.standing_for(t) for t in times]
-        return [(kept[n], pictures.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
-    with media.opened(loaded.path) as container:
-        video = media.VideoFile(container)
+        return [(kept[n], images.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
+    with container.opened(loaded.path) as source:
+        video = decode.VideoFile(source)
 
-        def drawn(picture: media.Picture) -> tuple[float, bytes]:
-            return picture.t, pictures.encoded(video.image(picture, max_side), form)
+        def drawn(picture: decode.Picture) -> tuple[float, bytes]:
+            return picture.t, images.encoded(video.image(picture, max_side), form)
 
         return video.at(times, loaded.info, drawn)
 
@@ -111,7 +108,7 @@ def get_frame(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     t = _time(loaded, "t", arguments["t"])
     form, exact, max_side = arguments["format"], arguments["exact"], arguments["max_side"]
     ((frame_t, data),) = _pictures(loaded, [t], exact=exact, max_side=max_side, form=form)
-    return ToolOutput(pictures.MEDIA_TYPES[form], data, frame_t)
+    return ToolOutput(images.MEDIA_TYPES[form], data, frame_t)
 
 
 def sample_frames(loaded: Loaded, arguments: Arguments) -> ToolOutput:
@@ -129,7 +126,7 @@ def sample_frames(loaded: Loaded, arguments: Arguments) -> ToolOutput:
             "too-large", "these pictures are more than limits.output_bytes. Ask for fewer, or a smaller max_side"
         )
     frames = [
-        {"t": t, "frame_t": found[t][0], "media_type": pictures.MEDIA_TYPES[form],
+        {"t": t, "frame_t": found[t][0], "media_type": images.MEDIA_TYPES[form],
          "data": base64.b64encode(found[t][1]).decode()}
         for t in times
     ]  # fmt: skip
@@ -141,7 +138,7 @@ def _sampled(loaded: Loaded, arguments: Arguments) -> list[float]:
         return [_time(loaded, "at", t) for t in arguments["at"]]
     start, end = _span(loaded, arguments)
     if arguments["every_s"] is None:
-        return [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
+        return [round(t, 3) for t in measurements.evenly(start, end, arguments["n"])]
     count = int((end - start - 1e-9) / arguments["every_s"]) + 1
     if count > _MAX_SAMPLES:
         raise VideoError(
@@ -152,12 +149,12 @@ def _sampled(loaded: Loaded, arguments: Arguments) -> list[float]:
 
 def contact_sheet(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     start, end = _span(loaded, arguments)
-    times = [round(t, 3) for t in measure.evenly(start, end, arguments["n"])]
+    times = [round(t, 3) for t in measurements.evenly(start, end, arguments["n"])]
     side, form = arguments["max_side"], arguments["format"]
     found = _pictures(loaded, times, exact=False, max_side=10_000, form="jpeg")
-    images = [pictures.decoded(data, side) for _, data in found]
-    sheet = pictures.sheet(images, [f"{t:.1f} s" for t, _ in found])
-    return ToolOutput(pictures.MEDIA_TYPES[form], pictures.encoded(sheet, form))
+    small = [images.decoded(data, side) for _, data in found]
+    sheet = images.sheet(small, [f"{t:.1f} s" for t, _ in found])
+    return ToolOutput(images.MEDIA_TYPES[form], images.encoded(sheet, form))
 
 
 # -- what was measured ------------------------------------------------------------------------------------------------
@@ -173,10 +170,10 @@ def video_info(loaded: Loaded, _arguments: Arguments) -> ToolOutput:
 
 def detect_shots(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     index = loaded.prepared("detect_shots")
-    shots: Sequence[measure.MeasuredSpan] = index.shots
+    shots: Sequence[measurements.MeasuredSpan] = index.shots
     if arguments["threshold"] is not None:
-        starts = measure.cuts(index.times.tolist(), index.differences, arguments["threshold"])
-        shots = measure.spans(starts, loaded.end_s)
+        starts = measurements.cuts(index.times.tolist(), index.differences, arguments["threshold"])
+        shots = measurements.spans(starts, loaded.end_s)
     return _json({"shots": [{"id": n, "start_s": start, "end_s": end} for n, (start, end) in enumerate(shots)]})
 
 
@@ -222,10 +219,10 @@ def caption_retrieval(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> ToolOutput:
     """vectors: of the description, by kind; empty where no model makes any, and then words are compared."""
     index = loaded.prepared("segment_localization")
-    scores = _by_vectors(index, vectors) if vectors else words.bm25(arguments["description"], _lines(index))
+    scores = _by_vectors(index, vectors) if vectors else ranking.bm25(arguments["description"], _lines(index))
     found = [
         shown(index.segments[n]) | {"score": round(scores[n], 4)}
-        for n in words.best(scores, arguments["k"])
+        for n in ranking.best(scores, arguments["k"])
         if vectors or scores[n] > 0
     ]
     told = {"segments": len(index.segments), "found": found, "by": "vectors" if vectors else "words"}
@@ -266,16 +263,16 @@ def visual_question_answering(loaded: Loaded, arguments: Arguments) -> ToolOutpu
     """Decline: nobody here sees."""
     index = loaded.prepared("visual_question_answering")
     segment = index.segments[_segment(index, "segment", arguments["segment"])]
-    answer = f"{words.NO_MODEL} no answer can be given: this task has no model that sees. What was measured is above."
+    answer = f"{ranking.NO_MODEL} no answer can be given: this task has no model that sees. What was measured is above."
     return _json({**shown(segment), "answer": answer, "answered": False, "model": "none"})
 
 
 def object_memory_querying(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     """Decline, and show which segments the words of the question are found in."""
     index = loaded.prepared("object_memory_querying")
-    scores = words.bm25(arguments["question"], _lines(index))
-    found = [shown(index.segments[n]) for n in words.best(scores, 5) if scores[n] > 0]
-    answer = f"{words.NO_MODEL} no objects were looked for: this task has no model that sees."
+    scores = ranking.bm25(arguments["question"], _lines(index))
+    found = [shown(index.segments[n]) for n in ranking.best(scores, 5) if scores[n] > 0]
+    answer = f"{ranking.NO_MODEL} no objects were looked for: this task has no model that sees."
     return _json({"answer": answer, "answered": False, "segments": found, "model": "none"})
 
 

@@ -16,8 +16,8 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.video import prompts
 from sandboxes.video.captioning import limits_of, split
 from sandboxes.video.catalogue import Catalogue
-from sandboxes.video.faults import OF_THE_MOMENT, VideoError
-from sandboxes.video.pipeline import PreparedVideo, Workshop
+from sandboxes.video.faults import TRANSIENT, VideoError
+from sandboxes.video.pipeline import Pipeline, PreparedVideo
 
 _JSON = "application/json"
 _NAMES_SHOWN = 20
@@ -58,13 +58,13 @@ class VideoSandbox:
         name: str,
         spec: EnvironmentSpec,
         state: LoadedVideos,
-        workshop: Workshop,
+        pipeline: Pipeline,
         catalogue: Callable[[], Awaitable[Catalogue]],
         gone: Callable[["VideoSandbox"], Awaitable[None]],
     ) -> None:
         self.id = name
         self.alive = True
-        self._spec, self._state, self._workshop = spec, state, workshop
+        self._spec, self._state, self._pipeline = spec, state, pipeline
         self._catalogue, self._gone = catalogue, gone
 
     @property
@@ -81,7 +81,7 @@ class VideoSandbox:
             result = await self._run(call)
         except VideoError as fault:
             result = ToolResult(422, _JSON, orjson.dumps({"error": fault.to_json()}))
-            shareable = fault.kind not in OF_THE_MOMENT
+            shareable = fault.kind not in TRANSIENT
         except OSError as error:
             raise SandboxError(f"the video's files cannot be read or written: {error}") from error
         effect = Effect.NONE if self._state == before else Effect.FILES
@@ -91,7 +91,7 @@ class VideoSandbox:
         """See `Sandbox.freeze`."""
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
-        size = self._workshop.store.size_bytes(self._state.parts[-1]) if self._state.parts else 0
+        size = self._pipeline.store.size_bytes(self._state.parts[-1]) if self._state.parts else 0
         return FrozenState("video", "files", self._state.to_json(), size, self._state.digest(), self._state.parts)
 
     async def close(self) -> None:
@@ -127,15 +127,15 @@ class VideoSandbox:
             there = ", ".join(list(catalogue.files)[:_NAMES_SHOWN]) or "none"
             more = f" and {len(catalogue.files) - _NAMES_SHOWN} more" if len(catalogue.files) > _NAMES_SHOWN else ""
             raise VideoError("no-such-video", f"there is no video {name!r} here. There are: {there}{more}")
-        part = await self._workshop.load(catalogue.files[name], self._spec)
+        part = await self._pipeline.load(catalogue.files[name], self._spec)
         if part != self._state.video:
             self._state = LoadedVideos(self._state.catalogue, part)
-        info = self._workshop.store.info(part)
+        info = self._pipeline.store.info(part)
         return _told({"loaded": name, "duration_s": info["duration_s"]})
 
     async def _preprocess(self, part: str) -> ToolResult:
         if self._state.measured is None:
-            prepared = await self._workshop.prepare(part, self._spec)
+            prepared = await self._pipeline.prepare(part, self._spec)
             self._state = LoadedVideos(self._state.catalogue, part, prepared.measured, prepared.described)
         return _told({"preprocessed": True, "model": self._reading()["model"]})
 
@@ -173,22 +173,22 @@ class VideoSandbox:
         vectors = {}
         for kind, name in (("texts", model.embed_model), ("images", model.image_embed_model)):
             if name is not None:
-                vectors[kind] = (await self._workshop.models.embed(model, name, texts, fresh=self._workshop.fresh))[0]
+                vectors[kind] = (await self._pipeline.models.embed(model, name, texts, fresh=self._pipeline.fresh))[0]
         return await self._read(call, orjson.dumps(vectors) if vectors else b"")
 
     async def _chat(self, text: str, pictures: list[bytes], call: ToolCall) -> str:
         assert self._spec.video is not None
         assert self._spec.video.model is not None
-        return await self._workshop.models.chat(
-            self._spec.video.model, text, pictures, variant=call.arguments["variant"], fresh=self._workshop.fresh
+        return await self._pipeline.models.chat(
+            self._spec.video.model, text, pictures, variant=call.arguments["variant"], fresh=self._pipeline.fresh
         )
 
     def _reading(self) -> dict[str, Any]:
         assert self._state.video is not None
-        return self._workshop.reading(self._state.video, self._state.prepared, self._spec)
+        return self._pipeline.reading(self._state.video, self._state.prepared, self._spec)
 
     async def _ask(self, request: dict[str, Any], body: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        return await self._workshop.read(request, limits_of(self._spec), body, timeout_s=self._spec.limits.timeout_s)
+        return await self._pipeline.read(request, limits_of(self._spec), body, timeout_s=self._spec.limits.timeout_s)
 
 
 def _told(members: dict[str, Any], label: str = "pure") -> ToolResult:

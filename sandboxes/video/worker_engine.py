@@ -23,24 +23,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import numpy as np
 from PIL import Image
 
-from sandboxes.video import (
-    decode as media,
-)
-from sandboxes.video import (
-    images as pictures,
-)
-from sandboxes.video import (
-    index,
-)
-from sandboxes.video import (
-    measurements as measure,
-)
-from sandboxes.video import (
-    passes as preparation,
-)
-from sandboxes.video import (
-    read_tools as reading,
-)
+from sandboxes.video import decode, images, index, measurements, passes, probe, read_tools
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,16 +37,16 @@ def prepare() -> None:
     """Load what is loaded when it is first used: once rights are given up, no module can be read."""
     picture = Image.new("RGB", (16, 16))
     for form in ("jpeg", "png"):
-        pictures.decoded(pictures.encoded(picture, form), 8)
-    pictures.sheet([picture], ["0"])
-    measure.tone_hz((np.arange(measure.SAMPLE_RATE) % 40 * 500).astype(np.int16))
-    measure.cuts([0.0, 1.0], np.ones(2, dtype=np.float32))
-    measure.palette(np.zeros((*measure.SMALL, 3), dtype=np.uint8))
+        images.decoded(images.encoded(picture, form), 8)
+    images.sheet([picture], ["0"])
+    measurements.tone_hz((np.arange(measurements.SAMPLE_RATE) % 40 * 500).astype(np.int16))
+    measurements.cuts([0.0, 1.0], np.ones(2, dtype=np.float32))
+    measurements.palette(np.zeros((*measurements.SMALL, 3), dtype=np.uint8))
     _unit(np.ones((1, 2)))
     out = io.BytesIO()
     np.save(out, np.zeros(1))
     np.load(io.BytesIO(out.getvalue()))
-    media.load_all()
+    decode.load_all()
 
 
 class VideoEngine:
@@ -72,7 +55,7 @@ class VideoEngine:
     def __init__(self) -> None:
         self._indexes: OrderedDict[tuple[str, str | None], index.Index] = OrderedDict()
         self._infos: dict[str, dict[str, Any]] = {}
-        self._work: Iterator[preparation.PassProgress] | None = None
+        self._work: Iterator[passes.PassProgress] | None = None
 
     def open(self, request: Fields) -> Fields:  # noqa: ARG002 - of the interface
         """Nothing to get ready."""
@@ -104,11 +87,11 @@ class VideoEngine:
         return {"versions": versions()}, b""
 
     def _do_probe(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        return {"info": media.probe(Path(request["path"]), request["max_duration_s"])}, b""
+        return {"info": probe.probe(Path(request["path"]), request["max_duration_s"])}, b""
 
     def _do_begin(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
         folder = Path(request["folder"])
-        work = preparation.Preparation(Path(request["path"]), folder, request["info"], request["settings"])
+        work = passes.MeasuringPass(Path(request["path"]), folder, request["info"], request["settings"])
         self._work = iter(work)
         return {}, b""
 
@@ -137,9 +120,9 @@ class VideoEngine:
             vectors = {
                 kind: _unit(np.array([v], dtype=np.float32))[0] for kind, v in orjson.loads(body or b"{}").items()
             }
-            answer = reading.segment_localization(loaded, arguments, vectors)
+            answer = read_tools.segment_localization(loaded, arguments, vectors)
         else:
-            answer = reading.READERS[name](loaded, arguments)
+            answer = read_tools.READERS[name](loaded, arguments)
         if len(answer.body) > request["limit_bytes"]:
             raise VideoError(
                 "too-large", f"this answer is {len(answer.body)} bytes, more than limits.output_bytes. Ask for less"
@@ -147,12 +130,12 @@ class VideoEngine:
         return {"media_type": answer.media_type, "frame_t": answer.frame_t}, answer.body
 
     def _do_question(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        segment, shown = reading.question(self._loaded(request), request["segment"])
-        return {"segment": reading.shown(segment), "sizes": [len(data) for data in shown]}, b"".join(shown)
+        segment, shown = read_tools.question(self._loaded(request), request["segment"])
+        return {"segment": read_tools.shown(segment), "sizes": [len(data) for data in shown]}, b"".join(shown)
 
     def _do_segments(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
         loaded = self._loaded(request)
-        segments, shown = reading.stand_ins(loaded, request["first"], request["count"])
+        segments, shown = read_tools.stand_ins(loaded, request["first"], request["count"])
         count = len(loaded.prepared("preprocess").segments)
         return {"segments": segments, "sizes": [len(data) for data in shown], "of": count}, b"".join(shown)
 
@@ -161,12 +144,12 @@ class VideoEngine:
         index = loaded.prepared("object_memory_querying")
         return {"objects": index.objects, "segments": len(index.segments)}, b""
 
-    def _loaded(self, request: Fields) -> reading.Loaded:
+    def _loaded(self, request: Fields) -> read_tools.Loaded:
         path = request["path"]
         if path not in self._infos:
             self._infos = {path: orjson.loads(Path(path).with_name("info.json").read_bytes())}
         opened = None if request["measured"] is None else self._index(request["measured"], request["described"])
-        return reading.Loaded(Path(path), self._infos[path], opened, request["model"], request["limit_bytes"])
+        return read_tools.Loaded(Path(path), self._infos[path], opened, request["model"], request["limit_bytes"])
 
     def _index(self, measured: str, described: str | None) -> index.Index:
         key = measured, described
@@ -192,4 +175,4 @@ def make_engine() -> VideoEngine:
 
 def versions() -> str:
     """Return what the files of a prepared video depend on, beside the video and the settings."""
-    return f"{preparation.VERSION} {media.versions()} {pictures.versions()}"
+    return f"{passes.VERSION} {decode.versions()} {images.versions()}"

@@ -167,7 +167,12 @@ def test_a_close_of_the_server_reaches_the_client_with_its_code(proxy: Proxy, ta
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("die", "hung up"), ("cut", "hung up"), ("garbage", "no WebSocket"), ("silent", "says nothing")],
+    [
+        ("die", "without a close"),
+        ("cut", "without a close"),
+        ("garbage", "breaks the WebSocket"),
+        ("silent", "says nothing"),
+    ],
 )
 def test_a_server_that_fails_closes_the_connection_and_nothing_is_recorded(
     proxy: Proxy, task: str, text: str, words: str

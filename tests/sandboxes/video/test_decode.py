@@ -72,7 +72,7 @@ def test_a_file_without_pictures_is_no_video(tmp_path: Path, clip: Path) -> None
                 packet.stream = stream
                 out.mux(packet)
     said = loaded(tmp_path, sound)
-    assert (said.fault, "no pictures" in said.message) == ("not-a-video", True)
+    assert (said.fault, "no video stream" in said.message) == ("not-a-video", True)
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".ts", ".avi"])
@@ -195,7 +195,7 @@ def test_the_time_of_a_preprocess_is_limited(tmp_path: Path, clip: Path) -> None
         said = await ask(sandbox, "preprocess")
         assert (said.fault, said.shareable, said.effect) == ("timeout", False, Effect.NONE)
         assert parts(driver, "m-") == set()
-        assert [work.stage for work in driver.works] == ["failed"]
+        assert [job.stage for job in driver.jobs] == ["failed"]
         assert (await ask(await prepared(driver, spec_of(clip)), "detect_shots")).status == 200
 
     driven(tmp_path / "data", test)

@@ -133,7 +133,7 @@ def test_equal_videos_in_other_places_are_one_identity_and_one_preprocess(tmp_pa
         one = await prepared(driver, spec_of(clip))
         two = await prepared(driver, spec_of(str(tmp_path / "elsewhere")))
         assert (await ask(one, "video_info")).state == (await ask(two, "video_info")).state
-        assert len(list(driver.works)) == 1
+        assert len(list(driver.jobs)) == 1
 
     driven(tmp_path / "data", test)
 
@@ -241,7 +241,7 @@ def test_many_at_once_prepare_once(tmp_path: Path, clip: Path) -> None:
             await ask(sandbox, "load_video", name="clip.mp4")
         said = await asyncio.gather(*(ask(sandbox, "preprocess") for sandbox in sandboxes))
         assert len({answer.state for answer in said}) == 1
-        assert len(list(driver.works)) == 1
+        assert len(list(driver.jobs)) == 1
 
     driven(tmp_path, test)
 
@@ -251,8 +251,8 @@ def test_no_more_are_decoded_at_once_than_there_are_turns(tmp_path: Path) -> Non
     names = [make(tmp_path / "videos" / f"{n}.mp4", ["red"], shade=20 * n).name for n in range(4)]
 
     async def test(driver: VideoDriver) -> None:
-        driver.works.turns = asyncio.Semaphore(1)
-        await driver.workshop.versions()
+        driver.jobs.slots = asyncio.Semaphore(1)
+        await driver.pipeline.versions()
         sandboxes = [await driver.start(spec_of(str(tmp_path / "videos"))) for _ in names]
         for sandbox, name in zip(sandboxes, names, strict=True):
             await ask(sandbox, "load_video", name=name)
@@ -266,7 +266,7 @@ def test_no_more_are_decoded_at_once_than_there_are_turns(tmp_path: Path) -> Non
 
         await until(done)
         assert ({said.status for said in await making}, most) == ({200}, 1)
-        assert len(list(driver.works)) == 4
+        assert len(list(driver.jobs)) == 4
 
     driven(tmp_path / "data", test)
 
@@ -277,10 +277,10 @@ def test_who_goes_away_leaves_the_work_to_the_others(tmp_path: Path, clip: Path)
         for sandbox in (one, two):
             await ask(sandbox, "load_video", name="clip.mp4")
         leaving, staying = (asyncio.create_task(ask(sandbox, "preprocess")) for sandbox in (one, two))
-        await until(lambda: list(driver.works))
+        await until(lambda: list(driver.jobs))
         leaving.cancel()
         assert (await staying).status == 200
-        assert [work.error for work in driver.works] == [None]
+        assert [job.error for job in driver.jobs] == [None]
 
     driven(tmp_path, test)
 
@@ -304,7 +304,7 @@ def test_later_instances_find_what_was_prepared(tmp_path: Path, clip: Path) -> N
 
     async def second(driver: VideoDriver) -> None:
         await prepared(driver, spec_of(clip))
-        assert list(driver.works) == []
+        assert list(driver.jobs) == []
 
     driven(tmp_path, first)
     driven(tmp_path, second)
@@ -314,7 +314,7 @@ def test_a_baseline_pays_for_all_and_gets_the_same(tmp_path: Path, clip: Path) -
     async def test(driver: VideoDriver) -> None:
         shared = await prepared(driver, spec_of(clip))
         alone = await prepared(driver, spec_of(clip, cache="never"))
-        assert len(list(driver.works)) == 2
+        assert len(list(driver.jobs)) == 2
         for tool, arguments in READS:
             one, two = await ask(shared, tool, **arguments), await ask(alone, tool, **arguments)
             assert (one.body, one.state) == (two.body, two.state), tool
@@ -344,14 +344,14 @@ def test_a_worker_that_is_killed_while_preparing_leaves_nothing_half_done(tmp_pa
 
 def test_workers_reach_no_network_and_no_other_files(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
-        await driver.workshop.versions()
+        await driver.pipeline.versions()
         if os.geteuid() != 0 or not driver.worker_pool.confined:
             pytest.skip("workers are confined where the proxy is root and the kernel has Landlock")
         shutil.copyfile(clip, tmp_path / "data" / "here.mp4")
         inside = {"tool": "probe", "path": str(tmp_path / "data" / "here.mp4"), "max_duration_s": 100}
-        assert (await driver.workshop.read(inside, {"memory_mb": 512, "disk_mb": 10}))[0]["info"]["frames"] == 80
+        assert (await driver.pipeline.read(inside, {"memory_mb": 512, "disk_mb": 10}))[0]["info"]["frames"] == 80
         with pytest.raises(Exception, match="denied"):
-            await driver.workshop.read(inside | {"path": str(clip)}, {"memory_mb": 512, "disk_mb": 10})
+            await driver.pipeline.read(inside | {"path": str(clip)}, {"memory_mb": 512, "disk_mb": 10})
 
     driven(tmp_path / "data", test)
 

@@ -1,4 +1,4 @@
-"""Models behind a real HTTP endpoint: well, down, slow, and talking nonsense."""
+"""ModelClient behind a real HTTP endpoint: well, down, slow, and talking nonsense."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sandboxes.errors import ServerError
-from sandboxes.video.answer_memo import Memo
+from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video.driver import VideoDriver
-from sandboxes.video.model_client import Models
+from sandboxes.video.model_client import ModelClient
 from sandboxes.video_spec import VideoModel
 from tests.model_server import ModelServer, Mood, model_server
 from tests.sandboxes.videos import Said, ask, call_of, driven, entries, make, parts, prepared, spec_of, until
@@ -33,13 +33,13 @@ def model(server: ModelServer, **more: Any) -> dict[str, Any]:
     return {"base_url": server.url, "model": "seer", **more}
 
 
-def asked(tmp_path: Path, test: Callable[[Models], Awaitable[None]]) -> None:
-    """Run test on a `Models` with a memory of its own."""
+def asked(tmp_path: Path, test: Callable[[ModelClient], Awaitable[None]]) -> None:
+    """Run test on a `ModelClient` with a memory of its own."""
 
     async def go() -> None:
-        memo = Memo(tmp_path / "models.sqlite")
+        memo = AnswerMemo(tmp_path / "models.sqlite")
         memo.open()
-        models = Models(memo)
+        models = ModelClient(memo)
         try:
             await test(models)
         finally:
@@ -53,7 +53,7 @@ def asked(tmp_path: Path, test: Callable[[Models], Awaitable[None]]) -> None:
 
 
 def test_temperature_and_seed_are_sent_and_pictures_as_urls(tmp_path: Path, server: ModelServer) -> None:
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         await models.chat(VideoModel(**model(server, seed=7)), "What?", [b"one", b"two"], variant=2)
         (body,) = server.chats()
         assert (body["temperature"], body["seed"], body["model"]) == (0.0, 9, "seer")
@@ -67,7 +67,7 @@ def test_temperature_and_seed_are_sent_and_pictures_as_urls(tmp_path: Path, serv
 def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path, server: ModelServer) -> None:
     seer = VideoModel(**model(server))
 
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         answers = await asyncio.gather(*(models.chat(seer, "What?", [b"x"]) for _ in range(5)))
         assert len({*answers, await models.chat(seer, "What?", [b"x"])}) == 1
         assert (models.asked, models.repeated, len(server.asked)) == (1, 5, 1)
@@ -83,7 +83,7 @@ def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path
 
     asked(tmp_path, test)
 
-    async def later(models: Models) -> None:
+    async def later(models: ModelClient) -> None:
         await models.chat(seer, "What?", [b"x"])
         assert len(server.asked) == 6
 
@@ -93,7 +93,7 @@ def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path
 def test_who_goes_away_leaves_the_question_to_the_others(tmp_path: Path, server: ModelServer) -> None:
     server.mood = "silent"
 
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         one, two = (asyncio.create_task(models.chat(VideoModel(**model(server)), "What?", [])) for _ in range(2))
         await until(lambda: server.asked)
         one.cancel()
@@ -115,7 +115,7 @@ def test_an_endpoint_that_is_ill_is_an_error_and_nothing_is_kept(
 ) -> None:
     seer = VideoModel(**model(server, timeout_s=0.3 if silent else 30))
 
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         server.mood = mood
         with pytest.raises(ServerError) as error:
             await models.chat(seer, "What?", [])
@@ -128,7 +128,7 @@ def test_an_endpoint_that_is_ill_is_an_error_and_nothing_is_kept(
 
 
 def test_an_endpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         with pytest.raises(ServerError, match="cannot be asked"):
             await models.chat(VideoModel(base_url="http://127.0.0.1:9/v1", model="seer"), "What?", [])
 
@@ -138,7 +138,7 @@ def test_an_endpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 def test_one_that_is_busy_is_asked_again(tmp_path: Path, server: ModelServer) -> None:
     server.mood = "busy once"
 
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         assert "answer" in await models.chat(VideoModel(**model(server)), "What?", [])
         assert len(server.asked) == 2
 
@@ -148,7 +148,7 @@ def test_one_that_is_busy_is_asked_again(tmp_path: Path, server: ModelServer) ->
 def test_vectors_come_in_the_order_of_their_texts(tmp_path: Path, server: ModelServer) -> None:
     seer = VideoModel(**model(server))
 
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         together = await models.embed(seer, "embedder", ["a", "b", "c"])
         assert [(await models.embed(seer, "embedder", [text]))[0] for text in "abc"] == together
         server.mood = "short"
@@ -163,7 +163,7 @@ def test_a_key_comes_from_the_environment_and_goes_to_the_endpoint(
 ) -> None:
     seer = VideoModel(**model(server, api_key_env="SEER_KEY"))
 
-    async def test(models: Models) -> None:
+    async def test(models: ModelClient) -> None:
         with pytest.raises(ServerError, match="SEER_KEY"):
             await models.chat(seer, "What?", [])
         monkeypatch.setenv("SEER_KEY", "secret")
@@ -175,7 +175,7 @@ def test_a_key_comes_from_the_environment_and_goes_to_the_endpoint(
 
 
 def test_what_models_said_stays_within_its_budget(tmp_path: Path) -> None:
-    memo = Memo(tmp_path / "models.sqlite", budget_bytes=1 << 20)
+    memo = AnswerMemo(tmp_path / "models.sqlite", budget_bytes=1 << 20)
     memo.open()
     for n in range(200):
         memo.keep(n.to_bytes(4, "big"), b"x" * 20_000)
@@ -202,7 +202,7 @@ def test_a_model_describes_each_segment_once_for_all(tmp_path: Path, clip: Path,
         assert all(each["caption"].startswith("A thing called") for each in captions["captions"])
         await prepared(driver, spec)
         assert len(server.chats()) == 4
-        assert {work.stage for work in driver.works} == {"done"}
+        assert {job.stage for job in driver.jobs} == {"done"}
 
     driven(tmp_path, test)
 
@@ -279,10 +279,10 @@ def test_a_preprocess_whose_model_fails_leaves_the_state_and_goes_on_where_it_wa
         await asyncio.gather(*driver.models._flights.values(), return_exceptions=True)
         server.mood = "well"
         server.gate.set()
-        works = len(list(driver.works))
+        jobs = len(list(driver.jobs))
         assert (await ask(sandbox, "preprocess")).status == 200
         # What was measured is not measured again.
-        assert len(list(driver.works)) == works + 1
+        assert len(list(driver.jobs)) == jobs + 1
 
     driven(tmp_path, test)
 

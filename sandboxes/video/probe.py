@@ -1,0 +1,138 @@
+"""What a video file is, read from its packets without decoding. One of the three modules that use PyAV."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import av.error
+from av.container import InputContainer
+
+from sandboxes.video.container import decoded_frames, opened, pictures_of, raise_if_out_of_memory, reason_of
+from sandboxes.video.faults import VideoError
+
+_EARLY_S, _EARLY_SHARE = 0.5, 0.03
+"""How much earlier than its header says a file may end, in seconds and as a share, before it counts as cut off."""
+
+
+def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
+    """Return the properties of a video. Its packets are read, and only the first picture is decoded.
+
+    Args:
+        path: The file.
+        max_duration_s: Longest video that the task takes.
+
+    Raises:
+        VideoError: `not-a-video`, `codec`, `empty`, `damaged`, `truncated` or `limit`.
+    """
+    with opened(path) as container:
+        stream = pictures_of(container)
+        claimed = (container.duration or 0) / 1_000_000
+        _require_duration(claimed, max_duration_s)
+        summary = _read_packets(container, stream, max_duration_s)
+        if not summary.frames:
+            raise VideoError("empty", "the video has no pictures: 0 frames")
+        _not_cut_off(claimed, stream.frames, summary)
+        length = summary.end_s - summary.start_s
+    with opened(path) as container:
+        stream = pictures_of(container)
+        first = next(decoded_frames(container, stream), None)
+        if first is None:
+            raise VideoError("damaged", "no picture of the file can be decoded")
+        return {
+            "duration_s": round(length, 3),
+            "frames": summary.frames,
+            "key_frames": summary.key_frames,
+            "fps": round(float(stream.average_rate or 0), 3) or round(summary.frames / length, 3),
+            "width": first.width,
+            "height": first.height,
+            "rotation": int(first.rotation) % 360,
+            "codec": stream.codec_context.name,
+            "pixel_format": first.format.name,
+            "container": container.format.name,
+            "audio": _audio_of(container),
+            "subtitles": [_track(each) for each in container.streams.subtitles],
+        }
+
+
+def _require_duration(seconds: float, max_s: float) -> None:
+    if seconds > max_s:
+        raise VideoError(
+            "limit", f"this video lasts {seconds:.0f} s; this task takes up to {max_s:g} s (`max_duration_s`)"
+        )
+
+
+@dataclass(slots=True)
+class _PacketSummary:
+    """A summary of a file's packets.
+
+    Attributes:
+        frames: The number of pictures.
+        key_frames: The number of pictures that can be decoded without others.
+        start_s: When the first picture begins.
+        end_s: When the last picture ends.
+        first_s: When the first packet of any stream begins.
+        last_s: When the last packet of any stream begins.
+    """
+
+    frames: int = 0
+    key_frames: int = 0
+    start_s: float = math.inf
+    end_s: float = -math.inf
+    first_s: float = math.inf
+    last_s: float = -math.inf
+
+
+def _read_packets(container: InputContainer, stream: av.VideoStream, max_duration_s: float) -> _PacketSummary:
+    summary = _PacketSummary()
+    lasts = 1 / float(stream.average_rate) if stream.average_rate else 0.04
+    try:
+        for packet in container.demux():
+            if not packet.size:
+                continue
+            base = float(packet.time_base or 0)
+            at = packet.pts if packet.pts is not None else packet.dts
+            begins = summary.frames * lasts if at is None else at * base
+            ends = begins + float(packet.duration or 0) * base
+            summary.first_s, summary.last_s = min(summary.first_s, begins), max(summary.last_s, ends)
+            if packet.stream_index == stream.index:
+                summary.frames += 1
+                summary.key_frames += packet.is_keyframe
+                summary.start_s, summary.end_s = (
+                    min(summary.start_s, begins),
+                    max(summary.end_s, ends, begins + lasts / 2),
+                )
+                _require_duration(summary.end_s - summary.start_s, max_duration_s)
+    except av.error.FFmpegError as error:
+        raise_if_out_of_memory(error)
+        raise VideoError(
+            "truncated", f"the file breaks off after {summary.frames} pictures ({reason_of(error)})"
+        ) from None
+    return summary
+
+
+def _not_cut_off(claimed_s: float, claimed_frames: int, summary: _PacketSummary) -> None:
+    """Raise an error if a file holds clearly less than its header says. Some headers say nothing, or too little."""
+    length = summary.last_s - min(summary.first_s, 0.0)
+    if claimed_s - length > max(_EARLY_S, _EARLY_SHARE * claimed_s):
+        raise VideoError("truncated", f"the file ends after {length:.1f} s, but its header says {claimed_s:.1f} s")
+    if summary.frames < (1 - _EARLY_SHARE) * claimed_frames - 2:
+        raise VideoError("truncated", f"the file has {summary.frames} pictures, but its header says {claimed_frames}")
+
+
+def _audio_of(container: InputContainer) -> dict[str, Any] | None:
+    stream = next(iter(container.streams.audio), None)
+    if stream is None or stream.codec_context is None:
+        return None
+    context = stream.codec_context
+    return {"codec": context.name, "sample_rate": context.sample_rate, "channels": context.channels}
+
+
+def _track(stream: Any) -> dict[str, Any]:
+    context = stream.codec_context
+    text = context is not None and context.name in _TEXT_CODECS
+    return {"codec": None if context is None else context.name, "language": stream.language, "text": text}
+
+
+_TEXT_CODECS = frozenset({"mov_text", "subrip", "srt", "ass", "ssa", "webvtt", "text"})
