@@ -46,7 +46,7 @@ class AnswerMemo:
         return bytes(row[0])
 
     def keep(self, question: bytes, answer: bytes) -> None:
-        """Keep the first answer to a question. Beyond the budget a tenth of the answers, used longest ago, is evicted."""
+        """Keep the first answer to a question. Over budget, the tenth of the answers used longest ago is evicted."""
         assert self._database is not None
         self._database.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?)", [question, answer, time.time()])
         if self._size_bytes() > self._budget_bytes:
