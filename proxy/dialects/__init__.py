@@ -6,6 +6,8 @@ Process: the proxy.
 from collections.abc import Callable, Mapping
 from urllib.parse import unquote
 
+from typing_extensions import override
+
 from proxy.dialects import shell, sql
 from proxy.dialects.base import Call, Dialect, Local, Request, Response
 from proxy.dialects.rule_based import Declared
@@ -19,32 +21,32 @@ from sandboxes.plugins import installed, load
 from sandboxes.spec import SERVER_DRIVERS, SHELLLESS_DRIVERS, EnvironmentSpec
 
 Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
-"""method, path below the endpoint, query string, body, the rollout's spec -> call. Raises `RefusalError`."""
+"""Takes method, path below the endpoint, query, body and environment; returns the call or raises `RefusalError`."""
 
 DIALECTS: Mapping[str, Parse] = {"shell": shell.parse, "sql": sql.parse}
 """The built-in endpoints by name."""
 
 
-class BuiltIn:
-    """A built-in endpoint as a dialect: each request is a call, and its answer is the same for all."""
+class BuiltIn(Dialect):
+    """A built-in endpoint: each request is a call, and all clients get the same response."""
 
     headers_matter = False
 
     def __init__(self, parse: Parse, spec: EnvironmentSpec) -> None:
         self._parse, self._spec = parse, spec
 
+    @override
     def read(self, request: Request) -> Call:
-        """See `Dialect.read`."""
         path = unquote(request.path).removeprefix("/")
         call = self._parse(request.method, path, request.query, request.body, self._spec)
         return Call(call, call_key(call))
 
-    def answer(self, told: Response, request: Request) -> Response:  # noqa: ARG002 - others look at it
-        """See `Dialect.answer`."""
-        return told
+    @override
+    def answer(self, response: Response, request: Request) -> Response:
+        return response
 
-    def problem(self, problem: Problem, request: Request) -> Local | None:  # noqa: ARG002
-        """See `Dialect.problem`."""
+    @override
+    def problem(self, problem: Problem, request: Request) -> Local | None:
         return None
 
 

@@ -1,9 +1,14 @@
-"""What a request to an endpoint can mean, and what a dialect has to say about it (pure)."""
+"""The vocabulary of dialects: requests, what they can mean, and responses (pure).
+
+A dialect reads a `Request` and returns its `Meaning`; later it brings a recorded response into the client's form.
+"""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from proxy.refusals import Problem
+import orjson
+
+from proxy.refusals import Problem, RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.keys import CallKey
 from sandboxes.calls import ToolCall
@@ -14,9 +19,14 @@ from sandboxes.listener import Headers
 class Request:
     """A request as its endpoint sees it.
 
-    target: path and query below the endpoint, as sent; it begins with a slash. headers: names in lower case. rollout:
-    as the URL or a token names it, empty where the protocol's own id must. base: the URL that the client knows the
-    endpoint under. fresh: a name for a new rollout, should one begin.
+    Attributes:
+        method: The HTTP method; `WS` for a message on a WebSocket.
+        target: Path and query below the endpoint, as sent; begins with a slash.
+        headers: Headers, with names in lower case.
+        body: The body.
+        rollout: The rollout that the URL or a token names; empty if the protocol's own ID names it.
+        base: The URL under which the client knows the endpoint.
+        fresh: A name for a new rollout, if one begins; empty if the URL names the rollout.
     """
 
     method: str
@@ -29,20 +39,22 @@ class Request:
 
     @property
     def path(self) -> str:
+        """The target without its query."""
         return self.target.partition("?")[0]
 
     @property
     def query(self) -> str:
+        """The target's query; empty for none."""
         return self.target.partition("?")[2]
 
     def header(self, name: str) -> str:
-        """Return the value of a header, given in lower case; empty where there is none."""
+        """Return the value of a header, named in lower case; empty if it was not sent."""
         return next((value for header, value in self.headers if header == name), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """An answer of the proxy's own: no rollout is touched."""
+    """A reply of the proxy's own, which changes no rollout."""
 
     status: int
     body: bytes = b""
@@ -51,16 +63,23 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call. rollout: as the request names it, empty where the URL did.
+    """A tool call.
 
-    request_id: of a request that may be sent again: the second joins the first. commutes: whether it may change places
-    with others of its kind that are waiting. bound: whether its answer names the rollout, so that each client has its
-    own form of it (`Dialect.answer`). streams: whether it may reach its client while it comes.
-    events: whether its client may be sent server-sent events meanwhile (`Eventful`). cancel: the name under which its
-    client may cancel it (`Cancel`), if it may; hangup: whether it does so by leaving.
-    existing: whether rollout must run already: its name is one that we gave. constant: whether the answer is the same
-    for all states of the task, as a list of tools. aliases: what its client calls something, and how we record it.
-    routed: whether the request itself says of which task it is.
+    Attributes:
+        call: The call that the driver executes.
+        key: The key under which the tree knows the call.
+        rollout: The rollout that the request names; empty if the URL names it.
+        request_id: Identifies a request that may be retried: the retry gets the first attempt's answer. Empty for none.
+        commutes: Whether the call may change places with waiting calls of its rollout that commute too.
+        bound: Whether the response names the rollout, so that each client needs its own form of it (`Dialect.answer`).
+        streams: Whether the response may be relayed to the client while it arrives.
+        events: Whether the client may get server-sent events while the call runs (`Eventful`).
+        cancel: The name under which the client may cancel the call (`Cancel`); empty if it may not.
+        hangup: Whether the client also cancels the call by disconnecting.
+        existing: Whether the rollout must be running already, because only the proxy gives such names.
+        constant: Whether the answer is the same in all states of the task, such as a list of tools.
+        aliases: Pairs of a name that the client chose and the name under which it is recorded.
+        routed: Whether the request itself names its task.
     """
 
     call: ToolCall
@@ -81,10 +100,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A new rollout, at the root or where its parent stands; then what the request asks for beside.
+    """The begin of a rollout, and then a reply or a call.
 
-    headers: what its client is told beside the answer. spec: the environment that the request names, see
-    `environments.spec_for`; None for the task's own.
+    Attributes:
+        rollout: The name of the new rollout.
+        then: What else the request means.
+        parent: The rollout at whose node the new one begins; empty for the root.
+        headers: More headers for the response.
+        spec: The environment that the request names (`environments.spec_for`); None for the task's own.
     """
 
     rollout: str
@@ -104,7 +127,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A rollout's client wants no answer any more to the call that it gave this name."""
+    """The cancellation of a running call, by the name that the client gave the call (`Call.cancel`)."""
 
     rollout: str
     name: str
@@ -116,7 +139,7 @@ Meaning = Local | Call | Open | Close | Cancel
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer on its way to one client."""
+    """A response to one client."""
 
     status: int
     headers: Headers
@@ -124,41 +147,65 @@ class Response:
 
 
 class Dialect(Protocol):
-    """How the clients of one endpoint say what they want.
+    """Translates the requests and responses of one endpoint's protocol.
 
-    headers_matter: whether a request's headers have a say in what it means.
+    Attributes:
+        headers_matter: Whether the meaning of a request depends on its headers. If not, a call is remembered by the
+            other bytes of its request.
     """
 
     headers_matter: bool
 
     def read(self, request: Request) -> Meaning:
-        """Say what request means.
+        """Return what a request means.
 
         Raises:
-            Refused: 400 to 422, with what to send instead.
+            RefusalError: 400 to 422, with what to send instead.
         """
         ...
 
-    def answer(self, told: Response, request: Request) -> Response:
-        """Return a recorded answer in the form for who sent request."""
+    def answer(self, response: Response, request: Request) -> Response:
+        """Return a recorded response in the form of the client that sent the request."""
         ...
 
     def problem(self, problem: Problem, request: Request) -> Local | None:
-        """Return what went wrong in this protocol's own form; None where it has none."""
+        """Return a problem in the protocol's own form; None if the protocol has none."""
         ...
 
 
 class Eventful(Dialect, Protocol):
-    """One whose clients may be sent events while a call is run."""
+    """A dialect whose clients may get events while a call runs."""
 
     def takes_events(self, request: Request) -> bool:
-        """Whether who sent request does."""
+        """Return whether the client that sent the request accepts events."""
         ...
 
-    def event(self, said: bytes, request: Request) -> bytes:
-        """Return what a server said meanwhile as an event for who sent request; empty where it wants none of it."""
+    def event(self, message: bytes, request: Request) -> bytes:
+        """Return the event of a server's message for the client that sent the request; empty if it does not want it."""
         ...
 
-    def last_event(self, told: Response, request: Request) -> bytes:
-        """Return the event that answers request, all others having been sent."""
+    def last_event(self, response: Response, request: Request) -> bytes:
+        """Return the event with the response to the request, which follows all other events."""
         ...
+
+
+def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int = 422) -> dict[str, Any]:
+    """Return the JSON object in a body.
+
+    Args:
+        body: The body, in UTF-8.
+        hint: An example of what to send instead, for the error text.
+        slug: The problem's name for JSON that is not an object.
+        status: The status for JSON that is not an object.
+
+    Raises:
+        RefusalError: 400 for malformed JSON, `status` for another value than an object.
+    """
+    example = f" Send {hint} as UTF-8." if hint else ""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RefusalError(400, "json", f"the body is not JSON: {error}.{example}") from None
+    if not isinstance(value, dict):
+        raise RefusalError(status, slug, f"the body must be a JSON object.{example}")
+    return value

@@ -1,4 +1,7 @@
-"""The built-in tools as MCP tools, one table: the calls of built-in endpoints, with the same records (pure)."""
+"""The built-in tools as MCP tools, in one table (pure).
+
+A tool call through MCP is the same call as through the built-in endpoint, with the same key and record.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 RECORDED = "application/vnd.forkpoint.mcp+json"
-"""The media type of recorded answers of MCP servers; the built-in tools' have others."""
+"""The media type of recorded responses of MCP servers. Responses of built-in tools have other types."""
 
 Schema = dict[str, Any]
 Result = dict[str, Any]
@@ -24,9 +27,15 @@ Make = Callable[[dict[str, Any], EnvironmentSpec], ToolCall]
 class McpTool:
     """One built-in tool.
 
-    call: makes the endpoint's call of a client's arguments; raises `RefusalError`. offered: whether a task has it.
-    shown: makes the result of a tool call of what the endpoint answered.
-    reads: whether it never changes anything, which is what `readOnlyHint` says.
+    Attributes:
+        name: The tool's name; no two tools have the same.
+        description: What the tool does, for the model.
+        properties: JSON schemas of its arguments.
+        required: The arguments that must be given.
+        reads: Whether the tool never changes the state (MCP's `readOnlyHint`).
+        call: Makes the endpoint's call from a client's arguments; raises `RefusalError`.
+        offered: Returns whether a task with an environment has the tool.
+        result: Makes the MCP result of the endpoint's response; None for a response that is shown as text.
     """
 
     name: str
@@ -36,10 +45,10 @@ class McpTool:
     reads: bool
     call: Make
     offered: Callable[[EnvironmentSpec], bool]
-    shown: Callable[[Response], Result | None]
+    result: Callable[[Response], Result | None]
 
     def listed(self) -> dict[str, Any]:
-        """Return its entry in `tools/list`."""
+        """Return the tool's entry in `tools/list`."""
         schema = {
             "type": "object",
             "properties": self.properties,
@@ -76,8 +85,8 @@ def _text(arguments: dict[str, Any], name: str, known: set[str]) -> str:
     return str(arguments[name])
 
 
-def _command_result(told: Response) -> Result | None:
-    value = _object(told, {"stdout", "stderr", "exit_code"})
+def _command_result(response: Response) -> Result | None:
+    value = _object(response, {"stdout", "stderr", "exit_code"})
     return value and _structured(value, value["stdout"] + value["stderr"], failed=value["exit_code"] != 0)
 
 
@@ -109,9 +118,9 @@ def _sql(tool: str) -> Make:
     return lambda arguments, spec: sql.parse("POST", tool, "", orjson.dumps(arguments), spec)
 
 
-def _sql_result(told: Response) -> Result | None:
-    value = _object(told, {"error"})
-    return value and _structured(value, told.body.decode(), failed=value["error"] is not None)
+def _sql_result(response: Response) -> Result | None:
+    value = _object(response, {"error"})
+    return value and _structured(value, response.body.decode(), failed=value["error"] is not None)
 
 
 _DATABASE: dict[str, Schema] = {
@@ -129,7 +138,7 @@ def _sql_tool(name: str, description: str, properties: dict[str, Schema], *requi
 
 
 _SQL = (
-    # A query may be any statement, so of `query` and `script` nothing can be promised.
+    # `query` and `script` run any statement, so they may change the database.
     _sql_tool(
         "query", "Run one SQL statement; its rows, or how many it changed.",
         {"sql": _TEXT, "params": _VALUES, "max_rows": {"type": "integer", "minimum": 0, "default": 100},
@@ -171,27 +180,27 @@ _VIDEO = tuple(_video_tool(name) for name in video.TOOLS)
 # -- all -------------------------------------------------------------------------------------------------------------
 
 TOOLS: tuple[McpTool, ...] = (*_SHELL, *_SQL, *_VIDEO)
-"""Every built-in tool, in the order in which they are listed. Their names differ."""
+"""All built-in tools, in the order in which they are listed."""
 
 
 def of(spec: EnvironmentSpec) -> dict[str, McpTool]:
-    """Return the built-in tools that a task of this spec has, by name."""
+    """Return the built-in tools of a task with this environment, by name."""
     return {tool.name: tool for tool in TOOLS if tool.offered(spec)}
 
 
-def shown(tool: McpTool, told: Response) -> Result:
-    """Return the result of a tool call for what its endpoint answered."""
-    made = tool.shown(told)
-    if made is not None:
-        return made
-    text = told.body.decode(errors="replace")
-    return {"content": [{"type": "text", "text": text}], "isError": told.status >= 400}
+def result_of(tool: McpTool, response: Response) -> Result:
+    """Return the MCP result of a tool call for its endpoint's response."""
+    result = tool.result(response)
+    if result is not None:
+        return result
+    text = response.body.decode(errors="replace")
+    return {"content": [{"type": "text", "text": text}], "isError": response.status >= 400}
 
 
-def _object(told: Response, members: set[str]) -> dict[str, Any] | None:
-    if told.status != 200 or dict(told.headers).get("content-type", "") != "application/json":
+def _object(response: Response, members: set[str]) -> dict[str, Any] | None:
+    if response.status != 200 or dict(response.headers).get("content-type", "") != "application/json":
         return None
-    value = orjson.loads(told.body)
+    value = orjson.loads(response.body)
     return value if isinstance(value, dict) and members <= value.keys() else None
 
 

@@ -1,7 +1,11 @@
-"""MCP over streamable HTTP, both wires: 2025-11-25 and before, with a session, and 2026-07-28, without one (pure).
+"""MCP over streamable HTTP, in both forms of the protocol (pure).
 
-`/mcp` offers the built-in tools and those of all of the task's MCP servers, `/mcp/{name}` those of one server alone.
-A tool call is the call; its key is the tool's name and arguments, not the request's id, `_meta` or headers.
+Versions up to 2025-11-25 begin with `initialize`, which gives the client a session; the session is the rollout. The
+version 2026-07-28 ("modern" below) has no sessions, so the URL must name the rollout.
+
+`/mcp` offers the built-in tools and the tools of all of the task's MCP servers; `/mcp/{name}` offers the tools of one
+server. The key of a call is the tool's name and arguments. The request's ID, `_meta` and headers are not in the key;
+`answer` puts the recorded result under the ID of the request that gets it.
 """
 
 import json
@@ -10,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
+from typing_extensions import override
 
-from proxy.dialects import builtin_tools as mcp_tools
-from proxy.dialects import video
-from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open, Request, Response
+from proxy.dialects import builtin_tools, video
+from proxy.dialects.base import Call, Cancel, Close, Eventful, Local, Meaning, Open, Request, Response, json_object
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -32,20 +36,27 @@ _LISTS = {
 }
 _READS = frozenset({"resources/read", "prompts/get", "completion/complete"})
 _STATUS = {-32700: 400, -32600: 400, -32602: 400, -32601: 404, -32022: 400}
-"""Of errors, on the modern wire; before it they are answers of status 200."""
+"""HTTP statuses of error codes in the modern version. In older ones every JSON-RPC error has status 200."""
 _NOT_FOUND, _INVALID, _UNSUPPORTED = -32601, -32602, -32022
 _NO_SUCH = dict.fromkeys(
     ("resources/subscribe", "resources/unsubscribe", "subscriptions/listen"),
     "subscriptions are not supported behind Forkpoint: a resource is read at the rollout's state, with resources/read.",
 )
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
-"""A parser may silently make a float of one."""
+"""Matches integers that may exceed 64 bits, which the parser would silently turn into floats."""
 _VERSION_META = "io.modelcontextprotocol/protocolVersion"
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """One JSON-RPC message from a client. id: None for a notification."""
+class _Message:
+    """One JSON-RPC message from a client.
+
+    Attributes:
+        method: The method; empty for a response, which the proxy never asks for.
+        params: The parameters; `_meta` is always there.
+        id: The request's ID; None for a notification.
+        modern: Whether the client speaks the version without sessions.
+    """
 
     method: str
     params: dict[str, Any]
@@ -53,77 +64,79 @@ class _Asked:
     modern: bool
 
 
-class Mcp:
-    """See `Dialect`."""
+class Mcp(Eventful):
+    """The dialect of a task's MCP endpoint."""
 
     headers_matter = True
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
         self._names = tuple(spec.mcp_servers)
-        self._tools = mcp_tools.of(spec)
+        self._tools = builtin_tools.of(spec)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
+    @override
     def read(self, request: Request) -> Meaning:
-        """See `Dialect.read`."""
         server = self._server(request)
         if request.method == "DELETE":
-            # Clients of one rollout may come and go; a session that we named is the rollout.
+            # A session that the proxy named is the rollout, and ends with it. A rollout that the URL names goes on.
             return Local(204, headers=()) if request.rollout else Close(self._rollout(request), Local(204, headers=()))
         if request.method != "POST":
             return Local(405, headers=(("allow", "POST, DELETE"),))
-        asked = _asked(request)
-        if asked.id is None:
-            return self._notified(asked, request)
-        match asked.method:
+        message = _message_of(request)
+        if message.id is None:
+            return self._notification(message, request)
+        match message.method:
             case "initialize":
-                return self._begin(asked, request, server)
+                return self._begin(message, request, server)
             case "server/discover":
-                return _result(asked, {"supportedVersions": [MODERN, *HANDSHAKES], **self._about(server)})
+                return _result(message, {"supportedVersions": [MODERN, *HANDSHAKES], **self._about(server)})
             case "ping" | "logging/setLevel":
-                return _result(asked, {})
+                return _result(message, {})
             case "tools/call":
-                return self._tool(asked, request, server)
+                return self._tool(message, request, server)
             case method if method in _LISTS:
-                return self._list(asked, request, server)
+                return self._list(message, request, server)
             case method if method in _READS:
-                return self._ask(asked, request, self._only(server), asked.params)
-        raise _Error(_NOT_FOUND, _NO_SUCH.get(asked.method, f"there is no method {asked.method!r} behind Forkpoint."))
+                return self._forward(message, request, self._only(server), message.params)
+        raise _McpError(
+            _NOT_FOUND, _NO_SUCH.get(message.method, f"there is no method {message.method!r} behind Forkpoint.")
+        )
 
-    def _notified(self, asked: _Asked, request: Request) -> Meaning:
-        """Say what a notification means: one that cancels a call is for its server, all others are for nobody."""
-        taken, rollout = Local(202, headers=()), request.rollout or request.header(_SESSION)
-        if asked.method != "notifications/cancelled" or not rollout:
-            return taken
-        return Cancel(rollout, _cancel_name(asked.params.get("requestId")), taken)
+    def _notification(self, message: _Message, request: Request) -> Meaning:
+        """Return the meaning of a notification: a cancellation goes to the call, all others are only accepted."""
+        accepted, rollout = Local(202, headers=()), request.rollout or request.header(_SESSION)
+        if message.method != "notifications/cancelled" or not rollout:
+            return accepted
+        return Cancel(rollout, _cancel_name(message.params.get("requestId")), accepted)
 
     def _server(self, request: Request) -> str:
-        """Return the server that the path names; empty for all of them."""
+        """Return the server that the path names; empty for all servers."""
         name = request.path.strip("/")
         if name and name not in self._names:
-            there = ", ".join(f"/mcp/{known}" for known in self._names) or "only /mcp, with the built-in tools"
-            raise RefusalError(404, "no-such-server", f"there is no MCP server {name!r} here: {there}.")
+            paths = ", ".join(f"/mcp/{known}" for known in self._names) or "only /mcp, with the built-in tools"
+            raise RefusalError(404, "no-such-server", f"this task has no MCP server {name!r}. Use {paths}.")
         return name
 
     def _only(self, server: str) -> str:
-        """Return the one server that a request can mean.
+        """Return the only server that a request can mean.
 
         Raises:
-            _Error: there are several, or none.
+            _McpError: There are several servers, or none.
         """
         if server or len(self._names) == 1:
             return server or self._names[0]
-        raise _Error(_NOT_FOUND, f"this is asked of one server: use {', '.join(f'/mcp/{n}' for n in self._names)}.")
+        raise _McpError(_NOT_FOUND, f"this method needs one server. Use {', '.join(f'/mcp/{n}' for n in self._names)}.")
 
-    def _begin(self, asked: _Asked, request: Request, server: str) -> Meaning:
-        wanted = asked.params.get("protocolVersion")
+    def _begin(self, message: _Message, request: Request, server: str) -> Meaning:
+        wanted = message.params.get("protocolVersion")
         version = wanted if wanted in HANDSHAKES else HANDSHAKES[0]
-        told = _result(asked, {"protocolVersion": version, **self._about(server)})
+        reply = _result(message, {"protocolVersion": version, **self._about(server)})
         if request.rollout:
-            return told
+            return reply
         name = f"mcp-{request.fresh}"
-        return Open(name, told, headers=((_SESSION, name),))
+        return Open(name, reply, headers=((_SESSION, name),))
 
     def _about(self, server: str) -> dict[str, Any]:
         capabilities: dict[str, Any] = {"tools": {}}
@@ -138,31 +151,31 @@ class Mcp:
             raise RefusalError(
                 400,
                 "no-rollout",
-                "nothing says which rollout asks: on the wire without sessions the URL must, as "
-                "/t/{task}/r/{rollout}/mcp; on the other one, send initialize first, and its Mcp-Session-Id.",
+                "the request names no rollout. Use /t/{task}/r/{rollout}/mcp, or with a session-based client call "
+                "initialize first and send its Mcp-Session-Id.",
             )
         return name
 
-    def _list(self, asked: _Asked, request: Request, server: str) -> Meaning:
-        if asked.params.get("cursor") is not None:
-            raise _Error(_INVALID, "lists come whole: there is no cursor.")
+    def _list(self, message: _Message, request: Request, server: str) -> Meaning:
+        if message.params.get("cursor") is not None:
+            raise _McpError(_INVALID, "lists are complete and have no cursor. Leave the cursor out.")
         if not (server or self._names):
-            return _result(asked, {_LISTS[asked.method]: self._listed() if asked.method == "tools/list" else []})
-        asking = ",".join([server] if server else self._names)
-        return self._ask(asked, request, asking, {}, constant=True)
+            return _result(message, {_LISTS[message.method]: self._listed() if message.method == "tools/list" else []})
+        servers = ",".join([server] if server else self._names)
+        return self._forward(message, request, servers, {}, constant=True)
 
     def _listed(self) -> list[dict[str, Any]]:
         return [tool.listed() for tool in self._tools.values()]
 
-    def _tool(self, asked: _Asked, request: Request, server: str) -> Call:
-        name, arguments = asked.params.get("name"), asked.params.get("arguments") or {}
+    def _tool(self, message: _Message, request: Request, server: str) -> Call:
+        name, arguments = message.params.get("name"), message.params.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise _Error(_INVALID, "tools/call takes a name, and arguments as an object.")
+            raise _McpError(_INVALID, "tools/call takes a name, and arguments as an object.")
         if not server and name in self._tools:
             try:
                 call = self._tools[name].call(arguments, self._spec)
             except RefusalError as error:
-                raise _Error(_INVALID, str(error)) from error
+                raise _McpError(_INVALID, str(error)) from error
             call = video.for_rollout(call, self._rollout(request), self._spec)
             return replace(self._named(request, call), events=True)
         if not server and len(self._names) > 1:
@@ -170,19 +183,19 @@ class Mcp:
         elif not server and self._names:
             server = self._names[0]
         if server not in self._names or not name:
-            raise _Error(_INVALID, f"there is no tool {asked.params['name']!r}: tools/list says which there are.")
-        # What is not of the wire but of the call goes on: a server may look at other members too.
-        params = {**asked.params, "name": name, "arguments": arguments}
-        asking = self._ask(asked, request, server, params)
-        # On the wire without sessions, who closes the stream has cancelled.
-        return replace(asking, streams=True, events=True, cancel=_cancel_name(asked.id), hangup=asked.modern)
+            raise _McpError(_INVALID, f"there is no tool {message.params['name']!r}. Call tools/list for the tools.")
+        # Other members go to the server too, because it may read them.
+        params = {**message.params, "name": name, "arguments": arguments}
+        forwarded = self._forward(message, request, server, params)
+        # Without sessions, a client cancels a call by closing the stream of its response.
+        return replace(forwarded, streams=True, events=True, cancel=_cancel_name(message.id), hangup=message.modern)
 
-    def _ask(
-        self, asked: _Asked, request: Request, server: str, params: dict[str, Any], *, constant: bool = False
+    def _forward(
+        self, message: _Message, request: Request, server: str, params: dict[str, Any], *, constant: bool = False
     ) -> Call:
-        told = {member: value for member, value in params.items() if member != "_meta"}
-        tool = str(params["name"]) if asked.method == "tools/call" else asked.method
-        call = ToolCall("mcp", tool, {"server": server, "method": asked.method, "params": told})
+        identity = {member: value for member, value in params.items() if member != "_meta"}
+        tool = str(params["name"]) if message.method == "tools/call" else message.method
+        call = ToolCall("mcp", tool, {"server": server, "method": message.method, "params": identity})
         return self._named(request, call, constant=constant)
 
     def _named(self, request: Request, call: ToolCall, *, constant: bool = False) -> Call:
@@ -194,46 +207,46 @@ class Mcp:
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def answer(self, told: Response, request: Request) -> Response:
-        """See `Dialect.answer`: the recorded result under this request's id."""
-        asked = _asked(request)
-        said = self._said(told, asked, request)
-        notes = (_for(note, asked) for note in said.get("notifications", []))
+    @override
+    def answer(self, response: Response, request: Request) -> Response:
+        message = _message_of(request)
+        payload = self._payload(response, message, request)
+        notes = (_note_for(note, message) for note in payload.get("notifications", []))
         messages = [_event(orjson.dumps(note)) for note in notes if note is not None]
-        local = _answered(asked, said)
-        if messages or not _takes(request, "application/json"):
+        local = _response_to(message, payload)
+        if messages or not _accepts(request, "application/json"):
             return Response(200, _STREAM, b"".join([*messages, _event(local.body)]))
         return Response(local.status, local.headers, local.body)
 
-    def _said(self, told: Response, asked: _Asked, request: Request) -> dict[str, Any]:
-        """Return what a record says: notifications, and a result or an error."""
-        if asked.method == "tools/call" and dict(told.headers).get("content-type") != mcp_tools.RECORDED:
-            return {"result": mcp_tools.shown(self._tools[asked.params["name"]], told)}
-        said: dict[str, Any] = orjson.loads(told.body)
-        if asked.method == "tools/list" and "result" in said and not self._server(request):
-            said["result"] = {**said["result"], "tools": [*self._listed(), *said["result"]["tools"]]}
-        return said
+    def _payload(self, response: Response, message: _Message, request: Request) -> dict[str, Any]:
+        """Return the payload of a recorded response: notifications, and a result or an error."""
+        if message.method == "tools/call" and dict(response.headers).get("content-type") != builtin_tools.RECORDED:
+            return {"result": builtin_tools.result_of(self._tools[message.params["name"]], response)}
+        payload: dict[str, Any] = orjson.loads(response.body)
+        if message.method == "tools/list" and "result" in payload and not self._server(request):
+            payload["result"] = {**payload["result"], "tools": [*self._listed(), *payload["result"]["tools"]]}
+        return payload
 
+    @override
     def takes_events(self, request: Request) -> bool:
-        """See `Eventful.takes_events`."""
-        return _takes(request, "text/event-stream")
+        return _accepts(request, "text/event-stream")
 
-    def event(self, said: bytes, request: Request) -> bytes:
-        """See `Eventful.event`."""
-        note = _for(orjson.loads(said), _asked(request))
+    @override
+    def event(self, message: bytes, request: Request) -> bytes:
+        note = _note_for(orjson.loads(message), _message_of(request))
         return b"" if note is None else _event(orjson.dumps(note))
 
-    def last_event(self, told: Response, request: Request) -> bytes:
-        """See `Eventful.last_event`."""
-        asked = _asked(request)
-        return _event(_answered(asked, self._said(told, asked, request)).body)
+    @override
+    def last_event(self, response: Response, request: Request) -> bytes:
+        message = _message_of(request)
+        return _event(_response_to(message, self._payload(response, message, request)).body)
 
+    @override
     def problem(self, problem: Problem, request: Request) -> Local | None:
-        """See `Dialect.problem`: a JSON-RPC error. A session that is gone is 404, on which clients begin another."""
         try:
-            asked = _asked(request)
+            message = _message_of(request)
         except RefusalError:
-            asked = _Asked("", {}, None, modern=False)
+            message = _Message("", {}, None, modern=False)
         code = problem.code or (-32603 if problem.status >= 500 or problem.status == 429 else -32600)
         data: dict[str, Any] = {"type": f"urn:forkpoint:{problem.slug}", "status": problem.status}
         if code == _UNSUPPORTED:
@@ -242,41 +255,38 @@ class Mcp:
             data["retryAfterS"] = problem.retry_after_s
         error = {"error": {"code": code, "message": problem.detail, "data": data}}
         status = problem.status if problem.slug in _OF_HTTP else None
-        return _answered(asked, error, status)
+        return _response_to(message, error, status)
 
 
 _OF_HTTP = frozenset({"session", "no-rollout", "no-such-server", "token", "json", "version"})
-"""Problems that clients look for in the status, whatever the JSON says."""
+"""Problems that keep their HTTP status. On a 404 for its session a client begins another session, for example."""
 
 
-class _Error(RefusalError):
-    """A JSON-RPC error of this code."""
+class _McpError(RefusalError):
+    """A JSON-RPC error with a code of its own."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(400, "mcp", detail)
         self.code = code
 
 
-def _asked(request: Request) -> _Asked:
-    try:
-        value = orjson.loads(request.body)
-    except orjson.JSONDecodeError as error:
-        raise RefusalError(400, "json", f"the body is not JSON: {error}.") from None
-    if not isinstance(value, dict) or value.get("jsonrpc") != "2.0":
+def _message_of(request: Request) -> _Message:
+    value = json_object(request.body, "one JSON-RPC 2.0 message", status=400)
+    if value.get("jsonrpc") != "2.0":
         raise RefusalError(400, "json", "the body must be one JSON-RPC 2.0 message.")
     if _LONG_NUMBER.search(request.body) and _exceeds_64_bits(json.loads(request.body)):
-        raise RefusalError(400, "json", "a number is beyond 64 bits: send it as a string.")
+        raise RefusalError(400, "json", "a number exceeds 64 bits. Send it as a string.")
     params = value.get("params") or {}
     if not isinstance(params, dict) or not isinstance(value.get("id"), str | int | None):
         raise RefusalError(400, "json", "params must be an object, and an id a string or an integer.")
     if "method" not in value:
-        # A response to what we never asked: taken, and dropped.
-        return _Asked("", {}, None, modern=False)
+        # A response. The proxy sends clients no requests, so the response is accepted and dropped.
+        return _Message("", {}, None, modern=False)
     meta = params.get("_meta")
     version = request.header("mcp-protocol-version") or (meta.get(_VERSION_META) if isinstance(meta, dict) else "")
     if version and version != MODERN and version not in HANDSHAKES:
         raise _UnsupportedError(str(version))
-    return _Asked(str(value["method"]), {**params, "_meta": meta or {}}, value.get("id"), modern=version == MODERN)
+    return _Message(str(value["method"]), {**params, "_meta": meta or {}}, value.get("id"), modern=version == MODERN)
 
 
 def _exceeds_64_bits(value: Any) -> bool:
@@ -287,8 +297,8 @@ def _exceeds_64_bits(value: Any) -> bool:
     return isinstance(value, int) and not -(1 << 63) <= value < 1 << 64
 
 
-class _UnsupportedError(_Error):
-    """A version of the protocol that nobody here speaks."""
+class _UnsupportedError(_McpError):
+    """The client speaks a version of the protocol that is not supported."""
 
     def __init__(self, version: str) -> None:
         super().__init__(
@@ -297,34 +307,34 @@ class _UnsupportedError(_Error):
         self.slug = "version"
 
 
-def _result(asked: _Asked, result: dict[str, Any]) -> Local:
-    return _answered(asked, {"result": result})
+def _result(message: _Message, result: dict[str, Any]) -> Local:
+    return _response_to(message, {"result": result})
 
 
-def _answered(asked: _Asked, said: dict[str, Any], status: int | None = None) -> Local:
-    """Return the response to asked, of said's result or error, as asked's wire has it."""
-    body: dict[str, Any] = {"jsonrpc": "2.0", "id": asked.id}
-    if "error" in said:
-        body["error"] = said["error"]
-        at_modern = _STATUS.get(said["error"].get("code"), 200) if asked.modern else 200
-        return Local(status or at_modern, orjson.dumps(body), _JSON)
-    body["result"] = said.get("result", {})
-    if asked.modern:
+def _response_to(message: _Message, payload: dict[str, Any], status: int | None = None) -> Local:
+    """Return the response with a payload's result or error, in the form of the version that the client speaks."""
+    body: dict[str, Any] = {"jsonrpc": "2.0", "id": message.id}
+    if "error" in payload:
+        body["error"] = payload["error"]
+        status = status or (_STATUS.get(payload["error"].get("code"), 200) if message.modern else 200)
+        return Local(status, orjson.dumps(body), _JSON)
+    body["result"] = payload.get("result", {})
+    if message.modern:
         cached = {"ttlMs": 0, "cacheScope": "private"}
-        lasting = asked.method in _LISTS or asked.method in ("server/discover", "resources/read")
+        lasting = message.method in _LISTS or message.method in ("server/discover", "resources/read")
         body["result"] = {"resultType": "complete", **(cached if lasting else {}), **body["result"]}
     return Local(200, orjson.dumps(body), _JSON)
 
 
-def _for(note: dict[str, Any], asked: _Asked) -> dict[str, Any] | None:
-    """Return a server's notification for who asked, under its progress token; None where it wants none of it."""
-    params, progress = note.get("params", {}), asked.params["_meta"].get("progressToken")
+def _note_for(note: dict[str, Any], message: _Message) -> dict[str, Any] | None:
+    """Return a server's notification under the progress token of a request; None if the client does not want it."""
+    params, progress = note.get("params", {}), message.params["_meta"].get("progressToken")
     if note["method"] == "notifications/progress":
         if progress is None:
             return None
         params = {**params, "progressToken": progress}
-    elif asked.modern:
-        # Logs are for who asks for them there, and changes of lists for who subscribes.
+    elif message.modern:
+        # In the modern version, logs and changes of lists are only for clients that subscribe, and none can here.
         return None
     return {"jsonrpc": "2.0", "method": note["method"], "params": params}
 
@@ -334,12 +344,12 @@ def _event(message: bytes) -> bytes:
 
 
 def _cancel_name(request_id: object) -> str:
-    """Return the name of a call for who may cancel it: 1 and "1" are two."""
+    """Return the name under which a client may cancel a call. The IDs 1 and "1" have different names."""
     return repr(request_id)
 
 
-def _takes(request: Request, media_type: str) -> bool:
-    """Whether a client takes answers of a type. One that says nothing takes JSON."""
+def _accepts(request: Request, media_type: str) -> bool:
+    """Return whether a client accepts a media type. A client without an `Accept` header accepts JSON."""
     accepted = request.header("accept")
     if media_type in accepted or f"{media_type.partition('/')[0]}/*" in accepted:
         return True

@@ -5,16 +5,17 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
 
-import orjson
-
+from proxy.dialects.base import json_object
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 
 MAX_COMMAND_BYTES = 1 << 20
+"""Limits a command. A longer one is a script, which is better uploaded as a file."""
 MAX_TIMEOUT_S = 86_400.0
+"""Limits the timeout of a command: a day, longer than any step of an agent."""
 SESSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-
+"""Matches names of shell sessions."""
 _SESSION = re.compile(SESSION_PATTERN)
 _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 
@@ -22,15 +23,15 @@ _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
     """Return the call that a request to the shell endpoint makes.
 
-    What is not said is filled in, so that saying the default and leaving it out are one call.
+    Defaults are filled in, so that a default that is sent and one that is left out are the same call.
 
     Raises:
-        Refused: 400, 404, 405, 413 or 422, with what to send instead.
+        RefusalError: 400, 404, 405, 413 or 422, with what to send instead.
     """
     if spec.driver in SHELLLESS_DRIVERS:
-        there = "video" if spec.driver == "video" else "sql"
+        endpoint = "video" if spec.driver == "video" else "sql"
         raise RefusalError(
-            404, "no-shell", f"driver {spec.driver!r} runs no shell: this task has the {there} endpoint."
+            404, "no-shell", f"driver {spec.driver!r} runs no shell: this task has the {endpoint} endpoint."
         )
     if path == "exec":
         if method != "POST":
@@ -42,14 +43,9 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
 
 
 def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RefusalError(400, "json", f'the body is not JSON: {error}. Send {{"command": "ls"}} as UTF-8.') from None
-    if not isinstance(value, dict) or not value.keys() <= {"command", "timeout_s", "session"}:
-        raise RefusalError(
-            422, "exec", 'exec takes an object with "command", and if you like "timeout_s" and "session".'
-        )
+    value = json_object(body, '{"command": "ls"}', slug="exec")
+    if not value.keys() <= {"command", "timeout_s", "session"}:
+        raise RefusalError(422, "exec", 'exec takes "command", and optionally "timeout_s" and "session".')
     arguments = {
         "command": _command(value.get("command")),
         "session": _session(value.get("session", "main")),

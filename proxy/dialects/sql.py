@@ -3,16 +3,18 @@
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from proxy.dialects.base import json_object
 from proxy.dialects.sql_normalize import canonical_statement
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 
 MAX_STATEMENT_BYTES = 4 << 20
+"""Limits a statement or a script; larger data is inserted by several calls."""
 MAX_ROWS = 100_000
+"""Limits the rows of a result that a client may ask for."""
 
 Scalar = str | int | float | bool | None
 ResultFormat = Literal["json", "table", "markdown", "csv", "skyrl"]
@@ -65,11 +67,11 @@ _TOOLS: dict[str, tuple[type[_SqlArguments], tuple[str, ...]]] = {
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
     """Return the call that a request to the sql endpoint makes.
 
-    What is not said is filled in, so that saying the default and leaving it out are one call. Statements are brought to
-    a form that spellings share which differ in nothing but whitespace and comments (`canonical_statement`).
+    Defaults are filled in, so that a default that is sent and one that is left out are the same call. Statements that
+    differ only in whitespace and comments become one (`canonical_statement`).
 
     Raises:
-        Refused: 400, 404, 405, 413 or 422, with what to send instead.
+        RefusalError: 400, 404, 405, 413 or 422, with what to send instead.
     """
     if not spec.databases:
         raise RefusalError(
@@ -80,7 +82,11 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
     kind, methods = _TOOLS[path]
     if method not in methods:
         raise RefusalError(405, "method", f"{path} takes {' or '.join(methods)}.")
-    given = dict(parse_qsl(query)) if method == "GET" else _members(body)
+    given = (
+        dict(parse_qsl(query))
+        if method == "GET"
+        else json_object(body or b"{}", '{"sql": "SELECT 1"}', slug="arguments")
+    )
     arguments = _checked(path, kind, given, strict=method != "GET")
     arguments["database"] = _database(arguments["database"], spec)
     for member in ("sql", "gold"):
@@ -89,21 +95,9 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
     return ToolCall("sql", path, arguments)
 
 
-def _members(body: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(body or b"{}")
-    except orjson.JSONDecodeError as error:
-        raise RefusalError(
-            400, "json", f'the body is not JSON: {error}. Send {{"sql": "SELECT 1"}} as UTF-8.'
-        ) from None
-    if not isinstance(value, dict):
-        raise RefusalError(422, "arguments", 'the body must be a JSON object, as {"sql": "SELECT 1"}.')
-    return value
-
-
 def _checked(tool: str, kind: type[_SqlArguments], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     try:
-        # In a query string everything is text; in a body types count.
+        # A query string has only text, which is converted; in a body the types must be right.
         return kind.model_validate(given, strict=strict).model_dump()
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
@@ -125,7 +119,7 @@ def _statement(member: str, sql: str, tool: str, spec: EnvironmentSpec) -> str:
         )
     if "\0" in sql:
         raise RefusalError(
-            422, member, f"{member!r} holds a NUL, which no statement can. Pass binary data in `params`."
+            422, member, f"{member!r} holds a NUL, which SQL does not allow. Pass binary data in `params`."
         )
-    # A script is not taken apart: the text of what it creates is part of the database.
+    # A script stays as it is: the database keeps the text of views and triggers that it creates.
     return sql if tool == "script" else canonical_statement(sql, spec.sql_dialect)

@@ -1,7 +1,7 @@
-"""The wire of TVCACHE's authors: `/start`, `/execute`, `/fork`, `/stop`, with a sandbox_id in each body (pure).
+"""The protocol of TVCACHE's authors: `/start`, `/execute`, `/fork`, `/stop`, with a sandbox_id in each body (pure).
 
-Their client needs nothing but the base URL `/t/{task}/video`. A sandbox is a rollout; commands are the endpoint's own
-tools under their names, with the same records, and their answers the texts that its agents know.
+Their client needs only the base URL `/t/{task}/video`. A sandbox is a rollout. Commands are the video endpoint's tools
+under other names, with the same records; responses are the texts that the authors' agents know.
 """
 
 import ast
@@ -10,32 +10,33 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response
+from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response, json_object
 from proxy.names import named
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 
 MakeCall = Callable[[str, Any, str], ToolCall]
+"""Takes the tool, its arguments and the rollout; returns the call."""
 _PATHS = frozenset({"start", "stop", "fork", "execute"})
 _BAD_TUPLE = "Invalid input tuple!"
 _JSON = (("content-type", "application/json"),)
 
 
-class _BadTuple(ValueError):  # noqa: N818 - what the argument is
-    """An argument that should hold a tuple in a text, and does not."""
+class _BadTupleError(ValueError):
+    """An argument that should be a text with a Python tuple is malformed."""
 
 
 def speaks(request: Request) -> bool:
-    """Say whether a request is of this wire."""
+    """Return whether a request is one of this protocol."""
     return request.path.strip("/") in _PATHS
 
 
 def read(request: Request, make: MakeCall) -> Meaning:
-    """Say what a request means.
+    """Return what a request means.
 
     Raises:
-        Refused: 400, in the authors' own cases; 405.
+        RefusalError: 400 as the authors' server, or 405.
     """
     if request.method != "POST":
         raise RefusalError(405, "method", "this takes POST with a JSON body.")
@@ -43,14 +44,14 @@ def read(request: Request, make: MakeCall) -> Meaning:
     verb = request.path.strip("/")
     rollout = request.rollout or named("rollout", _text(body, "sandbox_id"))
     if verb == "start":
-        told = {"success": True, "sandbox_id": rollout, "sandbox_path": f"sandbox/{rollout}"}
-        return Open(rollout, _local(told))
+        reply = {"success": True, "sandbox_id": rollout, "sandbox_path": f"sandbox/{rollout}"}
+        return Open(rollout, _local(reply))
     if verb == "stop":
         return Close(rollout, _local({"success": True, "sandbox_id": rollout}))
     if verb == "fork":
         if not request.fresh:
             raise RefusalError(
-                400, "fork", "a fork gets a name of its own, so the URL must name none: /t/{task}/video/fork."
+                400, "fork", "a fork gets a name of its own, so the URL must not name a rollout: /t/{task}/video/fork."
             )
         return Open(request.fresh, _local({"success": True, "sandbox_id": request.fresh}), parent=rollout)
     return _execute(body, rollout, request, make)
@@ -63,20 +64,14 @@ def _execute(body: Mapping[str, Any], rollout: str, request: Request, make: Make
     tool, arguments_of = _COMMANDS[command]
     try:
         arguments = arguments_of(body.get("argument", ""))
-    except _BadTuple:
+    except _BadTupleError:
         return _local({"success": True, "command": command, "result": _BAD_TUPLE})
     call = make(tool, arguments, rollout)
     return Call(call, call_key(call), rollout=rollout, bound=True, existing=not request.rollout)
 
 
 def _body(request: Request) -> dict[str, Any]:
-    try:
-        value = orjson.loads(request.body)
-    except orjson.JSONDecodeError as error:
-        raise RefusalError(400, "json", f"the body is not JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise RefusalError(400, "json", "the body must be a JSON object.")
-    return value
+    return json_object(request.body, status=400)
 
 
 def _text(body: Mapping[str, Any], member: str) -> str:
@@ -86,8 +81,8 @@ def _text(body: Mapping[str, Any], member: str) -> str:
     return value
 
 
-def _local(told: dict[str, Any]) -> Local:
-    return Local(200, orjson.dumps(told), _JSON)
+def _local(reply: dict[str, Any]) -> Local:
+    return Local(200, orjson.dumps(reply), _JSON)
 
 
 # -- arguments: texts, some of which hold a Python tuple ---------------------------------------------------------------
@@ -118,14 +113,14 @@ def _as_text(argument: Any) -> str:
 def _span(argument: Any) -> dict[str, Any]:
     start, end = _pair(argument)
     if not (_is_number(start) and _is_number(end)):
-        raise _BadTuple
+        raise _BadTupleError
     return {"start": start, "end": end}
 
 
 def _question_and_segment(argument: Any) -> dict[str, Any]:
     question, segment = _pair(argument)
     if not isinstance(question, str) or not question.strip() or not _is_number(segment):
-        raise _BadTuple
+        raise _BadTupleError
     return {"question": question, "segment": segment}
 
 
@@ -135,9 +130,9 @@ def _pair(argument: Any) -> Sequence[Any]:
         try:
             value = ast.literal_eval(argument.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            raise _BadTuple from None
+            raise _BadTupleError from None
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise _BadTuple
+        raise _BadTupleError
     return value
 
 
@@ -158,27 +153,27 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def answer(told: Response, request: Request) -> Response:
-    """Return a recorded answer in the words of the authors' server.
+def answer(response: Response, request: Request) -> Response:
+    """Return a recorded response in the form of the authors' server.
 
-    Their client takes `result` and looks at nothing else, so that is where what went wrong is told, too.
+    Their client reads only `result`, so an error is reported there too.
     """
     command = _body(request).get("command", "")
-    value = orjson.loads(told.body)
+    value = orjson.loads(response.body)
     if "error" in value:
         message = value["error"]["message"]
-        said = {"success": False, "command": command, "result": message, "error": message}
+        reply = {"success": False, "command": command, "result": message, "error": message}
     else:
-        said = {"success": True, "command": command, "result": _TEXTS[command](value)}
-    body = orjson.dumps(said)
-    kept = tuple((n, v) for n, v in told.headers if n.lower() not in ("content-type", "content-length"))
+        reply = {"success": True, "command": command, "result": _TEXTS[command](value)}
+    body = orjson.dumps(reply)
+    kept = tuple((n, v) for n, v in response.headers if n.lower() not in ("content-type", "content-length"))
     return Response(200, (*_JSON, ("content-length", str(len(body))), *kept), body)
 
 
-def problem(found: Problem) -> Local:
-    """Return what went wrong as the authors' server does: `error`, and the status."""
-    headers = [(n.decode(), v.decode()) for n, v in found.headers() if n != b"content-type"]
-    return Local(found.status, orjson.dumps({"error": found.detail}), (*_JSON, *headers))
+def problem(problem: Problem) -> Local:
+    """Return a problem as the authors' server reports it: as `error`, with the status."""
+    headers = [(n.decode(), v.decode()) for n, v in problem.headers() if n != b"content-type"]
+    return Local(problem.status, orjson.dumps({"error": problem.detail}), (*_JSON, *headers))
 
 
 def _of_all(value: Mapping[str, Any]) -> str:
@@ -190,12 +185,12 @@ def _captions(value: Mapping[str, Any]) -> str:
     return f"\n{_of_all(value)} Caption of segments from {min(captions)} to {max(captions)} is {captions}\n"
 
 
-def _found(value: Mapping[str, Any]) -> str:
-    found = {each["segment"]: each["caption"] for each in value["found"]}
-    return f"\n{_of_all(value)} The most relevant segments are: {found}.\n"
+def _segments(value: Mapping[str, Any]) -> str:
+    captions = {each["segment"]: each["caption"] for each in value["found"]}
+    return f"\n{_of_all(value)} The most relevant segments are: {captions}.\n"
 
 
-def _answered(value: Mapping[str, Any]) -> str:
+def _answer_text(value: Mapping[str, Any]) -> str:
     return f"\nSegment description: {value['caption']}\nAnswer to the question: {value['answer']}\n"
 
 
@@ -203,7 +198,7 @@ _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "load_video_into_sandbox": lambda _: "Successfully loaded video into the sandbox",
     "preprocess": lambda _: "Preprocessing completed",
     "caption_retrieval": _captions,
-    "segment_localization": _found,
-    "visual_question_answering": _answered,
+    "segment_localization": _segments,
+    "visual_question_answering": _answer_text,
     "object_memory_querying": lambda v: str(v["answer"]) if v["answered"] else "I cannot answer that question",
 }

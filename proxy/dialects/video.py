@@ -1,6 +1,6 @@
 """The video endpoint: `POST {tool}` with its arguments, `GET tools`; and its tools as MCP tools (pure).
 
-`/start`, `/execute`, `/fork` and `/stop` are those of TVCACHE's authors: see `proxy.dialects.video_wire`.
+`/start`, `/execute`, `/fork` and `/stop` are the protocol of TVCACHE's authors (`tvcache_video`).
 """
 
 import base64
@@ -14,16 +14,19 @@ from urllib.parse import unquote
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import override
 
-from proxy.dialects import tvcache_video as video_wire
-from proxy.dialects.base import Call, Local, Meaning, Request, Response
+from proxy.dialects import tvcache_video
+from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
 
 MAX_SAMPLES, MAX_TILES, MAX_TEXT = 64, 36, 4000
+"""Limit the pictures of one response, the tiles of a contact sheet, and the characters of a question."""
 _NUMBER = re.compile(r"([0-9]{1,9})$")
+"""Matches the number at the end of a rollout's name."""
 
 
 class _VideoArguments(BaseModel):
@@ -99,23 +102,24 @@ class _SegmentQuestion(_Question):
 
 @dataclass(frozen=True, slots=True)
 class VideoTool:
-    """A tool as it is listed: what it takes, and what it does."""
+    """A tool: its arguments and its description for the model."""
 
     kind: type[_VideoArguments]
     description: str
 
     @property
     def properties(self) -> dict[str, Any]:
-        """JSON schemas of its arguments."""
-        found: dict[str, Any] = _untitled(self.kind.model_json_schema()["properties"])
-        return found
+        """JSON schemas of the arguments."""
+        schemas: dict[str, Any] = _untitled(self.kind.model_json_schema()["properties"])
+        return schemas
 
     @property
     def required(self) -> tuple[str, ...]:
+        """The arguments that must be given."""
         return tuple(self.kind.model_json_schema().get("required", ()))
 
     def listed(self, name: str) -> dict[str, Any]:
-        """Return its entry in `GET tools`, which is MCP's."""
+        """Return the tool's entry in `GET tools`, in MCP's form."""
         schema = {
             "type": "object", "properties": self.properties, "required": list(self.required),
             "additionalProperties": False,
@@ -125,7 +129,7 @@ class VideoTool:
 
 
 def _untitled(schema: Any) -> Any:
-    """Return a schema without the titles that its library adds."""
+    """Return a schema without the titles that pydantic adds."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -155,18 +159,20 @@ TOOLS: dict[str, VideoTool] = {
     ),
 }
 CHANGING = frozenset({"load_video", "preprocess"})
+"""Tools that change the state."""
 SAMPLED = frozenset({"visual_question_answering", "object_memory_querying"})
-"""Tools whose answers a model draws: a task may ask for several of each (`variants`)."""
+"""Tools whose answers are sampled from a model. A task may want several answers to each call (`variants`)."""
 LISTED: list[dict[str, Any]] = [tool.listed(name) for name, tool in TOOLS.items()]
+"""The entries of `GET tools`."""
 
 
 def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
     """Return the call of a tool with these arguments.
 
-    What is not said is filled in, so that saying the default and leaving it out are one call.
+    Defaults are filled in, so that a default that is sent and one that is left out are the same call.
 
     Raises:
-        Refused: 404 or 422, with what to send instead.
+        RefusalError: 404 or 422, with what to send instead.
     """
     if spec.video is None:
         raise RefusalError(404, "no-video", "this task has no videos. PUT it with `video`: docs/video.md shows how.")
@@ -186,39 +192,40 @@ def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
 
 
 def for_rollout(call: ToolCall, rollout: str, spec: EnvironmentSpec) -> ToolCall:
-    """Return a call as this rollout makes it: of several answers that a task's model may give, it gets always the same.
+    """Return a call with the variant of this rollout, if the task wants several answers of its model.
 
-    A name that ends with a number is dealt by that number, so that a group 0 to 7 spreads evenly; others by a digest.
+    A rollout always gets the same variant. It is chosen by the number at the end of its name, so that the rollouts 0
+    to 7 of a group are spread evenly, or by a digest of a name without a number.
     """
     if spec.video is None or spec.video.model is None or spec.video.variants == 1 or call.tool not in SAMPLED:
         return call
     number = _NUMBER.search(rollout)
-    dealt = int(number[1]) if number else int.from_bytes(blake2b(rollout.encode(), digest_size=8).digest(), "big")
-    return replace(call, arguments={**call.arguments, "variant": dealt % spec.video.variants})
+    chosen = int(number[1]) if number else int.from_bytes(blake2b(rollout.encode(), digest_size=8).digest(), "big")
+    return replace(call, arguments={**call.arguments, "variant": chosen % spec.video.variants})
 
 
 def maker(tool: str) -> Callable[[dict[str, Any], EnvironmentSpec], ToolCall]:
-    """Return what makes a tool's call of MCP's arguments and the task's spec."""
+    """Return the function that makes a tool's call from MCP's arguments and the task's environment."""
     return partial(call_of, tool)
 
 
-def mcp_content(told: Response) -> dict[str, Any] | None:
-    """Return an MCP result for an answer of the video endpoint; None for another's."""
-    headers = dict(told.headers)
+def mcp_content(response: Response) -> dict[str, Any] | None:
+    """Return the MCP result of a response of the video endpoint; None for any other response."""
+    headers = dict(response.headers)
     kind = headers.get("content-type", "")
     if kind in ("image/jpeg", "image/png"):
-        content = [_image(kind, told.body)]
+        content = [_image(kind, response.body)]
         if "x-frame-time" in headers:
             content.append({"type": "text", "text": f"at {headers['x-frame-time']} s"})
         return {"content": content, "isError": False}
     if kind != "application/json":
         return None
-    value = orjson.loads(told.body)
+    value = orjson.loads(response.body)
     if not isinstance(value, dict) or not ("label" in value or _is_fault(value)):
         return None
     if isinstance(value.get("frames"), list):
         return {"content": _frames(value["frames"]), "isError": False}
-    text = value["error"]["message"] if "error" in value else told.body.decode()
+    text = value["error"]["message"] if "error" in value else response.body.decode()
     return {
         "content": [{"type": "text", "text": text}], "structuredContent": value, "isError": "error" in value,
     }  # fmt: skip
@@ -229,7 +236,7 @@ def _image(media_type: str, data: bytes) -> dict[str, Any]:
 
 
 def _frames(frames: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return pictures as MCP has them, each with its time before it."""
+    """Return pictures as MCP content, each after a text with its time."""
     content: list[dict[str, Any]] = []
     for frame in frames:
         content.append({"type": "text", "text": f"at {frame['frame_t']:.3f} s"})
@@ -243,19 +250,19 @@ def _is_fault(value: dict[str, Any]) -> bool:
     )
 
 
-class VideoDialect:
-    """See `Dialect`."""
+class VideoDialect(Dialect):
+    """The dialect of a task's video endpoint."""
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
         self.headers_matter = spec.video is not None and spec.video.variants > 1
-        """Who asks matters then, and requests with the same bytes are different calls."""
+        # With variants, requests of the same bytes are different calls of different rollouts.
 
+    @override
     def read(self, request: Request) -> Meaning:
-        """See `Dialect.read`."""
         tool = unquote(request.path).strip("/")
-        if video_wire.speaks(request):
-            return video_wire.read(request, self._call)
+        if tvcache_video.speaks(request):
+            return tvcache_video.read(request, self._call)
         if tool == "tools" and request.method == "GET":
             return Local(200, orjson.dumps({"tools": LISTED}))
         if request.method != "POST":
@@ -266,16 +273,16 @@ class VideoDialect:
             raise RefusalError(400, "json", f'the body is not JSON: {error}. Send {{"t": 1.5}} as UTF-8.') from None
         call = self._call(tool, given, request.rollout)
         if not request.rollout:
-            raise RefusalError(400, "no-rollout", "the URL must say which rollout asks: /t/{task}/r/{rollout}/video/…")
+            raise RefusalError(400, "no-rollout", "the URL must name the rollout: /t/{task}/r/{rollout}/video/…")
         return Call(call, call_key(call))
 
     def _call(self, tool: str, given: Any, rollout: str) -> ToolCall:
         return for_rollout(call_of(tool, given, self._spec), rollout, self._spec)
 
-    def answer(self, told: Response, request: Request) -> Response:
-        """See `Dialect.answer`."""
-        return video_wire.answer(told, request) if video_wire.speaks(request) else told
+    @override
+    def answer(self, response: Response, request: Request) -> Response:
+        return tvcache_video.answer(response, request) if tvcache_video.speaks(request) else response
 
+    @override
     def problem(self, problem: Problem, request: Request) -> Local | None:
-        """See `Dialect.problem`."""
-        return video_wire.problem(problem) if video_wire.speaks(request) else None
+        return tvcache_video.problem(problem) if tvcache_video.speaks(request) else None

@@ -86,7 +86,7 @@ def test_a_rollouts_name_is_read_where_the_rule_says(source: str, sent: dict[str
 
 def test_a_name_that_cannot_be_one_is_refused() -> None:
     read = dialect("http", {"on": "POST /run", "rollout": "body:id"}).read
-    with pytest.raises(RefusalError, match="cannot name a rollout"):
+    with pytest.raises(RefusalError, match="is not a name of a rollout"):
         read(request("POST", "/run", '{"id": "../other"}', rollout=""))
 
 
