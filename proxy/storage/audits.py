@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 
-from proxy.storage.database import Database
+from proxy.storage.database import StoreDatabase
 from proxy.storage.records import update_diverged
 from proxy.tree.tree import Node, Record
 
@@ -11,7 +11,7 @@ from proxy.tree.tree import Node, Record
 class AuditStore:
     """Writes and reads findings, counts and masks."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: StoreDatabase) -> None:
         self._database = database
 
     def save_finding(self, tree: int, record: Record, lost: Iterable[Node], *, quarantined: bool) -> None:

@@ -3,7 +3,7 @@
 import zlib
 from hashlib import blake2b
 
-from proxy.storage.database import Database, Execute
+from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.errors import StoreError
 
 _COMPRESS_FROM = 1024
@@ -13,7 +13,7 @@ _COMPRESS_FROM = 1024
 class BlobStore:
     """Blobs by number. Equal bytes have one number, because a blob is looked up by its digest first."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: StoreDatabase) -> None:
         self._database = database
 
     def insert(self, execute: Execute, data: bytes) -> int:

@@ -36,7 +36,7 @@ NumberedTable = Literal["trees", "nodes", "records", "rollouts", "blobs"]
 _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts", "blobs")
 
 
-class Database:
+class StoreDatabase:
     """One SQLite file. Every method is synchronous and short, unless it says that it blocks."""
 
     def __init__(self, path: Path, *, sync: Literal["NORMAL", "FULL"] = "NORMAL") -> None:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from proxy.storage.blobs import delete_unused_blobs
-from proxy.storage.database import Database, Execute
+from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.trees import TreeStore
 from sandboxes.spec import EnvironmentSpec
 
@@ -35,7 +35,7 @@ class Draft:
 class DraftStore:
     """Begins, publishes and drops drafts."""
 
-    def __init__(self, database: Database, trees: TreeStore) -> None:
+    def __init__(self, database: StoreDatabase, trees: TreeStore) -> None:
         self._database, self._trees = database, trees
         for (name,) in database.rows("SELECT name FROM meta WHERE name GLOB ?", (f"{_MARK}*",)):
             self.drop(int(name.removeprefix(_MARK)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import orjson
 
 from proxy.storage.blobs import BlobStore, delete_unused_blobs
-from proxy.storage.database import Database, Execute
+from proxy.storage.database import Execute, StoreDatabase
 from proxy.tree.keys import canonical_json
 from proxy.tree.tree import Node, Record
 from sandboxes.calls import ToolCall, ToolResult, content_type
@@ -18,7 +18,7 @@ class RecordStore:
     An answer is one blob: a line with the status and the media type, or all headers as JSON, and then the body.
     """
 
-    def __init__(self, database: Database, blobs: BlobStore) -> None:
+    def __init__(self, database: StoreDatabase, blobs: BlobStore) -> None:
         self._database, self._blobs = database, blobs
 
     def new_node_id(self) -> int:

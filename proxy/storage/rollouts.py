@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from proxy.storage.database import Database
+from proxy.storage.database import StoreDatabase
 from proxy.storage.journal import JournalEntry
 
 
 class RolloutStore:
     """Writes and reads rollouts."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: StoreDatabase) -> None:
         self._database = database
 
     def create(self, task: str, name: str, tree: int, node: int, token: str) -> int:

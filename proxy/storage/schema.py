@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 """Version of the tables, written into each file. A file of another version is refused and left unchanged."""
 
 _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
-    # Also holds the last numbers given out (see `Database.keep_numbers`) and the drafts (see `DraftStore`).
+    # Also holds the last numbers given out (see `StoreDatabase.keep_numbers`) and the drafts (see `DraftStore`).
     ("meta", {"name": str, "value": str}, "name"),
     ("tasks", {"name": str, "spec": str, "created_at": float}, "name"),
     ("trees", {"id": int, "task": str, "root_key": str, "spec": str, "root": int, "created_at": float}, "id"),

@@ -6,7 +6,7 @@ from typing import Literal
 
 from proxy.storage.audits import AuditStore
 from proxy.storage.blobs import BlobStore
-from proxy.storage.database import Database
+from proxy.storage.database import StoreDatabase
 from proxy.storage.drafts import DraftStore
 from proxy.storage.records import RecordStore
 from proxy.storage.rollouts import RolloutStore
@@ -35,12 +35,12 @@ class Store:
         sync: Literal["NORMAL", "FULL"] = "NORMAL",
         namespace: Callable[[str], str] = lambda _task: "",
     ) -> None:
-        """Open or create the store; see `Database` and `TreeStore` for the arguments.
+        """Open or create the store; see `StoreDatabase` and `TreeStore` for the arguments.
 
         Raises:
             StoreError: The file cannot be used; it is left unchanged.
         """
-        self.database = Database(path, sync=sync)
+        self.database = StoreDatabase(path, sync=sync)
         self.blobs = BlobStore(self.database)
         self.records = RecordStore(self.database, self.blobs)
         self.trees = TreeStore(self.database, namespace)

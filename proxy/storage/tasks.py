@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from proxy.storage.blobs import delete_unused_blobs
-from proxy.storage.database import Database
+from proxy.storage.database import StoreDatabase
 from proxy.storage.trees import TREES_OF, TreeStore
 
 _COUNTS = (
@@ -16,7 +16,7 @@ _COUNTS = (
 class TaskStore:
     """Writes, reads and deletes tasks."""
 
-    def __init__(self, database: Database, trees: TreeStore) -> None:
+    def __init__(self, database: StoreDatabase, trees: TreeStore) -> None:
         self._database, self._trees = database, trees
 
     def put(self, name: str, spec: str | None) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from proxy.storage.database import Database
+from proxy.storage.database import StoreDatabase
 from proxy.storage.records import insert_node
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record, Tree
@@ -23,7 +23,7 @@ class TreeStore:
     holds no task's name, and the table `shares` lists the tasks that use it.
     """
 
-    def __init__(self, database: Database, namespace: Callable[[str], str]) -> None:
+    def __init__(self, database: StoreDatabase, namespace: Callable[[str], str]) -> None:
         """Create the reader.
 
         Args:

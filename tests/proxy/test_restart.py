@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.rollout import Outcome
+from sandboxes.task_owner import start
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
 from tests.proxy.test_transparency import COMMANDS
 from tests.sandboxes.memory_driver import MemoryDriver
@@ -58,12 +59,12 @@ def test_recorded_calls_hit_after_a_restart(tmp_path: Path) -> None:
         calls = ["echo 1 > a", "cat a", "cd /tmp", "pwd"]
         running = await open_engine(tmp_path, MemoryDriver())
         rollout = await running.tasks.rollout("task", "first")
-        told = [(await ask(running, rollout, command))[0] for command in calls]
+        before_kill = [(await ask(running, rollout, command))[0] for command in calls]
         await abandon(running)
         async with engine(tmp_path, driver := MemoryDriver()) as again:
             second = await again.tasks.rollout("task", "second")
             answers = [await ask(again, second, command) for command in calls]
-            assert [answer for answer, _ in answers] == told
+            assert [answer for answer, _ in answers] == before_kill
             assert {outcome for _, outcome in answers} == {Outcome.HIT}
             assert driver.executed == []
             second.tree.check()
@@ -149,10 +150,10 @@ def test_a_task_with_a_call_in_flight_stays(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path) as running:
             rollout = await running.tasks.rollout("task", "r")
-            asked = asyncio.ensure_future(ask(running, rollout, "pwd"))
+            call = start(ask(running, rollout, "pwd"))
             await asyncio.sleep(0)
             assert running.forgetting.close_cold(max_records=0, idle_s=0) == 0
-            await asked
+            await call
 
     asyncio.run(body())
 

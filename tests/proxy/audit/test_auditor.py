@@ -92,17 +92,17 @@ def test_an_audit_bounds_the_rate_of_differences(tmp_path: Path) -> None:
             # 120 of 400 miss all 20 of them once in 2,500 times; the seed makes it always the same draw.
             assert (tally.checked, tally.unreachable, tally.failed) == (120, 0, 0)
             assert tally.differing > 0
-            found = [
+            commands = [
                 running.store.records.call_without_upload(call).arguments["command"]
                 for _, _, _, call, *_ in running.store.audits.findings(task.tree.id)
             ]
-            assert found
-            assert all("flaky" in text for text in found)
+            assert commands
+            assert all("flaky" in text for text in commands)
             ((kind, checked, differing, unreachable, _),) = running.store.audits.totals(task.tree.id)
             assert (kind, checked, differing, unreachable) == ("records", 120, tally.differing, 0)
             interval = clopper_pearson(differing, checked)
             assert interval.low < 1 / FLAKY < interval.high
-            assert (running.counts.audit_checked, running.counts.audit_differing) == (120, len(found))
+            assert (running.counts.audit_checked, running.counts.audit_differing) == (120, len(commands))
 
     asyncio.run(go())
 
@@ -113,9 +113,9 @@ def test_quarantined_calls_run_again_after_a_restart(tmp_path: Path) -> None:
     async def answers(running: Engine, name: str) -> list[tuple[str, Outcome]]:
         task = await running.tasks.open("task")
         rollout = begin(running, task, name)
-        told = [await ask(running, rollout, command(number)) for number in range(40)]
+        responses = [await ask(running, rollout, command(number)) for number in range(40)]
         task.tree.check()
-        return [(told[number][0]["stdout"], told[number][1]) for number in (7, 8, 27)]
+        return [(responses[number][0]["stdout"], responses[number][1]) for number in (7, 8, 27)]
 
     async def go() -> None:
         async with recorded(tmp_path, 40) as (running, task):
@@ -125,11 +125,11 @@ def test_quarantined_calls_run_again_after_a_restart(tmp_path: Path) -> None:
             seen = [await answers(running, f"after{n}") for n in range(2)]
         async with engine(tmp_path, FlakyDriver()) as again:
             seen.append(await answers(again, "restarted"))
-        flaky_answers = {before[0][0], *(told[0][0] for told in seen)}
-        assert len(flaky_answers) == 4, "each rollout gets one of its own"
-        for told in seen:
-            assert told[0][1] is Outcome.BYPASS
-            assert told[1][1] is Outcome.HIT, "what is beside it is answered as before"
+        flaky_answers = {before[0][0], *(flaky_call[0] for flaky_call, *_ in seen)}
+        assert len(flaky_answers) == 4, "each rollout gets an answer of its own"
+        for flaky_call, plain_call, _ in seen:
+            assert flaky_call[1] is Outcome.BYPASS
+            assert plain_call[1] is Outcome.HIT, "other calls are answered as before"
 
     asyncio.run(go())
 
@@ -141,8 +141,8 @@ def test_without_quarantine_differing_calls_still_hit(tmp_path: Path) -> None:
         async with recorded(tmp_path, 40, audit_quarantine=False) as (running, task):
             assert (await verified(running, task, sample=None)).differing == 2
             rollout = begin(running, task, "after")
-            told = [await ask(running, rollout, command(number)) for number in range(40)]
-            assert {outcome for _, outcome in told} == {Outcome.HIT}
+            answers = [await ask(running, rollout, command(number)) for number in range(40)]
+            assert {outcome for _, outcome in answers} == {Outcome.HIT}
             assert [bool(row[5]) for row in running.store.audits.findings(task.tree.id)] == [False, False]
 
     asyncio.run(go())
@@ -220,9 +220,9 @@ def test_audits_run_over_http(tmp_path: Path) -> None:
         masks = {"masks": ["dates"], "patterns": ["run-[0-9]+"]}
         shown = proxy.client.put("/api/v1/tasks/task/audit/masks", json=masks).json()
         assert (shown["masks"], shown["bounds"], shown["running"]) == (masks, [], None)
-        told = proxy.client.post("/api/v1/tasks/task/verify", json={"sample": None, "node": node})
+        response = proxy.client.post("/api/v1/tasks/task/verify", json={"sample": None, "node": node})
         # The call that led there, and the one that read there.
-        assert (told.status_code, told.json()["of"]) == (202, 2)
+        assert (response.status_code, response.json()["of"]) == (202, 2)
         while (shown := proxy.client.get("/api/v1/tasks/task/audit").json())["running"] is not None:
             pass
         (bound,) = shown["bounds"]

@@ -27,7 +27,7 @@ def test_forgetting_keeps_running_rollouts_transparent(
         async with engine(folder) as running:
             task = await running.tasks.open("task")
             rollouts = [running.tasks.begin(task, f"r{n}", task.tree, task.tree.root) for n in range(len(before))]
-            told = [
+            answers = [
                 [(await ask(running, r, c))[0] for c in commands] for r, commands in zip(rollouts, before, strict=True)
             ]
             for number in forgotten:
@@ -36,9 +36,9 @@ def test_forgetting_keeps_running_rollouts_transparent(
                     await running.forgetting.forget(task.tree, nodes[number % len(nodes)], end_rollouts=False)
                     task.tree.check()
             for at, rollout in enumerate(rollouts):
-                told[at] += [(await ask(running, rollout, command))[0] for command in after]
+                answers[at] += [(await ask(running, rollout, command))[0] for command in after]
             task.tree.check()
-        assert told == [await alone(commands + after) for commands in before]
+        assert answers == [await alone(commands + after) for commands in before]
 
     asyncio.run(go())
 

@@ -8,9 +8,9 @@ from tests.proxy.storage.rig import opened, rows, save, tree_of
 def test_equal_blobs_are_stored_once(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         tree = tree_of(store)
-        one, two = (save(store, tree, command, b"same" * 1000, b"upload" * 1000) for command in ("a", "b"))
-        assert (one.answer, one.upload) == (two.answer, two.upload)
-        assert one.call != two.call
+        first, second = (save(store, tree, command, b"same" * 1000, b"upload" * 1000) for command in ("a", "b"))
+        assert (first.answer, first.upload) == (second.answer, second.upload)
+        assert first.call != second.call
         assert rows(store, "blobs") == 4
 
 

@@ -10,14 +10,14 @@ def test_protocols_keep_separate_notes_until_the_end(tmp_path: Path) -> None:
     """A protocol's note replaces its own earlier note only; all notes go when the rollout ends."""
     with opened(tmp_path) as store:
         tree = tree_of(store)
-        one, other = (store.rollouts.create("task", name, tree.id, tree.root.id, name) for name in ("one", "other"))
-        store.rollouts.put_note(one, "docker", '{"a":[1.5,null]}')
-        store.rollouts.put_note(one, "e2b", '{"b":"\\u00e9"}')
-        store.rollouts.put_note(one, "docker", '{"a":null}')
+        first, other = (store.rollouts.create("task", name, tree.id, tree.root.id, name) for name in ("one", "other"))
+        store.rollouts.put_note(first, "docker", '{"a":[1.5,null]}')
+        store.rollouts.put_note(first, "e2b", '{"b":"\\u00e9"}')
+        store.rollouts.put_note(first, "docker", '{"a":null}')
         store.rollouts.put_note(other, "e2b", "{}")
         assert store.rollouts.notes("task", "docker") == {"one": '{"a":null}'}
         assert store.rollouts.notes("task", "e2b") == {"one": '{"b":"\\u00e9"}', "other": "{}"}
-        store.rollouts.finish(one)
+        store.rollouts.finish(first)
         assert (store.rollouts.notes("task", "docker"), store.rollouts.notes("task", "e2b")) == ({}, {"other": "{}"})
 
 

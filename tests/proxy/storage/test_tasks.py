@@ -15,10 +15,10 @@ def test_deleting_a_task_deletes_all_its_rows(tmp_path: Path) -> None:
             rollout = store.rollouts.create(task, "r", tree.id, tree.root.id, "token-" + task)
             store.rollouts.fold([JournalEntry(rollout, 0, record.id, 1)])
         store.tasks.delete("gone")
-        left = {table: rows(store, table) for table in ("tasks", "trees", "nodes", "records", "rollouts", "steps")}
-        assert set(left.values()) == {1}, left
+        counts = {table: rows(store, table) for table in ("tasks", "trees", "nodes", "records", "rollouts", "steps")}
+        assert set(counts.values()) == {1}, counts
         assert rows(store, "blobs") == 2
         assert store.rollouts.by_token("token-gone") is None
         store.tasks.delete("kept")
-        for table in (*left, "blobs"):
+        for table in (*counts, "blobs"):
             assert rows(store, table) == 0, table

@@ -58,9 +58,11 @@ def grow(store: Store, tree: Tree, makings: list[Made]) -> list[tuple[Record, Ma
         source, key = nodes[made.at % len(nodes)], call_key(made.call)
         if key in source.records:
             continue
-        place = tree.destination(source, made.effect, made.state, private=made.private)
-        node = None if place.known else Node(store.records.new_node_id(), state=place.state, diverged=source.diverged)
-        target = place.known or node
+        destination = tree.destination(source, made.effect, made.state, private=made.private)
+        node = None
+        if not destination.known:
+            node = Node(store.records.new_node_id(), state=destination.state, diverged=source.diverged)
+        target = destination.known or node
         assert target is not None
         record = Record(
             store.records.new_record_id(), key, source, target, made.effect, 0.5, 7.0, private=made.private

@@ -31,11 +31,11 @@ CALLS = ["cd /root; X=1", "mkdir d; echo one > d/f", "echo two > d/g; rm d/f", "
 
 
 async def exported(running: Engine, task: str) -> bytes:
-    found = await running.tasks.find(task)
+    opened = await running.tasks.find(task)
     await running.capture.drain()
     running.journal.fold()
-    with running.transfer.lend_states(found.tree) as states:
-        return b"".join(running.transfer.export(task, found.tree, states))
+    with running.transfer.lend_states(opened.tree) as states:
+        return b"".join(running.transfer.export(task, opened.tree, states))
 
 
 def local(data: Path, base: Path, **settings: Any) -> Engine:
@@ -88,17 +88,17 @@ def test_leaving_an_imported_tree_replays_nothing(tmp_path: Path, base: Path, bu
         taken = await there.transfer.take("task", chunks(bundle))
         assert taken.snapshots == len(there.snapshots) == taken.manifest.snapshots > 0
         assert taken.left_out == 0
-        told = await walked(there, "task", [[*CALLS, "echo three >> d/g", "echo $X; cat d/g; ls d"]])
-        assert [outcome for _, outcome in told] == [Outcome.HIT] * len(CALLS) + [Outcome.MISS] * 2
-        assert told[-1][0]["stdout"] == "1\ntwo\nthree\ng\n"
+        answers = await walked(there, "task", [[*CALLS, "echo three >> d/g", "echo $X; cat d/g; ls d"]])
+        assert [outcome for _, outcome in answers] == [Outcome.HIT] * len(CALLS) + [Outcome.MISS] * 2
+        assert answers[-1][0]["stdout"] == "1\ntwo\nthree\ng\n"
         assert there.counts.replayed_calls == 0
         await there.capture.drain()
         # Nothing else holds what came.
         there.cache.drop_tree((await there.tasks.find("task")).tree.id)
         await there.pool.close_where(lambda _: True)
         await collect_garbage(there)
-        left = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
-        assert left <= {layer for root in _driver(there).roots.used() for layer in root.layers}
+        remaining = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
+        assert remaining <= {layer for root in _driver(there).roots.used() for layer in root.layers}
 
     on_local(tmp_path, base, act)
 
@@ -130,8 +130,8 @@ def test_snapshots_over_budget_are_left_out_and_counted(tmp_path: Path, base: Pa
         taken = await there.transfer.take("task", chunks(bundle))
         assert (taken.snapshots, taken.left_out) == (0, taken.manifest.snapshots)
         assert len(there.snapshots) == 0
-        told = await walked(there, "task", [[*CALLS, "cat d/g; cat seed"]])
-        assert told[-1][0]["stdout"] == "two\nseed\n"
+        answers = await walked(there, "task", [[*CALLS, "cat d/g; cat seed"]])
+        assert answers[-1][0]["stdout"] == "two\nseed\n"
 
     on_local(tmp_path, base, act, snapshot_bytes=0)
 
@@ -142,21 +142,21 @@ Change = Callable[[bytes], bytes]
 def forged(bundle: bytes, change: Change, *, honest: bool = True) -> bytes:
     """Return a bundle whose last unit was changed; honest: under right digests, as a hostile hand would make it."""
     parts = [part for part in read(io.BytesIO(bundle)) if part.kind != "seal"]
-    last = max(place for place, part in enumerate(parts) if part.kind == "part")
+    last = max(number for number, part in enumerate(parts) if part.kind == "part")
     name = orjson.loads(parts[last].data)["name"]
     writer, made, unit = Writer(), b"", b""
-    for place, part in enumerate(parts):
-        if place > last and part.kind == "chunk":
+    for number, part in enumerate(parts):
+        if number > last and part.kind == "chunk":
             unit += part.data
             continue
         if unit:
             unit = change(unit)
             made += writer.part("chunk", unit)
-            told = {"name": name, "sha256": hashlib.sha256(unit).hexdigest(), "size_bytes": len(unit)}
+            answers = {"name": name, "sha256": hashlib.sha256(unit).hexdigest(), "size_bytes": len(unit)}
             unit = b""
-        if part.kind == "snapshot" and place > last and honest:
+        if part.kind == "snapshot" and number > last and honest:
             line = orjson.loads(part.data)
-            line["units"] = [told if one["name"] == name else one for one in line["units"]]
+            line["units"] = [answers if unit_ref["name"] == name else unit_ref for unit_ref in line["units"]]
             made += writer.json("snapshot", line)
         else:
             made += writer.part(part.kind, part.stored, part.digest)
@@ -207,12 +207,12 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
         assert list((folder / "imports").iterdir()) == []
         await collect_garbage(there)
         for name in ("layers", "uppers"):
-            left = {path.name for path in (folder / "local" / name).iterdir()}
-            assert left <= {layer for root in _driver(there).roots.used() for layer in root.layers}
+            remaining = {path.name for path in (folder / "local" / name).iterdir()}
+            assert remaining <= {layer for root in _driver(there).roots.used() for layer in root.layers}
         return str(refused.value)
 
-    said: str = on_local(folder, base, act)
-    return said
+    message: str = on_local(folder, base, act)
+    return message
 
 
 @needs_root
@@ -225,7 +225,7 @@ def test_a_flipped_byte_in_a_layer_is_located(tmp_path: Path, base: Path, bundle
 
 @needs_root
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reason"),
     [
         (with_member(member("diff/../../x"), b"x"), "leads out"),
         (with_member(member("../x"), b"x"), "leads out"),
@@ -245,12 +245,12 @@ def test_a_flipped_byte_in_a_layer_is_located(tmp_path: Path, base: Path, bundle
     ],
 )
 def test_hostile_members_of_a_layer_are_refused(
-    tmp_path: Path, base: Path, bundle: bytes, change: Change, says: str
+    tmp_path: Path, base: Path, bundle: bytes, change: Change, reason: str
 ) -> None:
     """Members that would write outside the layer, or that are not what a layer holds, are refused."""
-    said = refusal(forged(bundle, change), tmp_path / "there", base)
-    assert says in said
-    assert "unit '" in said
+    message = refusal(forged(bundle, change), tmp_path / "there", base)
+    assert reason in message
+    assert "unit '" in message
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -275,11 +275,12 @@ def test_the_memory_driver_exports_and_checks_snapshots(tmp_path: Path) -> None:
                 taken = await there.transfer.take("task", chunks(state))
                 assert taken.snapshots == taken.manifest.snapshots > 0
                 assert taken.left_out == 1
-                rollout = there.tasks.begin(found := await there.tasks.find("task"), "r", found.tree, found.tree.root)
+                task = await there.tasks.find("task")
+                rollout = there.tasks.begin(task, "r", task.tree, task.tree.root)
                 for command in ("echo 1 > f", "X=2"):
                     assert (await ask(there, rollout, command))[1] is Outcome.HIT
-                told, _ = await ask(there, rollout, "echo $X; cat f")
-                assert (told["stdout"], there.counts.replayed_calls) == ("2\n1\n", 0)
+                answers, _ = await ask(there, rollout, "echo $X; cat f")
+                assert (answers["stdout"], there.counts.replayed_calls) == ("2\n1\n", 0)
 
     asyncio.run(go())
 
@@ -303,11 +304,11 @@ def test_snapshots_are_exported_on_request_only(tmp_path: Path) -> None:
         assert proxy.client.post("/api/v1/tasks/from/nodes/n2/snapshot").is_success
         without = proxy.client.get("/api/v1/tasks/from/export").content
         data = proxy.client.get("/api/v1/tasks/from/export", params={"snapshots": "true"}).content
-        kinds = [{part.kind for part in read(io.BytesIO(one))} & {"snapshot", "part"} for one in (without, data)]
+        kinds = [{part.kind for part in read(io.BytesIO(file))} & {"snapshot", "part"} for file in (without, data)]
         assert kinds == [set(), {"snapshot", "part"}]
         proxy.client.delete("/api/v1/tasks/from")
-        told = proxy.client.post("/api/v1/tasks/to/import", content=data).json()
-        assert (told["snapshots"], told["snapshots_left_out"]) == (len(_states(data)), 0)
+        imported = proxy.client.post("/api/v1/tasks/to/import", content=data).json()
+        assert (imported["snapshots"], imported["snapshots_left_out"]) == (len(_states(data)), 0)
 
 
 def _states(data: bytes) -> list[str]:

@@ -34,17 +34,17 @@ def workload(rollouts: int, calls: int) -> list[list[str]]:
 
 async def walked(running: Engine, task: str, rollouts: list[list[str]]) -> list[tuple[dict[str, Any], Outcome]]:
     opened = await running.tasks.open(task)
-    told = []
+    answers = []
     for number, commands in enumerate(rollouts):
         rollout = running.tasks.begin(opened, f"r{number}", opened.tree, opened.tree.root)
-        told += [await ask(running, rollout, command) for command in commands]
-    return told
+        answers += [await ask(running, rollout, command) for command in commands]
+    return answers
 
 
 async def exported(running: Engine, task: str) -> bytes:
-    found = await running.tasks.find(task)
+    opened = await running.tasks.find(task)
     running.journal.fold()
-    return b"".join(running.transfer.export(task, found.tree))
+    return b"".join(running.transfer.export(task, opened.tree))
 
 
 async def chunks(data: bytes) -> AsyncIterator[bytes]:
@@ -59,8 +59,8 @@ def test_an_imported_tree_answers_its_workload_with_hits(tmp_path: Path) -> None
     async def go() -> None:
         async with engine(tmp_path / "here", reuse=KEEPS_NONE) as here:
             before = await walked(here, "task", rollouts)
-            found = await here.tasks.find("task")
-            assert len(found.tree.nodes) > 10_000
+            opened = await here.tasks.find("task")
+            assert len(opened.tree.nodes) > 10_000
             data = await exported(here, "task")
         driver = MemoryDriver()
         async with engine(tmp_path / "there", driver, reuse=KEEPS_NONE) as there:
@@ -69,7 +69,7 @@ def test_an_imported_tree_answers_its_workload_with_hits(tmp_path: Path) -> None
             tree.check()
             assert (manifest.nodes, manifest.records) == (len(tree.nodes), tree.size - len(tree.nodes))
             after = await walked(there, "task", rollouts)
-            assert [told for told, _ in after] == [told for told, _ in before]
+            assert [answers for answers, _ in after] == [answers for answers, _ in before]
             assert {outcome for _, outcome in after} == {Outcome.HIT}
             assert driver.executed == []
             assert list((tmp_path / "there" / "imports").iterdir()) == []
@@ -96,10 +96,10 @@ def verdict(data: bytes, folder: Path, task: str = "task") -> str:
                 await there.transfer.take(task, chunks(data))
             except Exception as error:  # noqa: BLE001 - what it is, is the test's to say
                 assert there.store.tasks.get(task) is None
-                left = [
+                counts = [
                     there.store.database.tables.table(name).count for name in ("nodes", "records", "blobs", "trees")
                 ]
-                assert left == [0, 0, 0, 0], "nothing half imported"
+                assert counts == [0, 0, 0, 0], "nothing half imported"
                 assert list((folder / "there" / "imports").iterdir()) == []
                 return str(error)
             return ""
@@ -167,7 +167,7 @@ def _lines(part: Part) -> Any:
 
 
 def lines(parts: list[tuple[Part, Any]]) -> list[dict[str, Any]]:
-    return next(found for part, found in parts if part.kind == "batch")
+    return next(opened for part, opened in parts if part.kind == "batch")
 
 
 def records(parts: list[tuple[Part, Any]]) -> list[dict[str, Any]]:
@@ -242,7 +242,7 @@ def no_manifest(parts: list[tuple[Part, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "reason"),
     [
         (drop_node, "does not exist"), (cycle, "cycle"), (swap, "cycle"), (twice, "holds this call twice"),
         (other_key, "its key is not"), (no_answer, "is not in the file"), (wrong_answer, "cannot be read"),
@@ -251,9 +251,9 @@ def no_manifest(parts: list[tuple[Part, Any]]) -> None:
         (other_format, "format is 2"), (other_keys, "keys of version 1"), (no_manifest, "is no manifest"),
     ],
 )  # fmt: skip
-def test_a_forged_bundle_is_refused_with_the_reason(bundle: bytes, tmp_path: Path, change: Change, says: str) -> None:
+def test_a_forged_bundle_is_refused_with_the_reason(bundle: bytes, tmp_path: Path, change: Change, reason: str) -> None:
     """Each change keeps all digests and the seal valid, so only the check of the content can detect it."""
-    assert says in verdict(forged(bundle, change), tmp_path)
+    assert reason in verdict(forged(bundle, change), tmp_path)
 
 
 def test_a_decompression_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,11 +307,11 @@ def test_repeated_polls_travel_with_their_keys(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with engine(tmp_path / "here") as here:
-            told = [answer for answer, _ in await walked(here, "task", [commands])]
+            answers = [answer for answer, _ in await walked(here, "task", [commands])]
             data = await exported(here, "task")
         async with engine(tmp_path / "there") as there:
             await there.transfer.take("task", chunks(data))
-            assert await walked(there, "task", [commands]) == [(answer, Outcome.HIT) for answer in told]
+            assert await walked(there, "task", [commands]) == [(answer, Outcome.HIT) for answer in answers]
 
     asyncio.run(go())
 
