@@ -187,14 +187,14 @@ class Restorer:
         while True:
             plan = plan_restore(
                 node,
-                standing=lambda at: self._idle_at(at, owner) is not None,
+                idle_at=lambda at: self._idle_at(at, owner) is not None,
                 costs=self._cache.costs[tree.spec.driver],
                 avoid=failed,
             )
             if plan is None:
                 # A snapshot that the machine failed to restore is an error of the machine, not a lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
-            if not demand_noted and (plan.way is not Way.STANDING or plan.suffix):
+            if not demand_noted and (plan.way is not Way.IDLE or plan.suffix):
                 self._value.note_demand(node)
             demand_noted = True
             with timing.measure("restore_s"):
@@ -217,7 +217,7 @@ class Restorer:
         self, plan: RestorePlan, tree: Tree, owner: int | None, failed: dict[Node, SandboxError]
     ) -> Slot | None:
         """Lease a sandbox at the plan's start; return None if the plan no longer holds and another must be made."""
-        if plan.way is Way.STANDING:
+        if plan.way is Way.IDLE:
             return await self._take(plan, owner)
         if plan.way is Way.SNAPSHOT:
             return await self._restore(plan.start, tree, owner, failed)

@@ -114,4 +114,4 @@ class SnapshotValue:
 
     def _way_without(self, node: Node, driver: str) -> RestorePlan | None:
         """Return the cheapest way to the node without its snapshot or a sandbox that happens to be there, if any."""
-        return plan_restore(node, standing=lambda _: False, costs=self._cache.costs[driver], avoid=(node,))
+        return plan_restore(node, idle_at=lambda _: False, costs=self._cache.costs[driver], avoid=(node,))

@@ -180,7 +180,7 @@ class Tasks:
         return (await self.open(task_name)).rollouts.get(name)
 
     async def open_rollout(
-        self, task_name: str, name: str, parent: str = "", wanted: EnvironmentRequest | None = None
+        self, task_name: str, name: str, parent: str = "", environment: EnvironmentRequest | None = None
     ) -> Rollout:
         """Return the running rollout of this name, or begin one.
 
@@ -188,8 +188,8 @@ class Tasks:
             task_name: Name of the task.
             name: Name of the rollout.
             parent: Name of a running rollout at whose node the new one begins; empty for the root.
-            wanted: The environment that the client asks for; None for the task's own. Another environment than the
-                task's own has its own tree. Ignored with a parent.
+            environment: The environment that the client requests; None for the task's own. Any other environment
+                has its own tree. Ignored with a parent.
 
         Raises:
             RefusalError: 404, there is no such parent or image; 400, there can be no such environment.
@@ -202,11 +202,11 @@ class Tasks:
                 raise RefusalError(404, "no-such-rollout", f"there is no running rollout {parent!r} to fork from.")
             return self.begin(task, name, source.tree, source.node)
         running = self.rollouts.get((task_name, name))
-        if wanted is None or running is not None:
+        if environment is None or running is not None:
             return running or await self.rollout(task_name, name)
         task = await self.open(task_name)
-        given = None if task.origin is None else task.spec
-        spec = spec_for(wanted, given, self._default_spec, self._drivers.keys(), any_image=self._any_image)
+        own_spec = None if task.origin is None else task.spec
+        spec = spec_for(environment, own_spec, self._default_spec, self._drivers.keys(), any_image=self._any_image)
         key = await tree_key(self._drivers, spec)
         # Another first request may have begun the rollout meanwhile.
         tree = self._trees.open(task_name, key, spec)

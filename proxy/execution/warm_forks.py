@@ -190,8 +190,8 @@ class WarmForks:
             thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKING_S)
             walking = Counter(rollout.node for rollout in thinking if not self._has_own(rollout))
             requested = {tree.root: self._at_root(tree, running)}
-            found = targets(walking, requested, ready=self.ready, saved_s=partial(self._saved_s, tree))
-            worthwhile += [(tree, target) for target in found if target.node not in self._cooling]
+            candidates = targets(walking, requested, ready=self.ready, saved_s=partial(self._saved_s, tree))
+            worthwhile += [(tree, target) for target in candidates if target.node not in self._cooling]
         return sorted(worthwhile, key=lambda pair: -pair[1].worth_s)
 
     def _has_own(self, rollout: Rollout) -> bool:
@@ -206,7 +206,7 @@ class WarmForks:
 
     def _saved_s(self, tree: Tree, node: Node) -> float:
         """Return how many seconds a sandbox that is ready at the node saves the call that needs it."""
-        plan = plan_restore(node, standing=lambda _: False, costs=self._costs[tree.spec.driver])
+        plan = plan_restore(node, idle_at=lambda _: False, costs=self._costs[tree.spec.driver])
         # A replay that may diverge is left to the call that needs it: by then there may be a snapshot.
         if plan is None or any(record.doubtful for record in plan.suffix):
             return 0.0

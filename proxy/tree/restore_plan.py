@@ -24,7 +24,7 @@ Halved or doubled, plans change only where a snapshot costs within a minute of a
 class Way(Enum):
     """How the sandbox of a plan is obtained, before anything is replayed in it."""
 
-    STANDING = "standing"
+    IDLE = "idle"
     """An idle sandbox is there."""
     SNAPSHOT = "snapshot"
     """A snapshot is restored."""
@@ -50,7 +50,7 @@ class RestorePlan:
 
 
 def plan_restore(
-    target: Node, *, standing: Callable[[Node], bool], costs: Costs, avoid: Collection[Node] = ()
+    target: Node, *, idle_at: Callable[[Node], bool], costs: Costs, avoid: Collection[Node] = ()
 ) -> RestorePlan | None:
     """Return the plan with the fewest expected seconds; None if no way leads to the target.
 
@@ -59,7 +59,7 @@ def plan_restore(
 
     Args:
         target: The node whose state is needed.
-        standing: Returns whether an idle sandbox at a node may be taken.
+        idle_at: Returns whether an idle sandbox at a node may be taken.
         costs: What ways to a sandbox cost with the tree's driver.
         avoid: Nodes whose snapshots must not be used.
     """
@@ -67,7 +67,7 @@ def plan_restore(
     suffix: list[Record] = []
     replay_s, risk_s, best_s, node = 0.0, 0.0, 0.0, target
     while best is None or replay_s + risk_s < best_s:
-        for way, acquire_s in _ways(node, standing, costs, avoid):
+        for way, acquire_s in _ways(node, idle_at, costs, avoid):
             if best is None or replay_s + risk_s + acquire_s < best_s:
                 best = RestorePlan(way, node, tuple(reversed(suffix)), replay_s + acquire_s)
                 best_s = best.cost_s + risk_s
@@ -82,11 +82,11 @@ def plan_restore(
 
 
 def _ways(
-    node: Node, standing: Callable[[Node], bool], costs: Costs, avoid: Collection[Node]
+    node: Node, idle_at: Callable[[Node], bool], costs: Costs, avoid: Collection[Node]
 ) -> list[tuple[Way, float]]:
     ways = []
-    if standing(node):
-        ways.append((Way.STANDING, 0.0))
+    if idle_at(node):
+        ways.append((Way.IDLE, 0.0))
     if node.snapshot is not None and node not in avoid:
         ways.append((Way.SNAPSHOT, costs.of(kind_of(node)).restore.seconds))
     if node.origin is None and not node.detached:

@@ -303,7 +303,7 @@ class DockerApi:
         name = next(name for name in names if name not in taken) if owner else container_id
         self._reserved_rollouts.add((task, name))
         try:
-            await self._engine.tasks.open_rollout(task, name, wanted=environment)
+            await self._engine.tasks.open_rollout(task, name, environment=environment)
         finally:
             self._reserved_rollouts.discard((task, name))
         return name

@@ -119,7 +119,7 @@ class SandboxControl:
         base = self._engine.settings.e2b_templates.get(template)
         is_default = template == DEFAULT_TEMPLATE and base is None
         return await tasks.open_rollout(
-            task, name, wanted=None if is_default else EnvironmentRequest(template, base=base)
+            task, name, environment=None if is_default else EnvironmentRequest(template, base=base)
         )
 
     async def _new_name(self, task: str, request: Request) -> str:

@@ -45,7 +45,7 @@ def test_impossible_environments_are_refused() -> None:
 
 def test_each_environment_has_its_own_lasting_tree(tmp_path: Path) -> None:
     async def begun(running: Engine, name: str, **env: str) -> tuple[int, str]:
-        rollout = await running.tasks.open_rollout("task", name, wanted=EnvironmentRequest("any", env))
+        rollout = await running.tasks.open_rollout("task", name, environment=EnvironmentRequest("any", env))
         told, outcome = await ask(running, rollout, "echo $X")
         return rollout.tree.id, f"{told['stdout'].strip()} {Outcome(outcome).name}"
 

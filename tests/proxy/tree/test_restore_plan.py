@@ -49,12 +49,12 @@ def test_the_plan_is_the_cheapest_way(described: list[Link]) -> None:
             continue
         replay_s = sum(record.seconds + costs.replay_overhead.seconds for record in suffix)
         if nodes[start] in standing:
-            every[Way.STANDING, start] = replay_s
+            every[Way.IDLE, start] = replay_s
         if nodes[start].snapshot is not None and nodes[start] not in avoid:
             every[Way.SNAPSHOT, start] = costs.of(kind_of(nodes[start])).restore.seconds + replay_s
         if start == 0:
             every[Way.FRESH, start] = costs.fresh.seconds + replay_s
-    plan = plan_restore(nodes[-1], standing=standing.__contains__, costs=costs, avoid=avoid)
+    plan = plan_restore(nodes[-1], idle_at=standing.__contains__, costs=costs, avoid=avoid)
     if not every:
         assert plan is None
         return
@@ -66,14 +66,14 @@ def test_the_plan_is_the_cheapest_way(described: list[Link]) -> None:
 
 def test_a_snapshot_is_preferred_to_a_doubtful_replay() -> None:
     nodes = chain([(0.0, False, False, False, True, False)] * 2 + [(0.0, True, False, False, True, True)])
-    for doubtful, way in ((False, Way.STANDING), (True, Way.SNAPSHOT)):
+    for doubtful, way in ((False, Way.IDLE), (True, Way.SNAPSHOT)):
         assert nodes[2].origin is not None
         nodes[2].origin.doubtful = doubtful
-        plan = plan_restore(nodes[2], standing=lambda node: node is nodes[1], costs=Costs())
+        plan = plan_restore(nodes[2], idle_at=lambda node: node is nodes[1], costs=Costs())
         assert plan is not None
         assert plan.way is way
     nodes[2].snapshot = None
-    assert plan_restore(nodes[2], standing=lambda node: node is nodes[1], costs=Costs()) is not None
+    assert plan_restore(nodes[2], idle_at=lambda node: node is nodes[1], costs=Costs()) is not None
 
 
 def test_the_search_ends_when_replay_costs_more() -> None:
@@ -85,7 +85,7 @@ def test_the_search_ends_when_replay_costs_more() -> None:
         seen.append(node.id)
         return False
 
-    plan_restore(nodes[-1], standing=standing, costs=Costs())
+    plan_restore(nodes[-1], idle_at=standing, costs=Costs())
     assert len(seen) <= 3
 
 
@@ -93,6 +93,6 @@ def test_a_cheap_replay_beats_restoring_live_processes() -> None:
     nodes = chain([(0.0, False, False, False, True, False), (0.1, True, False, False, True, True)])
     dear, cheap = Costs().restored("processes", 0.5), Costs().restored("processes", 0.01)
     for costs, way in ((dear, Way.FRESH), (cheap, Way.SNAPSHOT)):
-        plan = plan_restore(nodes[-1], standing=lambda _: False, costs=costs)
+        plan = plan_restore(nodes[-1], idle_at=lambda _: False, costs=costs)
         assert plan is not None
         assert plan.way is way
