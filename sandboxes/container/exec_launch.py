@@ -60,7 +60,7 @@ class Launch:
                 ends = self._ends(stdin=bool(stdin or keeps_in))
             places = self._places(terminal, stdin=bool(stdin or keeps_in))
             script = text(
-                arguments, request.environment, uid=self._uid, places=places, ready=self._ready, terminal=terminal
+                arguments, request.environment, uid=self._uid, redirections=places, ready=self._ready, terminal=terminal
             )
             death = self._start(script)
             return Running(ends, stdin, death, to, keeps_in=keeps_in, due=due_of(arguments))
@@ -83,7 +83,7 @@ class Launch:
             script = terminal_text(
                 shell(f"{BOX}/{self.folder.name}/command"),
                 terminal,
-                places=self._places(terminal, stdin=False),
+                redirections=self._places(terminal, stdin=False),
                 ready=self._ready,
             )
             os.close(self._start(script, session))

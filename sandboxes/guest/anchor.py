@@ -1,12 +1,21 @@
-"""The process under which all that a sandbox runs lives: one tree, whose root a checkpoint can name.
+"""The anchor: the process under which everything that a local sandbox runs lives.
 
-It starts the shells and inherits every orphan (PR_SET_CHILD_SUBREAPER), so nothing but pid 1 and what pid 1 forks for
-file operations is outside its tree. It is a bash of the sandbox, for a checkpoint holds only programs that the
-sandbox's own files contain. Like the agent's processes it is confined, and they may kill it: then another one is
-started, and what the old one left behind can no longer be checkpointed.
-pid 1 writes it lines of bash and reads lines of numbers, over pipes; shells get their descriptors through /proc, from a
-process that holds them for as long as that takes.
+It starts the shells, tool servers and other processes, and it inherits their orphans.
 """
+
+# Theory of operation.
+#
+# A checkpoint is a dump of one process tree, and the anchor is the root of that tree. It inherits every orphan
+# (PR_SET_CHILD_SUBREAPER), so that nothing but pid 1 and pid 1's short-lived children for file operations is outside.
+#
+# The anchor is a bash of the sandbox and no program of ours, because a checkpoint holds only programs that the
+# sandbox's own files contain. It is confined as the agent's processes are, and they may kill it. Then another one is
+# started. What the old one left behind has become pid 1's children and can no longer be checkpointed.
+#
+# Pid 1 writes lines of bash to the anchor, and reads lines of numbers from it, over two pipes. New processes need
+# descriptors of pid 1, which bash cannot receive over a pipe. So a third process, the holder, has them open and nothing
+# else, and the new process opens them through /proc/HOLDER/fd. Pid 1 itself cannot be the holder: the agent must not
+# be able to look into it.
 
 import contextlib
 import os
@@ -16,27 +25,38 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from sandboxes.guest import bash_session as sessions
+from sandboxes.guest import bash_session as session_texts
 from sandboxes.linux import syscalls as kernel
 from sandboxes.shell_quote import quote
 
 BASH = "/bin/bash"
 PATIENCE_S = 10.0
+"""How long the anchor may take to answer. It takes a millisecond; an agent that stops it makes this time pass."""
 _REQUESTS, _REPLIES = 3, 4
+"""The anchor's descriptors of the two pipes."""
 _LOOP = 'set -m; export -n PWD OLDPWD SHLVL; while read -r -u 3 line; do eval "$line"; jobs -n; done'
-"""`set -m`: each shell gets a process group of its own, so that `kill 0` in one reaches nobody else."""
+"""What the anchor runs.
+
+`set -m` gives each shell a process group of its own, so that `kill 0` in one reaches no other. `jobs -n` forgets jobs
+that have ended. The exported variables are removed from the environment of all processes to come.
+"""
 
 
 class AnchorLostError(Exception):
-    """The anchor is gone, or gives no answer: the agent killed or stopped it."""
+    """The anchor is gone or gives no answer, because the agent has killed or stopped it."""
 
 
 class ShellStartError(Exception):
-    """This sandbox's shell does not start (any more)."""
+    """The sandbox's shell does not start, or no process can be started at all."""
 
 
 class Anchor:
-    """pid 1's end. `ends`: our descriptors of the two pipes, requests first."""
+    """Pid 1's end of the conversation with an anchor.
+
+    Attributes:
+        pid: The anchor's process.
+        ends: Our descriptors of the two pipes, requests first.
+    """
 
     def __init__(self, pid: int, ends: tuple[int, int]) -> None:
         self.pid = pid
@@ -45,7 +65,7 @@ class Anchor:
 
     @classmethod
     def start(cls) -> "Anchor":
-        """Fork it. A millisecond."""
+        """Fork an anchor; takes about a millisecond."""
         theirs, ours = os.pipe2(os.O_CLOEXEC)
         answers, answering = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
@@ -56,41 +76,45 @@ class Anchor:
         return cls(pid, (ours, answers))
 
     def spawn(self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None) -> int:
-        """Start a bash that has our descriptors fds at the places that they are listed under; return its pid.
+        """Start a bash and return its pid, once it has opened its descriptors.
 
-        program: what it runs, as bash; the shell of a session where there is none.
+        Args:
+            environment: Variables to export to it.
+            fds: Our descriptors that it gets, by the numbers that it gets them under.
+            program: The bash text that it runs; None for the loop of a session's shell.
 
         Raises:
-            AnchorLost: the anchor is gone.
+            AnchorLostError: The anchor is gone.
         """
         holder = _hold(fds)
         try:
-            exports = "".join(f"export {name}={_word(value)}; " for name, value in environment.items())
-            ways = {place: ">" if place in {1, 2, sessions.DUMP_FD} else "<" for place in fds}
-            placed = " ".join(f"{place}{ways[place]}/proc/{holder}/fd/{fd}" for place, fd in fds.items())
-            text = quote(sessions.START) if program is None else _word(program)
+            exports = "".join(f"export {name}={_quoted_line(value)}; " for name, value in environment.items())
+            # A pipe opened through /proc is opened again, so it needs the right direction.
+            signs = {number: ">" if number in {1, 2, session_texts.DUMP_FD} else "<" for number in fds}
+            redirections = " ".join(f"{number}{signs[number]}/proc/{holder}/fd/{fd}" for number, fd in fds.items())
+            text = quote(session_texts.START) if program is None else _quoted_line(program)
             bash = f"exec -a bash {BASH} --noprofile --norc -c {text} bash"
-            # It says its pid when it has opened all: then the holder may go.
-            return int(self._ask(f"( {exports}exec {placed}; echo $BASHPID >&4; exec 3<&- 4>&-; {bash} ) &"))
+            # The pid comes when all descriptors are open: then the holder can end.
+            return int(self._ask(f"( {exports}exec {redirections}; echo $BASHPID >&4; exec 3<&- 4>&-; {bash} ) &"))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(holder, signal.SIGKILL)
             os.waitpid(holder, 0)
 
     def wait(self, pid: int) -> int:
-        """Return the exit status of a shell that ended, or is about to, as a shell tells it (128 + signal).
+        """Return the exit status of a process that has ended, or is about to; 128 + its number for a signal.
 
         Raises:
-            AnchorLost: the anchor is gone.
+            AnchorLostError: The anchor is gone.
         """
         return int(self._ask(f"wait {pid}; echo $? >&4"))
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of this end: its pid, and the kernel's names of the pipes to it."""
+        """Return what a checkpoint has to keep: the pid, and the kernel's names of the pipes; a disk format."""
         return {"pid": self.pid, "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in self.ends]}  # noqa: PTH115
 
     def close(self) -> None:
-        """End it. Its children become pid 1's."""
+        """Kill the anchor. Its children become pid 1's."""
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -106,8 +130,8 @@ class Anchor:
             poll = select.poll()
             poll.register(self.ends[1], select.POLLIN)
             while b"\n" not in self._buffer:
-                left = deadline - time.monotonic()
-                if left <= 0 or not poll.poll(left * 1000):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
                     raise AnchorLostError("it gives no answer")
                 data = os.read(self.ends[1], 1 << 12)
                 if not data:
@@ -115,20 +139,22 @@ class Anchor:
                 self._buffer += data
         except OSError as error:
             raise AnchorLostError(str(error)) from error
-        told, _, self._buffer = self._buffer.partition(b"\n")
-        if not told.isdigit():
+        answer, _, self._buffer = self._buffer.partition(b"\n")
+        # The agent may have written to the anchor's pipe through /proc. What is no number is not trusted.
+        if not answer.isdigit():
             raise AnchorLostError("it answers nonsense")
-        return told.decode()
+        return answer.decode()
 
 
-def _word(text: str) -> str:
-    """Quote text as one word, on one line."""
+def _quoted_line(text: str) -> str:
+    """Return a text quoted for bash on one line, because the anchor reads line by line."""
     return quote(text.encode(errors="surrogateescape").decode("latin-1")).replace("\n", "'$'\\n''")
 
 
 def _become_bash(requests: int, replies: int) -> NoReturn:
-    """In a fork of pid 1: be the anchor."""
+    """In a fork of pid 1: become the anchor."""
     try:
+        # A session and a process group of its own: signals to the group of pid 1 do not reach it.
         os.setsid()
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         null = os.open("/dev/null", os.O_RDWR)
@@ -140,7 +166,7 @@ def _become_bash(requests: int, replies: int) -> NoReturn:
 
 
 def _hold(fds: Mapping[int, int]) -> int:
-    """Fork a process that has fds open, and nothing else, and lets others look; return its pid when it is ready."""
+    """Fork a process that has fds open and nothing else; return its pid when it is ready."""
     ready, say = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -149,7 +175,8 @@ def _hold(fds: Mapping[int, int]) -> int:
             os.closerange(0, kept[0])
             for fd, following in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
                 os.closerange(fd + 1, following)
-            # pid 1 is not dumpable, and a fork inherits that; this one has nothing that the agent's must not see.
+            # Pid 1 is not dumpable, which closes its /proc to the agent, and a fork inherits that. The holder has
+            # nothing that the agent must not see.
             kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             os.close(say)
             signal.pause()

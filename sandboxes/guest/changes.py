@@ -1,4 +1,19 @@
-"""What a sandbox's files differ in from before a call and from its root state, kept up to date in pid 1."""
+"""What a sandbox's files differ in from before a call and from its root state, kept up to date by the supervisor."""
+
+# Theory of operation.
+#
+# Two comparisons are made after each call, at very different cost:
+#
+# 1. Has anything in the upper layer changed since the last look? `stat` of each entry there says so, in 2 us an entry.
+#    Most calls stop here.
+# 2. If so: in what do the files differ from the root state? That is the *delta*, and it needs the content of changed
+#    files. The digest of the delta is part of the state's name.
+#
+# A delta is relative to the root state, not to the last call. So histories that end alike have equal deltas, and meet
+# in one node of the proxy's tree.
+#
+# While processes run, files may change at any moment, so no digest names the state. It gets a *witness* instead: the
+# digest of the files that no running process has open for writing. A replay must reach the same witness.
 
 import os
 import time
@@ -15,15 +30,20 @@ Digests = tuple[StateDigest | None, bytes | None]
 """The digest of a state without running processes, or the witness of a state with some; None for the other."""
 
 WATCH_S = 0.1
+"""The longest interval between two looks at disk use and at servers during a call."""
 QUIET_S = 2.0
-"""How long files and the set of processes have to stand still beside what lives, until it counts as writing nothing."""
+"""How long files and processes must be unchanged until running processes count as writing nothing.
+
+A process that writes every second is noticed; one that writes more rarely than this is taken for silent in between.
+"""
 
 
 class Stillness:
-    """Whether what lives in a sandbox may be writing files by itself.
+    """Whether the processes that run in a sandbox may be changing files by themselves.
 
-    Which process wrote a file cannot be told. But what writes again and again is seen to before long: a call beside it
-    finds other files than the last one left. Until then, and from then on, each state is another one moments later.
+    Which process wrote a file is not known. But a process that writes again and again is noticed before long, because a
+    call finds other files than the last call left. As long as it may be writing, each state is another one moments
+    later, and its record cannot be reused.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,18 +52,18 @@ class Stillness:
 
     @property
     def restless(self) -> bool:
-        """Whether anything stirred lately: since then, nothing that was looked at was another than before."""
+        """Whether files or processes were seen to change within the last `QUIET_S`."""
         return self._clock() - max(self._wrote_at, self._moved_at) < QUIET_S
 
     def saw(self, *, wrote: bool, moved: bool = False) -> None:
-        """Note whether files are others than they were, and whether other processes live than did."""
+        """Note whether files, and whether the set of processes, differ from the last look."""
         if wrote:
             self._wrote_at = self._clock()
         if moved:
             self._moved_at = self._clock()
 
     def stood_still(self, seconds: float) -> None:
-        """Note that nothing could run for so long, as for a dump: what writes had no chance to be seen."""
+        """Note that all processes were held still for so long, as by a dump: no write could be seen in that time."""
         self._wrote_at += seconds
 
 
@@ -66,10 +86,10 @@ class Changes:
 
     def look(self) -> bool:
         """Update the delta; return whether anything differs from before."""
-        found = delta.signatures(self.roots.upper)
-        if found == self._signatures:
+        signatures = delta.signatures(self.roots.upper)
+        if signatures == self._signatures:
             return False
-        self._signatures = found
+        self._signatures = signatures
         if self._base is None or self.now is None:
             return True
         before = self.now
@@ -87,12 +107,12 @@ class Changes:
 
     @property
     def undone(self) -> bool:
-        """Whether nothing of what was written makes a difference."""
+        """Whether what was written makes no difference to the state below."""
         return self.now is not None and self.now == self._base
 
     @property
     def linked(self) -> list[str]:
-        """Paths that share their file with others."""
+        """The written paths that are hard links to one file."""
         return delta.linked(self._signatures)
 
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
@@ -107,7 +127,13 @@ class Changes:
         return delta.size_bytes(self.roots.upper) if self.written else 0
 
     def switched(self, upper: int, lower: int, added_bytes: int) -> None:
-        """Go on over other layers: what was written is below now, or gone."""
+        """Go on over other layers.
+
+        Args:
+            upper: The new, empty upper directory.
+            lower: What lies below it now.
+            added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
+        """
         os.close(self.roots.upper)
         os.close(self.roots.lower)
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
@@ -120,7 +146,7 @@ class Changes:
         return free_bytes(self.roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """See `disk_watch`."""
+        """Return a function that says when the sandbox holds too much; see `disk_watch`."""
         below = self._below_bytes
         return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=below)
 
@@ -147,15 +173,25 @@ def digests_of(
 
 
 def free_bytes(folder: int) -> int:
-    """Return the bytes that the disk of a directory has left."""
-    found = os.fstatvfs(folder)
-    return found.f_bavail * found.f_frsize
+    """Return the free bytes of the disk that a directory is on."""
+    disk = os.fstatvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def disk_watch(upper: int, limit: int, reserve: int, *, below_bytes: int = 0) -> Callable[[], str | None]:
-    """Return what tells when a sandbox's new files exceed limit bytes ("disk"), or less than reserve is free ("host").
+    """Return a function that says whether a sandbox has used too much disk.
 
-    It looks closely only when the disk's free space fell. below_bytes: what lies in layers already.
+    The function is called often. It measures the sandbox's files only when the disk's free space has
+    fallen enough that they may have grown over the limit.
+
+    Args:
+        upper: The sandbox's upper directory.
+        limit: How many bytes of new files the sandbox may have.
+        reserve: With fewer free bytes on the disk than this, failures are the machine's.
+        below_bytes: What the sandbox has written into layers already.
+
+    Returns:
+        A function that returns "disk" over the limit, "host" if the reserve is touched, and None otherwise.
     """
     free, looked, step = free_bytes(upper), time.monotonic(), min(limit // 8, 16 << 20)
 

@@ -1,8 +1,13 @@
-"""A directory that is watched: what happens in it, as a process would say it, a line of JSON for each event.
+"""Watches of directories: each reports events as a background process reports output, one line of JSON for each."""
 
-By inotify, in the words of Go's fsnotify, which E2B's servers have. The directory is opened by a child that is its
-user, so nothing is watched that this one could not read.
-"""
+# Theory of operation.
+#
+# The events are inotify's, in the words of Go's fsnotify, which E2B's servers use. The directory is opened by a child
+# that has become the caller's user, so nothing is watched that this user could not read.
+#
+# A recursive watch needs an inotify watch for each directory. When a directory is created, entries may be made in it
+# before its watch exists. So its entries are listed once the watch exists and reported as created (`_reported`); an
+# event for the same entry that comes later is then dropped.
 
 import contextlib
 import json
@@ -12,7 +17,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.guest import user_files as entries
+from sandboxes.guest import user_files
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, PendingOutput, ProcessAnswer
 from sandboxes.ipc.frames import receive
 from sandboxes.ipc.messages import UseBackgroundProcess
@@ -20,6 +25,7 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.process_output import ERR, OUT
 
 MAX_FOLDERS = 4096
+"""The most directories of one watch. The kernel allows 8192 watches for each user by default on small machines."""
 _HEAD = struct.Struct("iIII")
 _ATTRIB, _MODIFY, _MOVED_FROM, _MOVED_TO = 0x4, 0x2, 0x40, 0x80
 _CREATE, _DELETE, _DELETE_SELF, _MOVE_SELF = 0x100, 0x200, 0x400, 0x800
@@ -34,21 +40,27 @@ _SOCKET_FD = 3
 
 
 class TooManyWatchesError(Exception):
-    """More directories are below than one watch takes."""
+    """A directory contains more directories than one watch may have."""
 
 
 class WatchEvents(PendingOutput):
-    """What has happened below folder, a descriptor that becomes ours; with recursive, in all directories there too."""
+    """The events of a directory, which were not polled yet, as lines of JSON."""
 
     def __init__(self, folder: int, *, recursive: bool) -> None:
+        """Begin to watch.
+
+        Args:
+            folder: A descriptor of the directory; it is owned from now on.
+            recursive: Whether directories below are watched as well.
+        """
         super().__init__(kernel.inotify())
         self._recursive = recursive
         self._folders: dict[int, tuple[str, int]] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._add(folder, "", new=False)
 
     def drain(self, max_bytes: int) -> None:
-        """Take what has happened, as lines."""
+        """Read events without waiting."""
         while self.fd >= 0:
             try:
                 data = os.read(self.fd, 1 << 16)
@@ -62,7 +74,7 @@ class WatchEvents(PendingOutput):
                 at += size
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the watch."""
         super().close()
         for _, folder in self._folders.values():
             os.close(folder)
@@ -78,23 +90,23 @@ class WatchEvents(PendingOutput):
             return
         shown = f"{where}{_shown(name)}"
         came = bool(mask & (_CREATE | _MOVED_TO))
-        # Of a directory below, its parent tells; of what was found in a new one it has been told.
-        if (name or not where) and not (came and shown in self._told):
-            for kinds, told in _TYPES:
+        # An event without a name concerns the watched directory itself; for one below, its parent has an event too.
+        if (name or not where) and not (came and shown in self._reported):
+            for kinds, type_name in _TYPES:
                 if mask & kinds:
-                    self._say(shown or ".", told, limit)
-        self._told.discard(shown)
+                    self._report(shown or ".", type_name, limit)
+        self._reported.discard(shown)
         if self._recursive and name and came and mask & _IS_FOLDER:
             with contextlib.suppress(OSError, TooManyWatchesError):
                 self._add(os.open(name, _FOLDER, dir_fd=folder), f"{shown}/", new=True, limit=limit)
 
-    def _say(self, name: str, told: str, limit: int) -> None:
-        line = json.dumps({"name": name, "type": told}).encode() + b"\n"
+    def _report(self, name: str, type_name: str, limit: int) -> None:
+        line = json.dumps({"name": name, "type": type_name}).encode() + b"\n"
         if len(self.data) + len(line) <= limit:
             self.data += line
 
     def _add(self, folder: int, where: str, *, new: bool, limit: int = 0) -> None:
-        """Watch folder, which becomes ours. new: it came just now, and what is in it may have come before the watch."""
+        """Watch a directory, which is owned from now on; new: entries may have been made in it before this watch."""
         if len(self._folders) >= MAX_FOLDERS:
             os.close(folder)
             raise TooManyWatchesError(f"more than {MAX_FOLDERS} directories are to be watched")
@@ -103,8 +115,8 @@ class WatchEvents(PendingOutput):
             for name in sorted(os.listdir(folder)):
                 shown = f"{where}{_shown(os.fsencode(name))}"
                 if new:
-                    self._told.add(shown)
-                    self._say(shown, "create", limit)
+                    self._reported.add(shown)
+                    self._report(shown, "create", limit)
                 with contextlib.suppress(OSError):
                     self._add(os.open(name, _FOLDER, dir_fd=folder), f"{shown}/", new=new, limit=limit)
 
@@ -122,38 +134,43 @@ def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
 
 
 def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> BackgroundProcess | ProcessAnswer:
-    """Begin to watch a directory; return the watch, or why there is none. enter: takes a child to where its user is."""
+    """Begin to watch a directory; return the watch, or an answer that says why there is none.
+
+    Args:
+        arguments: The call's arguments: path, user, recursive.
+        enter: Drops, in a child, the rights that the agent lacks.
+    """
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
         _open_apart(arguments, enter, theirs.fileno())
     theirs.close()
     with ours:
-        told, fds = receive(ours)
+        failure, fds = receive(ours)
         os.waitpid(pid, 0)
     if not fds:
         return (
             409,
             "application/json",
-            told or json.dumps({"kind": "internal", "detail": "it cannot be opened"}).encode(),
+            failure or json.dumps({"kind": "internal", "detail": "it cannot be opened"}).encode(),
         )
     try:
         return _watch(arguments, fds[0])
     except (OSError, TooManyWatchesError) as error:
-        told = json.dumps({"kind": "internal", "detail": f"no watch can be had: {error}"}).encode()
-        return 409, "application/json", told
+        detail = {"kind": "internal", "detail": f"no watch can be had: {error}"}
+        return 409, "application/json", json.dumps(detail).encode()
 
 
 def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int) -> None:
-    """In the child: keep to, close all else, open the directory as its user, and hand it over. Never returns."""
+    """In the child: close all but one socket, open the directory as the user, hand it over, and end."""
     try:
         enter()
         os.dup2(to, _SOCKET_FD)
         os.closerange(_SOCKET_FD + 1, 1 << 16)
         end = socket.socket(fileno=_SOCKET_FD)
         try:
-            folder = entries.open_folder(arguments["path"], arguments["user"])
-        except entries.UserFileError as failure:
+            folder = user_files.open_folder(arguments["path"], arguments["user"])
+        except user_files.UserFileError as failure:
             end.sendall(json.dumps({"kind": failure.kind, "detail": str(failure)}).encode())
         else:
             socket.send_fds(end, [b"opened"], [folder])

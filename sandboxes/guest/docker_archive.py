@@ -1,6 +1,7 @@
-"""stat, pack and extract: paths and tar archives as Docker's `archive` endpoint has them, in a child of pid 1's.
+"""Docker's `archive` operations: stat, pack and extract of paths and tar archives.
 
-Called by `files.perform`, so within the sandbox's root and with the agent's rights.
+`file_ops` calls them in a child, so within the sandbox's root and with the agent's rights. Statuses and texts are those
+of Docker 20.10.
 """
 
 import bz2
@@ -16,23 +17,31 @@ from collections.abc import Iterator
 from typing import Any
 
 COMPRESSIONS = (gzip, bz2, lzma)
-"""Loaded before this process changes its root: tarfile would look for them in the sandbox, when it meets one."""
+"""Loaded before this process changes its root: tarfile would import them from the sandbox when it needs one."""
 MEDIA_TYPE = "application/vnd.forkpoint.archive"
-"""A line of JSON on the path, then the archive."""
+"""The media type of a packed path: a line of JSON about the path, then the archive."""
 MAX_BYTES = 512 << 20
+"""The largest archive that is packed: it is built in memory."""
 
 
 class ArchiveError(Exception):
+    """An operation cannot be carried out.
+
+    Attributes:
+        status: The HTTP status.
+    """
+
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
         self.status = status
 
 
 def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, bytes]:
-    """Return an HTTP status, a media type and a body.
+    """Return an operation's answer: HTTP status, media type and body.
 
     Raises:
-        NotPossible: the operation cannot be carried out. OSError: nor this one, in the kernel's words.
+        ArchiveError: The operation cannot be carried out.
+        OSError: The kernel refused it.
     """
     if tool not in {"stat", "pack", "extract"}:
         raise ArchiveError(404, f"there is no tool {tool!r}: use exec, put, get, delete")
@@ -46,10 +55,11 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
 
 
 def look(path: str) -> dict[str, Any]:
-    """Return what there is at path; a link is itself, with where it leads, unless path ends with a slash or a dot."""
-    found = os.lstat(path)
-    told = {"name": _base(path), "size": found.st_size, "mode": found.st_mode, "mtime_ns": found.st_mtime_ns}
-    return {**told, "link": os.path.realpath(path) if stat.S_ISLNK(found.st_mode) else ""}
+    """Return the facts of a path. A link is not followed, unless the path ends with a slash or a dot."""
+    status = os.lstat(path)
+    link = os.path.realpath(path) if stat.S_ISLNK(status.st_mode) else ""
+    facts = {"name": _base(path), "size": status.st_size, "mode": status.st_mode, "mtime_ns": status.st_mtime_ns}
+    return {**facts, "link": link}
 
 
 def _base(path: str) -> str:
@@ -72,7 +82,7 @@ def _pack(path: str) -> bytes:
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    # Owners by number, times in whole seconds, as Docker tells them.
+    # Docker packs owners by number, and times in whole seconds.
     member.uname = member.gname = ""
     member.mtime = int(member.mtime)
     return member
@@ -86,7 +96,7 @@ def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
     try:
         with tarfile.open(fileobj=io.BytesIO(body), mode="r:*") as archive:
             require_whole(archive)
-            # Inside the sandbox's own root: wherever the archive's links lead stays in it.
+            # This process is inside the sandbox's root, so the archive's links cannot lead out of it.
             archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
             archive.extractall(path, members=_cleared(archive, path, whole_kinds=whole_kinds), numeric_owner=True)  # noqa: S202
     except (tarfile.TarError, EOFError, ValueError) as error:
@@ -94,10 +104,10 @@ def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
 
 
 def require_whole(archive: tarfile.TarFile) -> None:
-    """Look at all of an archive before any of it is unpacked: the library takes half of one for a shorter one.
+    """Read a whole archive before any of it is unpacked, because `tarfile` takes half an archive for a shorter one.
 
     Raises:
-        tarfile.TarError: it ends before its end.
+        tarfile.TarError: The archive is cut off.
     """
     members, source = archive.getmembers(), archive.fileobj
     assert source is not None
@@ -112,7 +122,7 @@ def require_whole(archive: tarfile.TarFile) -> None:
 
 
 def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Iterator[tarfile.TarInfo]:
-    """Yield the members under names that stay below target; what stands in the way of one is removed first."""
+    """Yield the members under names that stay below target, and remove what is in the way of each."""
     for member in archive:
         parts = [part for part in member.name.split("/") if part not in {"", "."}]
         if ".." in parts:
@@ -120,14 +130,14 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
         member.name = "/".join(parts)
         if not parts:
             continue
-        place = os.path.join(target, member.name)  # noqa: PTH118
-        if os.path.lexists(place):
-            is_folder = stat.S_ISDIR(os.lstat(place).st_mode)
+        path = os.path.join(target, member.name)  # noqa: PTH118
+        if os.path.lexists(path):
+            is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
             if whole_kinds and is_folder != member.isdir():
                 kinds = ("directory", "non-directory") if is_folder else ("non-directory", "directory")
-                raise ArchiveError(400, f'cannot overwrite {kinds[0]} "{place}" with {kinds[1]} "{target}"')
+                raise ArchiveError(400, f'cannot overwrite {kinds[0]} "{path}" with {kinds[1]} "{target}"')
             if is_folder and not member.isdir():
-                shutil.rmtree(place)
+                shutil.rmtree(path)
             elif not is_folder:
-                os.unlink(place)  # noqa: PTH108
+                os.unlink(path)  # noqa: PTH108
         yield member

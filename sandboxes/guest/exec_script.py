@@ -6,40 +6,59 @@ from typing import Any
 from sandboxes.shell_quote import quote
 
 TEXT_FD = 29
+"""The descriptor from which bash reads the script."""
 
 
 PROGRAM = f". /proc/self/fd/{TEXT_FD}"
-"""What the bash is given that becomes the process; the text stands behind this descriptor: it may be long."""
+"""The text for `bash -c`. The script may be longer than an argument can be, so bash reads it from a descriptor."""
 
 
 def text(
-    fields: Mapping[str, Any], env: Mapping[str, str], *, uid: int, places: str, ready: str = ":", terminal: str = ""
+    fields: Mapping[str, Any],
+    env: Mapping[str, str],
+    *,
+    uid: int,
+    redirections: str,
+    ready: str = ":",
+    terminal: str = "",
 ) -> bytes:
-    """Return what a POSIX shell does to become the process of fields, or to say as Docker does why it cannot.
+    """Return a script with which a POSIX shell becomes a process, or reports in Docker's words why it cannot.
 
-    uid: whose process the shell is. places: redirections that make its streams; ready: said once they are open.
-    terminal: the path of the one that it is to have as its controlling terminal.
+    Args:
+        fields: The process: argv, cwd, user, tty, detach.
+        env: All of its variables but HOME.
+        uid: The user that the shell runs as.
+        redirections: Shell redirections that make its streams.
+        ready: A shell command that runs once the streams are open.
+        terminal: The path of its controlling terminal; empty for none.
     """
     facts = {
         "cwd": fields["cwd"], "user": fields.get("user") or "", "uid": str(uid), "terminal": terminal,
         "quiet": "yes" if fields.get("detach") else "",
     }  # fmt: skip
-    # As bytes in latin-1: what quotes them sees characters that are one byte each.
+    # Bytes as latin-1 characters: quoting then sees one character for each byte, whatever the encoding is.
     known = (f"fp_{name}={quote(_bytes(value))}" for name, value in facts.items())
     words = " ".join(quote(_bytes(word)) for word in fields["argv"])
     given = " ".join(quote(_bytes(f"{name}={value}")) for name, value in env.items())
     home = "" if "HOME" in env else ' "HOME=$fp_home"'
     lines = (
-        "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {places}", ready, *known, f"PATH={quote(env['PATH'])}",
-        f"set -- {words}", _LOOK, f'set -- "$fp_env" -i {given}{home} "$@"', _BECOME,
+        "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {redirections}", ready, *known,
+        f"PATH={quote(env['PATH'])}", f"set -- {words}", _LOOK, f'set -- "$fp_env" -i {given}{home} "$@"', _BECOME,
     )  # fmt: skip
     return ("\n".join(lines) + "\n").encode("latin-1")
 
 
-def terminal_text(argv: Sequence[str], terminal: str, *, places: str, ready: str) -> bytes:
-    """Return what a POSIX shell does to become argv, with the terminal at this path as its controlling one."""
+def terminal_text(argv: Sequence[str], terminal: str, *, redirections: str, ready: str) -> bytes:
+    """Return a script with which a POSIX shell becomes argv, with a terminal as its controlling terminal."""
     words = " ".join(quote(_bytes(word)) for word in argv)
-    lines = (f"exec {places}", ready, f"set -- {words}", f"fp_terminal={quote(terminal)}", _ON_TERMINAL, 'exec "$@"')
+    lines = (
+        f"exec {redirections}",
+        ready,
+        f"set -- {words}",
+        f"fp_terminal={quote(terminal)}",
+        _ON_TERMINAL,
+        'exec "$@"',
+    )
     return ("\n".join(lines) + "\n").encode("latin-1")
 
 
@@ -109,9 +128,10 @@ case $1 in *=*) set -- /bin/sh -c 'exec "$0" "$@"' "$@";; esac
 fp_env=/usr/bin/env
 if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
 """
-"""Whose process, where, and whether its program is there: all of it read inside, where no link leads out.
+"""Finds the user, the directory and the program, all of it inside the sandbox, where no link leads out.
 
-Texts and the exit code are those of Docker 20.10 with runc 1.1."""
+Texts and the exit code are those of Docker 20.10 with runc 1.1.
+"""
 
 
 _ON_TERMINAL = r"""
@@ -121,8 +141,10 @@ if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1
     exit "$?"
 fi
 """
-"""A terminal is its session's: whoever opens one as the first of a new session has it.
-Without `setsid` the process has it as its streams alone. Who waits for it says nothing there of how it ended."""
+"""Makes the terminal the controlling one: the leader of a new session that opens a terminal gets it.
+
+Without `setsid` in the image the process has the terminal as its streams alone.
+"""
 
 
 _BECOME = (
@@ -143,4 +165,4 @@ fi
 exec "$@"
 """
 )
-"""The last steps."""
+"""Changes the user with what the image has for that, and becomes the program."""

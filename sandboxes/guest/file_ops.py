@@ -1,8 +1,8 @@
-"""put, get, delete, unpack and what `archives` has: operations inside the sandbox's root, each in a child of pid 1 that
-lives as long as it takes.
+"""Operations on files inside the sandbox's root: put, get, delete, unpack, and those of other modules.
 
-A child, because paths are the agent's: it holds none of pid 1's descriptors, so no link of /proc leads out; it may
-block or run out of memory, and is then killed like any command.
+Each operation runs in a child of the supervisor that lives as long as it takes (`file_call`). Paths are the agent's.
+The child has none of the supervisor's descriptors, so no link of /proc leads out of the sandbox. It may block or run
+out of memory, and is then killed as a command would be.
 """
 
 import contextlib
@@ -31,6 +31,13 @@ _SOURCE_FD, _RESULT_FD = 3, 4
 
 
 class FileRequestError(Exception):
+    """An operation cannot be carried out.
+
+    Attributes:
+        status: The HTTP status.
+        title: The title of the problem details.
+    """
+
     def __init__(self, status: int, title: str, detail: str) -> None:
         super().__init__(detail)
         self.status, self.title = status, title
@@ -80,13 +87,13 @@ def _as_user(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer:
 
 
 def problem(status: int, title: str, detail: str) -> FileAnswer:
-    """Return problem details as an answer."""
+    """Return an answer with problem details (RFC 9457)."""
     body = {"type": "about:blank", "title": title, "status": status, "detail": detail}
     return status, "application/problem+json", json.dumps(body).encode()
 
 
 def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
-    # O_NONBLOCK: opening a FIFO would wait for its other end.
+    # O_NONBLOCK: opening a FIFO would wait for its other end. O_NOCTTY: a terminal must not become this process's.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -116,7 +123,7 @@ def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> Fil
     fd = _open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     with open(fd, "wb", buffering=0) as file:  # noqa: PTH123
         if owns and os.fstat(fd).st_uid == os.geteuid():
-            # As E2B's server does, which who watches is told of; nothing becomes another's.
+            # E2B's server does this too, and watches of the directory report it. The owner stays the same.
             os.fchown(fd, os.geteuid(), -1)
         view = memoryview(body)
         while view:
@@ -134,7 +141,7 @@ def _get(path: str, limit_bytes: int) -> FileAnswer:
         return 200, "application/json", json.dumps({"entries": _listing(path)}).encode()
     fd = _open_regular(path, os.O_RDONLY)
     with open(fd, "rb") as file:  # noqa: PTH123
-        # In pieces: asking for the whole limit at once would reserve that much memory.
+        # In pieces, because a read of the whole limit would reserve that much memory.
         content = bytearray()
         while len(content) <= limit_bytes and (piece := file.read(min(_CHUNK, limit_bytes + 1 - len(content)))):
             content += piece
@@ -147,8 +154,8 @@ def _get(path: str, limit_bytes: int) -> FileAnswer:
 
 def _listing(path: str) -> list[dict[str, Any]]:
     entries = []
-    with os.scandir(path) as found:
-        for entry in found:
+    with os.scandir(path) as listing:
+        for entry in listing:
             status = entry.stat(follow_symlinks=False)
             name = os.fsencode(entry.name).decode(errors="replace")
             entries.append({"name": name, "type": _type(status.st_mode), "size": status.st_size})
@@ -170,26 +177,26 @@ def _look(tool: str, fields: dict[str, Any]) -> FileAnswer:
 
 def _entries(paths: list[str], content_bytes: int) -> FileAnswer:
     """FileAnswer with what is at each path, links not followed; for the driver, no agent can ask for it."""
-    found = {}
+    entries = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            found[path] = _entry(path, content_bytes)
-    return 200, "application/json", json.dumps(found).encode()
+            entries[path] = _entry(path, content_bytes)
+    return 200, "application/json", json.dumps(entries).encode()
 
 
 def _entry(path: str, content_bytes: int) -> dict[str, Any]:
     status = os.lstat(path)
-    told = {
+    facts = {
         "kind": _type(status.st_mode), "mode": stat.S_IMODE(status.st_mode), "uid": status.st_uid,
         "gid": status.st_gid, "size_bytes": status.st_size,
     }  # fmt: skip
     if stat.S_ISLNK(status.st_mode):
-        return {**told, "target": os.readlink(path)}  # noqa: PTH115
+        return {**facts, "target": os.readlink(path)}  # noqa: PTH115
     if stat.S_ISREG(status.st_mode) and status.st_size <= content_bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:  # noqa: PTH123
-            return {**told, "content": file.read(content_bytes).decode("latin-1")}
-    return told
+            return {**facts, "content": file.read(content_bytes).decode("latin-1")}
+    return facts
 
 
 def _delete(path: str) -> FileAnswer:
@@ -209,8 +216,8 @@ def _unpack(target: str) -> FileAnswer:
     os.makedirs(target, exist_ok=True)  # noqa: PTH103
     try:
         with os.fdopen(3, "rb") as source, tarfile.open(fileobj=source, mode="r|*") as archive:
-            # Inside the sandbox's own root: whatever path the archive names stays in it. Debian 12's Python knows no
-            # filters yet, and trusts fully.
+            # This process is inside the sandbox's root, so no path in the archive can lead out of it. Debian 12's
+            # Python has no filters yet and trusts archives fully.
             archive.extraction_filter = getattr(tarfile, "fully_trusted_filter", None)
             archive.extractall(target, numeric_owner=True)  # noqa: S202
     except (tarfile.TarError, EOFError) as error:
@@ -219,7 +226,7 @@ def _unpack(target: str) -> FileAnswer:
 
 
 def checksum_differs(sha256: object, body: bytes) -> bool:
-    """Whether the announced checksum, if any, is not that of body."""
+    """Whether a checksum was announced that is not that of the body."""
     return isinstance(sha256, str) and hashlib.sha256(body).hexdigest() != sha256.lower()
 
 

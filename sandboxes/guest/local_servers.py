@@ -44,9 +44,9 @@ class LocalServers(Servers):
         talks = order.port is None
         ours, theirs = new_pipes(talks=talks)
         null = [] if talks else [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
-        places = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
+        streams = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
         try:
-            pid = self._shells.launch(order.environment, places, _program(order))
+            pid = self._shells.launch(order.environment, streams, _program(order))
         except ShellStartError as error:
             for fd in ours:
                 os.close(fd)

@@ -1,7 +1,7 @@
-"""SQLite on a file of a sandbox that a shell shares: one connection for each call, in a process of the sandbox.
+"""SQLite on a database file that the shell can use too: one connection for each call.
 
-It runs with the rights of the agent's own processes, in a child of pid 1, which loads nothing but the standard library.
-What a call changed is seen as any change of files is.
+It runs in a child of the supervisor, with the rights of the agent's processes. What a call changed is noticed as any
+change of files is.
 """
 
 import sqlite3
@@ -25,16 +25,16 @@ def perform(fields: dict[str, Any]) -> tuple[SqlOutcome, bytes]:
     """Run a tool on the database at `path`; return what is to be known of the statement, and its answer."""
     inputs = VolatileInputs()
     inputs.begin(fields["frozen_ms"], bytes.fromhex(fields["seed"]))
-    told = _run(fields, inputs, writing=False)
-    if told is None or (told.needs_private and fields["tool"] not in READING):
-        told = _run(fields, inputs, writing=True)
-    assert told is not None
-    timed_out = told.failure is not None and told.failure.kind == "timeout"
-    return SqlOutcome(timed_out, volatile=inputs.used), told.body
+    ran = _run(fields, inputs, writing=False)
+    if ran is None or (ran.needs_private and fields["tool"] not in READING):
+        ran = _run(fields, inputs, writing=True)
+    assert ran is not None
+    timed_out = ran.failure is not None and ran.failure.kind == "timeout"
+    return SqlOutcome(timed_out, volatile=inputs.used), ran.body
 
 
 def _run(fields: dict[str, Any], inputs: VolatileInputs, *, writing: bool) -> ToolRun | None:
-    """Return what a tool did; None where the file cannot be read without writing: it is not there, or needs mending."""
+    """Return what a tool did; None if the file is missing or needs recovery, and so must be opened for writing."""
     path, tool, arguments = Path(fields["path"]), fields["tool"], fields["arguments"]
     try:
         connection = SqliteConnection(f"{path.as_uri()}?mode={'rwc' if writing else 'ro'}", inputs)
@@ -47,15 +47,15 @@ def _run(fields: dict[str, Any], inputs: VolatileInputs, *, writing: bool) -> To
         tools = Tools(connection, private=writing, output_bytes=fields["output_bytes"])
         if tool == "script" and writing:
             raw.execute("BEGIN IMMEDIATE")
-        told = tools.run(tool, arguments)
+        ran = tools.run(tool, arguments)
         if tool == "script" and writing and raw.in_transaction:
-            raw.execute("ROLLBACK" if told.failure is not None else "COMMIT")
-        elif writing and (connection.has_session() or Act.SETTING in told.acts):
-            told = _failed(fields, Failure(ALONE, "refused"))
+            raw.execute("ROLLBACK" if ran.failure is not None else "COMMIT")
+        elif writing and (connection.has_session() or Act.SETTING in ran.acts):
+            ran = _failed(fields, Failure(ALONE, "refused"))
     except sqlite3.Error as error:
         return _failed(fields, Failure(str(error)))
     else:
-        return told
+        return ran
     finally:
         if raw.in_transaction:
             raw.rollback()

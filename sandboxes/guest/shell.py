@@ -63,8 +63,8 @@ class Shell(ABC):
         session: The session that it was started from; None for one in which nothing has happened.
         pid: Its process, as the supervisor numbers it.
         death: A descriptor that is readable once it has ended. By then the pid may be another process's.
-        baseline: What its last dump said of its session; None until the first dump.
-        jobs: What its last dump said of its jobs.
+        baseline: The session in its last dump; None until the first dump.
+        jobs: The jobs in its last dump.
         runs: How many commands it was given.
         out: The stdout of its command.
         err: The stderr of its command.

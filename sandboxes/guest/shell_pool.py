@@ -180,7 +180,7 @@ class Shells(ABC):
             if shell.baseline is None or not shell.holds_more():
                 continue
             if shell.ended:
-                # Another process has killed it. Its session is what its last dump said.
+                # Another process has killed it. Its session is the one in its last dump.
                 self.kill(shell)
             else:
                 holding.append(shell)

@@ -365,7 +365,7 @@ class Supervisor:
             for fd in events & outputs.keys():
                 outputs[fd].drain(self.background.max_bytes)
             self._require_peers(events)
-            # The dump comes first: a shell that wrote it whole and then died has still told its session.
+            # The dump comes first: a shell that wrote it whole and then died has ended the call as usual.
             if shell.dump_fd in events and shell.read_dump():
                 return "dump"
             if shell.death in events:

@@ -1,6 +1,7 @@
-"""Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove, in a child as `files` has them.
+"""Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove.
 
-Paths may be relative to that user's home.
+Each operation runs in a child, as those of `file_ops` do; the child becomes the user first. Paths may be relative to
+that user's home. The texts of errors are those of E2B's servers.
 """
 
 import errno
@@ -14,11 +15,17 @@ from typing import Any
 
 TOOLS = frozenset({"read", "write", "info", "list", "mkdir", "move", "remove"})
 MAX_ENTRIES = 100_000
+"""The most entries of one listing: some 30 MB of JSON."""
 _TYPES = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"))
 
 
 class UserFileError(Exception):
-    """kind: `not_found`, `exists`, `invalid`, `denied` or `user`."""
+    """An operation cannot be carried out.
+
+    Attributes:
+        status: The HTTP status.
+        kind: `not_found`, `exists`, `invalid`, `denied` or `user`.
+    """
 
     def __init__(self, status: int, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -28,9 +35,12 @@ class UserFileError(Exception):
 def perform(
     tool: str, fields: dict[str, Any], transfer: Callable[[str], tuple[int, str, bytes]]
 ) -> tuple[int, str, bytes]:
-    """Return an HTTP status, a media type and JSON, or the bytes read; a failure has `kind` and `detail`.
+    """Return an operation's answer: JSON, or the bytes of a file; JSON with `kind` and `detail` for a failure.
 
-    transfer: reads or writes the file of a path.
+    Args:
+        tool: The operation.
+        fields: Its arguments.
+        transfer: Reads or writes the file at a path.
     """
     try:
         _become(fields["user"])
@@ -41,7 +51,7 @@ def perform(
             answer = transfer(path)
             if tool == "read" or answer[0] >= 300:
                 return answer
-        told = _entry(path) if tool == "write" else _done(tool, fields, path)
+        result = _entry(path) if tool == "write" else _run(tool, fields, path)
     except UserFileError as failure:
         return _problem(failure.status, failure.kind, str(failure))
     except FileNotFoundError as error:
@@ -53,14 +63,14 @@ def perform(
     except OSError as error:
         full = error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
         return _problem(507 if full else 409, "invalid", f"path '{error.filename}': {error.strerror}")
-    return 200, "application/json", json.dumps(told).encode()
+    return 200, "application/json", json.dumps(result).encode()
 
 
 def open_folder(path: str, user: str) -> int:
-    """Open a directory as user, which this process is from then on.
+    """Open a directory as a user; this process is that user from then on.
 
     Raises:
-        Failed: there is none, or it is not for this user.
+        UserFileError: There is no such directory, or the user may not open it.
     """
     try:
         _become(user)
@@ -77,21 +87,22 @@ def open_folder(path: str, user: str) -> int:
 
 
 def home() -> str:
-    """Return the home of the user who asks; / where the sandbox knows none."""
+    """Return this process's home directory; / if the sandbox has no entry for its user."""
     return next((line[5] for line in _lines("/etc/passwd") if line[2] == str(os.geteuid())), "/") or "/"
 
 
 def resolved(path: str, start: str) -> str:
-    """Return path as an absolute one."""
+    """Return a path as an absolute one; start is the directory of relative paths."""
     if path == "~" or path.startswith("~/"):
         path = start + path[1:]
     return os.path.normpath(os.path.join(start, path))  # noqa: PTH118 - pathlib is not loaded in pid 1
 
 
 def _become(user: str) -> None:
-    """Go on as user; whoever the sandbox runs as where it is empty."""
+    """Become a user of the sandbox; nothing happens for an empty name."""
     if not user:
         return
+    # The sandbox's own file, read directly: libc would load modules for other databases from the sandbox.
     known = next((line for line in _lines("/etc/passwd") if user in (line[0], line[2])), None)
     if known is None:
         raise UserFileError(401, "user", f"error looking up user '{user}': user: unknown user {user}")
@@ -107,7 +118,7 @@ def _become(user: str) -> None:
         raise UserFileError(403, "denied", f"this sandbox cannot become user '{user}': {error.strerror}") from error
 
 
-def _done(tool: str, fields: dict[str, Any], path: str) -> Any:
+def _run(tool: str, fields: dict[str, Any], path: str) -> Any:
     match tool:
         case "info":
             return _entry(path)
@@ -122,20 +133,19 @@ def _done(tool: str, fields: dict[str, Any], path: str) -> Any:
 
 
 def _entry(path: str) -> dict[str, Any]:
-    """Return what is known of an entry: of a link, what it leads to, if it leads anywhere."""
-    link = os.lstat(path)
-    told = link
+    """Return the facts of an entry; those of its target for a link that leads somewhere."""
+    link = status = os.lstat(path)
     target = None
     if stat.S_ISLNK(link.st_mode):
         target = os.path.realpath(path)
-        told = os.stat(path) if os.path.exists(path) else link  # noqa: PTH110, PTH116
-    seconds, nanoseconds = divmod(told.st_mtime_ns, 10**9)
+        status = os.stat(path) if os.path.exists(path) else link  # noqa: PTH110, PTH116
+    seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
     when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return {
         "name": _text(os.path.basename(path) or "/"), "path": _text(path),  # noqa: PTH119
-        "type": next((name for is_type, name in _TYPES if is_type(told.st_mode)), "other"),
-        "size": told.st_size, "mode": stat.S_IMODE(told.st_mode), "permissions": stat.filemode(told.st_mode),
-        "owner": _name("/etc/passwd", told.st_uid), "group": _name("/etc/group", told.st_gid),
+        "type": next((name for is_type, name in _TYPES if is_type(status.st_mode)), "other"),
+        "size": status.st_size, "mode": stat.S_IMODE(status.st_mode), "permissions": stat.filemode(status.st_mode),
+        "owner": _name("/etc/passwd", status.st_uid), "group": _name("/etc/group", status.st_gid),
         "modified": f"{when}.{nanoseconds:09d}Z", "link": None if target is None else _text(target),
     }  # fmt: skip
 
@@ -145,18 +155,18 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
         if not os.path.lexists(path):
             raise UserFileError(404, "not_found", f"path '{path}' does not exist")
         raise UserFileError(422, "invalid", f"path '{path}' is not a directory")
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     folders = [(path, 1)]
     while folders:
         folder, level = folders.pop(0)
         for name in sorted(os.listdir(folder)):  # noqa: PTH208
             below = os.path.join(folder, name)  # noqa: PTH118
-            if len(found) == MAX_ENTRIES:
+            if len(entries) == MAX_ENTRIES:
                 raise UserFileError(413, "invalid", f"path '{path}' has more than {MAX_ENTRIES} entries")
-            found.append(_entry(below))
+            entries.append(_entry(below))
             if level < depth and stat.S_ISDIR(os.lstat(below).st_mode):
                 folders.append((below, level + 1))
-    return sorted(found, key=lambda entry: str(entry["path"]))
+    return sorted(entries, key=lambda entry: str(entry["path"]))
 
 
 def _mkdir(path: str) -> dict[str, Any]:
@@ -196,10 +206,10 @@ def _name(file: str, number: int) -> str:
 def _lines(file: str) -> list[list[str]]:
     try:
         with open(file, errors="replace") as lines:  # noqa: PTH123
-            found = [line.rstrip("\n").split(":") for line in lines]
+            rows = [line.rstrip("\n").split(":") for line in lines]
     except OSError:
         return []
-    return [[*line, "", "", "", ""] for line in found if len(line) >= 3]
+    return [[*line, "", "", "", ""] for line in rows if len(line) >= 3]
 
 
 def _text(path: str) -> str:

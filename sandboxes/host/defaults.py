@@ -1,7 +1,7 @@
 """Defaults of machine sandboxes: environment variables and the disk reserve."""
 
 RESERVE_BYTES = 64 << 20
-"""With less free disk than this, a call's failure may be the machine's: an error, not a result."""
+"""With less free disk than this, a failed call may be the machine's fault, so it is an error and no result."""
 
 
 ENVIRONMENT = {

@@ -1,4 +1,4 @@
-"""Bringing a sandbox to its spec's root state: archives, files, set-up commands."""
+"""Provisioning: a new sandbox is brought to its spec's root state by archives, files and set-up commands."""
 
 import asyncio
 import os
@@ -15,7 +15,9 @@ from sandboxes.shell_quote import quote
 from sandboxes.spec import EnvironmentSpec
 
 UNPACK_S = 3600.0
+"""Timeout for unpacking one archive. Images of several gigabytes take minutes on a slow disk."""
 SETUP_SESSION = "set-up"
+"""The session of set-up commands, which is never an agent's."""
 
 
 class Provisioned(Guest, Protocol):
@@ -26,10 +28,10 @@ class Provisioned(Guest, Protocol):
 
 
 async def furnish(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
-    """Bring archives and files in and run set-up commands, as calls of a session that is then forgotten.
+    """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten.
 
     Raises:
-        SpecError: one of them fails.
+        SpecError: One of them fails.
     """
     await _must(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
     for archive in spec.archives:
@@ -49,8 +51,8 @@ async def _must(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command:
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
-        said = (answer["stderr"] or answer["stdout"])[-2000:]
-        raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {said}")
+        output = (answer["stderr"] or answer["stdout"])[-2000:]
+        raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {output}")
 
 
 async def _bring(sandbox: Provisioned, source: Path, path: Path) -> None:
@@ -70,13 +72,20 @@ def _has_log(source: Path) -> bool:
 
 
 async def _unpack(sandbox: Provisioned, source: Path, target: str) -> None:
-    """Stream a tarball, or a directory as one, into the sandbox, which unpacks it inside its own root."""
+    """Stream a tarball, or a directory as a tarball, into the sandbox, which unpacks it inside its own root."""
     folder = await asyncio.to_thread(source.is_dir)
     await _stream(sandbox, source, ("--numeric-owner", "-C", str(source), ".") if folder else (), target)
 
 
 async def _stream(sandbox: Provisioned, source: Path, packing: tuple[str, ...], target: str) -> None:
-    """Stream source into the sandbox: through tar with these options, or, without any, as the tarball that it is."""
+    """Stream a source into the sandbox.
+
+    Args:
+        sandbox: The sandbox.
+        source: A tarball, or what `tar` packs.
+        packing: Options for `tar`; empty if the source is a tarball already.
+        target: The directory to unpack in.
+    """
     process: asyncio.subprocess.Process | None = None
     if packing:
         reading, writing = os.pipe2(os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The driver's end of a terminal in a sandbox: see `sandboxes.looking.Terminal`."""
+"""The proxy's end of a terminal in a sandbox."""
 
 import asyncio
 import contextlib
@@ -9,10 +9,11 @@ from typing import Any
 from sandboxes.linux.tty import set_size
 
 _CHUNK = 1 << 16
+"""How much output is read at once."""
 
 
 class Pty:
-    """See `sandboxes.looking.Terminal`: the driver's end."""
+    """The master end of a terminal; an implementation of `sandboxes.inspection.Terminal`."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -21,19 +22,19 @@ class Pty:
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def read(self) -> bytes:
-        """See `Terminal.read`."""
+        """Return the next output; empty once no process has the terminal open any more."""
         while self._fd >= 0:
             try:
                 return os.read(self._fd, _CHUNK)
             except BlockingIOError:
                 await self._ready(self._loop.add_reader, self._loop.remove_reader)
             except OSError:
-                # Nobody has the other end open any more.
+                # EIO: no process has the other end open any more.
                 return b""
         return b""
 
     async def write(self, data: bytes) -> None:
-        """See `Terminal.write`."""
+        """Type at the terminal."""
         view = memoryview(data)
         while view and self._fd >= 0:
             try:
@@ -44,13 +45,13 @@ class Pty:
                 return
 
     def resize(self, columns: int, rows: int) -> None:
-        """See `Terminal.resize`."""
+        """Set the size in characters."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 set_size(self._fd, columns, rows)
 
     def close(self) -> None:
-        """See `Terminal.close`."""
+        """Close this end. Idempotent; pending reads end."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._loop.remove_reader(fd)

@@ -1,4 +1,4 @@
-"""The driver's end of a socket to the launcher or to a pid 1: requests answered in order, with descriptors."""
+"""The proxy's end of a socket to another process of ours: requests are answered in order, with descriptors."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from sandboxes.ipc.messages import Failed
 
 
 class ChannelClosedError(ConnectionError):
-    """The other end is gone."""
+    """The other end is gone, or is not talked to any more."""
 
 
 class PeerFailedError(Exception):
@@ -22,7 +22,11 @@ class PeerFailedError(Exception):
 
 
 class Channel:
-    """One socket, any number of callers at once; each gets the answer to its own request."""
+    """One socket for any number of callers at once; each gets the answer to its own request.
+
+    Attributes:
+        lost: Why the channel is closed; None while it is open.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -36,10 +40,10 @@ class Channel:
         self._loop.add_reader(end.fileno(), self._readable)
 
     async def request(self, fields: dict[str, Any], body: bytes = b"", fds: Sequence[int] = ()) -> Message:
-        """Send a request and return its answer, descriptors included: they are the caller's to close.
+        """Send a request and return its answer; the caller closes the answer's descriptors.
 
         Raises:
-            ChannelLost: the other end is gone.
+            ChannelClosedError: The other end is gone.
         """
         async with self._sending:
             if self.lost is not None:
@@ -74,7 +78,7 @@ class Channel:
         return cast("Envelope[AnswerT]", self._expect_one_of(await self.receive(), expected))
 
     def _expect_one_of(self, frame: Message, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
-        """Decode a frame; whoever sends what cannot be decoded, or is not expected, is not talked to any more."""
+        """Decode a frame. After one that cannot be decoded, or is not expected, the channel is closed."""
         try:
             envelope = decode(frame)
         except MalformedFrameError as error:
@@ -90,7 +94,7 @@ class Channel:
         raise ChannelClosedError(self.lost)
 
     async def receive(self) -> Message:
-        """Return the next message that nobody has asked for."""
+        """Return the next message that answers no request."""
         if self._early:
             return self._early.popleft()
         if self.lost is not None:
@@ -98,7 +102,7 @@ class Channel:
         return await self._expect()
 
     def close(self, reason: str = "closed") -> None:
-        """Let go of the socket; whoever waits gets ChannelLost. Idempotent."""
+        """Close the socket; all waiting callers get a `ChannelClosedError`. Idempotent."""
         if self.lost is not None:
             return
         self.lost = reason
@@ -111,7 +115,7 @@ class Channel:
 
     def _expect(self) -> asyncio.Future[Message]:
         future: asyncio.Future[Message] = self._loop.create_future()
-        # Whoever waited may be gone by the time the other end is lost: then nobody needs to hear of it.
+        # The caller may have been cancelled before the channel is lost; asyncio would log its unread exception.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting.append(future)
         return future
@@ -138,7 +142,7 @@ class Channel:
             return
         self._loop.add_writer(fd, _wake, ready)
         try:
-            # Bounded: close() may come meanwhile and would leave nobody to wake us.
+            # Bounded: after a `close` in the meantime no event would wake this coroutine.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ready, 1.0)
         finally:
@@ -169,7 +173,7 @@ class Channel:
                 future.set_result(message)
                 return
         else:
-            # It came before anybody asked: the next receive() gets it.
+            # No request is pending: the next `receive` gets it.
             self._early.append(message)
             return
         for fd in message.fds:

@@ -1,7 +1,7 @@
-"""Frames between driver, launcher and pid 1: a JSON object, a body of bytes, and descriptors that ride along (pure
-but for `receive`).
+"""Frames between our processes: a JSON object, a body of bytes, and descriptors that accompany them.
 
-JSON, because the far end of a sandbox's socket may have been influenced by what runs there.
+They are JSON, because what comes from a sandbox is untrusted: a parser of JSON builds plain values and nothing else.
+Only `receive` does I/O.
 """
 
 import array
@@ -12,31 +12,43 @@ from typing import Any, NamedTuple
 
 HEADER = struct.Struct("!III")
 MAX_BYTES = 1 << 31
+"""The largest frame. Files of a sandbox cross in one frame, and no sandbox may hold that much."""
 _DESCRIPTORS_AT_ONCE = 8
+"""The most descriptors that accompany one frame: those of a sandbox that is restored."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Message(NamedTuple):
+    """A frame's content.
+
+    Attributes:
+        fields: The JSON object.
+        body: The bytes after it.
+        fds: The descriptors that came along; the receiver closes them.
+    """
+
     fields: dict[str, Any]
     body: bytes
     fds: list[int]
 
 
 class MalformedFrameError(ValueError):
+    """The other end has sent something that is no frame, or a frame that is no message."""
+
     def __init__(self, reason: str) -> None:
         super().__init__(f"a frame from the other end cannot be read: {reason}")
 
 
 def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
-    """Return the frame of a message that fds descriptors accompany."""
+    """Return a frame that a number of descriptors accompanies."""
     text = _encode(fields).encode()
     return HEADER.pack(len(text), len(body), fds) + text + body
 
 
 def receive(end: socket.socket, max_bytes: int = 1 << 18) -> tuple[bytes, list[int]]:
-    """Return what a socket gives, and the descriptors that came with it, close-on-exec.
+    """Return what a socket has received, and the descriptors that came along, close-on-exec.
 
-    socket.recv_fds ignores its flags: its descriptors would leak into every command.
+    `socket.recv_fds` ignores its flags, so its descriptors would leak into every command.
     """
     fds = array.array("i")
     room = socket.CMSG_LEN(_DESCRIPTORS_AT_ONCE * fds.itemsize)
@@ -48,21 +60,22 @@ def receive(end: socket.socket, max_bytes: int = 1 << 18) -> tuple[bytes, list[i
 
 
 class Inbox:
-    """Puts messages together from what a socket gives."""
+    """Puts frames together from the pieces that a socket gives."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
         self._fds: list[int] = []
 
     def feed(self, data: bytes, fds: list[int]) -> None:
+        """Add a piece."""
         self._bytes += data
         self._fds += fds
 
     def take(self) -> Message | None:
-        """Return the next whole message, None while it is not whole.
+        """Return the next frame; None until it is whole.
 
         Raises:
-            MalformedFrame: what came is no frame.
+            MalformedFrameError: What came is no frame.
         """
         if len(self._bytes) < HEADER.size:
             return None

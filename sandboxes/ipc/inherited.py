@@ -1,22 +1,21 @@
-"""Descriptors that a restored process inherits from CRIU, and their numbers."""
+"""Descriptors that restored processes inherit from CRIU, and their numbers."""
 
 from collections.abc import Mapping
 from typing import Any
 
+SOCKET_FD, IMAGES_FD, KERNEL_FD, INHERITED_FD = 3, 7, 9, 20
+"""CRIU's own descriptors as `snapshots.criu` names them to CRIU; the inherited ones begin at INHERITED_FD."""
+
 
 def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the kernel's names of the pipes that led to the processes when they were dumped, in a fixed order (pure).
+    """Return CRIU's names of what restored processes inherit, in the order of `INHERITED_FD` and following (pure).
 
-    CRIU restores each from a descriptor that it is given in its place: `operate.INHERITED_FD` and following. So it
-    does mapped files that it cannot open by itself.
+    They are the pipes that led to the processes when they were dumped, and mapped files that CRIU cannot open itself.
+    `guest.checkpoint_restore` makes the replacements in the same order.
     """
     names = list(checkpoint["anchor"]["pipes"])
     for shell in checkpoint["shells"]:
-        names += [shell["pipes"][place] for place in sorted(shell["pipes"], key=int)]
+        names += [shell["pipes"][number] for number in sorted(shell["pipes"], key=int)]
     for kind in ("servers", "left"):
-        names += [name for one in checkpoint.get(kind, ()) for name in one["pipes"]]
+        names += [name for process in checkpoint.get(kind, ()) for name in process["pipes"]]
     return names + sorted(checkpoint["mapped"])
-
-
-SOCKET_FD, IMAGES_FD, KERNEL_FD, INHERITED_FD = 3, 7, 9, 20
-"""As `sandboxes.criu` tells CRIU; from INHERITED_FD on stands what restored processes inherit."""

@@ -235,7 +235,9 @@ class Init:
         # The script may be longer than an argument can be, so bash reads it from memory.
         theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
         redirections = f"0<>{terminal_path} 1>&0 2>&0 {TEXT_FD}<&-" if terminal_path else f"{TEXT_FD}<&-"
-        script = text(arguments, request.environment, uid=os.getuid(), places=redirections, terminal=terminal_path)
+        script = text(
+            arguments, request.environment, uid=os.getuid(), redirections=redirections, terminal=terminal_path
+        )
         os.pwrite(theirs[TEXT_FD], script, 0)
         try:
             pid = self._shells.launch({}, theirs, PROGRAM)
