@@ -236,7 +236,7 @@ class Auditor:
         try:
             await self._wait_for_sandbox(check.patience_s)
             async with self._restorer.fork(check.tree, replay.start, spare=True) as sandbox:
-                for record in _in_order(replay, expected):
+                for record in replay.in_order(expected):
                     if replay.start.detached or record.source.detached:
                         break
                     difference = await self._run_again(sandbox, record, check)
@@ -321,16 +321,3 @@ class Auditor:
         deadline = None if patience_s is None else loop.time() + patience_s
         while self._busy() and (deadline is None or loop.time() < deadline):  # noqa: ASYNC110 - see _POLL_S
             await asyncio.sleep(_POLL_S)
-
-
-def _in_order(replay: ReplayPath, expected: Collection[Record]) -> Iterable[Record]:
-    """Yield what runs on a path: at each node the expected observations, then the step to the next node."""
-    observations: dict[Node, list[Record]] = {}
-    for record in expected:
-        if record.observation:
-            observations.setdefault(record.source, []).append(record)
-    steps: list[Record | None] = [*replay.steps, None]
-    for node, step in zip(replay.nodes, steps, strict=True):
-        yield from observations.get(node, ())
-        if step is not None:
-            yield step

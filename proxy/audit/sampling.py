@@ -1,8 +1,9 @@
 """Which recorded calls an audit runs again, and along which paths of the tree (pure)."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from proxy.tree.tree import Node, Record, path
 
@@ -23,6 +24,17 @@ class ReplayPath:
     def nodes(self) -> list[Node]:
         """The nodes on the path, the start first."""
         return [self.start, *(step.target for step in self.steps)]
+
+    def in_order(self, expected: Iterable[Record]) -> Iterator[Record]:
+        """Yield what runs on the path: at each node the expected observations, then the step to the next node."""
+        observations: dict[Node, list[Record]] = {}
+        for record in expected:
+            if record.observation:
+                observations.setdefault(record.source, []).append(record)
+        for node, step in zip_longest(self.nodes, self.steps):
+            yield from observations.get(node, ())
+            if step is not None:
+                yield step
 
 
 def sample_calls(top: Node, count: int | None, randomness: random.Random) -> list[Record]:

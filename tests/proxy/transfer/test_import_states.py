@@ -23,7 +23,7 @@ from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
 from tests.proxy.rig import KEEPS_ALL, ask, engine
 from tests.proxy.serving import serving
-from tests.proxy.transfer.test_service import chunks, walked
+from tests.proxy.transfer.rig import chunks, walked
 from tests.sandboxes.box import local_driver, needs_root
 from tests.sandboxes.local.test_states import small_base
 

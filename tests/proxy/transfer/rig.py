@@ -1,0 +1,56 @@
+"""Trees that are exported and imported, and what an import answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from proxy.engine import Engine
+from proxy.tree.rollout import Outcome
+from tests.proxy.rig import ask, engine
+
+
+def workload(rollouts: int, calls: int) -> list[list[str]]:
+    """Rollouts that share their first half, then part, with looks in between."""
+    shared = [part for n in range(calls // 2) for part in (f"X={n}", "cat seed")]
+    return [[*shared, *(f"X={rollout}-{n}" for n in range(calls // 2)), "cat seed"] for rollout in range(rollouts)]
+
+
+async def walked(running: Engine, task: str, rollouts: list[list[str]]) -> list[tuple[dict[str, Any], Outcome]]:
+    opened = await running.tasks.open(task)
+    answers = []
+    for number, commands in enumerate(rollouts):
+        rollout = running.tasks.begin(opened, f"r{number}", opened.tree, opened.tree.root)
+        answers += [await ask(running, rollout, command) for command in commands]
+    return answers
+
+
+async def exported(running: Engine, task: str) -> bytes:
+    opened = await running.tasks.find(task)
+    running.journal.fold()
+    return b"".join(running.transfer.export(task, opened.tree))
+
+
+async def chunks(data: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), 65536):
+        yield data[at : at + 65536]
+
+
+def verdict(data: bytes, folder: Path, task: str = "task") -> str:
+    """Import data into an empty instance; return why it was refused, empty where it was not."""
+
+    async def go() -> str:
+        async with engine(folder / "there") as there:
+            try:
+                await there.transfer.take(task, chunks(data))
+            except Exception as error:  # noqa: BLE001 - what it is, is the test's to say
+                assert there.store.tasks.get(task) is None
+                counts = [
+                    there.store.database.tables.table(name).count for name in ("nodes", "records", "blobs", "trees")
+                ]
+                assert counts == [0, 0, 0, 0], "nothing half imported"
+                assert list((folder / "there" / "imports").iterdir()) == []
+                return str(error)
+            return ""
+
+    return asyncio.run(go())
