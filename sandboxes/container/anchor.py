@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS
-from sandboxes.container.cgroup_processes import Household, inner_of, kill, start_time
+from sandboxes.container.cgroup_processes import ContainerProcesses, inner_of, kill, start_time
 from sandboxes.guest.anchor import ShellStartError
 
 ANSWER_S = 10.0
@@ -43,14 +43,14 @@ class ContainerAnchor:
         bash: Whether it starts bash; otherwise it starts /bin/sh.
     """
 
-    def __init__(self, box: Path, house: Household) -> None:
+    def __init__(self, box: Path, members: ContainerProcesses) -> None:
         """Open the FIFOs, at both ends: then no open and no write blocks, and none fails when the other end dies.
 
         Args:
             box: The container's box.
-            house: The container's processes.
+            members: The container's processes.
         """
-        self.box, self.house = box, house
+        self.box, self.members = box, members
         self.pids: set[int] = set()
         self.pid = 0
         self.bash = False
@@ -68,12 +68,12 @@ class ContainerAnchor:
             ShellStartError: No anchor responds in time.
         """
         _, kind, inner, parent = self._hear("ready", within_s)
-        pids = [self.house.find(int(pid)) for pid in (inner, parent)]
+        pids = [self.members.find(int(pid)) for pid in (inner, parent)]
         self.bash = kind == "bash"
         self.pids = {pid for pid in pids if pid is not None}
         self.pid = pids[0] or 0
         self._started = start_time(self.pid)
-        for pid in (self.house.pid, *self.pids):
+        for pid in (self.members.pid, *self.pids):
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/oom_score_adj").write_text(PROTECTED_OOM_SCORE)
         return self.bash
@@ -84,8 +84,8 @@ class ContainerAnchor:
 
     def adopt(self, stored: dict[str, Any]) -> None:
         """Use the anchor that a checkpoint restored, instead of the one that was here."""
-        self.pid = self.house.find(stored["inner"]) or 0
-        self.pids = {pid for inner in stored["pids"] if (pid := self.house.find(inner)) is not None}
+        self.pid = self.members.find(stored["inner"]) or 0
+        self.pids = {pid for inner in stored["pids"] if (pid := self.members.find(inner)) is not None}
         self.bash = stored["bash"]
         self._started = start_time(self.pid)
 
@@ -98,7 +98,7 @@ class ContainerAnchor:
         if start_time(self.pid) == self._started and self._started is not None:
             return
         # The init goes too, with whatever it has left, so that pid 1 reads `again`.
-        for pid in self.pids - {self.house.pid}:
+        for pid in self.pids - {self.members.pid}:
             kill(pid)
         self._drop_news()
         os.write(self._again_fd, b"\n")
@@ -106,7 +106,7 @@ class ContainerAnchor:
             self.ready(ANSWER_S if self._has_shell() else NO_SHELL_S)
 
     def _has_shell(self) -> bool:
-        return os.path.lexists(f"/proc/{self.house.pid}/root/bin/sh")
+        return os.path.lexists(f"/proc/{self.members.pid}/root/bin/sh")
 
     def new_folder(self) -> Path:
         """Return a directory in the box that does not exist yet. Restored shells bring directories of other numbers."""
@@ -126,7 +126,7 @@ class ContainerAnchor:
             _, started, inner = self._hear("started", ANSWER_S)
             if started == name:
                 break
-        pid = self.house.find(int(inner)) if inner else None
+        pid = self.members.find(int(inner)) if inner else None
         if pid is None:
             raise ShellStartError("no shell can be started in this sandbox: the process ended at once")
         return pid, int(inner)
@@ -162,10 +162,10 @@ class ContainerAnchor:
                 # A process of the agent's may have written the line, so its form is checked.
                 if fields[:1] == [kind] and len(fields) == expected and all(f.isdigit() for f in fields[-2:]):
                     return fields
-            readable, _, _ = select.select([self._news_fd, self.house.init], [], [], min(remaining_s, 0.2))
+            readable, _, _ = select.select([self._news_fd, self.members.init], [], [], min(remaining_s, 0.2))
             if self._news_fd in readable:
                 self._news += os.read(self._news_fd, 1 << 16)
-            elif self.house.init in readable or (kind != "ready" and start_time(self.pid) != self._started):
+            elif self.members.init in readable or (kind != "ready" and start_time(self.pid) != self._started):
                 # The container's pid 1 has ended, or the anchor that should respond.
                 break
         raise ShellStartError("no shell can be started in this sandbox: its anchor does not respond")

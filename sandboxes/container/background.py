@@ -1,4 +1,4 @@
-"""Processes that were left running in a container: their streams are FIFOs in a directory of the box, kept for them."""
+"""Background processes of a container. Their streams are FIFOs in a directory of the box."""
 
 import contextlib
 import os
@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.cgroup_processes import Household
+from sandboxes.container.cgroup_processes import ContainerProcesses
 from sandboxes.container.shell import RIGHTS
 from sandboxes.guest.background import BackgroundProcess, pending_outputs
 from sandboxes.guest.process_io import death_of
 
 NAMES = {0: "go", 1: "out", 2: "err"}
-"""The FIFOs of a process, by the places that it has them at."""
+"""The FIFOs of a process, by its stream numbers."""
+
 _READS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _WRITES = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -46,17 +47,17 @@ class ContainerBackgroundProcess(BackgroundProcess):
         self._inner, self._folder = inner, folder
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of it; its FIFOs are found by their directory."""
+        """Return what a checkpoint stores about the process; a restore finds its FIFOs by their directory."""
         return {**super().remember(), "inner": self._inner, "folder": self._folder.name}
 
     def close(self) -> None:
-        """Close all descriptors of it, and remove its directory."""
+        """Close the keeper's descriptors, and remove the directory."""
         super().close()
         remove(self._folder)
 
 
 def remove(folder: Path) -> None:
-    """Remove a process's directory; whoever has its streams keeps them."""
+    """Remove a process's directory. Processes that have the FIFOs open keep them."""
     for path in folder.glob("*"):
         path.unlink()
     with contextlib.suppress(OSError):
@@ -64,31 +65,37 @@ def remove(folder: Path) -> None:
 
 
 class PendingRestore:
-    """One that is on its way back from a checkpoint: the FIFOs that it knows are there for it to open again."""
+    """A background process that CRIU is about to restore: its FIFOs exist again under the names that it had open."""
 
-    def __init__(self, told: dict[str, Any], box: Path) -> None:
-        self._told, self._folder = told, box / told["folder"]
+    def __init__(self, stored: dict[str, Any], box: Path) -> None:
+        """Make the FIFOs.
+
+        Args:
+            stored: What `ContainerBackgroundProcess.remember` returned.
+            box: The container's box.
+        """
+        self._stored, self._folder = stored, box / stored["folder"]
         self._folder.mkdir(mode=0o755)
         for name in NAMES.values():
             os.mkfifo(self._folder / name)
             (self._folder / name).chmod(0o666)
-        # Open at both ends, so that nobody waits for another.
+        # Open at both ends, so that CRIU's opens do not block.
         self._held = {place: os.open(self._folder / name, RIGHTS) for place, name in NAMES.items()}
 
-    def adopted(self, house: Household, status: Callable[[int], int]) -> ContainerBackgroundProcess:
-        """Take it over, once it is back."""
+    def adopted(self, members: ContainerProcesses, status: Callable[[int], int]) -> ContainerBackgroundProcess:
+        """Return the process after CRIU has restored it."""
         ends = {}
-        for place in self._told["places"]:
-            # Nobody reads what it has closed.
+        for place in self._stored["places"]:
+            # Opening fails for a stream that the process had closed: the FIFO has no other end then.
             with contextlib.suppress(OSError):
                 ends[place] = os.open(self._folder / NAMES[place], _WRITES if place == 0 else _READS)
         for fd in self._held.values():
             os.close(fd)
-        inner = self._told["inner"]
-        pid = house.find(inner) or 0
+        inner = self._stored["inner"]
+        pid = members.find(inner) or 0
         death = death_of(pid) if pid else os.eventfd(1, os.EFD_CLOEXEC)
         process = ContainerBackgroundProcess(
-            self._told["told"], ends, death, pid, lambda: status(inner), inner=inner, folder=self._folder
+            self._stored["told"], ends, death, pid, lambda: status(inner), inner=inner, folder=self._folder
         )
-        process.recall(self._told)
+        process.recall(self._stored)
         return process

@@ -20,7 +20,7 @@ _PF_EXITING = 0x4
 """The flag of a process that has begun to exit (Linux, include/linux/sched.h)."""
 
 
-class Household:
+class ContainerProcesses:
     """The processes of one container.
 
     Attributes:
@@ -53,7 +53,7 @@ class Household:
             return []
         return [int(pid) for pid in data.split()]
 
-    def living(self) -> set[Process]:
+    def running(self) -> set[Process]:
         """Return the processes that have not ended, with their start times; 0.03 ms each."""
         return {(pid, started) for pid in self.pids() if (started := start_time(pid)) is not None}
 
@@ -75,7 +75,7 @@ class Household:
             kill(first)
         deadline = time.monotonic() + KILL_S
         while time.monotonic() < deadline:
-            doomed = {pid for pid, _ in self.living()} - spared
+            doomed = {pid for pid, _ in self.running()} - spared
             if not doomed:
                 return
             # A stopped process cannot fork, so each round leaves fewer processes that can.

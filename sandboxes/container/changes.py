@@ -1,4 +1,9 @@
-"""What a container's files differ in from its image, kept up to date in its keeper; copies of it out and in."""
+"""The files of a container that differ from its image: their delta, and copies of them for frozen states.
+
+The keeper reads the container's upper directory, in which overlayfs keeps everything that was written. `look` compares
+signatures (inode, size, times) first, and computes a delta only if they differ. A file whose signature is that of the
+last copy is hard-linked from it, so a copy costs what changed.
+"""
 
 import json
 import os
@@ -6,13 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandboxes.container import copies
-from sandboxes.container.cgroup_processes import Household
+from sandboxes.container.cgroup_processes import ContainerProcesses
 from sandboxes.guest import file_delta as delta
 from sandboxes.guest.changes import Digests, digests_of, disk_watch, free_bytes
 from sandboxes.ipc.launch_messages import ForkKeeper
 from sandboxes.session_types import ShellSession
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+"""How a directory is opened."""
 
 
 class ContainerChanges:
@@ -24,8 +30,8 @@ class ContainerChanges:
         now: The delta to the image; None if it is too large to know.
     """
 
-    def __init__(self, house: Household, roots: delta.DeltaRoots, order: ForkKeeper) -> None:
-        self._house, self._roots = house, roots
+    def __init__(self, members: ContainerProcesses, roots: delta.DeltaRoots, order: ForkKeeper) -> None:
+        self._members, self._roots = members, roots
         self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
         self._born_ns = 0
         self.now: delta.Delta | None = {}
@@ -33,29 +39,35 @@ class ContainerChanges:
         self._copied: tuple[str, dict[str, delta.Signature]] = ("", {})
 
     def begin(self, born_ns: int, copy: str) -> None:
-        """Begin with what there is over the image, or with a copy, which is laid over it."""
+        """Start a sandbox.
+
+        Args:
+            born_ns: When the spec's root state was built, in ns since 1970.
+            copy: The path of the copy to lay over the image; empty to start with the container as it is.
+        """
         self._born_ns = born_ns
         if not copy:
             self.look()
             return
         meta = json.loads((Path(copy) / "meta.json").read_bytes())
-        source, target = os.open(f"{copy}/diff", FOLDER), os.open(f"/proc/{self._house.pid}/root", FOLDER)
+        source, target = os.open(f"{copy}/diff", FOLDER), os.open(f"/proc/{self._members.pid}/root", FOLDER)
         try:
             copies.lay_over(source, target, meta["links"])
         finally:
             os.close(source)
             os.close(target)
-        told = meta["delta"]
-        self.now = None if told is None else {path: (what, at) for path, (what, at) in told.items()}
+        stored = meta["delta"]
+        # JSON has no tuples.
+        self.now = None if stored is None else {path: (what, at) for path, (what, at) in stored.items()}
         self._signatures = delta.signatures(self._roots.upper)
         self._copied = (copy, self._signatures)
 
     def look(self) -> bool:
         """Update the delta; return whether anything differs from before."""
-        found = delta.signatures(self._roots.upper)
-        if found == self._signatures:
+        signatures = delta.signatures(self._roots.upper)
+        if signatures == self._signatures:
             return False
-        before, self._signatures = self.now, found
+        before, self._signatures = self.now, signatures
         try:
             self.now = delta.merge({}, self._roots, copies.OPAQUE)
         except delta.DeltaTooLargeError:
@@ -65,12 +77,17 @@ class ContainerChanges:
 
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
         """Return the state's digest, or its witness if processes run."""
-        return digests_of(self.now, sessions, self._born_ns, self._house.written_paths() if alive else None)
+        return digests_of(self.now, sessions, self._born_ns, self._members.written_paths() if alive else None)
 
     def copy(self, folder: Path, becomes: str) -> int:
-        """Copy the container's own files to a new directory; return the bytes that no earlier copy shares.
+        """Copy the container's own files.
 
-        becomes: the path that folder will have.
+        Args:
+            folder: The directory to make.
+            becomes: The path that it will have later, from which the next copy links unchanged files.
+
+        Returns:
+            The bytes that no earlier copy shares.
         """
         (folder / "diff").mkdir(parents=True)
         target = os.open(folder / "diff", FOLDER)
@@ -85,13 +102,14 @@ class ContainerChanges:
         return copy.added_bytes
 
     def _unchanged(self, path: str) -> str | None:
+        """Return the path of a file in the last copy if it did not change since; None otherwise."""
         copy, signatures = self._copied
         return f"{copy}/diff/{path}" if copy and signatures.get(path) == self._signatures.get(path) else None
 
     def free_bytes(self) -> int:
-        """Return what the disk has left where Docker keeps containers."""
+        """Return the free bytes of the disk on which Docker keeps containers."""
         return free_bytes(self._roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """See `localbox.changes.disk_watch`."""
+        """Return a check of the container's disk use; see `sandboxes.guest.changes.disk_watch`."""
         return disk_watch(self._roots.upper, self.disk_bytes, self.reserve_bytes)

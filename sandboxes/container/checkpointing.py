@@ -1,4 +1,25 @@
-"""A container's state out and in, with its processes by a CRIU that the driver talks to. Seen from its keeper."""
+"""Freezing and restoring of a container, by its keeper.
+
+Theory of operation. Without live processes a freeze is a copy of the container's own files. With live processes, CRIU
+dumps the tree below the anchor's init. Pid 1 stays outside: Docker started it, and a restore happens in another
+container, which has a pid 1 already. A freeze takes these steps:
+
+1. `freeze` checks that everything but pid 1 belongs to the tree, and returns its root.
+2. `dump` forks; the fork enters the container's namespaces and starts CRIU there. The proxy talks to CRIU itself.
+3. While CRIU holds the processes still, the proxy asks for `copy`: the files of the same moment, and what the keeper
+   knows of shells, servers and background processes.
+
+A restore takes these steps, in a fresh container with the copy laid over its image:
+
+1. Kill everything but pid 1: the fresh anchor has the pid that the restored one needs.
+2. Make the FIFOs that the processes had open, under the same names. CRIU opens them by their paths.
+3. Set the namespace's next pid far beyond the restored ones, so that CRIU's own helpers cannot take one of those.
+4. Start CRIU, and wait until the proxy reports its success.
+5. Set the next pid back: the next process gets the pid that it would have got in the original.
+6. Find the restored processes by their inner pids, and adopt them.
+
+A process cannot enter a pid namespace, only its children are born there. That is why `_in_child` forks once more.
+"""
 
 import os
 import time
@@ -6,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import cgroup_processes as household
+from sandboxes.container import cgroup_processes
 from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.background import PendingRestore
 from sandboxes.container.changes import ContainerChanges
@@ -20,19 +41,29 @@ from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
 
 
-class Freezing:
+class ContainerFreezer:
     """Freezes and restores one container."""
 
     def __init__(
         self,
-        house: household.Household,
+        members: cgroup_processes.ContainerProcesses,
         anchor: ContainerAnchor,
         shells: ContainerShells,
         servers: ContainerServers,
         changes: ContainerChanges,
         supervisor: Supervisor,
     ) -> None:
-        self._house, self._anchor, self._shells, self._servers = house, anchor, shells, servers
+        """Connect the parts of one container.
+
+        Args:
+            members: The container's processes.
+            anchor: What starts its shells.
+            shells: Its sessions' shells.
+            servers: Its tool servers.
+            changes: Its files, compared with its image.
+            supervisor: What serves its requests.
+        """
+        self._members, self._anchor, self._shells, self._servers = members, anchor, shells, servers
         self._changes, self._supervisor = changes, supervisor
         self._background, self._survivors = supervisor.background, supervisor.survivors
         self._stillness = supervisor.stillness
@@ -42,9 +73,10 @@ class Freezing:
         """Copy the container's own files; with survivors, name the tree of processes that CRIU has to dump first."""
         if not self._survivors:
             return self.copy(request.folder, request.becomes)
+        # Without a checkpointer, any survivor prevents a freeze.
         reason = self._outside_the_tree() if request.checkpoint else self._survivors.description
         self._held_from = time.monotonic()
-        return NotFreezable(reason) if reason else ProcessTree(household.inner_of(self._top()))
+        return NotFreezable(reason) if reason else ProcessTree(cgroup_processes.inner_of(self._top()))
 
     def copy(self, folder: str, becomes: str) -> CopiedState:
         """Copy the container's own files, and return the state. With survivors, CRIU holds all of them still.
@@ -53,6 +85,7 @@ class Freezing:
             folder: The directory to make the copy in.
             becomes: The path that the directory will have later.
         """
+        # Whatever was written since the last call was written by survivors.
         self._stillness.saw(wrote=self._changes.look())
         if self._survivors:
             self._stillness.stood_still(time.monotonic() - self._held_from)
@@ -70,7 +103,7 @@ class Freezing:
         for fd in fds:
             os.close(fd)
 
-    def bring_back(
+    def restore(
         self, checkpoint: Checkpoint, program: list[str], fds: list[int], await_restored: Callable[[], None]
     ) -> None:
         """Replace the container's processes by those of a checkpoint, and take these over.
@@ -81,15 +114,17 @@ class Freezing:
             fds: A socket to the proxy, the host's root, the images and the kernel features; they are closed here.
             await_restored: Returns when the proxy says that CRIU has restored the processes.
         """
-        self._house.kill_except({self._house.pid})
+        self._members.kill_except({self._members.pid})
         shells = self._shells.prepare_again(checkpoint["shells"])
         self._servers.prepare_again(checkpoint.get("servers", []))
-        background = [PendingRestore(told, self._anchor.box) for told in checkpoint.get("left", [])]
+        background = [PendingRestore(stored, self._anchor.box) for stored in checkpoint.get("left", [])]
         reply, host_root, *files = fds
+        # CRIU gives each process its old pid; see step 3.
         last = max(checkpoint["pids"])
         operator = os.fork()
         if operator == 0:
-            household.join(self._house.pid)
+            # The limits of the container apply to what CRIU restores, because children stay in their parent's groups.
+            cgroup_processes.join(self._members.pid)
             self._enter()
             _in_child(lambda: set_last_pid(host_root, last + PID_DISTANCE))
             operate(host_root, program, reply, files)
@@ -97,18 +132,18 @@ class Freezing:
             os.close(fd)
         await_restored()
         os.waitpid(operator, 0)
-        self._go_on_from(last, host_root)
+        self._continue_pids_from(last, host_root)
         os.close(host_root)
         self._anchor.adopt(checkpoint["anchor"])
         self._stillness.saw(wrote=checkpoint["restless"])
         self._shells.adopt_prepared(shells, checkpoint["shells"])
         self._servers.adopt_prepared()
         for process in background:
-            self._background.add(process.adopted(self._house, self._shells.status_of))
+            self._background.add(process.adopted(self._members, self._shells.status_of))
         self._survivors.settle(patient=False)
 
-    def _go_on_from(self, last: int, host_root: int) -> None:
-        """Have the container's next pid be what it would have been."""
+    def _continue_pids_from(self, last: int, host_root: int) -> None:
+        """Set the container's next pid to what it would be without CRIU's helpers."""
         after = os.fork()
         if after == 0:
             self._enter()
@@ -117,49 +152,51 @@ class Freezing:
         os.waitpid(after, 0)
 
     def _enter(self) -> None:
-        """In a fork: move into the container's namespaces; children are born in its pid namespace."""
+        """In a fork: enter the container's namespaces. The fork's children are born in its pid namespace."""
         try:
             every = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-            kernel.setns(self._house.init, every | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
+            kernel.setns(self._members.init, every | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
             os.chdir("/")
         except OSError:
+            # The fork must never return into the keeper's code.
             os._exit(1)
 
     def _outside_the_tree(self) -> str:
-        """Say what lives here that no checkpoint would hold; empty where there is nothing."""
+        """Return why a checkpoint would miss a process or object of the container; empty if it holds everything."""
         if self._survivors.has_ipc_objects:
             return "System V IPC objects exist, and a checkpoint does not hold them"
         if why := self._background.outside_checkpoint:
             return why
 
         def others() -> set[int]:
-            return {pid for pid, _ in self._house.living()} - {self._house.pid}
+            return {pid for pid, _ in self._members.running()} - {self._members.pid}
 
         if not processes.all_descend(others, self._top()):
             return (
-                "processes live outside the tree of the container's anchor: this machine has no tini, or it was killed"
+                "processes run outside the tree of the container's anchor: this machine has no tini, or it was killed"
             )
+        # Idle shells must wait at their FIFO, not be on the way there, so that a restored one continues the same way.
         self._shells.ready_all()
         return ""
 
     def _top(self) -> int:
-        """Return the root of the tree that holds all but pid 1."""
+        """Return the root of the tree of all processes but pid 1: the anchor's init, or the anchor if there is none."""
         anchor = self._anchor
-        return next(iter(anchor.pids - {self._house.pid, anchor.pid}), anchor.pid)
+        return next(iter(anchor.pids - {self._members.pid, anchor.pid}), anchor.pid)
 
     def _remember(self) -> dict[str, Any]:
-        """Return what must be known of the processes to take them over in another container; a disk format."""
+        """Return what another keeper needs to adopt the processes; it is stored with the snapshot."""
         return {
             **self._shells.remember(),
             "servers": [server.remember() for server in self._servers],
             "restless": self._stillness.restless,
             "left": [process.remember() for process in self._background],
-            "pids": sorted(household.inner_of(pid) for pid, _ in self._house.living()),
+            "pids": sorted(cgroup_processes.inner_of(pid) for pid, _ in self._members.running()),
         }
 
 
 def _in_child(work: Callable[[], None]) -> None:
-    """Do work in a child, which is born in another pid namespace than this process is in."""
+    """Do work in a child, which is in the pid namespace that this process has entered."""
     pid = os.fork()
     if pid == 0:
         try:

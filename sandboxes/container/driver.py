@@ -21,7 +21,7 @@ from sandboxes.container.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Dae
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.container.spares import Spares
-from sandboxes.container.state_copies import States
+from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
@@ -64,7 +64,7 @@ class ContainerDriver:
         """
         self.data_dir = data_dir.resolve()
         self.daemon = Daemon()
-        self.states = States(self.data_dir / "states")
+        self.states = StateCopies(self.data_dir / "states")
         self.spares = Spares(self.daemon, self.data_dir, spares=spares)
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
@@ -227,7 +227,7 @@ class ContainerDriver:
         copy, image = frozen.payload["copy"], frozen.payload["image"]
         with self.states.holding(copy):
             images = frozen.payload.get("images")
-            if not self.states.there(copy) or not (images is None or images in self.checkpointer.names()):
+            if not self.states.exists(copy) or not (images is None or images in self.checkpointer.names()):
                 raise StateGoneError(f"state {copy} is gone. Replay its path instead.")
             try:
                 sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
@@ -248,7 +248,7 @@ class ContainerDriver:
         # Both sets are read before the first await, for the reason that `LocalDriver.collect` gives.
         present, in_use = self.states.all() | self.checkpointer.names(), self._in_use()
         wanted = set(keep)
-        kept = {name for name in wanted if self.states.there(name)}
+        kept = {name for name in wanted if self.states.exists(name)}
         size = await asyncio.to_thread(self.states.size_bytes, kept)
         size += await asyncio.to_thread(self.checkpointer.size_bytes, wanted)
         unneeded = present - wanted - in_use - self._in_use() - set(self.states.held)

@@ -1,4 +1,12 @@
-"""A process of its own in a container, held from outside: its streams are FIFOs in a directory of the box."""
+"""Launch of a process in a container: it is born inside, with streams that the keeper holds.
+
+The anchor starts a shell whose script becomes the process. Two FIFOs synchronize the start:
+
+1. The shell opens its streams, then writes a line to `dump`. The keeper waits for it, and closes its own second ends of
+   the FIFOs. From then on, reading a stream ends when the process's last end closes.
+2. The shell waits for a line on `start`. The keeper writes it once it holds the process's descriptor. So the process
+   cannot end before the keeper can notice its end.
+"""
 
 import fcntl
 import os
@@ -13,7 +21,7 @@ from pathlib import Path
 from sandboxes.container.anchor import ANSWER_S, ContainerAnchor
 from sandboxes.container.background import remove
 from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.container.cgroup_processes import Household
+from sandboxes.container.cgroup_processes import ContainerProcesses
 from sandboxes.container.shell import RIGHTS
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
@@ -21,14 +29,17 @@ from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal
 from sandboxes.ipc.messages import RunProcess
 
 _START = "start"
-"""A FIFO on which the process hears that it is known here, and may become what it is to be."""
-_OTHER_END = 0x5441
-"""TIOCGPTPEER, which Python 3.11 has no name for."""
+"""The FIFO on which the keeper lets the process start."""
+
+_TIOCGPTPEER = 0x5441
+"""Opens the other end of a terminal (ioctl_tty(2)); Python 3.11 has no name for it."""
+
 _SHUT = "[ -z \"$BASH_VERSION\" ] || eval 'exec 29<&- 30<&- 31<&- 32<&- 33>&-'"
+"""Closes the descriptors of a session's loop, which bash has and a process must not inherit."""
 
 
 class Launch:
-    """One process on its way: its directory with FIFOs, and the descriptors that are held until it has opened them.
+    """The launch of one process: its directory with FIFOs, and the descriptors that the keeper holds until it runs.
 
     Attributes:
         folder: Its directory in the box.
@@ -36,8 +47,15 @@ class Launch:
         keeps_folder: Whether the process goes on with its FIFOs after `end`.
     """
 
-    def __init__(self, anchor: ContainerAnchor, house: Household, uid: int) -> None:
-        self._anchor, self._house, self._uid = anchor, house, uid
+    def __init__(self, anchor: ContainerAnchor, members: ContainerProcesses, uid: int) -> None:
+        """Choose a directory; nothing is made yet.
+
+        Args:
+            anchor: What starts the process.
+            members: The container's processes.
+            uid: The user of the container's own processes.
+        """
+        self._anchor, self._members, self._uid = anchor, members, uid
         self.folder = anchor.new_folder()
         self._held: dict[str, int] = {}
         self._pid = self.inner = 0
@@ -52,15 +70,20 @@ class Launch:
         """
         arguments, ends, terminal = request.arguments, {}, ""
         keeps_in = bool(arguments.get("stdin"))
-        self._furnish()
+        self._make_fifos()
         try:
             if arguments.get("tty"):
                 ends[1], terminal = self._terminal(arguments.get("size"))
             else:
                 ends = self._ends(stdin=bool(stdin or keeps_in))
-            places = self._places(terminal, stdin=bool(stdin or keeps_in))
+            redirections = self._redirections(terminal, stdin=bool(stdin or keeps_in))
             script = text(
-                arguments, request.environment, uid=self._uid, redirections=places, ready=self._ready, terminal=terminal
+                arguments,
+                request.environment,
+                uid=self._uid,
+                redirections=redirections,
+                ready=self._ready,
+                terminal=terminal,
             )
             death = self._start(script)
             return Running(ends, stdin, death, to, keeps_in=keeps_in, due=due_of(arguments))
@@ -70,20 +93,28 @@ class Launch:
             raise
 
     def begin_terminal(self, shell: Callable[[str], Sequence[str]], session: bytes, *, rows: int, columns: int) -> int:
-        """Start a shell on a terminal of the container's; return our end. Its directory stays, for it reads there.
+        """Start a shell on a terminal of the container. Its directory stays, because it reads its session there.
 
-        shell: returns its words, given the path of the text that makes it session.
+        Args:
+            shell: Returns the shell's arguments, given the path of the script that makes it a session.
+            session: That script.
+            rows: The height of the terminal.
+            columns: The width of the terminal.
+
+        Returns:
+            The keeper's end of the terminal.
 
         Raises:
-            CannotStart: the container's shell is gone. OSError: the machine refuses a terminal or a FIFO.
+            ShellStartError: The anchor is gone.
+            OSError: The machine refuses a terminal or a FIFO.
         """
-        self._furnish()
+        self._make_fifos()
         master, terminal = self._terminal((rows, columns))
         try:
             script = terminal_text(
                 shell(f"{BOX}/{self.folder.name}/command"),
                 terminal,
-                redirections=self._places(terminal, stdin=False),
+                redirections=self._redirections(terminal, stdin=False),
                 ready=self._ready,
             )
             os.close(self._start(script, session))
@@ -93,9 +124,17 @@ class Launch:
         self.keeps_folder = True
         return master
 
-    def _start(self, script: bytes, beside: bytes = b"") -> int:
-        """Have the anchor start a shell that runs script; return its death when it has its streams. beside: a text."""
-        self._write({"restore": script, "command": beside})
+    def _start(self, script: bytes, command: bytes = b"") -> int:
+        """Have the anchor start a shell, and let it run once it has opened its streams.
+
+        Args:
+            script: What the shell runs.
+            command: The content of its file `command`.
+
+        Returns:
+            A descriptor that is readable once the process has ended.
+        """
+        self._write({"restore": script, "command": command})
         self._anchor.look_after()
         self._pid, self.inner = self._anchor.start(self.folder.name)
         death = death_of(self._pid)
@@ -104,7 +143,7 @@ class Launch:
         return death
 
     def end(self) -> None:
-        """Let go of what was made for it, and remove it unless it was left running, and keeps it."""
+        """Close the held descriptors, and remove the directory unless the process keeps it."""
         self._await_start()
         for fd in self._held.values():
             os.close(fd)
@@ -112,7 +151,7 @@ class Launch:
             remove(self.folder)
 
     def _await_start(self) -> None:
-        """Wait until the process has heard that it may go on: left at once, it could find nobody to tell it so."""
+        """Wait until the process has read its start line, which would be lost with the keeper's end of the FIFO."""
         deadline = time.monotonic() + ANSWER_S
         while self._pid and time.monotonic() < deadline and Path(f"/proc/{self._pid}").exists():
             unread = struct.unpack("i", fcntl.ioctl(self._held[_START], termios.FIONREAD, bytes(4)))[0]
@@ -120,33 +159,35 @@ class Launch:
                 return
             time.sleep(0.0005)
 
-    def _furnish(self) -> None:
+    def _make_fifos(self) -> None:
+        """Make the directory and its FIFOs, open at both ends, so that the shell's opens do not block."""
         self.folder.mkdir(mode=0o755)
         for name in (*SHELL_FIFOS, _START):
             os.mkfifo(self.folder / name)
             (self.folder / name).chmod(0o666)
-            # Open at both ends, until the process has opened them: nobody waits for another.
             self._held[name] = os.open(self.folder / name, RIGHTS)
 
     def _ends(self, *, stdin: bool) -> dict[int, int]:
+        """Open the keeper's ends of the streams; return them by stream number."""
         reads = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
-        ends = {place: os.open(self.folder / name, reads) for place, name in ((1, "out"), (2, "err"))}
+        ends = {number: os.open(self.folder / name, reads) for number, name in ((1, "out"), (2, "err"))}
         if stdin:
             writes = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
             ends[0] = os.open(self.folder / "go", writes)
         return ends
 
     def _terminal(self, size: object) -> tuple[int, str]:
-        """Return our end of a new terminal of the container's, and its path there."""
-        master, path = open_terminal(f"/proc/{self._house.pid}/root/dev/pts/ptmx", size)
+        """Return the keeper's end of a new terminal of the container, and its path in the container."""
+        master, path = open_terminal(f"/proc/{self._members.pid}/root/dev/pts/ptmx", size)
         if self._uid:
-            # It is its opener's, and that is root here.
-            other = fcntl.ioctl(master, _OTHER_END, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+            # A terminal belongs to the user that opened it, which is root here.
+            other = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
             os.fchown(other, self._uid, -1)
             os.close(other)
         return master, path
 
-    def _places(self, terminal: str, *, stdin: bool) -> str:
+    def _redirections(self, terminal: str, *, stdin: bool) -> str:
+        """Return the shell redirections that open the process's streams."""
         if terminal:
             return f"0<>{terminal} 1>&0 2>&0"
         here = f"{BOX}/{self.folder.name}"
@@ -154,6 +195,7 @@ class Launch:
 
     @property
     def _ready(self) -> str:
+        """The shell commands of the two steps of the start; see the docstring of the module."""
         here = f"{BOX}/{self.folder.name}"
         return f"{_SHUT}\necho >{here}/dump\nread -r fp_start <{here}/{_START}"
 
@@ -164,11 +206,11 @@ class Launch:
             path.chmod(0o644)
 
     def _await_open(self, death: int) -> None:
-        """Wait until the process has its streams; then let go of our other ends, so that they end when it does."""
+        """Wait until the process has opened its streams; then close the keeper's second ends of them."""
         deadline = time.monotonic() + ANSWER_S
         dump = self._held["dump"]
         while time.monotonic() < deadline:
-            readable, _, _ = select.select([dump, death, self._house.init], [], [], ANSWER_S)
+            readable, _, _ = select.select([dump, death, self._members.init], [], [], ANSWER_S)
             if dump in readable:
                 break
             if readable:

@@ -21,13 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import cgroup_processes as household
-from sandboxes.container import mounts as rooms
-from sandboxes.container import terminal
+from sandboxes.container import cgroup_processes, mounts, terminal
 from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.background import ContainerBackgroundProcess
 from sandboxes.container.changes import FOLDER, ContainerChanges
-from sandboxes.container.checkpointing import Freezing
+from sandboxes.container.checkpointing import ContainerFreezer
 from sandboxes.container.exec_launch import Launch
 from sandboxes.container.shell import limit
 from sandboxes.container.shell_pool import ContainerShells
@@ -84,21 +82,21 @@ def run(channel: int, order: ForkKeeper) -> None:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link = DriverLink(socket.socket(fileno=channel))
-    house = household.Household(order.pid, order.container)
-    _end_with_parent(house.init)
+    members = cgroup_processes.ContainerProcesses(order.pid, order.container)
+    _end_with_parent(members.init)
     try:
         # In the container's IPC namespace /proc/sysvipc shows the container's objects.
-        _enter(house.pid, "ipc", kernel.CLONE_NEWIPC)
+        _enter(members.pid, "ipc", kernel.CLONE_NEWIPC)
         # The container's tool servers listen on its loopback. The keeper has no other use for a network.
-        _enter(house.pid, "net", kernel.CLONE_NEWNET)
-        _narrow(house.pid)
-        lower = rooms.view(order.lowers, order.view)
+        _enter(members.pid, "net", kernel.CLONE_NEWNET)
+        _narrow(members.pid)
+        lower = mounts.view(order.lowers, order.view)
         roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
-        Keeper(link, house, ContainerAnchor(Path(order.box), house), roots, order).serve()
+        Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order).serve()
     finally:
         # However this process ends, the container must not go on without its keeper.
         with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(house.init, signal.SIGKILL)
+            signal.pidfd_send_signal(members.init, signal.SIGKILL)
 
 
 def _enter(pid: int, name: str, kind: int) -> None:
@@ -130,12 +128,12 @@ def _end_with_parent(init: int) -> None:
 
 
 def _narrow(pid: int) -> None:
-    """Narrow the container's mounts in a child; see `rooms.narrow`, which changes the caller's namespaces."""
+    """Narrow the container's mounts in a child; see `mounts.narrow`, which changes the caller's namespaces."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            rooms.narrow(pid)
+            mounts.narrow(pid)
             code = 0
         except OSError as error:
             code = error.errno or 1
@@ -152,7 +150,7 @@ class ContainerProcess:
 
     running: Running
     launch: Launch
-    house: household.Household
+    members: cgroup_processes.ContainerProcesses
     shells: ContainerShells
     spared: set[int]
 
@@ -167,7 +165,7 @@ class ContainerProcess:
 
     def kill(self) -> None:
         """Kill it and all processes that were not there before it."""
-        self.house.kill_except(self.spared)
+        self.members.kill_except(self.spared)
 
     def keep(self, description: Mapping[str, Any]) -> BackgroundProcess:
         """Turn it into a background process, which keeps its directory of FIFOs."""
@@ -175,7 +173,7 @@ class ContainerProcess:
         launch.keeps_folder = True
         ends, death = self.running.hand_over()
         return ContainerBackgroundProcess(
-            description, ends, death, self.house.find(inner) or 0, lambda: shells.status_of(inner),
+            description, ends, death, self.members.find(inner) or 0, lambda: shells.status_of(inner),
             inner=inner, folder=launch.folder,
         )  # fmt: skip
 
@@ -190,21 +188,21 @@ class Keeper:
     def __init__(
         self,
         link: DriverLink,
-        house: household.Household,
+        members: cgroup_processes.ContainerProcesses,
         anchor: ContainerAnchor,
         roots: delta.DeltaRoots,
         order: ForkKeeper,
     ) -> None:
-        self._link, self._house, self._anchor = link, house, anchor
-        self._user = household.ids(house.pid)
-        self._inherited = household.environment(house.pid)
-        self._shells = shells = ContainerShells(anchor, house, set(self._inherited))
-        servers = ContainerServers(anchor, house)
+        self._link, self._members, self._anchor = link, members, anchor
+        self._user = cgroup_processes.ids(members.pid)
+        self._inherited = cgroup_processes.environment(members.pid)
+        self._shells = shells = ContainerShells(anchor, members, set(self._inherited))
+        servers = ContainerServers(anchor, members)
         self._background = BackgroundProcesses(0)
-        self._changes = ContainerChanges(house, roots, order)
+        self._changes = ContainerChanges(members, roots, order)
         self._supervisor = Supervisor(link, shells, servers, self._background, self._changes, self)
         self._survivors = self._supervisor.survivors
-        self._freezing = Freezing(house, anchor, shells, servers, self._changes, self._supervisor)
+        self._freezer = ContainerFreezer(members, anchor, shells, servers, self._changes, self._supervisor)
 
     def serve(self) -> None:
         """Report that the container is ready; then answer until the proxy is gone, or the container."""
@@ -230,14 +228,14 @@ class Keeper:
     def _freeze(self, request: FreezeContainer | CopyFiles | DumpProcesses, fds: list[int]) -> IpcMessage:
         """Carry out one of the three steps of freezing; return the answer."""
         if isinstance(request, FreezeContainer):
-            return self._freezing.freeze(request)
+            return self._freezer.freeze(request)
         if isinstance(request, CopyFiles):
-            return self._freezing.copy(request.folder, request.becomes)
-        self._freezing.dump(request.program, fds)
+            return self._freezer.copy(request.folder, request.becomes)
+        self._freezer.dump(request.program, fds)
         return Done()
 
     def _open_terminal(self, request: OpenTerminal) -> None:
-        launch, columns, rows = Launch(self._anchor, self._house, self._user[0]), request.columns, request.rows
+        launch, columns, rows = Launch(self._anchor, self._members, self._user[0]), request.columns, request.rows
         give(self._link, lambda: terminal.start_shell(launch, self._shells, columns=columns, rows=rows))
 
     def _begin(self, order: BeginSandbox, fds: list[int]) -> None:
@@ -252,7 +250,7 @@ class Keeper:
         self._shells.begin(order, {**order.defaults, **given, **order.environment})
         self._changes.begin(order.born_ns, order.copy)
         if order.checkpoint is not None:
-            self._freezing.bring_back(order.checkpoint, order.program, fds, self._await_restored)
+            self._freezer.restore(order.checkpoint, order.program, fds, self._await_restored)
             self._link.send(SandboxBegun())
             return
         shell_error: str | None = None
@@ -274,7 +272,7 @@ class Keeper:
     @property
     def watched(self) -> Sequence[int]:
         """The container's first process: it is readable once the container has ended."""
-        return (self._house.init,)
+        return (self._members.init,)
 
     def require_sandbox(self) -> None:
         """Raise if the container has ended.
@@ -282,13 +280,13 @@ class Keeper:
         The container's first process is marked as exiting before the others are killed. What a call meets in between
         is no answer.
         """
-        if household.exiting(self._house.pid) or select.select([self._house.init], [], [], 0)[0]:
+        if cgroup_processes.exiting(self._members.pid) or select.select([self._members.init], [], [], 0)[0]:
             raise ContainerEndedError("the container ended")
 
     def living(self) -> set[processes.Process]:
         """Return all processes of the container."""
         self._anchor.look_after()
-        return self._house.living()
+        return self._members.running()
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
@@ -300,23 +298,23 @@ class Keeper:
         spared |= {other.pid for other in self._shells if other is not shell}
         shell.run(command)
         return self._supervisor.finish_command(
-            shell, request.timeout_s, lambda: self._house.kill_except(spared, first=shell.pid)
+            shell, request.timeout_s, lambda: self._members.kill_except(spared, first=shell.pid)
         )
 
     def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> ContainerProcess:
         """Start a process of its own under the anchor."""
-        spared = {pid for pid, _ in self._house.living()}
-        launch = Launch(self._anchor, self._house, self._user[0])
+        spared = {pid for pid, _ in self._members.running()}
+        launch = Launch(self._anchor, self._members, self._user[0])
         try:
             running = launch.begin(request, stdin, to)
         except BaseException:
             launch.end()
             raise
-        return ContainerProcess(running, launch, self._house, self._shells, spared)
+        return ContainerProcess(running, launch, self._members, self._shells, spared)
 
     def become_agent(self) -> None:
         """Move a child into the container's files, confine it, and make it the container's user."""
-        _enter(self._house.pid, "mnt", kernel.CLONE_NEWNS)
+        _enter(self._members.pid, "mnt", kernel.CLONE_NEWNS)
         os.umask(0o022)
         confine.limit_resources(self._changes.disk_bytes, None, None)
         confine.confine()
@@ -332,7 +330,7 @@ class Keeper:
 
     def end_servers(self) -> None:
         """Kill everything in the container but its first process and the anchor."""
-        self._house.kill_except(self._shells.anchor_pids)
+        self._members.kill_except(self._shells.anchor_pids)
 
     def forget_shell(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
         """Give up a shell. However it ended, the anchor has to be told to collect it."""

@@ -1,4 +1,8 @@
-"""One live container, seen from the driver's side."""
+"""One live container, seen from the proxy.
+
+The keeper does the work; this side orders it. A state without live processes stays valid until a call changes
+something, so a second freeze returns the first one's state (`_frozen`). With live processes nothing stays valid.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -7,7 +11,7 @@ from dataclasses import replace
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.checkpointing import Checkpointer, MappedFiles
 from sandboxes.container.spares import Box, Spares
-from sandboxes.container.state_copies import States
+from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SandboxError
@@ -44,10 +48,22 @@ class ContainerSandbox(MachineSandbox):
         image: str,
         born_ns: int,
         spares: Spares,
-        states: States,
+        states: StateCopies,
         checkpointer: Checkpointer,
         born_with: Mapping[str, str],
     ) -> None:
+        """Take over a container; `begin` starts the sandbox.
+
+        Args:
+            box: The container and its keeper.
+            spec: What the sandbox is made for.
+            image: The image that the container was started from.
+            born_ns: When the spec's root state was built, in ns since 1970.
+            spares: What removes the container at the end.
+            states: The stored copies.
+            checkpointer: Saves and restores its live processes.
+            born_with: The environment variables of the image.
+        """
         # The image's variables are known to the keeper, which adds them to those of tool servers. A process of its own
         # gets its whole environment from here.
         super().__init__(
@@ -63,14 +79,17 @@ class ContainerSandbox(MachineSandbox):
 
     @property
     def container(self) -> str:
-        """Docker's id of it."""
+        """Docker's id of the container."""
         return self._box.container
 
     async def begin(self, frozen: FrozenState | None) -> None:
-        """Become spec's sandbox, at its root state or at frozen; return when its shell is ready.
+        """Start the sandbox; return when its shell is ready.
+
+        Args:
+            frozen: The state to start at; None starts at the spec's root state.
 
         Raises:
-            SandboxError: it fails, or what has to be a shell does not start.
+            SandboxError: The container or its shell does not start.
         """
         payload = {"sessions": {}, "pristine": None} if frozen is None else frozen.payload
         order = BeginSandbox(
@@ -95,6 +114,8 @@ class ContainerSandbox(MachineSandbox):
                 raise SandboxError(f"sandbox {self.id} died: {begun.shell_error}")
             return
 
+        # The keeper answers this order before CRIU has restored anything. It then waits for `FinishProcessRestore`,
+        # which follows once CRIU has reported its success to this side.
         async def start_criu(program: list[str], files: list[int]) -> None:
             await self.link.ask(replace(order, program=program), fds=files)
 
@@ -104,7 +125,7 @@ class ContainerSandbox(MachineSandbox):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Run a call; what was frozen before stays true for as long as calls change nothing."""
+        """Run a call. A frozen state stays valid as long as calls change nothing."""
         ran = await super().execute(call, listener)
         if ran.effect is not Effect.NONE:
             self._frozen = None
@@ -124,16 +145,21 @@ class ContainerSandbox(MachineSandbox):
         return "where Docker keeps containers"
 
     def _kill(self) -> None:
-        # Its keeper then kills the container.
+        # The keeper kills the container when its channel closes.
         self.link.close()
 
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self) -> FrozenState:
-        """See `Sandbox.freeze`: a copy of what was written over the image, unless nothing has changed since."""
+        """Copy what was written over the image, unless nothing has changed since the last freeze.
+
+        Raises:
+            NotFreezableError: Processes run that cannot be saved.
+            SandboxError: The container or the machine failed.
+        """
         self._tools.require_still()
         known = self._frozen
-        if known is not None and self._states.there(known.payload["copy"]):
+        if known is not None and self._states.exists(known.payload["copy"]):
             return known
         name, folder = self._states.allocate()
         possible = await self._checkpointer.is_available()
@@ -167,24 +193,32 @@ class ContainerSandbox(MachineSandbox):
         return self._frozen
 
     async def _checkpoint(self, tree: int, copy: CopyFiles) -> tuple[CopiedState, tuple[str, ...]]:
-        """Dump the processes below tree, and copy the files of the same moment; they run on."""
+        """Dump a tree of processes, and copy the files of the same moment; the processes run on.
+
+        Args:
+            tree: The pid of its root in the container.
+            copy: Where the copy goes.
+
+        Returns:
+            The copied state, and the name of the checkpoint.
+        """
         copied: list[CopiedState] = []
 
         async def start_criu(program: list[str], files: list[int]) -> None:
             await self.link.ask(DumpProcesses(program), fds=files)
 
-        async def held(mapped: MappedFiles) -> None:
+        async def copy_files(mapped: MappedFiles) -> None:
             copied.append((await self.link.ask(copy)).message)
             if mapped:
                 raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
-        images = await self._checkpointer.dump(start_criu, tree, held)
+        images = await self._checkpointer.dump(start_criu, tree, copy_files)
         return copied[-1], (images,)
 
     # -- closing -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """See `Sandbox.close`. Runs to its end even when the caller is cancelled."""
+        """Remove the container. It completes even if the caller is cancelled."""
         if self._closing is None:
             self.link.death = self.link.death or "it was closed"
             self._closing = start(self._close(), name=f"close {self.id}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import cgroup_processes as household
+from sandboxes.container import cgroup_processes
 from sandboxes.container import posix_session as posix
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.guest import bash_session as sessions
@@ -209,7 +209,7 @@ def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
             resource.prlimit(pid, number, limits)
     except PermissionError:
         # Root without CAP_SYS_RESOURCE may do this only as the process's own user (prlimit(2)).
-        _in_child_as(household.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
+        _in_child_as(cgroup_processes.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
 
 
 def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -> None:

@@ -1,11 +1,11 @@
-"""All sessions' shells of a container, held from outside."""
+"""The shells of a container's sessions, seen from its keeper: started by the anchor, restored by CRIU."""
 
 from typing import Any
 
 from sandboxes.container import posix_session as posix
 from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.boot_scripts import SHELL_TEXTS
-from sandboxes.container.cgroup_processes import Household
+from sandboxes.container.cgroup_processes import ContainerProcesses
 from sandboxes.container.shell import ContainerShell, read_limits, restore_script
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.anchor import ShellStartError
@@ -15,11 +15,18 @@ from sandboxes.ipc.state_messages import BeginSandbox
 
 
 class ContainerShells(Shells):
-    """Those of one container. Of no session until `begin`. inherited: the names of variables they are born with."""
+    """The shells of one container. They have no session before `begin`."""
 
-    def __init__(self, anchor: ContainerAnchor, house: Household, inherited: set[str]) -> None:
+    def __init__(self, anchor: ContainerAnchor, members: ContainerProcesses, inherited: set[str]) -> None:
+        """Start no shell.
+
+        Args:
+            anchor: What starts the shells.
+            members: The container's processes.
+            inherited: The names of the variables that a shell inherits from the anchor.
+        """
         super().__init__({}, "/", {}, None)
-        self._anchor, self._house, self._inherited = anchor, house, inherited
+        self._anchor, self._members, self._inherited = anchor, members, inherited
 
     def begin(self, order: BeginSandbox, environment: dict[str, str]) -> None:
         """Take on a sandbox's sessions.
@@ -33,48 +40,48 @@ class ContainerShells(Shells):
 
     @property
     def anchor_pids(self) -> set[int]:
-        """See `Shells.anchor_pids`; pid 1 is among them."""
-        return {self._house.pid, *self._anchor.pids}
+        """The pids of the anchor, its init and pid 1."""
+        return {self._members.pid, *self._anchor.pids}
 
     @property
     def bash(self) -> bool:
-        """Whether they are bash; otherwise they are what the image has as `/bin/sh`."""
+        """Whether the shells are bash; otherwise they are the image's /bin/sh."""
         return self._anchor.bash
 
     @property
     def program(self) -> str:
-        """See `Shells.program`."""
+        """The path of the shell in the container."""
         return "/bin/bash" if self.bash else "/bin/sh"
 
     def restore_script(self, name: str) -> bytes:
-        """Return what a fresh shell sources to be session name, for who asks for no dump."""
+        """Return the script that makes a fresh shell a session, for a shell that prints no dump."""
         session, given = self.sessions.get(name), (self.workdir, self.environment, self._inherited)
         return restore_script(session, *given, bash=self.bash, ready=":")
 
     def reap(self) -> None:
-        """See `Shells.reap`: those that end here are the anchor's children."""
+        """Do nothing: shells are children of the anchor, which reaps them."""
 
     def status(self, shell: Shell) -> int:
-        """See `Shells.status`."""
+        """Return the exit status of a shell that has ended."""
         assert isinstance(shell, ContainerShell)
         return self.status_of(shell.inner)
 
     def status_of(self, pid: int) -> int:
-        """Return how a process ended that the anchor has started; pid: what the container calls it."""
+        """Return the exit status of a process that the anchor started, by its inner pid."""
         return self._anchor.status(pid, otherwise=KILLED)
 
-    def prepare_again(self, told: list[dict[str, Any]]) -> list[ContainerShell]:
-        """Make what shells that will be restored have open, under the names that they know."""
-        return [ContainerShell.prepare_again(one, self._anchor.box, bash=self.bash) for one in told]
+    def prepare_again(self, stored: list[dict[str, Any]]) -> list[ContainerShell]:
+        """Make the files that the restored shells have open."""
+        return [ContainerShell.prepare_again(shell, self._anchor.box, bash=self.bash) for shell in stored]
 
-    def adopt_prepared(self, shells: list[ContainerShell], told: list[dict[str, Any]]) -> None:
-        """Take over those that came back."""
-        for shell, one in zip(shells, told, strict=True):
-            shell.came_back(one, self._house.find(one["inner"]) or 0)
+    def adopt_prepared(self, shells: list[ContainerShell], stored: list[dict[str, Any]]) -> None:
+        """Adopt the shells that CRIU restored."""
+        for shell, entry in zip(shells, stored, strict=True):
+            shell.came_back(entry, self._members.find(entry["inner"]) or 0)
             self._shells[shell.name] = shell
 
     def remember(self) -> dict[str, Any]:
-        """See `Shells.remember`."""
+        """Return what a checkpoint stores about the anchor and the shells."""
         return {"anchor": self._anchor.remember(), "shells": [shell.remember() for shell in self]}
 
     def _start(self, name: str) -> Shell:

@@ -19,7 +19,7 @@ from pathlib import Path
 from sandboxes.linux.files import remove_tree
 
 
-class States:
+class StateCopies:
     """The frozen states of one data directory. Methods block: milliseconds for a thousand files.
 
     Attributes:
@@ -50,7 +50,7 @@ class States:
         """Make a state that is written completely exist under its name."""
         (self.folder / f"{name}.part").rename(self.folder / name)
 
-    def there(self, name: str) -> bool:
+    def exists(self, name: str) -> bool:
         """Return whether a state exists."""
         return (self.folder / name / "meta.json").exists()
 

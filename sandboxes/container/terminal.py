@@ -1,7 +1,7 @@
-"""A terminal in a container: a shell that its anchor starts on one of the container's own, as the main session.
+"""A terminal in a container: a shell with the main session, which the anchor starts on a pseudo-terminal.
 
-It is born as all that runs there is: in the container's groups, with its rights and no more. `localbox.pty` is the
-driver's side.
+The terminal is one of the container's own, and the shell has the container's rights and control groups like every other
+process in it. `sandboxes.host.pty` is the proxy's end.
 """
 
 from sandboxes.container.exec_launch import Launch
@@ -9,10 +9,10 @@ from sandboxes.container.shell_pool import ContainerShells
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.terminal import INTERACTIVE
 
-# What the shells in between have counted and noted is not the session's.
+# Shells in between have set these variables, which do not belong to the session.
 _BASH = 'unset PWD OLDPWD SHLVL; exec /bin/bash --noprofile --rcfile "$0" -i'
-# What a shell without job control starts beside itself ignores interrupts, and all below it, unless something like
-# coreutils' `env` undoes that.
+# A shell without job control starts background processes with SIGINT ignored (POSIX, 2.11), and so does everything that
+# they start. Only a program like coreutils' `env` can undo this.
 _SH = """ENV=$0; export ENV
 if env --default-signal=INT true 2>/dev/null; then exec env --default-signal=INT,QUIT /bin/sh -i; fi
 exec /bin/sh -i"""
@@ -20,14 +20,15 @@ _SH_INTERACTIVE = b"unset ENV; TERM=xterm-256color; export TERM; PS1='$PWD# '\n"
 
 
 def start_shell(launch: Launch, shells: ContainerShells, *, columns: int, rows: int) -> int:
-    """Start a shell on a new terminal; return our end.
+    """Start a shell on a new terminal; return the keeper's end of the terminal.
 
     Raises:
-        CannotStart: the container's shell is gone. OSError: no terminal can be had.
+        ShellStartError: The anchor is gone.
+        OSError: The container has no free terminal.
     """
     script = shells.restore_script("main")
     if shells.bash:
-        # What a session's shell says when it is restored, nobody asks here.
+        # Nothing reads this shell's dumps.
         script = f"exec {sessions.DUMP_FD}>/dev/null\n".encode() + script
         script += f"exec {sessions.DUMP_FD}>&-\n".encode() + INTERACTIVE
     else:

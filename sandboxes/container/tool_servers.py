@@ -1,4 +1,4 @@
-"""The tool servers of a container, held from outside: started by its anchor, reached in its network namespace."""
+"""The tool servers of a container, seen from its keeper. The anchor starts them; requests reach them in its network."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.container.cgroup_processes import Household
+from sandboxes.container.cgroup_processes import ContainerProcesses
 from sandboxes.container.shell import RIGHTS
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
@@ -16,78 +16,98 @@ from sandboxes.shell_quote import quote
 
 
 class ContainerServer(ServerProcess):
-    """One whose pipes are FIFOs in a directory of the box: `go` is its stdin, `dump` its stdout, `out` its log.
+    """A tool server whose pipes are FIFOs in the box: `go` is its stdin, `dump` its stdout, `out` its log.
 
-    inner: what the container calls its process.
+    Attributes:
+        inner: Its pid in the container.
+        folder: Its directory in the box.
+        talks: Whether requests go over its stdin and stdout, not over a port.
     """
 
     def __init__(self, name: str, pid: int, inner: int, folder: Path, fds: Mapping[str, int], *, talks: bool) -> None:
+        """Take over a process that runs.
+
+        Args:
+            name: The server's name.
+            pid: Its pid on this machine.
+            inner: See the attributes.
+            folder: See the attributes.
+            fds: The keeper's ends of the FIFOs, by file name.
+            talks: See the attributes.
+        """
         super().__init__(name, pid, fds["out"], (fds["go"], fds["dump"]) if talks else ())
-        # Held open, so that nobody waits for the other end.
+        # The other ends stay open too: a FIFO without a second end would block or fail the server.
         self._rest = [fd for name, fd in fds.items() if name != "out" and fd not in self.pipes]
         self.inner, self.folder, self.talks = inner, folder, talks
 
     def close(self) -> None:
-        """See `ServerProcess.close`."""
+        """Close all descriptors."""
         super().close()
         for fd in self._rest:
             os.close(fd)
         self._rest = []
 
     def remember(self) -> dict[str, Any]:
-        """See `ServerProcess.remember`; its FIFOs are known by their directory."""
+        """Return what a checkpoint stores about the server; a restore finds its FIFOs by their directory."""
         script = (self.folder / "restore").read_text("latin-1")
-        told = {"name": self.name, "inner": self.inner, "folder": self.folder.name, "talks": self.talks}
-        return {**told, "script": script, "note": self.note}
+        stored = {"name": self.name, "inner": self.inner, "folder": self.folder.name, "talks": self.talks}
+        return {**stored, "script": script, "note": self.note}
 
 
 class ContainerServers(Servers):
-    """Those of one container."""
+    """The tool servers of one container."""
 
-    def __init__(self, anchor: ContainerAnchor, house: Household) -> None:
+    def __init__(self, anchor: ContainerAnchor, members: ContainerProcesses) -> None:
+        """Start no server.
+
+        Args:
+            anchor: What starts the servers.
+            members: The container's processes.
+        """
         super().__init__()
-        self._anchor, self._house = anchor, house
+        self._anchor, self._members = anchor, members
         self._strays: list[Log] = []
         self._prepared: list[tuple[dict[str, Any], dict[str, int]]] = []
 
-    def prepare_again(self, told: list[dict[str, Any]]) -> None:
-        """Make what servers that will be restored have open, under the names that they know."""
+    def prepare_again(self, stored: list[dict[str, Any]]) -> None:
+        """Make the files that the restored servers have open."""
         self._prepared = [
-            (one, _furnish(self._anchor.box / one["folder"], one["script"].encode("latin-1"))) for one in told
+            (server, _make_files(self._anchor.box / server["folder"], server["script"].encode("latin-1")))
+            for server in stored
         ]
 
     def adopt_prepared(self) -> None:
-        """Take over those that came back."""
-        for one, fds in self._prepared:
-            pid = self._house.find(one["inner"]) or 0
-            folder = self._anchor.box / one["folder"]
-            self._servers[one["name"]] = ContainerServer(
-                one["name"], pid, one["inner"], folder, fds, talks=one["talks"]
+        """Adopt the servers that CRIU restored."""
+        for stored, fds in self._prepared:
+            pid = self._members.find(stored["inner"]) or 0
+            folder = self._anchor.box / stored["folder"]
+            self._servers[stored["name"]] = ContainerServer(
+                stored["name"], pid, stored["inner"], folder, fds, talks=stored["talks"]
             )
-            self.take_note(one["name"], one["note"])
+            self.take_note(stored["name"], stored["note"])
 
     @property
     def outputs(self) -> dict[int, Log]:
-        """See `Servers.outputs`."""
+        """The logs to drain, by descriptor: those of the servers, and the outputs of detached processes."""
         return {**super().outputs, **{log.fd: log for log in self._strays if log.fd >= 0}}
 
     def drain_detached(self, fd: int, pid: int) -> None:  # noqa: ARG002 - no checkpoint holds its FIFO
-        """From now on drain the output of a process that its client has left."""
+        """Drain the output of a process from now on, because its client has detached."""
         self._strays.append(Log(fd))
 
     def _start(self, order: ServerOrder) -> None:
         talks = order.port is None
         self._anchor.look_after()
         folder = self._anchor.new_folder()
-        fds = _furnish(folder, _script(order, folder.name, talks=talks))
+        fds = _make_files(folder, _script(order, folder.name, talks=talks))
         try:
             pid, inner = self._anchor.start(folder.name)
         except ShellStartError as error:
-            # Mostly it ended before it could be looked at, and said why.
-            said = Log(fds["out"]).tail()
+            # Usually the server ended at once, and its log says why.
+            output = Log(fds["out"]).tail()
             for fd in fds.values():
                 os.close(fd)
-            what = f"server {order.name!r} ended when it was started: {said}"
+            what = f"server {order.name!r} ended when it was started: {output}"
             raise ToolServerError("crashed", f"{what} ({error})") from error
         before = self._servers.pop(order.name, None)
         if before is not None:
@@ -95,18 +115,18 @@ class ContainerServers(Servers):
         self._servers[order.name] = ContainerServer(order.name, pid, inner, folder, fds, talks=talks)
 
     def _is_over(self, server: ServerProcess) -> bool:
-        """See `Servers._is_over`. A server here stays in the foreground."""
+        """Return whether a server has ended. In a container it stays in the foreground, so its process tells."""
         return server.ended
 
 
-def _furnish(folder: Path, script: bytes) -> dict[str, int]:
-    """Make the directory that the anchor starts a shell from; return our ends of the FIFOs in use."""
+def _make_files(folder: Path, script: bytes) -> dict[str, int]:
+    """Make the directory from which the anchor starts a shell; return the keeper's ends of the FIFOs, by file name."""
     folder.mkdir(mode=0o755)
     fds = {}
     for name in SHELL_FIFOS:
         os.mkfifo(folder / name)
         (folder / name).chmod(0o666)
-        # The anchor's shell opens all of them, and would wait for the other end.
+        # The shell opens all of them, and its opens must not block.
         fds[name] = os.open(folder / name, RIGHTS)
     for name in SHELL_TEXTS:
         (folder / name).write_bytes(script if name == "restore" else b"")
@@ -115,9 +135,9 @@ def _furnish(folder: Path, script: bytes) -> dict[str, int]:
 
 
 def _script(order: ServerOrder, folder: str, *, talks: bool) -> bytes:
-    """Return what the shell does that becomes the server."""
+    """Return the script of the shell that becomes the server."""
     names = " ".join(f"export {name}={quote(value)};" for name, value in order.environment.items())
     here = f"{BOX}/{folder}"
-    places = f"0<{here}/go 1>{here}/dump 2>{here}/out" if talks else f"0</dev/null 1>{here}/out 2>{here}/out"
-    lines = (names, f"cd -- {quote(order.workdir)} || cd /", f"exec /bin/sh -c {quote(order.command)} {places}")
+    redirections = f"0<{here}/go 1>{here}/dump 2>{here}/out" if talks else f"0</dev/null 1>{here}/out 2>{here}/out"
+    lines = (names, f"cd -- {quote(order.workdir)} || cd /", f"exec /bin/sh -c {quote(order.command)} {redirections}")
     return "\n".join((*lines, "")).encode(errors="surrogateescape")
