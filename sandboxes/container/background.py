@@ -80,15 +80,15 @@ class PendingRestore:
             os.mkfifo(self._folder / name)
             (self._folder / name).chmod(0o666)
         # Open at both ends, so that CRIU's opens do not block.
-        self._held = {place: os.open(self._folder / name, RIGHTS) for place, name in NAMES.items()}
+        self._held = {number: os.open(self._folder / name, RIGHTS) for number, name in NAMES.items()}
 
     def adopted(self, members: ContainerProcesses, status: Callable[[int], int]) -> ContainerBackgroundProcess:
         """Return the process after CRIU has restored it."""
         ends = {}
-        for place in self._stored["places"]:
+        for number in self._stored["places"]:
             # Opening fails for a stream that the process had closed: the FIFO has no other end then.
             with contextlib.suppress(OSError):
-                ends[place] = os.open(self._folder / NAMES[place], _WRITES if place == 0 else _READS)
+                ends[number] = os.open(self._folder / NAMES[number], _WRITES if number == 0 else _READS)
         for fd in self._held.values():
             os.close(fd)
         inner = self._stored["inner"]

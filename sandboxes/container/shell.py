@@ -90,11 +90,11 @@ class ContainerShell(Shell):
         facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
         return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
 
-    def came_back(self, told: Mapping[str, Any], pid: int) -> None:
+    def came_back(self, stored: Mapping[str, Any], pid: int) -> None:
         """Set the process as which CRIU restored the shell."""
-        self._is_process(pid, told["inner"])
-        self.baseline, self.jobs, self.runs = told["baseline"], tuple(told["jobs"]), told["runs"]
-        self.limits = {name: (soft, hard) for name, (soft, hard) in told["limits"].items()}
+        self._is_process(pid, stored["inner"])
+        self.baseline, self.jobs, self.runs = stored["baseline"], tuple(stored["jobs"]), stored["runs"]
+        self.limits = {name: (soft, hard) for name, (soft, hard) in stored["limits"].items()}
 
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
         """Set the shell's process and its inherited limits, and apply the limits that the session has changed."""
