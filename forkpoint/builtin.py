@@ -1,4 +1,4 @@
-"""The drivers and dialects that come with Forkpoint, as the entry points in `pyproject.toml` name them.
+"""The drivers, dialects and endpoints that come with Forkpoint, as the entry points in `pyproject.toml` name them.
 
 Each function imports its part when it is called, so an installation or a process pays only for what it uses.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from sandboxes.plugins import DriverContext, PluginError
 
 if TYPE_CHECKING:
+    from proxy.compat.endpoints import Endpoint, EndpointContext
     from proxy.dialects.base import Dialect
     from sandboxes.driver import Driver
     from sandboxes.spec import EnvironmentSpec
@@ -93,6 +94,20 @@ def video_dialect(spec: "EnvironmentSpec") -> "Dialect | None":
     from proxy.dialects.video import VideoDialect
 
     return None if spec.video is None else VideoDialect(spec)
+
+
+def docker_endpoint(context: "EndpointContext") -> "Endpoint":
+    """Return the endpoint that speaks Docker's Engine API."""
+    from proxy.compat.docker.endpoint import DockerEndpoint
+
+    return DockerEndpoint(context)
+
+
+def e2b_endpoint(context: "EndpointContext") -> "Endpoint":
+    """Return the endpoint that speaks E2B's API."""
+    from proxy.compat.e2b.endpoint import E2bEndpoint
+
+    return E2bEndpoint(context)
 
 
 def _require(extra: str, *packages: str) -> None:

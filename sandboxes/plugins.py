@@ -24,6 +24,9 @@ DRIVERS = "forkpoint.drivers"
 DIALECTS = "forkpoint.dialects"
 """The group of dialect factories: each is called with an `EnvironmentSpec` and returns a dialect or None."""
 
+ENDPOINTS = "forkpoint.endpoints"
+"""The group of endpoint factories, for whole APIs with services of their own; see `proxy.compat.endpoints`."""
+
 
 class PluginError(RuntimeError):
     """A plug-in is missing, ambiguous or broken. The text says which, and what to install."""

@@ -12,7 +12,7 @@ from functools import partial
 
 import structlog
 
-from proxy.compat.docker.endpoint import DockerEndpoint
+from proxy.compat.endpoints import EndpointContext, StreamingEndpoint, make_endpoints
 from proxy.dataplane.addressing import Addressing, request_of
 from proxy.dataplane.dispatch import Dispatch
 from proxy.dataplane.hit_path import HitPath
@@ -42,9 +42,11 @@ class DataPlane:
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
         self._addressing, self._count = Addressing(engine), partial(count_problem, engine.counts)
-        self.docker = DockerEndpoint(engine, engine.answers, self._addressing.address, self._count)
-        self._hit_path = HitPath(engine, self._addressing)
-        self._dispatch = Dispatch(engine, self._addressing, self.docker)
+        endpoints = make_endpoints(EndpointContext(engine, self._addressing.address, request_of, self._count))
+        # At most one answers on the hit path and takes connections over: Docker's.
+        self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
+        self._hit_path = HitPath(engine, self._addressing, frozenset(endpoints))
+        self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,13 +75,15 @@ class DataPlane:
         """
         if self._authorise(scope) is not None:
             return None
-        if b"/docker" in scope["raw_path"] and self.docker.owns(scope):
-            return self.docker.known(scope, body)
+        streaming = self.streaming
+        if streaming is not None and streaming.path_part in scope["raw_path"] and streaming.owns(scope):
+            return streaming.known(scope, body)
         return self._hit_path.known(scope, body)
 
     def may_stream(self, scope: Scope) -> bool:
         """Return whether an authorised request may take its connection over as a stream."""
-        return self.docker.may_stream(scope) and self._authorise(scope) is None
+        streaming = self.streaming
+        return streaming is not None and streaming.may_stream(scope) and self._authorise(scope) is None
 
     def _authorise(self, scope: Scope) -> RefusalError | None:
         """Note in the scope what a request may see; return why it may see nothing, or None. Idempotent."""

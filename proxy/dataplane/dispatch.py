@@ -4,7 +4,8 @@ Theory of operation. A request passes four methods, each once, downwards:
 
 1. `serve` checks framing, browser and limits, resolves the address and reads the body. A body beyond
    `max_body_bytes` goes to a file if the endpoint forwards it as it is.
-2. `_respond` lets the endpoint's dialect say what the request means. Docker and E2B have services of their own.
+2. `_respond` lets the endpoint's dialect say what the request means. Whole APIs
+   (Docker, E2B) answer for themselves.
    A request may name another task than its URL does; then `_respond` starts over with that task's address.
 3. `_act` does what the request means: a reply of the proxy's own, a rollout's begin or end, a cancellation, a call.
 4. `_call` answers a call: from a retry's first attempt, from the tree, or by running it in a sandbox.
@@ -12,14 +13,13 @@ Theory of operation. A request passes four methods, each once, downwards:
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from proxy.compat.docker.endpoint import DockerEndpoint
-from proxy.compat.e2b.endpoint import E2bEndpoint
+from proxy.compat.endpoints import Endpoint
 from proxy.dataplane.addressing import MAX_REMEMBERED, Addressing, request_of
 from proxy.dataplane.retries import Retries
 from proxy.dialects import dialect_of
@@ -57,9 +57,9 @@ _CACHE_STATUS = {
 class Dispatch:
     """Serves the requests that the hit path does not answer."""
 
-    def __init__(self, engine: Engine, addressing: Addressing, docker: DockerEndpoint) -> None:
-        self._engine, self._addressing, self._docker = engine, addressing, docker
-        self._answers, self._e2b, self._retries = engine.answers, E2bEndpoint(engine), Retries()
+    def __init__(self, engine: Engine, addressing: Addressing, endpoints: Mapping[str, Endpoint]) -> None:
+        self._engine, self._addressing, self._endpoints = engine, addressing, endpoints
+        self._answers, self._retries = engine.answers, Retries()
         self._constants: LruCache[tuple[int, CallKey], Answer] = LruCache(MAX_REMEMBERED)
         self._cancellable: dict[tuple[int, str], ServerEvents] = {}
         self._in_flight = 0
@@ -68,12 +68,11 @@ class Dispatch:
         """Report a request that is not authorised in the form that clients of its endpoint read."""
         problem = problem_of(refusal)
         count_problem(self._engine.counts, problem)
-        if address.endpoint == "e2b":
-            await self._e2b.refuse(request_of(scope, address, b""), problem, exchange.send)
-        elif address.endpoint == "docker":
-            await self._docker.refuse(scope, problem, exchange)
-        else:
+        endpoint = self._endpoints.get(address.endpoint)
+        if endpoint is None:
             await exchange.problem(problem)
+        else:
+            await endpoint.refuse(scope, address, problem, exchange)
 
     async def serve(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
         """Answer a request.
@@ -107,15 +106,11 @@ class Dispatch:
         self, scope: Scope, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
     ) -> None:
         """Answer a request whose body is there: in `body`, or in the file `upload`."""
-        if address.endpoint == "docker":
-            await self._docker.serve(scope, address, body, exchange)
+        own = self._endpoints.get(address.endpoint)
+        if own is not None:
+            await own.serve(scope, address, body, exchange)
             return
         request = request_of(scope, address, body)
-        if address.endpoint == "e2b":
-            problem = await self._e2b.serve(address.task, request, exchange.send, exchange.receive)
-            if problem is not None:
-                count_problem(self._engine.counts, problem)
-            return
         tasks = self._engine.tasks
         rollout = tasks.rollouts.get((address.task, address.rollout))
         # A new rollout is not begun yet: a reply of the proxy's own must not wait for its tree to be opened.

@@ -33,13 +33,20 @@ MAX_REMEMBERED_BODY_BYTES = 2048
 
 
 class HitPath:
-    """Answers calls that the tree knows."""
+    """Answers calls that the tree knows.
 
-    def __init__(self, engine: Engine, addressing: Addressing) -> None:
+    Args:
+        engine: The running parts of the proxy.
+        addressing: Remembers addresses and dialects.
+        apis: Names of endpoints that are whole APIs and no dialects; their requests take the regular path.
+    """
+
+    def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str] = frozenset()) -> None:
         self._engine, self._addressing = engine, addressing
         self._answers, self._rollouts = engine.answers, engine.tasks.rollouts
         self._max_body_bytes = engine.settings.max_body_bytes
         self._endpoints = engine.counts.endpoints
+        self._apis = apis
         self._calls: LruCache[Hashable, Call] = LruCache(MAX_REMEMBERED)
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
@@ -48,7 +55,7 @@ class HitPath:
         Malformed requests and errors also return None: the regular path reports them.
         """
         address = self._addressing.remembered(scope)
-        if address is None or address.endpoint == "e2b" or len(body) > self._max_body_bytes:
+        if address is None or address.endpoint in self._apis or len(body) > self._max_body_bytes:
             return None
         rollout = self._rollouts.get((address.task, address.rollout))
         if rollout is None:

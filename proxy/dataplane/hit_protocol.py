@@ -13,7 +13,7 @@ SERVED    uvicorn has requests to read or to answer, and gets each byte as it co
           only it knows where requests end; `report_responses` counts the answers. When all requests that began have
           ended and were answered, the connection goes back to READING, at a boundary between two requests.
 PASSED    uvicorn has the connection for good, and the parser reads no more.
-STREAM  The connection belongs to a `StreamConnection`.
+STREAM  The connection belongs to a `Stream`.
 
 Because uvicorn sees only its own requests, its keep-alive timer may fire while hits are answered. `UvicornTransport`
 therefore ignores `close` in READING, where only `HitFirst` closes an idle connection.
@@ -30,7 +30,7 @@ from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from proxy.compat.docker.stream import StreamConnection
+from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.request_reader import RequestReader
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
@@ -103,7 +103,7 @@ class HitFirst(asyncio.Protocol):
         self._writable.set()
         self._body_at: int | None = None
         self._inner: HttpToolsProtocol | None = None
-        self._stream: StreamConnection | None = None
+        self._stream: Stream | None = None
         self._stream_is_held = False
 
     # -- called by the event loop ------------------------------------------------------------------------------------
@@ -292,9 +292,11 @@ class HitFirst(asyncio.Protocol):
     # -- connections that become streams -----------------------------------------------------------------------------
 
     def _may_stream(self, scope: Scope) -> bool:
+        streaming = self.data_plane.streaming
         return (
-            b"/docker" in self._reader.url and not self._reader.expects_continue and self.data_plane.may_stream(scope)
-        )
+            streaming is not None and streaming.path_part in self._reader.url
+            and not self._reader.expects_continue and self.data_plane.may_stream(scope)
+        )  # fmt: skip
 
     def _stream_when_whole(self, scope: Scope) -> None:
         """Turn the connection into a stream once the request's body has come."""
@@ -312,20 +314,16 @@ class HitFirst(asyncio.Protocol):
             return
         else:
             body = reader.body
-        docker = self.data_plane.docker
-        if not docker.takes_connection(scope, body):
+        streaming = self.data_plane.streaming
+        if streaming is None or not streaming.takes_connection(scope, body):
             self._held = reader.without_upgrade(body) if upgrade else self._held
             self._serve(_State.SERVED)
             return
         self._held, self._state = b"", _State.STREAM
-        self._stream = stream = StreamConnection(
-            self._transport.write, self._drain, self._hold, self._transport.close,
-            upgrade=upgrade, padded=docker.needs_padding(scope),
-        )  # fmt: skip
-        if rest:
-            stream.feed(rest)
-        if not docker.stream_known(scope, body, stream):
-            task = self.tasks.spawn("docker stream", docker.stream(scope, body, stream))
+        transport = StreamTransport(self._transport.write, self._drain, self._hold, self._transport.close)
+        self._stream, answering = streaming.open_stream(scope, body, transport, upgrade=upgrade, rest=rest)
+        if answering is not None:
+            task = self.tasks.spawn("stream", answering)
             # A shutdown that takes too long cancels the server's tasks.
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)

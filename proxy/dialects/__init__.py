@@ -17,7 +17,7 @@ from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.plugins import DIALECTS as PLUGINS
-from sandboxes.plugins import installed, load
+from sandboxes.plugins import ENDPOINTS, installed, load
 from sandboxes.spec import SERVER_DRIVERS, SHELLLESS_DRIVERS, EnvironmentSpec
 
 Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
@@ -77,8 +77,8 @@ def _endpoints(spec: EnvironmentSpec) -> list[str]:
     """Return what an agent may use in this environment, for the error text."""
     names = {name for name in installed(PLUGINS) if load(PLUGINS, name)(spec) is not None} | spec.servers.keys()
     if not spec.upstreams:
-        names |= {"e2b"} if spec.driver in SERVER_DRIVERS else set()
-        names |= {"docker"} if spec.driver not in SHELLLESS_DRIVERS else set()
-        names -= {"shell"} if spec.driver in SHELLLESS_DRIVERS else set()
+        names |= installed(ENDPOINTS).keys()
+        names -= set() if spec.driver in SERVER_DRIVERS else {"e2b"}
+        names -= {"docker", "shell"} if spec.driver in SHELLLESS_DRIVERS else set()
         names -= set() if spec.databases else {"sql"}
     return sorted(names)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.plugins import DIALECTS, DRIVERS, DriverContext, PluginError, installed, load, make_driver
+from sandboxes.plugins import DIALECTS, DRIVERS, ENDPOINTS, DriverContext, PluginError, installed, load, make_driver
 
 OURS = {"container", "http", "local", "postgres", "sqlite", "video"}
 
@@ -71,3 +71,7 @@ def test_broken_driver_is_named(packages: Path, text: str) -> None:
     (packages / "third_party.py").write_text(text)
     with pytest.raises(PluginError, match="'broken'"):
         make_driver("broken", context(packages / "data"))
+
+
+def test_whole_apis_are_entry_points_too() -> None:
+    assert {"docker", "e2b"} <= installed(ENDPOINTS).keys()

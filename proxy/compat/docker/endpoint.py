@@ -1,7 +1,7 @@
 """The docker endpoint: HTTP requests, responses that are sent piece by piece, and connections that become streams."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -12,10 +12,10 @@ from proxy.compat.docker.api import DockerApi
 from proxy.compat.docker.lifecycle import StreamedResponse
 from proxy.compat.docker.responses import error_response
 from proxy.compat.docker.stream import StreamConnection
+from proxy.compat.endpoints import EndpointContext, StreamTransport
 from proxy.dialects.base import Dialect, Local, Meaning, Request, Response
-from proxy.engine import Engine
 from proxy.http.address import Address
-from proxy.http.answer_cache import Answers, response
+from proxy.http.answer_cache import response
 from proxy.http.exchange import Exchange, raw
 from proxy.http.problems import problem_of
 from proxy.refusals import Problem, RefusalError
@@ -52,23 +52,13 @@ _ERRORS = _DockerErrors()
 class DockerEndpoint:
     """Serves the docker endpoint of all tasks."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        answers: Answers,
-        address_of: Callable[[Mapping[str, Any]], Address],
-        count: Callable[[Problem], None],
-    ) -> None:
-        """Create the endpoint.
+    path_part = b"/docker"
 
-        Args:
-            engine: The running engine.
-            answers: Recorded results in the form of responses.
-            address_of: Returns the address of a request, given its ASGI scope. Raises RefusalError.
-            count: Counts a problem that is reported within a stream.
-        """
-        self._api = DockerApi(engine, answers)
-        self._address_of, self._count, self._max_streams = address_of, count, engine.settings.max_requests
+    def __init__(self, context: EndpointContext) -> None:
+        engine = context.engine
+        self._api = DockerApi(engine, engine.answers)
+        self._address_of, self._count = context.address_of, context.count
+        self._max_streams = engine.settings.max_requests
         self._open_streams = 0
         engine.lifecycle.before_close.append(self._api.aclose)
 
@@ -102,14 +92,18 @@ class DockerEndpoint:
         else:
             await exchange.local(answer)
 
-    async def refuse(self, scope: Mapping[str, Any], problem: Problem, exchange: Exchange) -> None:
+    async def refuse(
+        self,
+        scope: Mapping[str, Any],
+        address: Address,  # noqa: ARG002 - see `Endpoint.refuse`
+        problem: Problem,
+        exchange: Exchange,
+    ) -> None:
         """Answer a request with a problem that was noticed before the request was read."""
         exchange.understood(_ERRORS, Request(scope["method"], "/", (), b""))
         await exchange.problem(problem)
 
     # -- connections that become streams -----------------------------------------------------------------------------
-    # The protocol class asks in this order: `may_stream` when it has the head of a request, `takes_connection` when it
-    # has the body, then `stream_known`, and `stream` if that returns False.
 
     def may_stream(self, scope: Mapping[str, Any]) -> bool:
         """Return whether the connection of a request may become a stream, given the request's head."""
@@ -124,11 +118,23 @@ class DockerEndpoint:
             # The body is invalid. As an ordinary request it gets an ordinary error.
             return False
 
-    def needs_padding(self, scope: Mapping[str, Any]) -> bool:
-        """Return whether a client loses what arrives with the head of a stream; see `PADDED_HEAD_BYTES`."""
-        return any(name == b"user-agent" and value.startswith(b"docker-sdk-python") for name, value in scope["headers"])
+    def open_stream(
+        self, scope: Mapping[str, Any], body: bytes, transport: StreamTransport, *, upgrade: bool, rest: bytes
+    ) -> tuple[StreamConnection, Coroutine[Any, Any, None] | None]:
+        """Take a connection over; see `StreamingEndpoint.open_stream`."""
+        # docker-py loses what arrives with the head of a stream; see `PADDED_HEAD_BYTES`.
+        padded = any(
+            name == b"user-agent" and value.startswith(b"docker-sdk-python") for name, value in scope["headers"]
+        )
+        connection = StreamConnection(
+            transport.write, transport.drain, transport.hold, transport.close, upgrade=upgrade, padded=padded
+        )
+        if rest:
+            connection.feed(rest)
+        known = self._stream_known(scope, body, connection)
+        return connection, None if known else self._stream(scope, body, connection)
 
-    def stream_known(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> bool:
+    def _stream_known(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> bool:
         """Answer a request that needs no await; return False for any other."""
         try:
             return self._api.stream_known(self._address_of(scope), body, connection)
@@ -136,7 +142,7 @@ class DockerEndpoint:
             log.debug("not answered at once", error=repr(error))
             return False
 
-    async def stream(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> None:
+    async def _stream(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> None:
         """Answer a request whose connection has become a stream, and close the connection."""
         self._open_streams += 1
         try:

@@ -1,7 +1,9 @@
 """The e2b endpoint: E2B's control plane and envd at one base URL, for E2B's unmodified SDKs."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from proxy.compat.e2b import requests, responses
 from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
@@ -14,10 +16,11 @@ from proxy.compat.e2b.requests import E2BRequest, ProcessRequest, ProcessStart
 from proxy.compat.e2b.responses import json_response
 from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.sandboxes import SandboxControl
+from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local, Request
-from proxy.engine import Engine
+from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
-from proxy.http.exchange import raw
+from proxy.http.exchange import Exchange, raw
 from proxy.http.problems import problem_of
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
@@ -45,14 +48,26 @@ class SandboxGoneError(Exception):
 class E2bEndpoint:
     """Serves the e2b endpoint of all tasks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, context: EndpointContext) -> None:
+        self._engine, self._request_of, self._count = context.engine, context.request_of, context.count
+        engine = context.engine
         self._processes = Processes(engine)
         self._watches = DirWatches(engine, self._processes)
         self._registry = SandboxRegistry(engine, self._processes)
         self._control = SandboxControl(engine, self._registry)
 
-    async def serve(self, task: str, request: Request, send: Send, receive: Receive) -> Problem | None:
+    async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
+        """Answer a request, and count the problem that the client was sent, if any."""
+        request = self._request_of(scope, address, body)
+        problem = await self._answer(address.task, request, exchange.send, exchange.receive)
+        if problem is not None:
+            self._count(problem)
+
+    async def refuse(self, scope: Mapping[str, Any], address: Address, problem: Problem, exchange: Exchange) -> None:
+        """Answer a request with a problem that was noticed before the request was read."""
+        await self._refuse(exchange.send, self._request_of(scope, address, b""), from_problem(problem), problem)
+
+    async def _answer(self, task: str, request: Request, send: Send, receive: Receive) -> Problem | None:
         """Answer a request.
 
         Returns:
@@ -76,10 +91,6 @@ class E2bEndpoint:
             problem = problem_of(error)
             return await self._refuse(send, request, from_problem(problem), problem)
         return None
-
-    async def refuse(self, request: Request, problem: Problem, send: Send) -> None:
-        """Answer a request with a problem that was noticed before the request was read."""
-        await self._refuse(send, request, from_problem(problem), problem)
 
     async def _addressed_sandbox(self, task: str, request: Request) -> RunningSandbox:
         """Return the sandbox that a request to envd addresses."""

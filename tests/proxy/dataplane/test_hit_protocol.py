@@ -150,7 +150,7 @@ class Server:
         self.turn = asyncio.Event()
         self.turn.set()
         self.gate_second: asyncio.Event | None = None
-        plane = SimpleNamespace(known=self._known, may_stream=lambda _: False)
+        plane = SimpleNamespace(known=self._known, streaming=None, may_stream=lambda _: False)
         plane.engine = SimpleNamespace(counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)))
         config = uvicorn.Config(
             report_responses(self._app), lifespan="off", log_config=None, timeout_keep_alive=timeout_keep_alive
