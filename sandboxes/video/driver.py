@@ -112,8 +112,8 @@ class VideoDriver:
         """Return the preprocesses under way and the last that ended, and how often models were asked."""
         return {
             "preprocesses": [job.to_json() for job in self.jobs],
-            "model_questions": self.models.asked,
-            "model_answers_reused": self.models.repeated,
+            "model_questions": self.models.sent,
+            "model_answers_reused": self.models.reused,
         }
 
     # -- inside ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""What was measured in a video, as files: `index.sqlite`, `frames.bin`, `times.npy`, `differences.npy`.
+"""The index of a prepared video, as files: `index.sqlite`, `frames.bin`, `times.npy`, `differences.npy`.
 
-They are written once, by one worker, and then only read. The same measurements give the same bytes.
+One worker writes them once; then they are only read. Equal measurements give equal bytes. What a model said of the
+segments is in a folder of its own: `model.sqlite`, `texts.npy`, `images.npy`.
 """
 
 import json
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from sandboxes.video.measurements import motion_word, nearest, span_at
 
 TimeSpan = tuple[float, float]
+"""Start and end in seconds."""
 
 _SCHEMA = """
 CREATE TABLE shots (id INTEGER PRIMARY KEY, start_s REAL NOT NULL, end_s REAL NOT NULL);
@@ -40,7 +42,16 @@ _SEGMENT = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All that was measured. segments: members of the table of this name. frames: time, place and size of each JPEG."""
+    """The measurements of a video.
+
+    Attributes:
+        times: The time of each picture in seconds.
+        differences: The difference of each picture from its predecessor, 0 to 1.
+        shots: The shots in order.
+        segments: The segments in order, each with the columns of the table.
+        frames: Time, offset in `frames.bin` and size of each kept picture.
+        subtitles: Track, language, start, end and text of each subtitle.
+    """
 
     times: Sequence[float]
     differences: NDArray[np.float32]
@@ -51,7 +62,7 @@ class Measured:
 
 
 def write(folder: Path, measured: Measured) -> None:
-    """Write everything but `frames.bin`, which was written on the way."""
+    """Write the index, except `frames.bin`, which was written while the video was decoded."""
     np.save(folder / "times.npy", np.array(measured.times, dtype=np.float64))
     np.save(folder / "differences.npy", measured.differences)
     rows = [
@@ -73,7 +84,14 @@ def write(folder: Path, measured: Measured) -> None:
 def write_model(
     folder: Path, captions: Sequence[str], objects: Sequence[Sequence[str]], vectors: dict[str, NDArray[np.float32]]
 ) -> None:
-    """Write what a model said of each segment. vectors: of `texts` and `images`, a row for each segment."""
+    """Write what a model said of the segments.
+
+    Args:
+        folder: Where the files are made.
+        captions: The caption of each segment.
+        objects: The names of the objects in each segment.
+        vectors: The embeddings of `texts` and `images`, with one row for each segment; each may be missing.
+    """
     names = sorted({name for each in objects for name in each})
     numbers = {name: n for n, name in enumerate(names)}
     pairs = sorted({(numbers[name], segment) for segment, each in enumerate(objects) for name in each})
@@ -89,13 +107,13 @@ def write_model(
 def _write(path: Path, schema: str, tables: dict[str, Iterable[Sequence[Any]]]) -> None:
     database = sqlite3.connect(path, isolation_level=None)
     try:
-        # Nothing reads it before it is whole, and what is not whole is removed.
+        # No journal and no sync: nobody reads the file before it is complete, and incomplete files are removed.
         database.execute("PRAGMA journal_mode=OFF")
         database.execute("PRAGMA synchronous=OFF")
         database.executescript(schema)
         database.execute("BEGIN")
         for table, rows in tables.items():
-            rows = list(rows)  # noqa: PLW2901 - to see how wide they are
+            rows = list(rows)  # noqa: PLW2901 - its first row tells the number of columns
             if rows:
                 database.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(rows[0]))})", rows)
         database.execute("COMMIT")
@@ -104,24 +122,32 @@ def _write(path: Path, schema: str, tables: dict[str, Iterable[Sequence[Any]]]) 
 
 
 class Index:
-    """A prepared video, open for reading. model: the folder of what a model said; None where none was asked."""
+    """A prepared video, open for reading."""
 
     def __init__(self, folder: Path, model: Path | None) -> None:
+        """Open an index.
+
+        Args:
+            folder: The folder of the measurements.
+            model: The folder of what a model said; None if no model was asked.
+        """
         self._folder, self._model = folder, model
         self._database = _open(folder / "index.sqlite")
-        self._said = None if model is None else _open(model / "model.sqlite")
+        self._model_database = None if model is None else _open(model / "model.sqlite")
 
     def close(self) -> None:
+        """Close the files."""
         self._database.close()
-        if self._said is not None:
-            self._said.close()
+        if self._model_database is not None:
+            self._model_database.close()
 
     @cached_property
     def shots(self) -> list[TimeSpan]:
+        """The shots in order."""
         return [(start, end) for start, end in self._database.execute("SELECT start_s, end_s FROM shots ORDER BY id")]
 
     def shot_at(self, t: float) -> TimeSpan:
-        """Return the shot that a time is in."""
+        """Return the shot that contains a time."""
         return self.shots[span_at(self._starts, t)]
 
     @cached_property
@@ -130,68 +156,70 @@ class Index:
 
     @cached_property
     def segments(self) -> list[dict[str, Any]]:
-        """All segments, with `palette` as a list, `motion_word`, and `caption`: a model's, or what was measured."""
-        found = []
+        """The segments in order, with their `motion_word` and a `caption`: the model's, or the measurements in words."""
+        segments = []
         for row in self._database.execute(f"SELECT id, {', '.join(_SEGMENT)} FROM segments ORDER BY id"):
             segment = dict(zip(("id", *_SEGMENT), row, strict=True))
             segment["palette"] = json.loads(segment["palette"])
             segment["motion_word"] = motion_word(segment["motion"])
             segment["caption"] = self.captions[segment["id"]] if self.captions else segment["line"]
-            found.append(segment)
-        return found
+            segments.append(segment)
+        return segments
 
     @cached_property
     def captions(self) -> list[str]:
-        """What a model said of each segment; empty where none was asked."""
-        if self._said is None:
+        """The model's caption of each segment; empty without a model."""
+        if self._model_database is None:
             return []
-        return [text for (text,) in self._said.execute("SELECT caption FROM Segments ORDER BY segment_id")]
+        return [text for (text,) in self._model_database.execute("SELECT caption FROM Segments ORDER BY segment_id")]
 
     @cached_property
     def objects(self) -> dict[str, list[int]]:
-        """The segments in which a model saw each object, by its name."""
-        found: dict[str, list[int]] = {}
-        if self._said is not None:
-            rows = self._said.execute(
+        """The numbers of the segments in which the model saw each object, by name."""
+        objects: dict[str, list[int]] = {}
+        if self._model_database is not None:
+            rows = self._model_database.execute(
                 "SELECT category, segment_id FROM Objects JOIN Objects_Segments USING (object_id) ORDER BY 1, 2"
             )
             for name, segment in rows:
-                found.setdefault(name, []).append(segment)
-        return found
+                objects.setdefault(name, []).append(segment)
+        return objects
 
     @cached_property
     def kept(self) -> list[float]:
-        """The times of the kept pictures."""
+        """The time of each kept picture."""
         return [t for (t,) in self._database.execute("SELECT t FROM frames ORDER BY id")]
 
     @cached_property
     def times(self) -> NDArray[np.float64]:
+        """The time of each picture."""
         return np.asarray(np.load(self._folder / "times.npy"))
 
     @cached_property
     def differences(self) -> NDArray[np.float32]:
+        """The difference of each picture from its predecessor."""
         return np.asarray(np.load(self._folder / "differences.npy"))
 
     def vectors(self, name: str) -> NDArray[np.float32] | None:
-        """Return the vectors of `texts` or `images`, of length 1; None where no model made any."""
+        """Return the unit vectors of `texts` or `images`, one row for each segment; None if no model made them."""
         if self._model is None:
             return None
-        found: NDArray[np.float32] = np.load(self._model / f"{name}.npy")
-        return found if found.size else None
+        rows: NDArray[np.float32] = np.load(self._model / f"{name}.npy")
+        return rows if rows.size else None
 
-    def standing_for(self, t: float) -> int:
-        """Return the number of the kept picture that stands for a time."""
+    def kept_at(self, t: float) -> int:
+        """Return the number of the kept picture that represents a time."""
         return nearest(self.kept, self.shot_at(t), t)
 
     def jpeg(self, number: int) -> bytes:
-        """Return a kept picture."""
-        at, size = self._database.execute("SELECT at, size FROM frames WHERE id = ?", [number]).fetchone()
+        """Return a kept picture as a JPEG file."""
+        offset, size = self._database.execute("SELECT at, size FROM frames WHERE id = ?", [number]).fetchone()
         with (self._folder / "frames.bin").open("rb") as file:
-            file.seek(at)
+            file.seek(offset)
             return file.read(size)
 
     def subtitles(self, start_s: float, end_s: float) -> list[dict[str, Any]]:
-        """Return the subtitles that are seen between two times."""
+        """Return the subtitles that are visible at some time between two times."""
         rows = self._database.execute(
             "SELECT track, language, start_s, end_s, text FROM subtitles WHERE start_s < ? AND end_s > ?"
             " ORDER BY track, start_s, rowid",

@@ -1,4 +1,4 @@
-"""What is measured in pictures and sound (pure; the arrays are numpy's)."""
+"""Measurements of pictures and sound (pure; the arrays are NumPy's)."""
 
 import itertools
 import math
@@ -9,15 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALL = (64, 36)
-"""Pictures are compared at this size, each pixel the mean of its area: a point sample would see edges move."""
+"""Width and height at which pictures are compared. Each pixel is the mean of its area, so that moving edges count
+little.
+"""
 CUT = 0.05
-"""Difference of two pictures, of 1, from which on it may be a cut."""
+"""Difference of two pictures, 0 to 1, above which a cut may lie between them."""
 _OVER_MEDIAN = 8.0
+"""How many times the median difference of the video a cut must exceed."""
 _STANDS_OUT = 2.0
-_SHORTEST_SHOT_S = 0.3
+"""How many times the differences just before it a cut must exceed."""
+_MIN_SHOT_S = 0.3
+"""Shortest shot. Flashes and dissolves would make many otherwise."""
 SAMPLE_RATE = 16_000
 SILENCE_DB = -90.0
-_TINY_S = 1e-6
+"""Level of silence, which has no finite one."""
+_EPSILON_S = 1e-6
+"""Times closer than this are equal."""
 
 _COLOURS: dict[str, tuple[int, int, int]] = {
     "black": (0, 0, 0), "grey": (128, 128, 128), "white": (255, 255, 255), "red": (230, 20, 20),
@@ -26,15 +33,16 @@ _COLOURS: dict[str, tuple[int, int, int]] = {
 }  # fmt: skip
 _NAMES = tuple(_COLOURS)
 _POINTS = np.array(list(_COLOURS.values()), dtype=np.int32)
-_SHOWN_SHARE = 0.12
+_MIN_SHARE = 0.12
+"""Smallest share of the pixels that puts a colour into the palette."""
 
 MeasuredSpan = tuple[float, float]
 Small = NDArray[np.uint8]
-"""A picture of `SMALL`, as rows of pixels of red, green and blue."""
+"""A picture of size `SMALL`: rows of pixels of red, green and blue."""
 
 
 def difference(one: Small, other: Small) -> float:
-    """Return how far two pictures are apart: the mean over pixels and colours, 0 to 1."""
+    """Return the difference of two pictures, 0 to 1: the mean over all pixels and colours."""
     return float(np.abs(one.astype(np.int16) - other).mean()) / 255.0
 
 
@@ -45,12 +53,12 @@ def brightness(picture: Small) -> float:
 
 
 def palette(picture: Small) -> list[str]:
-    """Return the names of the colours that an eighth of a picture or more is nearest to, the most frequent first."""
+    """Return the names of the main colours of a picture, the most frequent first."""
     pixels = picture.reshape(-1, 1, 3).astype(np.int32)
     nearest = ((pixels - _POINTS) ** 2).sum(axis=2).argmin(axis=1)
     counts = np.bincount(nearest, minlength=len(_NAMES))
     order = sorted(range(len(_NAMES)), key=lambda n: (-counts[n], n))
-    return [_NAMES[n] for n in order if counts[n] >= _SHOWN_SHARE * len(nearest)]
+    return [_NAMES[n] for n in order if counts[n] >= _MIN_SHARE * len(nearest)]
 
 
 def motion_word(motion: float) -> str:
@@ -61,47 +69,57 @@ def motion_word(motion: float) -> str:
 
 
 def cuts(times: Sequence[float], differences: NDArray[np.float32], threshold: float | None = None) -> list[float]:
-    """Return the times at which shots begin, the first one aside.
+    """Return the times at which shots begin, without the first shot.
 
-    A cut is a difference above threshold. By default that is `CUT`, or more where most pictures differ much: eight
-    times the median of the whole video (of its neighbourhood would miss cuts between lively shots); and it is twice
-    what was just before, which in wild movement it is not.
+    A cut is a difference above a threshold. The default threshold is `CUT`, or eight times the median of the whole
+    video if that is more. (The median of the neighbourhood would miss cuts between lively shots.) A cut must also be
+    twice the differences just before it, which steady movement is not.
+
+    Args:
+        times: The time of each picture.
+        differences: The difference of each picture from its predecessor.
+        threshold: A threshold of the agent's, which alone decides; None for the default.
     """
     if len(differences) == 0:
         return []
     limit = max(CUT, _OVER_MEDIAN * float(np.median(differences))) if threshold is None else threshold
-    found: list[float] = []
+    starts: list[float] = []
     for n in np.flatnonzero(differences > limit).tolist():
         if threshold is None and differences[n] < _STANDS_OUT * differences[max(0, n - 2) : n].max(initial=0.0):
             continue
-        last = found[-1] if found else times[0]
-        if n > 0 and times[n] - last >= _SHORTEST_SHOT_S:
-            found.append(times[n])
-    return found
+        last = starts[-1] if starts else times[0]
+        if n > 0 and times[n] - last >= _MIN_SHOT_S:
+            starts.append(times[n])
+    return starts
 
 
 def spans(starts: Sequence[float], end: float) -> list[tuple[float, float]]:
-    """Return the spans between starts, the last one up to end; the first begins at 0."""
+    """Return the spans between starts. The first span begins at 0, and the last one ends at `end`."""
     return list(itertools.pairwise([0.0, *starts, end]))
 
 
 def span_at(starts: Sequence[float], t: float) -> int:
-    """Return the number of the span that t is in, of those that begin at starts."""
-    return max(0, bisect_right(starts, t + _TINY_S) - 1)
+    """Return the number of the span that contains a time, given the starts of all spans."""
+    return max(0, bisect_right(starts, t + _EPSILON_S) - 1)
 
 
 def segments(duration_s: float, segment_s: float) -> list[tuple[float, float]]:
-    """Return the segments of a video: of one length, but for the last, which is half as long to half as long again."""
+    """Return the segments of a video. All have one length, except the last, which may be half shorter or longer."""
     count = max(1, math.floor(duration_s / segment_s + 0.5))
     return [(n * segment_s, (n + 1) * segment_s if n < count - 1 else duration_s) for n in range(count)]
 
 
 def nearest(kept: Sequence[float], span: MeasuredSpan, t: float) -> int:
-    """Return which of the kept pictures, whose times rise, stands for t: the nearest within span, the shot of t.
+    """Return the number of the kept picture that represents a time: the nearest one of the same shot.
 
-    Where none of the shot was kept, it is the nearest of all.
+    If no picture of the shot was kept, it is the nearest one of all.
+
+    Args:
+        kept: The times of the kept pictures, rising.
+        span: The shot that contains the time.
+        t: The time.
     """
-    low, high = bisect_left(kept, span[0] - _TINY_S), bisect_left(kept, span[1] - _TINY_S)
+    low, high = bisect_left(kept, span[0] - _EPSILON_S), bisect_left(kept, span[1] - _EPSILON_S)
     if low == high:
         low, high = 0, len(kept)
     after = min(max(bisect_left(kept, t), low), high - 1)
@@ -110,23 +128,23 @@ def nearest(kept: Sequence[float], span: MeasuredSpan, t: float) -> int:
 
 
 def evenly(start: float, end: float, count: int) -> list[float]:
-    """Return count times between start and end, each in the middle of its share."""
+    """Return evenly spaced times between start and end, each in the middle of its share."""
     step = (end - start) / count
     return [start + (n + 0.5) * step for n in range(count)]
 
 
 def level_db(samples: NDArray[np.int16]) -> float:
-    """Return the mean loudness, in dB below full scale; `SILENCE_DB` where there is none."""
+    """Return the mean level in dB relative to full scale, at least `SILENCE_DB`."""
     return _db(math.sqrt(float(np.mean(samples.astype(np.float64) ** 2))) / 32768) if len(samples) else SILENCE_DB
 
 
 def peak_db(samples: NDArray[np.int16]) -> float:
-    """Return the loudest sample, in dB below full scale."""
+    """Return the peak level in dB relative to full scale, at least `SILENCE_DB`."""
     return _db(float(np.abs(samples.astype(np.int32)).max()) / 32768) if len(samples) else SILENCE_DB
 
 
 def tone_hz(samples: NDArray[np.int16]) -> float | None:
-    """Return the frequency that most of the sound's power is in; None where no single one stands out."""
+    """Return the frequency that holds more than half of the power; None if there is none, or the sound is too quiet."""
     if len(samples) < SAMPLE_RATE // 4 or level_db(samples) < -60:
         return None
     power = np.abs(np.fft.rfft(samples * np.hanning(len(samples)))) ** 2
@@ -141,17 +159,21 @@ def _db(amplitude: float) -> float:
 
 
 def seek_pays(ahead: float, mean_gop: float) -> bool:
-    """Say whether to seek to a picture that is so many pictures ahead, rather than to read on to it.
+    """Return whether it is cheaper to seek to a picture than to decode all pictures up to it.
 
-    After a seek half a group of pictures is decoded on the way, on average; with few key pictures groups are long.
+    After a seek, half a group of pictures is decoded on average before the wanted one.
+
+    Args:
+        ahead: How many pictures ahead the wanted one is.
+        mean_gop: The mean number of pictures in a group, from one key picture to the next.
     """
     return ahead > max(1.0, mean_gop / 2)
 
 
 def overlay(luma: NDArray[np.uint8]) -> str | None:
-    """Return the edge of a picture, "lower" or "upper", near which something looks like a line of text; None for none.
+    """Return the edge, "lower" or "upper", near which a picture seems to have a line of text; None for neither.
 
-    Text is rows of two shades far apart, changing from one to the other many times. What it says is not read.
+    Rows of text have two shades that are far apart and alternate often. The text itself is not read.
     """
     height, width = luma.shape
     rows = luma.astype(np.int16)

@@ -93,7 +93,7 @@ def _pictures(
     """Return the pictures that stand for times, which rise, as files with their own times."""
     if loaded.index is not None and not exact:
         kept = loaded.index.kept
-        numbers = [loaded.index.standing_for(t) for t in times]
+        numbers = [loaded.index.kept_at(t) for t in times]
         return [(kept[n], images.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
     with container.opened(loaded.path) as source:
         video = decode.VideoFile(source)
@@ -253,7 +253,7 @@ def question(loaded: Loaded, number: int) -> tuple[dict[str, Any], list[bytes]]:
     around = segment["start_s"] - length, segment["end_s"] + length
     near = [n for n, t in enumerate(index.kept) if around[0] <= t < around[1]]
     if not near:
-        near = [index.standing_for(segment["start_s"])]
+        near = [index.kept_at(segment["start_s"])]
     step = max(1.0, len(near) / QUESTION_PICTURES)
     chosen = [near[int(n * step)] for n in range(min(len(near), QUESTION_PICTURES))]
     return segment, [index.jpeg(n) for n in chosen]
@@ -281,7 +281,7 @@ def stand_ins(loaded: Loaded, first: int, count: int) -> tuple[list[dict[str, An
     index = loaded.prepared("preprocess")
     chosen = index.segments[first : first + count]
     middles = [(segment["start_s"] + segment["end_s"]) / 2 for segment in chosen]
-    numbers = [index.standing_for(t) for t in middles]
+    numbers = [index.kept_at(t) for t in middles]
     return [shown(segment) for segment in chosen], [index.jpeg(n) for n in numbers]
 
 

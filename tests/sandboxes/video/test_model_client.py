@@ -70,7 +70,7 @@ def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path
     async def test(models: ModelClient) -> None:
         answers = await asyncio.gather(*(models.chat(seer, "What?", [b"x"]) for _ in range(5)))
         assert len({*answers, await models.chat(seer, "What?", [b"x"])}) == 1
-        assert (models.asked, models.repeated, len(server.asked)) == (1, 5, 1)
+        assert (models.sent, models.reused, len(server.asked)) == (1, 5, 1)
         others = [
             models.chat(seer, "Who?", [b"x"]), models.chat(seer, "What?", [b"y"]),
             models.chat(seer, "What?", [b"x"], variant=1),
@@ -129,7 +129,7 @@ def test_an_endpoint_that_is_ill_is_an_error_and_nothing_is_kept(
 
 def test_an_endpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     async def test(models: ModelClient) -> None:
-        with pytest.raises(ServerError, match="cannot be asked"):
+        with pytest.raises(ServerError, match="cannot be reached"):
             await models.chat(VideoModel(base_url="http://127.0.0.1:9/v1", model="seer"), "What?", [])
 
     asked(tmp_path, test)
