@@ -156,7 +156,7 @@ class Index:
 
     @cached_property
     def segments(self) -> list[dict[str, Any]]:
-        """The segments in order, with their `motion_word` and a `caption`: the model's, or the measurements in words."""
+        """The segments in order, with `motion_word` and a `caption`: the model's, or the measurements in words."""
         segments = []
         for row in self._database.execute(f"SELECT id, {', '.join(_SEGMENT)} FROM segments ORDER BY id"):
             segment = dict(zip(("id", *_SEGMENT), row, strict=True))
