@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sandboxes.container import copies
 from sandboxes.container.cgroup_processes import ContainerProcesses
-from sandboxes.guest import file_delta as delta
-from sandboxes.guest.changes import Digests, digests_of, disk_watch, free_bytes
+from sandboxes.guest.files import delta
+from sandboxes.guest.files.changes import Digests, digests_of, disk_watch, free_bytes
 from sandboxes.ipc.launch_messages import ForkKeeper
 from sandboxes.session_types import ShellSession
 

@@ -30,10 +30,10 @@ from sandboxes.container.exec_launch import Launch
 from sandboxes.container.shell import limit
 from sandboxes.container.shell_pool import ContainerShells
 from sandboxes.container.tool_servers import ContainerServers
-from sandboxes.guest import file_delta as delta
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
+from sandboxes.guest.files import delta
 from sandboxes.guest.process_io import Running
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.supervisor import Performed, Supervisor, not_started

@@ -17,8 +17,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.guest import user_files
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, PendingOutput, ProcessAnswer
+from sandboxes.guest.files import user_files
 from sandboxes.ipc.frames import receive
 from sandboxes.ipc.messages import UseBackgroundProcess
 from sandboxes.linux import syscalls as kernel

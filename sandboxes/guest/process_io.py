@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.guest.changes import WATCH_S
+from sandboxes.guest.files.changes import WATCH_S
 from sandboxes.process_output import ERR, LINGER_S, OUT, frame
 
 _CHUNK = 1 << 16

@@ -23,12 +23,13 @@ from select import POLLHUP, POLLIN, POLLRDHUP, poll
 from socket import socket
 from typing import Protocol
 
-from sandboxes.guest import dir_watch, file_call, process_call
+from sandboxes.guest import dir_watch, process_call
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash_session import MalformedDumpError
-from sandboxes.guest.changes import WATCH_S, Digests, Stillness
 from sandboxes.guest.driver_link import DriverLink
-from sandboxes.guest.file_delta import Delta
+from sandboxes.guest.files import child as file_child
+from sandboxes.guest.files.changes import WATCH_S, Digests, Stillness
+from sandboxes.guest.files.delta import Delta
 from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_pool import Shells
@@ -294,7 +295,7 @@ class Supervisor:
                 return Performed(FileOutcome(status, media_type), body)
             case RunFileOperation():
                 enter, over_disk = self._platform.become_agent, self._call_watch()
-                return Performed(*file_call.run(request, envelope.body, envelope.fds, enter, over_disk))
+                return Performed(*file_child.run(request, envelope.body, envelope.fds, enter, over_disk))
 
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
         platform, disk_bytes = self._platform, self.changes.disk_bytes

@@ -13,7 +13,7 @@ from dataclasses import replace
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError
-from sandboxes.guest.file_ops import problem
+from sandboxes.guest.files.operations import problem
 from sandboxes.host.guest import Guest
 from sandboxes.host.guest_link import GRACE_S
 from sandboxes.host.translate import execution

@@ -7,7 +7,7 @@ import orjson
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.effects import Effect
-from sandboxes.guest.file_ops import checksum_differs, problem
+from sandboxes.guest.files.operations import checksum_differs, problem
 from sandboxes.ipc.codec import Envelope
 from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, RunCommand, RunFileOperation
 from sandboxes.spec import EnvironmentSpec

@@ -221,7 +221,7 @@ class RunFileOperation(Request[CallDone], op="file", descriptors=(0, 1)):
     """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
 
     Attributes:
-        tool: The operation; see `guest.file_ops.perform`.
+        tool: The operation; see `guest.files.operations.perform`.
         arguments: The operation's arguments, by tool.
         timeout_s: How long it may run.
     """

@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sandboxes.guest import file_delta as delta
 from sandboxes.guest import terminal
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, pending_outputs
-from sandboxes.guest.changes import Changes
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
+from sandboxes.guest.files import delta
+from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.local_servers import LocalServers
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal

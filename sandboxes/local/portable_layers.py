@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from sandboxes.driver import FrozenState
-from sandboxes.guest import file_delta as delta
+from sandboxes.guest.files import delta
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import layer_tar
 from sandboxes.local.layers import Layers, Upper

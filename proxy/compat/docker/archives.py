@@ -13,7 +13,7 @@ import orjson
 
 from proxy.tree.keys import CallKey, call_key
 from sandboxes.calls import ToolCall
-from sandboxes.guest.docker_archive import require_whole
+from sandboxes.guest.files.docker_archive import require_whole
 
 MAX_UNPACKED_BYTES = 256 << 20
 """Largest unpacked size of an archive whose key is made from its members; a larger one is identified by its bytes.

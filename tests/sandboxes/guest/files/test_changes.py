@@ -1,6 +1,6 @@
 """When what lives in a sandbox may be writing by itself."""
 
-from sandboxes.guest.changes import QUIET_S, Stillness
+from sandboxes.guest.files.changes import QUIET_S, Stillness
 
 
 def restless_after(*steps: tuple[float, bool]) -> list[bool]:

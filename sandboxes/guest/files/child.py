@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from select import POLLHUP, POLLIN, poll
 from typing import NoReturn
 
-from sandboxes.guest import file_ops
-from sandboxes.guest.changes import WATCH_S
+from sandboxes.guest.files import operations
+from sandboxes.guest.files.changes import WATCH_S
 from sandboxes.guest.shell import Output
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
 
@@ -43,8 +43,8 @@ def run(
         # The sandbox has reached its limit of processes.
         for fd in (reading, writing, *fds):
             os.close(fd)
-        return file_ops.outcome_of(
-            file_ops.problem(507, "File operation failed", f"no process can be started for it: {error.strerror}")
+        return operations.outcome_of(
+            operations.problem(507, "File operation failed", f"no process can be started for it: {error.strerror}")
         )
     if pid == 0:
         _operate(request, body, fds, enter, writing)
@@ -56,7 +56,7 @@ def run(
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return file_ops.parse_result(data, whole=whole)
+    return operations.parse_result(data, whole=whole)
 
 
 def _operate(
@@ -65,7 +65,7 @@ def _operate(
     """In the child: drop rights, run the operation, write the result, end."""
     try:
         enter()
-        file_ops.run_apart(request.tool, request.arguments, body, result, fds[0] if fds else None)
+        operations.run_apart(request.tool, request.arguments, body, result, fds[0] if fds else None)
     finally:
         os._exit(1)
 

@@ -1,6 +1,6 @@
 """Operations on files inside the sandbox's root: put, get, delete, unpack, and those of other modules.
 
-Each operation runs in a child of the supervisor that lives as long as it takes (`file_call`). Paths are the agent's.
+Each operation runs in a child of the supervisor that lives as long as it takes (`child`). Paths are the agent's.
 The child has none of the supervisor's descriptors, so no link of /proc leads out of the sandbox. It may block or run
 out of memory, and is then killed as a command would be.
 """
@@ -15,7 +15,7 @@ import stat
 import tarfile
 from typing import Any, NoReturn
 
-from sandboxes.guest import docker_archive, shared_sqlite, user_files
+from sandboxes.guest.files import docker_archive, shared_sqlite, user_files
 from sandboxes.ipc.codec import decode, encode
 from sandboxes.ipc.frames import Message
 from sandboxes.ipc.messages import FileOutcome

@@ -21,7 +21,7 @@ from collections.abc import Callable, Container
 
 from sandboxes.effects import StateDigest
 from sandboxes.guest import bash_session as session_texts
-from sandboxes.guest import file_delta as delta
+from sandboxes.guest.files import delta
 from sandboxes.ipc.state_messages import StartSandbox
 from sandboxes.linux import processes
 from sandboxes.session_types import ShellSession

@@ -1,6 +1,6 @@
 """Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove.
 
-Each operation runs in a child, as those of `file_ops` do; the child becomes the user first. Paths may be relative to
+Each operation runs in a child, as those of `operations` do; the child becomes the user first. Paths may be relative to
 that user's home. The texts of errors are those of E2B's servers.
 """
 

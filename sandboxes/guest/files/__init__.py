@@ -1,0 +1,4 @@
+"""The sandbox's files, as the supervisor sees them: operations on them, and what they differ in from the root state.
+
+Process: pid 1 of a local sandbox, a container's keeper, and their children. It loads only the standard library.
+"""
