@@ -1,4 +1,4 @@
-"""A whole engine over the in-memory driver, and what a rollout would be answered alone."""
+"""An engine over the in-memory driver, and the answers that a rollout would get alone."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,11 +17,12 @@ from snapshots.policy import Reuse
 from tests.sandboxes.memory_driver import Gate, MemoryDriver
 
 KEEPS_ALL = Reuse(1e9, 1.0)
-"""States are wanted again so often that each is kept: for tests that are about snapshots, not about the policy."""
+"""States need sandboxes so often that each gets a snapshot: for tests of snapshots, not of the policy."""
 SPEC = EnvironmentSpec(driver="memory", files={"/root/seed": "seed\n"})
 
 
 def shell(command: str) -> ToolCall:
+    """Return a shell call."""
     return ToolCall("shell", "exec", {"command": command, "session": "main", "timeout_s": 10.0})
 
 
@@ -34,7 +35,7 @@ async def engine(
     reuse: Reuse = KEEPS_ALL,
     **settings: Any,
 ) -> AsyncIterator[Engine]:
-    """Run an engine on a data directory; its default spec is `SPEC`, and warm forks are off where not asked for."""
+    """Run an engine on a data directory, with the default spec `SPEC` and without warm forks unless set otherwise."""
     driver = driver or MemoryDriver(gate)
     running = build_engine(
         Settings(data=data, **{"default_spec": SPEC, "warm_sandboxes": 0, **settings}), {"memory": driver}
@@ -48,7 +49,7 @@ async def engine(
 
 
 async def ask(running: Engine, rollout: Rollout, command: str) -> tuple[dict[str, Any], Outcome]:
-    """Take one step as the data plane does; return the answer and how it was come by."""
+    """Take one step as the data plane does; return the answer and how it was obtained."""
     call = shell(command)
     key = call_key(call)
     record, outcome = running.step.known(rollout, key), Outcome.HIT
@@ -59,6 +60,6 @@ async def ask(running: Engine, rollout: Rollout, command: str) -> tuple[dict[str
 
 
 async def alone(trajectory: list[str], spec: EnvironmentSpec = SPEC) -> list[dict[str, Any]]:
-    """Return what each call would be answered in a fresh sandbox of its own."""
+    """Return the answers of a trajectory in a fresh sandbox of its own."""
     sandbox = await MemoryDriver().start(spec)
     return [orjson.loads((await sandbox.execute(shell(command))).result.body) for command in trajectory]

@@ -1,4 +1,4 @@
-"""One call, one way: one flight, order, leaders that leave, and what never becomes a record."""
+"""Answering a call: single flight, the order of calls, cancelled callers, and executions that make no record."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
 
 
 class Gate:
-    """Holds calls of one command until it is opened; counts who came."""
+    """Holds calls of one command until `open` is set; `reached` is set when the first has arrived."""
 
     def __init__(self, command: str) -> None:
-        self.command, self.open, self.came = command, asyncio.Event(), asyncio.Event()
+        self.command, self.open, self.reached = command, asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
 
     async def __call__(self, call: ToolCall) -> None:
         if call.arguments.get("command") == self.command:
-            self.came.set()
+            self.reached.set()
             await self.open.wait()
             if self.error is not None:
                 error, self.error = self.error, None
@@ -39,7 +39,7 @@ async def rollouts(running: Engine, count: int) -> list[Rollout]:
 
 
 async def settled() -> None:
-    """Let everyone who can go on do so."""
+    """Let every task run that can."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -48,12 +48,12 @@ def test_identical_calls_share_one_execution(tmp_path: Path) -> None:
     async def body() -> None:
         gate = Gate("echo 1 > a")
         async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
-            everyone = await rollouts(running, 20)
-            asked = [asyncio.ensure_future(ask(running, rollout, "echo 1 > a")) for rollout in everyone]
-            await gate.came.wait()
+            group = await rollouts(running, 20)
+            requests = [asyncio.ensure_future(ask(running, rollout, "echo 1 > a")) for rollout in group]
+            await gate.reached.wait()
             await settled()
             gate.open.set()
-            outcomes = [outcome for _, outcome in await asyncio.gather(*asked)]
+            outcomes = [outcome for _, outcome in await asyncio.gather(*requests)]
             assert driver.executed == ["echo 1 > a"]
             assert sorted(outcomes) == [Outcome.MISS] + [Outcome.WAIT] * 19
 
@@ -84,7 +84,7 @@ def test_a_failed_leader_is_replaced_by_the_next(tmp_path: Path) -> None:
         async with engine(tmp_path, MemoryDriver(gate)) as running:
             leader, *others = await rollouts(running, 3)
             led = asyncio.ensure_future(ask(running, leader, "echo 1 > a"))
-            await gate.came.wait()
+            await gate.reached.wait()
             waiting = [asyncio.ensure_future(ask(running, rollout, "echo 1 > a")) for rollout in others]
             await settled()
             gate.open.set()
@@ -104,7 +104,7 @@ def test_a_cancelled_caller_does_not_stop_its_call(tmp_path: Path) -> None:
         async with engine(tmp_path, driver := MemoryDriver(gate)) as running:
             leader, other = await rollouts(running, 2)
             led = asyncio.ensure_future(ask(running, leader, "echo 1 > a"))
-            await gate.came.wait()
+            await gate.reached.wait()
             waiting = asyncio.ensure_future(ask(running, other, "echo 1 > a"))
             await settled()
             led.cancel()
@@ -127,10 +127,10 @@ def test_calls_of_a_rollout_keep_their_order(tmp_path: Path) -> None:
             gate.open.set()
             await ask(running, first, "cat a")
             gate.open.clear()
-            gate.came.clear()
+            gate.reached.clear()
             writes = asyncio.ensure_future(ask(running, second, "echo 1 > a"))
-            await gate.came.wait()
-            # Known at the root, but this rollout has a call under way: it must not be answered from before it.
+            await gate.reached.wait()
+            # The root knows the call, but this rollout has a call in flight that may change the answer.
             reads = asyncio.ensure_future(ask(running, second, "cat a"))
             await settled()
             assert not reads.done()
@@ -172,7 +172,7 @@ def test_unwritten_calls_are_neither_known_nor_answered(tmp_path: Path, monkeypa
                 with pytest.raises(StoreError):
                     await ask(running, rollout, "echo 1 > a")
             assert rollout.node is rollout.tree.root
-            assert not driver.live, "its sandbox has gone on; nobody may be led to it"
+            assert not driver.live, "its sandbox has changed, so no call may use it"
             assert (await ask(running, rollout, "cat a"))[0]["exit_code"] == 1
 
     asyncio.run(body())
@@ -226,32 +226,32 @@ def test_a_hit_costs_the_same_at_any_depth(tmp_path: Path) -> None:
                 node.records = Counting(node.records)  # type: ignore[assignment,arg-type]
             for command in deep:
                 assert running.step.known(other, call_key(shell(command))) is not None
-            assert looked == len(deep), "one look into one node for each call"
+            assert looked == len(deep), "one look-up in one node for each call"
 
     asyncio.run(body())
 
 
 def test_nth_poll_is_shared_between_rollouts(tmp_path: Path) -> None:
-    """Or an agent that waits for what it left running would be told for ever that it is not ready."""
+    """Otherwise an agent that waits for a background process would read the same answer for ever."""
     poll = "cat ready"
 
     async def body() -> None:
         async with engine(tmp_path, driver := MemoryDriver()) as running:
             first, second = await rollouts(running, 2)
             await ask(running, first, "sleep 9 &")
-            told = [await ask(running, first, command) for command in (poll, "pwd", poll, poll, "pwd")]
-            assert [outcome for _, outcome in told] == [Outcome.MISS] * 5
+            polls = [await ask(running, first, command) for command in (poll, "pwd", poll, poll, "pwd")]
+            assert [outcome for _, outcome in polls] == [Outcome.MISS] * 5
             assert driver.executed == ["sleep 9 &", poll, "pwd", poll, poll, "pwd"]
             await ask(running, second, "sleep 9 &")
             assert second.node is first.node
             again = [await ask(running, second, command) for command in (poll, poll, poll, "pwd", "pwd")]
             assert [outcome for _, outcome in again] == [Outcome.HIT] * 5
             assert (await ask(running, second, poll))[1] is Outcome.MISS
-            # Elsewhere it has not asked yet.
+            # At another node the rollout has not polled yet.
             await ask(running, first, "echo 1 > ready")
             assert (await ask(running, first, poll))[0]["stdout"] == "1\n"
             assert not second.node.state
-            # Where nothing lives nothing can have happened since.
+            # Without live processes nothing can have changed meanwhile.
             third = await running.tasks.rollout("task", "third")
             assert [(await ask(running, third, "pwd"))[1] for _ in range(3)] == [Outcome.MISS, Outcome.HIT, Outcome.HIT]
 
@@ -271,8 +271,8 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
             first, second, third = await rollouts(running, 3)
             await ask(running, first, "sleep 9 &")
             await ask(running, first, "pwd")
-            assert ages == [], "it stood there itself"
-            # The second came here 7 s ago, and was answered at once what had taken 5 s.
+            assert ages == [], "its own sandbox is there"
+            # The second rollout arrived 7 s ago, and a hit that counts as 5 s answered it at once.
             await ask(running, second, "sleep 9 &")
             second.arrived_at -= 2
             first.node.records[next(iter(first.polled_keys))].seconds = 5.0
@@ -280,17 +280,19 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
             second.arrived_at -= 5
             await ask(running, second, "echo 2 > b")
             assert 12 <= ages[-1] < 20
-            # A replay that differs is made once more, and gives it as long as it had then.
+            # A replay that diverges is made once more, patiently.
             record = second.node.origin
             assert record is not None
             record.recorded_at += 3
             await ask(running, third, "sleep 9 &")
             await ask(running, third, "echo 2 > b")
             ages.clear()
-            said = ["it answered differently"]
-            monkeypatch.setattr(replay, "divergence", lambda at, *_: said.pop() if said and not at.source.state else "")
+            reasons = ["it answered differently"]
+            monkeypatch.setattr(
+                replay, "divergence", lambda at, *_: reasons.pop() if reasons and not at.source.state else ""
+            )
             await ask(running, third, "echo 3 > c")
-            assert said == []
+            assert reasons == []
             assert 2 < ages[0] < 10
             assert 0 <= ages[1] < 2
             assert record.reproducible
@@ -303,16 +305,16 @@ def test_answers_beside_starting_processes_expire(tmp_path: Path) -> None:
         async with engine(tmp_path) as running:
             hasty, slow, slower, quick = await rollouts(running, 4)
 
-            async def come(rollout: Rollout, thinks_s: float) -> Outcome:
+            async def arrive_and_poll(rollout: Rollout, thinks_s: float) -> Outcome:
                 await ask(running, rollout, "sleep 9 &")
                 rollout.arrived_at -= thinks_s
                 return (await ask(running, rollout, "pwd"))[1]
 
-            assert await come(hasty, 0.5) is Outcome.MISS
-            assert await come(slow, 10.0) is Outcome.MISS
-            assert await come(slower, 20.0) is Outcome.HIT
-            assert await come(quick, 2.0) is Outcome.HIT
-            # Behind a call that started nothing, nothing is just starting.
+            assert await arrive_and_poll(hasty, 0.5) is Outcome.MISS
+            assert await arrive_and_poll(slow, 10.0) is Outcome.MISS
+            assert await arrive_and_poll(slower, 20.0) is Outcome.HIT
+            assert await arrive_and_poll(quick, 2.0) is Outcome.HIT
+            # After a call that started no process the node is not settling.
             for rollout, thinks_s, outcome in ((hasty, 0.5, Outcome.MISS), (quick, 30.0, Outcome.HIT)):
                 await ask(running, rollout, "echo 1 > a")
                 rollout.arrived_at -= thinks_s

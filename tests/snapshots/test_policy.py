@@ -1,4 +1,4 @@
-"""Which states are kept, and which are given up first."""
+"""Snapshot policy: which states are worth a snapshot, and which snapshots are evicted first."""
 
 from dataclasses import replace
 
@@ -84,17 +84,17 @@ def test_states_without_expected_uses_are_not_kept() -> None:
 
 @given(prospects)
 def test_the_reason_names_what_holds_a_snapshot(prospect: Prospect) -> None:
-    said = why(prospect)
-    assert prospect.held in said
-    assert ("only way back" in said) == (not prospect.reproducible)
-    assert "uses expected" in said
+    reason = why(prospect)
+    assert prospect.held in reason
+    assert ("only way back" in reason) == (not prospect.reproducible)
+    assert "uses expected" in reason
 
 
 reuses = st.lists(st.one_of(st.integers(0, 8), st.none()), max_size=200)
 
 
 def learnt(events: list[int | None]) -> Reuse:
-    """Return what is known after states were made (with so many rollouts behind them) and wanted (None)."""
+    """Return the statistics after states were made (with so many rollouts behind them) and demanded (None)."""
     reuse = Reuse()
     for behind in events:
         reuse = reuse.demanded() if behind is None else reuse.made(behind)
@@ -103,14 +103,14 @@ def learnt(events: list[int | None]) -> Reuse:
 
 @given(reuses, st.integers(0, 8), st.integers(0, 50), st.integers(0, 50))
 def test_rollouts_behind_and_demand_raise_expected_uses(
-    events: list[int | None], behind: int, passes: int, wanted: int
+    events: list[int | None], behind: int, visits: int, demand: int
 ) -> None:
     reuse = learnt(events)
-    uses = expected_uses(reuse, behind=behind, visits=passes, demand=wanted)
+    uses = expected_uses(reuse, behind=behind, visits=visits, demand=demand)
     assert uses > 0
-    assert expected_uses(reuse, behind=behind + 1, visits=passes, demand=wanted) > uses
-    assert expected_uses(reuse, behind=behind, visits=passes, demand=wanted + 1) > uses
-    assert expected_uses(reuse, behind=behind, visits=passes + 1, demand=wanted) < uses
+    assert expected_uses(reuse, behind=behind + 1, visits=visits, demand=demand) > uses
+    assert expected_uses(reuse, behind=behind, visits=visits, demand=demand + 1) > uses
+    assert expected_uses(reuse, behind=behind, visits=visits + 1, demand=demand) < uses
 
 
 def test_the_reuse_rate_follows_what_happens() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots on disk: what was saved is loaded; what is half written, damaged or doubtful is swept."""
+"""Snapshots on disk: saved ones are loaded; half-written, damaged and doubtful ones are removed."""
 
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ def test_saved_snapshots_are_loaded_after_a_restart(tmp_path: Path, frozen: Froz
     saved = store.save(frozen, tree=tree, node=node, cost_s=0.5)
     assert store.load(saved) == frozen
     again = opened(tmp_path)
-    found = again.get(saved.id)
-    assert found is not None
-    assert (found.tree, found.node, found.parts, found.size_bytes) == (tree, node, frozen.parts, frozen.size_bytes)
-    assert again.load(found) == frozen
-    again.drop(found)
+    loaded = again.get(saved.id)
+    assert loaded is not None
+    assert (loaded.tree, loaded.node, loaded.parts, loaded.size_bytes) == (tree, node, frozen.parts, frozen.size_bytes)
+    assert again.load(loaded) == frozen
+    again.drop(loaded)
 
 
 def half_written(entry: Path) -> None:

@@ -1,4 +1,4 @@
-"""Calls that may change places have one order, whatever order they arrive in."""
+"""Commuting calls have one order, whatever order they arrive in."""
 
 import asyncio
 import itertools

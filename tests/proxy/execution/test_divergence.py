@@ -40,7 +40,7 @@ class RandomDriver(MemoryDriver):
         return sandbox
 
 
-async def said(running: Engine, rollout: Rollout, command: str) -> str:
+async def output(running: Engine, rollout: Rollout, command: str) -> str:
     text: str = (await ask(running, rollout, command))[0]["stdout"]
     return text
 
@@ -63,7 +63,7 @@ async def drawn(running: Engine, name: str = "first") -> tuple[Rollout, str]:
     """Return a rollout that wrote a random number into f, and what it read there."""
     rollout = await running.tasks.rollout("task", name)
     await ask(running, rollout, "echo random > f")
-    return rollout, await said(running, rollout, "cat f")
+    return rollout, await output(running, rollout, "cat f")
 
 
 def test_a_snapshot_keeps_an_unreproducible_state(tmp_path: Path) -> None:
@@ -71,11 +71,11 @@ def test_a_snapshot_keeps_an_unreproducible_state(tmp_path: Path) -> None:
         async with engine(tmp_path, driver := RandomDriver()) as running:
             first, number = await drawn(running)
             await lose_sandboxes(running)
-            assert await said(running, first, "cat f; pwd") == f"{number}/root\n"
+            assert await output(running, first, "cat f; pwd") == f"{number}/root\n"
             second, same = await drawn(running, "second")
             await lose_sandboxes(running)
             assert same == number
-            assert await said(running, second, "cat f; ls") == f"{number}f\nseed\n"
+            assert await output(running, second, "cat f; ls") == f"{number}f\nseed\n"
             assert driver.executed.count("echo random > f") == 1
             assert running.counts.divergences == 0
 
@@ -90,10 +90,10 @@ def test_a_lost_state_is_run_again_for_others(tmp_path: Path) -> None:
             for _ in range(2):
                 with pytest.raises(StateLostError, match="reaches another state, and no snapshot of it is left"):
                     await ask(running, first, "cat f; pwd")
-            assert await said(running, first, "cat f") == number, "what it was told stays true"
+            assert await output(running, first, "cat f") == number, "its answers stay true"
             second, other = await drawn(running, "second")
             assert other != number
-            assert await said(running, second, "cat f; pwd") == f"{other}/root\n"
+            assert await output(running, second, "cat f; pwd") == f"{other}/root\n"
             third, same = await drawn(running, "third")
             assert same == other
             assert third.node is second.node is not first.node
@@ -108,13 +108,13 @@ def test_a_lost_state_loses_its_descendants(tmp_path: Path) -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             first, number = await drawn(running)
             await ask(running, first, "echo more >> f")
-            assert await said(running, first, "cat f") == number + "more\n"
+            assert await output(running, first, "cat f") == number + "more\n"
             await lose_all(running)
             with pytest.raises(StateLostError):
                 await ask(running, first, "cat f; pwd")
             second, other = await drawn(running, "second")
             await ask(running, second, "echo more >> f")
-            assert await said(running, second, "cat f") == other + "more\n"
+            assert await output(running, second, "cat f") == other + "more\n"
             assert second.node is not first.node
 
     asyncio.run(body())
@@ -127,15 +127,15 @@ def test_an_owner_continues_in_a_state_set_aside(tmp_path: Path) -> None:
             second, _ = await drawn(running, "second")
             await ask(running, second, "echo more >> f")
             await running.capture.drain()
-            # The one sandbox there is stands after `more`; nothing else holds the state before.
+            # The only sandbox is in the state after `more`; the state before exists nowhere else.
             for node in list(first.tree.nodes.values()):
                 running.cache.drop(node)
             with pytest.raises(StateLostError):
                 await ask(running, first, "cat f; pwd")
             assert second.node.diverged
-            assert await said(running, second, "cat f; pwd") == f"{number}more\n/root\n"
+            assert await output(running, second, "cat f; pwd") == f"{number}more\n/root\n"
             await ask(running, second, "echo end >> f")
-            assert await said(running, second, "cat f") == f"{number}more\nend\n"
+            assert await output(running, second, "cat f") == f"{number}more\nend\n"
             third, other = await drawn(running, "third")
             assert other != number
             third.tree.check()
@@ -154,12 +154,12 @@ def test_a_lost_state_stays_lost_after_restart(tmp_path: Path) -> None:
         await abandon(running)
         async with engine(tmp_path, driver := RandomDriver()) as again:
             first = await again.tasks.rollout("task", "first")
-            assert await said(again, first, "cat f") == number
+            assert await output(again, first, "cat f") == number
             with pytest.raises(StateLostError):
                 await ask(again, first, "pwd")
             third, same = await drawn(again, "third")
             assert same == other
-            assert await said(again, third, "cat f; pwd") == f"{other}/root\n"
+            assert await output(again, third, "cat f; pwd") == f"{other}/root\n"
             assert driver.executed == ["cat f; pwd"]
             third.tree.check()
 
@@ -170,13 +170,13 @@ def test_a_different_answer_alone_is_no_divergence(tmp_path: Path) -> None:
     async def body() -> None:
         async with engine(tmp_path, RandomDriver()) as running:
             rollout = await running.tasks.rollout("task", "first")
-            told = await said(running, rollout, "echo kept > f; echo random")
+            first_output = await output(running, rollout, "echo kept > f; echo random")
             await lose_all(running)
-            assert await said(running, rollout, "cat f; pwd") == "kept\n/root\n"
+            assert await output(running, rollout, "cat f; pwd") == "kept\n/root\n"
             assert running.counts.replayed_calls == 1
             assert running.counts.divergences == 0
             second = await running.tasks.rollout("task", "second")
-            assert await said(running, second, "echo kept > f; echo random") == told
+            assert await output(running, second, "echo kept > f; echo random") == first_output
 
     asyncio.run(body())
 
@@ -199,10 +199,10 @@ def test_beside_processes_written_files_are_compared(tmp_path: Path) -> None:
             rollout = await running.tasks.rollout("task", "first")
             await ask(running, rollout, "sleep 9 &")
             await ask(running, rollout, "echo random > f")
-            number = await said(running, rollout, "cat f")
+            number = await output(running, rollout, "cat f")
             await lose_all(running)
             with contextlib.suppress(StateLostError):
-                assert await said(running, rollout, "cat f; pwd") == f"{number}/root\n"
+                assert await output(running, rollout, "cat f; pwd") == f"{number}/root\n"
 
     asyncio.run(body())
 
@@ -219,13 +219,13 @@ def test_a_divergence_spares_states_with_snapshots(tmp_path: Path) -> None:
             with pytest.raises(StateLostError):
                 await ask(running, second, "pwd")
             driver.executed.clear()
-            assert await said(running, first, "cat f; pwd") == f"{number}more\n/root\n"
+            assert await output(running, first, "cat f; pwd") == f"{number}more\n/root\n"
             assert driver.executed == ["cat f; pwd"]
 
     asyncio.run(body())
 
 
-# Whatever is lost and whenever: a rollout sees one world, in which what it drew stays as it was
+# Whichever states are lost, and whenever: a rollout sees one history, in which random numbers keep their values.
 
 
 COMMANDS = (
@@ -236,7 +236,7 @@ COMMANDS = (
 
 @dataclass
 class World:
-    """What one rollout may see: each draw is a symbol until it is first read, and that number from then on."""
+    """The history that one rollout may see: a random number is a symbol until it is read, and fixed from then on."""
 
     f: list[str] | None = None
     g: bool = False

@@ -25,7 +25,7 @@ WRITES = [f"echo {'x' * 100 * n} > f{n}" for n in range(1, 7)]
 
 
 class Choosy(MemoryDriver):
-    """A memory driver whose next restores fail, one for each of `refuse`."""
+    """A memory driver whose next restores fail with the errors in `refuse`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Choosy(MemoryDriver):
 
 
 def kept(data: Path, test: Callable[[Engine, Choosy, Rollout], Awaitable[None]], **settings: Any) -> None:
-    """Run test on an engine where one rollout has made all the `WRITES`, each kept, and has no sandbox any more."""
+    """Run a test after one rollout has made all the `WRITES`, each with a snapshot, and has lost its sandbox."""
 
     async def go() -> None:
         async with engine(data, driver := Choosy(), **settings) as running:

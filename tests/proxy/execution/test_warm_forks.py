@@ -1,4 +1,4 @@
-"""Warm forks: made ahead, found by who comes, first to give way, never in anyone's way."""
+"""Warm forks are made where they are likely to be used, within their limits, and never delay a call."""
 
 import asyncio
 import time
@@ -50,7 +50,7 @@ async def begun(running: Engine, name: str, *commands: str) -> Rollout:
     return rollout
 
 
-def places(running: Engine) -> list[Node]:
+def positions(running: Engine) -> list[Node]:
     return [slot.position for slot in running.warm.forks() if isinstance(slot.position, Node)]
 
 
@@ -72,13 +72,13 @@ def test_a_begun_group_gets_a_fork_at_root(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "echo 1 > a")
         await settled(running)
-        assert first.tree.root in places(running)
+        assert first.tree.root in positions(running)
         started = running.counts.starts, running.counts.restores
         second = await running.tasks.rollout("task", "second")
         waiting = asyncio.ensure_future(ask(running, second, "echo 2 > a"))
         assert (await waiting)[1] is Outcome.MISS
         assert running.counts.warm_used == 1
-        assert second.tree.root.demand == 1 + 1, "the first rollout wanted one, and so did this"
+        assert second.tree.root.demand == 1 + 1, "the first rollout needed one, and so did this"
         assert started == (running.counts.starts, running.counts.restores) or running.counts.warm_made > 1
 
     warmed(tmp_path, test)
@@ -91,7 +91,7 @@ def test_a_fork_is_ready_at_an_expected_departure(tmp_path: Path) -> None:
         await ask(running, first, "echo gone > away")
         second = await begun(running, "second", "echo 1 > a", "echo 2 > a")
         await settled(running)
-        assert second.node in places(running)
+        assert second.node in positions(running)
         driver.executed.clear()
         before = running.counts.warm_used
         answer, outcome = await ask(running, second, "cat a; pwd")
@@ -104,7 +104,7 @@ def test_a_fork_is_ready_at_an_expected_departure(tmp_path: Path) -> None:
 
 def test_a_rollouts_own_sandbox_needs_no_fork(tmp_path: Path) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
-        # What lives keeps its state from being shared, so the sandbox stays the rollout's own.
+        # A state with live processes cannot be shared, so the sandbox stays the rollout's own.
         first = await begun(running, "first", "sleep 9 &")
         await settled(running)
         node = first.node
@@ -112,13 +112,13 @@ def test_a_rollouts_own_sandbox_needs_no_fork(tmp_path: Path) -> None:
         node.origin.doubtful = False
         assert running.warm._saved_s(first.tree, node) > 0
 
-        def wanted() -> set[Node]:
+        def worthwhile() -> set[Node]:
             first.used_at = time.monotonic() - 1
             return {target.node for _, target in running.warm._worthwhile([first.tree])}
 
-        assert node not in wanted()
+        assert node not in worthwhile()
         await running.pool.close_where(lambda slot: slot.owner == first.id)
-        assert node in wanted()
+        assert node in worthwhile()
 
     warmed(tmp_path, test)
 
@@ -146,7 +146,7 @@ def patiently(true: Callable[[], bool]) -> None:
         if true():
             return
         time.sleep(0.01)
-    pytest.fail("it never came true")
+    pytest.fail("the condition never held")
 
 
 def test_a_freeze_in_progress_counts_as_ready(tmp_path: Path) -> None:
@@ -165,27 +165,31 @@ def test_requested_forks_are_made_once(tmp_path: Path) -> None:
         task = await running.tasks.open("task")
         assert running.warm.request(task.tree, 3) == 3
         await settled(running)
-        assert places(running) == [task.tree.root] * 3
+        assert positions(running) == [task.tree.root] * 3
         assert running.warm.request(task.tree, 99) == 4, "no more than the setting allows"
         await settled(running)
-        assert len(places(running)) == 4
+        assert len(positions(running)) == 4
         await running.pool.close_where(lambda slot: slot.warm)
         await settled(running)
-        assert places(running) == []
+        assert positions(running) == []
 
     warmed(tmp_path, test)
 
 
-@pytest.mark.parametrize(("most", "warm", "expected"), [(2, 8, 1), (1, 8, 0), (64, 0, 0), (64, 2, 2), (6, 8, 3)])
-def test_forks_stay_within_setting_and_half_the_budget(tmp_path: Path, most: int, warm: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("max_sandboxes", "warm", "expected"), [(2, 8, 1), (1, 8, 0), (64, 0, 0), (64, 2, 2), (6, 8, 3)]
+)
+def test_forks_stay_within_setting_and_half_the_budget(
+    tmp_path: Path, max_sandboxes: int, warm: int, expected: int
+) -> None:
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         task = await running.tasks.open("task")
         running.warm.request(task.tree, 50)
         await settled(running)
-        assert len(places(running)) <= min(expected, max(0, most - 1))
+        assert len(positions(running)) <= min(expected, max(0, max_sandboxes - 1))
         assert running.warm.max_forks == expected
 
-    warmed(tmp_path, test, max_sandboxes=most, warm_sandboxes=warm)
+    warmed(tmp_path, test, max_sandboxes=max_sandboxes, warm_sandboxes=warm)
 
 
 def test_calls_take_the_room_of_forks(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_calls_take_the_room_of_forks(tmp_path: Path) -> None:
         task = await running.tasks.open("task")
         running.warm.request(task.tree, 2)
         await settled(running)
-        assert len(places(running)) == 2
+        assert len(positions(running)) == 2
         for number in range(4):
             await ask(running, await running.tasks.rollout(f"other{number}", "r"), "echo 1 > a")
             await running.capture.drain()
@@ -248,7 +252,7 @@ def test_forgetting_a_node_closes_its_fork(tmp_path: Path) -> None:
         task = await running.tasks.open("task")
         await running.forgetting.forget(task.tree, second.node, end_rollouts=True)
         await settled(running)
-        assert node not in places(running)
+        assert node not in positions(running)
 
     warmed(tmp_path, test)
 
@@ -284,7 +288,7 @@ def test_short_memory_stops_forks_and_closes_idle_sandboxes(tmp_path: Path) -> N
     async def test(running: Engine, driver: MemoryDriver) -> None:
         await begun(running, "first", "echo 1 > a")
         await settled(running)
-        assert places(running) == []
+        assert positions(running) == []
         assert driver.live
         await running._sweep()
         assert not driver.live
@@ -293,8 +297,8 @@ def test_short_memory_stops_forks_and_closes_idle_sandboxes(tmp_path: Path) -> N
 
 
 def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:
-    told = tmp_path / "meminfo"
-    told.write_text("MemTotal: 9 kB\nMemAvailable:    1234 kB\n")
-    assert available_bytes(told) == 1234 << 10
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    1234 kB\n")
+    assert available_bytes(meminfo) == 1234 << 10
     assert available_bytes(tmp_path / "nothing") > 1 << 50
     assert 1 << 20 < available_bytes() < 1 << 50

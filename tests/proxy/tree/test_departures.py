@@ -1,4 +1,4 @@
-"""Where ready sandboxes should stand."""
+"""Departures: where rollouts are expected to leave the tree, and which sandboxes are worth making there."""
 
 import pytest
 from hypothesis import given
@@ -39,12 +39,14 @@ def chain(length: int, hits: int) -> list[Node]:
     return tree([(number, False, hits) for number in range(min(length, 10))])
 
 
-def wanted(
-    walkers: dict[Node, int], ready: dict[Node, int] | None = None, asked: dict[Node, int] | None = None
+def target_nodes(
+    walkers: dict[Node, int], ready: dict[Node, int] | None = None, requested: dict[Node, int] | None = None
 ) -> list[Node]:
-    stand = ready or {}
-    found = targets(walkers, asked or {}, ready=lambda node: stand.get(node, 0), saved_s=lambda node: 1.0 + node.id)
-    return [target.node for target in found]
+    existing = ready or {}
+    result = targets(
+        walkers, requested or {}, ready=lambda node: existing.get(node, 0), saved_s=lambda node: 1.0 + node.id
+    )
+    return [target.node for target in result]
 
 
 def test_without_records_the_next_call_is_new() -> None:
@@ -74,42 +76,42 @@ def test_observations_do_not_shorten_the_look_ahead() -> None:
 
 def test_the_end_of_a_frequent_path_is_a_target() -> None:
     nodes = chain(4, hits=50)
-    assert wanted({nodes[0]: 1})[0] is nodes[-1]
+    assert target_nodes({nodes[0]: 1})[0] is nodes[-1]
 
 
 def test_targets_are_within_the_look_ahead() -> None:
     nodes = chain(10, hits=10_000)
-    assert wanted({nodes[0]: 1}) == []
-    assert wanted({nodes[10 - AHEAD + 1]: 1}) == [nodes[-1]]
+    assert target_nodes({nodes[0]: 1}) == []
+    assert target_nodes({nodes[10 - AHEAD + 1]: 1}) == [nodes[-1]]
 
 
 def test_calls_made_once_make_new_calls_likely() -> None:
     nodes = tree([(0, False, 0), (0, False, 0), (0, False, 0)])
-    assert wanted({nodes[0]: 1})[0] is nodes[0]
+    assert target_nodes({nodes[0]: 1})[0] is nodes[0]
 
 
 def test_one_ready_sandbox_is_enough_unless_more_are_requested() -> None:
     nodes = chain(1, hits=0)
     frontier = nodes[-1]
-    assert frontier in wanted({frontier: 8})
-    assert frontier not in wanted({frontier: 8}, {frontier: 1})
-    assert wanted({}, {frontier: 1}, {frontier: 3}) == [frontier, frontier]
+    assert frontier in target_nodes({frontier: 8})
+    assert frontier not in target_nodes({frontier: 8}, {frontier: 1})
+    assert target_nodes({}, {frontier: 1}, {frontier: 3}) == [frontier, frontier]
 
 
 def test_without_walkers_there_are_no_departures() -> None:
-    assert wanted({}) == []
+    assert target_nodes({}) == []
 
 
 @given(grown, st.integers(1, 4))
 def test_targets_are_likely_and_sorted_by_value(described: Grown, count: int) -> None:
     nodes = tree(described)
-    found = targets({nodes[0]: count}, {}, ready=lambda _: 0, saved_s=lambda node: float(node.id))
-    assert [target.worth_s for target in found] == sorted((target.worth_s for target in found), reverse=True)
-    assert all(MIN_CHANCE <= target.chance <= 1 for target in found)
+    result = targets({nodes[0]: count}, {}, ready=lambda _: 0, saved_s=lambda node: float(node.id))
+    assert [target.worth_s for target in result] == sorted((target.worth_s for target in result), reverse=True)
+    assert all(MIN_CHANCE <= target.chance <= 1 for target in result)
 
 
 def test_no_departures_are_expected_at_diverged_nodes() -> None:
     nodes = chain(1, hits=50)
-    assert nodes[1] in wanted({nodes[0]: 1})
+    assert nodes[1] in target_nodes({nodes[0]: 1})
     nodes[1].diverged = "lost"
-    assert nodes[1] not in wanted({nodes[0]: 1})
+    assert nodes[1] not in target_nodes({nodes[0]: 1})

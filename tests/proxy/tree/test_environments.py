@@ -1,4 +1,4 @@
-"""In which environment a rollout begins whose create request names one."""
+"""Environments that create requests name, and the specs that they mean."""
 
 import asyncio
 from pathlib import Path
@@ -16,18 +16,18 @@ DRIVERS = {"local", "container"}
 
 
 def test_a_request_only_adds_to_a_task_spec() -> None:
-    given = EnvironmentSpec(env={"A": "given", "B": "given"}, setup=("true",))
-    wanted = EnvironmentRequest("debian:12", {"B": "wanted", "C": "wanted"}, "/tmp", memory_mb=512)
-    found = spec_for(wanted, given, SPEC, DRIVERS, any_image=False)
-    assert (found.driver, found.image, found.setup, found.workdir) == ("local", None, ("true",), "/tmp")
-    assert found.env == {"A": "given", "B": "wanted", "C": "wanted"}
-    assert (found.limits.memory_mb, found.limits.pids) == (512, given.limits.pids)
-    assert spec_for(EnvironmentRequest("x"), given, SPEC, DRIVERS, any_image=False) == given
+    task_spec = EnvironmentSpec(env={"A": "task", "B": "task"}, setup=("true",))
+    request = EnvironmentRequest("debian:12", {"B": "request", "C": "request"}, "/tmp", memory_mb=512)
+    spec = spec_for(request, task_spec, SPEC, DRIVERS, any_image=False)
+    assert (spec.driver, spec.image, spec.setup, spec.workdir) == ("local", None, ("true",), "/tmp")
+    assert spec.env == {"A": "task", "B": "request", "C": "request"}
+    assert (spec.limits.memory_mb, spec.limits.pids) == (512, task_spec.limits.pids)
+    assert spec_for(EnvironmentRequest("x"), task_spec, SPEC, DRIVERS, any_image=False) == task_spec
 
 
 def test_without_a_task_spec_the_image_is_a_container() -> None:
-    found = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
-    assert (found.driver, found.image, found.workdir, found.env) == ("container", "debian:12", "/", {"A": "1"})
+    spec = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
+    assert (spec.driver, spec.image, spec.workdir, spec.env) == ("container", "debian:12", "/", {"A": "1"})
 
 
 def test_without_containers_images_need_the_any_image_setting() -> None:
@@ -46,8 +46,8 @@ def test_impossible_environments_are_refused() -> None:
 def test_each_environment_has_its_own_lasting_tree(tmp_path: Path) -> None:
     async def begun(running: Engine, name: str, **env: str) -> tuple[int, str]:
         rollout = await running.tasks.open_rollout("task", name, environment=EnvironmentRequest("any", env))
-        told, outcome = await ask(running, rollout, "echo $X")
-        return rollout.tree.id, f"{told['stdout'].strip()} {Outcome(outcome).name}"
+        answer, outcome = await ask(running, rollout, "echo $X")
+        return rollout.tree.id, f"{answer['stdout'].strip()} {Outcome(outcome).name}"
 
     async def first() -> list[tuple[int, str]]:
         async with engine(tmp_path, any_image=True) as running:
@@ -59,10 +59,10 @@ def test_each_environment_has_its_own_lasting_tree(tmp_path: Path) -> None:
 
     async def second() -> list[tuple[int, str]]:
         async with engine(tmp_path, any_image=True) as running:
-            # Whatever is wanted now: it runs.
+            # The rollout runs already, so the requested environment does not matter.
             return [await begun(running, "a", X="3"), await begun(running, "b"), await begun(running, "d", X="2")]
 
-    (one, told_a), (two, told_b), (three, told_c) = asyncio.run(first())
-    assert (one == three, one != two) == (True, True)
-    assert [told_a, told_b, told_c] == ["1 MISS", "2 MISS", "1 HIT"]
-    assert asyncio.run(second()) == [(one, "1 HIT"), (two, "2 HIT"), (two, "2 HIT")]
+    (first_tree, answer_a), (second_tree, answer_b), (third_tree, answer_c) = asyncio.run(first())
+    assert (first_tree == third_tree, first_tree != second_tree) == (True, True)
+    assert [answer_a, answer_b, answer_c] == ["1 MISS", "2 MISS", "1 HIT"]
+    assert asyncio.run(second()) == [(first_tree, "1 HIT"), (second_tree, "2 HIT"), (second_tree, "2 HIT")]

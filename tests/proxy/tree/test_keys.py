@@ -1,4 +1,4 @@
-"""Call keys: equal calls, and only those, share one."""
+"""Call keys: only equal calls share a key."""
 
 from typing import Any
 

@@ -25,7 +25,7 @@ links = st.lists(
 
 
 def chain(described: list[Link]) -> list[Node]:
-    """Return a path, root first. A link: its call's seconds, then snapshot, standing, avoided, reproducible, live."""
+    """Return a path, root first. A link: seconds of its call, then snapshot, idle, avoided, reproducible, live."""
     nodes = [Node(0)]
     for number, (seconds, snapshot, _, _, reproducible, live) in enumerate(described[1:], start=1):
         node = Node(number, snapshot="s" if snapshot else None, witness=b"w" if live else None)
@@ -40,7 +40,7 @@ def chain(described: list[Link]) -> list[Node]:
 @given(links)
 def test_the_plan_is_the_cheapest_way(described: list[Link]) -> None:
     nodes, costs = chain(described), Costs()
-    standing = {node for node, link in zip(nodes, described, strict=True) if link[2]}
+    idle = {node for node, link in zip(nodes, described, strict=True) if link[2]}
     avoid = {node for node, link in zip(nodes, described, strict=True) if link[3]}
     every = {}
     for start in range(len(nodes)):
@@ -48,13 +48,13 @@ def test_the_plan_is_the_cheapest_way(described: list[Link]) -> None:
         if not all(record.reproducible for record in suffix):
             continue
         replay_s = sum(record.seconds + costs.replay_overhead.seconds for record in suffix)
-        if nodes[start] in standing:
+        if nodes[start] in idle:
             every[Way.IDLE, start] = replay_s
         if nodes[start].snapshot is not None and nodes[start] not in avoid:
             every[Way.SNAPSHOT, start] = costs.of(kind_of(nodes[start])).restore.seconds + replay_s
         if start == 0:
             every[Way.FRESH, start] = costs.fresh.seconds + replay_s
-    plan = plan_restore(nodes[-1], idle_at=standing.__contains__, costs=costs, avoid=avoid)
+    plan = plan_restore(nodes[-1], idle_at=idle.__contains__, costs=costs, avoid=avoid)
     if not every:
         assert plan is None
         return
@@ -81,11 +81,11 @@ def test_the_search_ends_when_replay_costs_more() -> None:
     nodes[-2].snapshot = "s"
     seen: list[int] = []
 
-    def standing(node: Node) -> bool:
+    def idle_at(node: Node) -> bool:
         seen.append(node.id)
         return False
 
-    plan_restore(nodes[-1], idle_at=standing, costs=Costs())
+    plan_restore(nodes[-1], idle_at=idle_at, costs=Costs())
     assert len(seen) <= 3
 
 

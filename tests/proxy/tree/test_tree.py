@@ -17,16 +17,16 @@ trajectories = st.lists(st.lists(st.sampled_from(WORDS), max_size=8), max_size=6
 
 
 def digest(state: tuple[int, ...]) -> StateDigest | None:
-    """A state is what was set, how often it was bumped, and whether a process lives; that one has no digest."""
+    """Return the digest of a state: the value set, how often it was bumped, and whether a process runs (no digest)."""
     if state[2]:
         return None
     name = repr(state).encode().ljust(32)
     return StateDigest(name, name)
 
 
-def run(state: tuple[int, ...], word: str) -> tuple[int, ...]:
+def run(state: tuple[int, ...], command: str) -> tuple[int, ...]:
     value, bumps, live = state
-    match word.split():
+    match command.split():
         case ["set", to]:
             return int(to), bumps, live
         case ["bump"]:
@@ -47,20 +47,20 @@ class Grower:
 
     def walk(self, trajectory: list[str], private: int | None = None) -> Node:
         here = self.tree.root
-        for turn, word in enumerate(trajectory):
-            key = CallKey(word.encode() if private is None else f"{word}/{private}/{turn}".encode())
-            record = here.records.get(key) or self.record(here, key, word, private=private is not None)
+        for turn, command in enumerate(trajectory):
+            key = CallKey(command.encode() if private is None else f"{command}/{private}/{turn}".encode())
+            record = here.records.get(key) or self.record(here, key, command, private=private is not None)
             here = record.target
             assert self.truth[here] == self.truth[record.source] or record.effect
         return here
 
-    def record(self, here: Node, key: CallKey, word: str, *, private: bool) -> Record:
-        state = run(self.truth[here], word)
+    def record(self, here: Node, key: CallKey, command: str, *, private: bool) -> Record:
+        state = run(self.truth[here], command)
         effect = Effect.NONE if state == self.truth[here] else Effect.FILES
-        place = self.tree.destination(here, effect, digest(state), private=private)
-        target = place.known
+        destination = self.tree.destination(here, effect, digest(state), private=private)
+        target = destination.known
         if target is None:
-            target = Node(next(self.ids), state=place.state)
+            target = Node(next(self.ids), state=destination.state)
             self.tree.add_node(target, private=private)
             self.truth[target] = state
         assert self.truth[target] == state
@@ -75,8 +75,8 @@ def test_every_trajectory_ends_at_its_own_state(rollouts: list[list[str]]) -> No
     grower = Grower()
     for trajectory in rollouts:
         state: tuple[int, ...] = (0, 0, 0)
-        for word in trajectory:
-            state = run(state, word)
+        for command in trajectory:
+            state = run(state, command)
         assert grower.truth[grower.walk(trajectory)] == state
 
 
@@ -97,11 +97,11 @@ def test_without_merging_nodes_are_prefixes(rollouts: list[list[str]]) -> None:
         grower.walk(trajectory)
         state: tuple[int, ...] = (0, 0, 0)
         prefix: tuple[str, ...] = ()
-        for word in trajectory:
-            if run(state, word) != state:
-                prefix = (*prefix, word)
+        for command in trajectory:
+            if run(state, command) != state:
+                prefix = (*prefix, command)
                 prefixes.add(prefix)
-            state = run(state, word)
+            state = run(state, command)
     assert len(grower.tree.nodes) == len(prefixes)
 
 
@@ -170,28 +170,28 @@ def test_walks_yield_parents_first_within_the_depth() -> None:
     assert children(grower.tree.root)[0].origin is not None
 
 
-def told(body: bytes, effect: Effect = Effect.PROCESSES, **more: Any) -> bool:
+def is_doubtful(body: bytes, effect: Effect = Effect.PROCESSES, **more: Any) -> bool:
     call = ToolCall("api", "POST /x", {"method": "POST", "target": "/x", "headers": []})
     return doubtful(call, Execution(ToolResult(200, "text/plain", body), effect, 0.1, **more))
 
 
 def test_unrepeatable_answers_are_doubtful() -> None:
     for body in (b'{"id": 0.123456}', b"at 12:30:59", b"pid 1234567890", b"a1b2c3d4e5f6", b"2026-11-21T10:00:00Z"):
-        assert told(body)
+        assert is_doubtful(body)
     for body in (b'{"value": 42}', b"done", b"", b"0.5 of 100", b"line 12345"):
-        assert not told(body)
+        assert not is_doubtful(body)
 
 
 @pytest.mark.parametrize("arguments", [{"target": "/x"}, {"server": "memory", "method": "tools/call", "params": {}}])
 def test_server_calls_are_doubtful_beside_restless_processes(arguments: Any) -> None:
-    call, said = ToolCall("api", "x", arguments), ToolResult(200, "text/plain", b"ok")
+    call, result = ToolCall("api", "x", arguments), ToolResult(200, "text/plain", b"ok")
     for restless in (False, True):
-        assert doubtful(call, Execution(said, Effect.PROCESSES, 0.1, witness=b"w", restless=restless)) is restless
+        assert doubtful(call, Execution(result, Effect.PROCESSES, 0.1, witness=b"w", restless=restless)) is restless
 
 
 def test_changes_without_a_digest_are_doubtful() -> None:
-    assert told(b"", Effect.PROCESSES | Effect.FILES)
-    assert not told(b"0.123456", Effect.NONE)
-    assert not told(b"0.123456", Effect.FILES, state=StateDigest(b"e" * 32, b"c" * 32))
+    assert is_doubtful(b"", Effect.PROCESSES | Effect.FILES)
+    assert not is_doubtful(b"0.123456", Effect.NONE)
+    assert not is_doubtful(b"0.123456", Effect.FILES, state=StateDigest(b"e" * 32, b"c" * 32))
     command = ToolCall("shell", "exec", {"command": "x &"})
     assert doubtful(command, Execution(ToolResult(200, "text/plain", b""), Effect.PROCESSES, 0.1))
