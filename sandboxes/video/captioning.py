@@ -1,4 +1,4 @@
-"""What a model says of each segment of a video: asked once, then part of the prepared state."""
+"""Captions: what a model says of each segment of a video. It is asked once; the answers are part of the state."""
 
 import asyncio
 from array import array
@@ -12,6 +12,7 @@ import orjson
 
 from sandboxes.errors import ServerError
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 from sandboxes.video import prompts
 from sandboxes.video.model_client import ModelClient, Vector
 from sandboxes.video.progress import PreprocessJob
@@ -19,13 +20,14 @@ from sandboxes.video.store import VideoStore
 from sandboxes.video_spec import VideoModel
 
 _BATCH = 64
+"""How many segments are read, or texts embedded, with one request."""
 T = TypeVar("T")
 Caption = tuple[str, list[str]]
-"""A caption, and the objects seen."""
+"""A caption, and the names of the objects in the picture."""
 
 
 class Read(Protocol):
-    """Has a worker run a request: its fields and body, and within which limits."""
+    """Runs a request in a worker, within limits; see `Pipeline.read`."""
 
     async def __call__(
         self, request: dict[str, Any], limits: dict[str, int], body: bytes = b""
@@ -34,7 +36,15 @@ class Read(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Captioner:
-    """Asks a model about all segments of a video. fresh: what it said before counts for nothing."""
+    """Asks a model about all segments of a video.
+
+    Attributes:
+        store: Where the part is made.
+        models: The client of the model.
+        read: Runs a request in a worker.
+        spec: The environment of the task.
+        fresh: Ignore earlier answers of the model.
+    """
 
     store: VideoStore
     models: ModelClient
@@ -42,20 +52,24 @@ class Captioner:
     spec: EnvironmentSpec
     fresh: bool
 
-    async def describe(self, job: PreprocessJob, reading: dict[str, Any], asked: str) -> str:
-        """Return the part of what was said: its name begins with asked and ends with a digest of the content.
+    async def describe(self, job: PreprocessJob, video: dict[str, Any], prefix: str) -> str:
+        """Make the part with the captions and return its name.
 
-        reading: says which measured video. What was answered when a later question fails is not asked again.
+        Args:
+            job: Receives the progress.
+            video: The members of a worker's request that name the measured video.
+            prefix: What the name of the part begins with. A digest of the content follows, because a model that is
+                asked again may say something else.
 
         Raises:
-            ServerError: the model failed.
+            ServerError: The model failed. Answers that have come are in the memo and are not asked for again.
         """
-        segments, shown = await self._segments(reading)
-        said = await self._captions(job, segments, shown)
-        vectors = await self._vectors(job, [caption for caption, _ in said], shown)
+        segments, shown = await self._segments(video)
+        captions = await self._captions(job, segments, shown)
+        vectors = await self._vectors(job, [text for text, _ in captions], shown)
         folder = self.store.new()
         try:
-            return await self._written(folder, asked, said, vectors)
+            return await self._write(folder, prefix, captions, vectors)
         finally:
             await asyncio.to_thread(self.store.discard, folder)
 
@@ -65,17 +79,17 @@ class Captioner:
         assert self.spec.video.model is not None
         return self.spec.video.model
 
-    async def _segments(self, reading: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Return all segments, and of each the picture that stands for it."""
+    async def _segments(self, video: dict[str, Any]) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Return all segments, and for each the picture that represents it."""
         segments: list[dict[str, Any]] = []
         shown: list[bytes] = []
         count = 1
         while len(segments) < count:
-            request = {"tool": "segments", "first": len(segments), "count": _BATCH, **reading}
-            told, body = await self.read(request, limits_of(self.spec))
-            segments += told["segments"]
-            shown += split(body, told["sizes"])
-            count = told["of"]
+            request = {"tool": "segments", "first": len(segments), "count": _BATCH, **video}
+            fields, body = await self.read(request, limits_of(self.spec))
+            segments += fields["segments"]
+            shown += split(body, fields["sizes"])
+            count = fields["of"]
         return segments, shown
 
     async def _captions(self, job: PreprocessJob, segments: list[dict[str, Any]], shown: list[bytes]) -> list[Caption]:
@@ -92,49 +106,51 @@ class Captioner:
         return await together([caption(s, p) for s, p in zip(segments, shown, strict=True)])
 
     async def _vectors(self, job: PreprocessJob, captions: list[str], shown: list[bytes]) -> dict[str, list[Vector]]:
-        found: dict[str, list[Vector]] = {}
+        vectors: dict[str, list[Vector]] = {}
         model, models, fresh = self._model, self.models, self.fresh
         job.advanced("vectors", 0)
         if model.embed_model is not None:
             batches = [captions[n : n + _BATCH] for n in range(0, len(captions), _BATCH)]
             rows = await together([models.embed(model, model.embed_model, batch, fresh=fresh) for batch in batches])
-            found["texts"] = [row for batch in rows for row in batch]
+            vectors["texts"] = [row for batch in rows for row in batch]
         if model.image_embed_model is not None:
             name = model.image_embed_model
-            found["images"] = await together([models.embed_picture(model, name, p, fresh=fresh) for p in shown])
-        if any(len({len(row) for row in rows}) != 1 for rows in found.values()):
-            raise ServerError("the model's vectors differ in length. Ask again, or look at its server.")
-        return found
+            vectors["images"] = await together([models.embed_picture(model, name, p, fresh=fresh) for p in shown])
+        if any(len({len(row) for row in rows}) != 1 for rows in vectors.values()):
+            raise ServerError(
+                "the model's vectors differ in length. Call preprocess again, or check the model's server."
+            )
+        return vectors
 
-    async def _written(self, folder: Path, asked: str, said: list[Caption], vectors: dict[str, list[Vector]]) -> str:
-        told = {"captions": [caption for caption, _ in said], "objects": [objects for _, objects in said]}
+    async def _write(self, folder: Path, prefix: str, captions: list[Caption], vectors: dict[str, list[Vector]]) -> str:
+        texts = {"captions": [text for text, _ in captions], "objects": [objects for _, objects in captions]}
         shapes = {name: [len(rows), len(rows[0])] for name, rows in vectors.items()}
         body = b"".join(array("f", row).tobytes() for rows in vectors.values() for row in rows)
-        content = blake2b(orjson.dumps([told, shapes]) + body, digest_size=8).hexdigest()
-        request = {"tool": "describe", "folder": str(folder), "vectors": shapes, **told}
+        content = blake2b(orjson.dumps([texts, shapes]) + body, digest_size=8).hexdigest()
+        request = {"tool": "describe", "folder": str(folder), "vectors": shapes, **texts}
         await self.read(request, limits_of(self.spec), body)
-        named = f"{asked}-{content}"
-        await asyncio.to_thread(self.store.adopt, folder, named)
-        return named
+        part = f"{prefix}-{content}"
+        await asyncio.to_thread(self.store.adopt, folder, part)
+        return part
 
 
 def limits_of(spec: EnvironmentSpec) -> dict[str, int]:
-    """Return what a worker may use for a request of a task."""
+    """Return what a worker may use for a request of a task, in megabytes."""
     return {"memory_mb": spec.limits.memory_mb, "disk_mb": spec.limits.disk_mb}
 
 
 def split(body: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """Return the pieces of a body that have these sizes."""
-    found, at = [], 0
+    """Return the pieces of a body, given their sizes."""
+    pieces, offset = [], 0
     for size in sizes:
-        found.append(body[at : at + size])
-        at += size
-    return found
+        pieces.append(body[offset : offset + size])
+        offset += size
+    return pieces
 
 
-async def together(asking: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results in order; where one fails, the others are ended and its error is raised."""
-    tasks = [asyncio.ensure_future(each) for each in asking]
+async def together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at the same time and return their results in order. The first error cancels the others."""
+    tasks = [start(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -1,4 +1,4 @@
-"""The `video` driver: a sandbox is a video, what was measured in it, and what a model said of it; all of it shared."""
+"""The `video` driver: a sandbox is a video, its measurements and a model's captions, all of them shared."""
 
 import asyncio
 import hashlib
@@ -24,12 +24,12 @@ from sandboxes.video.store import VideoStore
 from sandboxes.workers.pool import WorkerPool
 
 VERSION = 1
-"""Part of every identity: raise it when equal calls would give other answers or other digests than before."""
+"""Version of the driver, part of every identity. Raise it when equal calls would give other results or digests."""
 _ENGINE_MODULE = "sandboxes.video.worker_engine"
 
 
 class VideoDriver:
-    """See `sandboxes.driver.Driver`. One instance owns its data directory; a lock in it keeps a second one out."""
+    """Serves videos; see `sandboxes.driver.Driver`. A lock keeps a second instance out of the data directory."""
 
     name = "video"
 
@@ -50,10 +50,10 @@ class VideoDriver:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """See `Driver.open`. Workers are started by the first call that needs one.
+        """Take the data directory. The first call that needs a worker starts the workers.
 
         Raises:
-            SandboxError: another process uses this data directory.
+            SandboxError: Another process uses this data directory.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._ownership.acquire()
@@ -64,7 +64,7 @@ class VideoDriver:
         self._memo.open()
 
     async def aclose(self) -> None:
-        """See `Driver.aclose`. Idempotent."""
+        """Close all sandboxes, cancel all jobs, end the workers, and release the directory. Idempotent."""
         for sandbox in list(self._sandboxes):
             await sandbox.close()
         await self.pipeline.aclose()
@@ -76,17 +76,29 @@ class VideoDriver:
     # -- states ------------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """See `Driver.identity`. Files that are named one by one are read the first time; later, some stats."""
-        told = (await self._catalogue(spec)).identity
+        """Return a digest of the videos and of the libraries' versions. Files named one by one are read once.
+
+        Raises:
+            SpecError: A video does not exist.
+        """
+        catalogue = (await self._catalogue(spec)).identity
         versions = await self.pipeline.versions()
-        return hashlib.blake2b(f"video\0{VERSION}\0{versions}\0{told}".encode(), digest_size=32).hexdigest()
+        return hashlib.blake2b(f"video\0{VERSION}\0{versions}\0{catalogue}".encode(), digest_size=32).hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> VideoSandbox:
-        """See `Driver.start`. No process and no file."""
+        """Return a sandbox without a video. It needs no process and no file.
+
+        Raises:
+            SpecError: A video does not exist.
+        """
         return self._adopt(spec, LoadedVideos((await self._catalogue(spec)).identity))
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> VideoSandbox:
-        """See `Driver.restore`. As cheap as a start."""
+        """Return a sandbox at a frozen state, which costs as little as a start.
+
+        Raises:
+            StateGoneError: A part of the state is missing.
+        """
         state = LoadedVideos(**frozen.payload)
         with self._holding(state.parts):
             for part in state.parts:
@@ -94,22 +106,22 @@ class VideoDriver:
             return self._adopt(spec, state)
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """See `Driver.collect`."""
-        # What there was, and what was in use, before the first await: what is made meanwhile keep does not know of.
-        there, before, kept = self.store.all(), self._in_use(), set(keep)
-        unneeded = {part for part in there - kept - before if not self.pipeline.makes(part)}
+        """Delete the parts that nothing keeps, uses or makes; return the bytes of the kept ones."""
+        # Both are read before the first await: `keep` does not know parts that are made later.
+        existing, in_use, kept = self.store.all(), self._in_use(), set(keep)
+        unneeded = {part for part in existing - kept - in_use if not self.pipeline.makes(part)}
         if unneeded:
-            # They may hold open what is deleted, and then the disk stays full.
+            # Idle readers may hold deleted files open, which would keep the disk full.
             await self.worker_pool.renew()
             used = self._in_use()
             gone = [part for part in unneeded if part not in used and not self.pipeline.makes(part)]
             await asyncio.to_thread(self.store.drop, gone)
-        return sum(self.store.size_bytes(part) for part in kept & there)
+        return sum(self.store.size_bytes(part) for part in kept & existing)
 
     # -- for the control plane ---------------------------------------------------------------------------------------
 
     def overview(self) -> dict[str, Any]:
-        """Return the preprocesses under way and the last that ended, and how often models were asked."""
+        """Return the jobs that run, the last ones that ended, and how often models were asked."""
         return {
             "preprocesses": [job.to_json() for job in self.jobs],
             "model_questions": self.models.sent,
@@ -120,12 +132,12 @@ class VideoDriver:
 
     @property
     def _own(self) -> Path:
-        """Where sandboxes that share nothing have what is theirs."""
+        """The directory of sandboxes that share nothing."""
         return self.data_dir / "own"
 
     async def _catalogue(self, spec: EnvironmentSpec) -> Catalogue:
         if spec.video is None:
-            raise SpecError("driver 'video' needs `video`: docs/video.md shows how.")
+            raise SpecError("driver 'video' needs `video`. See docs/video.md.")
         return await catalogue_of(spec.video, self._contents)
 
     def _pipeline(self, store: VideoStore, *, fresh: bool = False) -> Pipeline:
@@ -134,7 +146,7 @@ class VideoDriver:
     def _adopt(self, spec: EnvironmentSpec, state: LoadedVideos) -> VideoSandbox:
         name, pipeline = f"video-{next(self._ids)}", self.pipeline
         if spec.cache == "never":
-            # A baseline pays for everything itself, or it would be none.
+            # A baseline makes everything itself: with shared parts it would measure nothing.
             pipeline = self._pipeline(VideoStore(self._own / name), fresh=True)
             pipeline.store.open()
         sandbox = VideoSandbox(name, spec, state, pipeline, partial(self._catalogue, spec), self._closed)

@@ -1,12 +1,15 @@
-"""What models are asked, and what is made of their answers (pure)."""
+"""The prompts for models, and the parsing of their answers (pure)."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 VERSION = 1
-"""Part of the name of what a model said: raise it when another question is asked for the same thing."""
-_MAX_OBJECTS, _LONGEST_OBJECT = 40, 60
+"""Version of the prompts, part of the names of captions. Raise it with every change of `DESCRIBE`."""
+_MAX_OBJECTS = 40
+"""Most objects of one segment."""
+_MAX_OBJECT_LENGTH = 60
+"""Longest name of an object in characters; a longer one is a sentence."""
 _SPLIT = re.compile(r"^\s*\**objects?\**\s*:\**", re.IGNORECASE | re.MULTILINE)
 
 DESCRIBE = (
@@ -26,32 +29,32 @@ MEMORY = (
 
 
 def described(answer: str) -> tuple[str, list[str]]:
-    """Return the sentence and the objects of an answer to `DESCRIBE`; where it names none there are none."""
+    """Return the caption and the objects of an answer to `DESCRIBE`. A model may leave out the objects."""
     sentence, *rest = _SPLIT.split(answer, maxsplit=1)
     caption = " ".join(sentence.split())
     if not rest:
         return caption, []
     names = (" ".join(name.split()).strip(" .*-_`'\"").lower() for name in re.split(r"[,;\n]", rest[0]))
-    found = dict.fromkeys(name for name in names if name and name != "none" and len(name) <= _LONGEST_OBJECT)
-    return caption or ", ".join(found), list(found)[:_MAX_OBJECTS]
+    objects = dict.fromkeys(name for name in names if name and name != "none" and len(name) <= _MAX_OBJECT_LENGTH)
+    return caption or ", ".join(objects), list(objects)[:_MAX_OBJECTS]
 
 
 def ask_about(segment: Mapping[str, Any], question: str) -> str:
-    """Return the question about a segment."""
+    """Return the prompt for a question about a segment."""
     return QUESTION.format(
         start=segment["start_s"], end=segment["end_s"], caption=segment["caption"], question=question
     )
 
 
 def ask_memory(objects: Mapping[str, Sequence[int]], segments: int, segment_s: float, question: str) -> str:
-    """Return the question about all objects that were seen."""
+    """Return the prompt for a question about all objects of a video."""
     lines = [f"{name}: {_ranges(seen)}" for name, seen in objects.items()]
     listed = "\n".join(lines) or "(nothing)"
     return MEMORY.format(segments=segments, segment_s=segment_s, objects=listed, question=question)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return rising numbers with neighbours joined: 1-3, 7."""
+    """Return rising numbers as text, with neighbours joined: 1-3, 7."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:

@@ -1,4 +1,4 @@
-"""Lines about segments in words, and which of them a description fits best (pure)."""
+"""Segments in words, and the ranking of segments by a description (pure)."""
 
 import math
 import re
@@ -8,12 +8,13 @@ from typing import Any
 
 _WORD = re.compile(r"[^\W_]+")
 _K, _B = 1.2, 0.75
-"""Of BM25, as its authors have them."""
+"""The parameters of BM25, with the values of its authors."""
 NO_MODEL = "[no model]"
+"""Begins texts that no model wrote, so that agents do not take measurements for descriptions."""
 
 
 def line(segment: dict[str, Any], subtitles: Sequence[str]) -> str:
-    """Return what was measured in a segment, in words. It says nothing that was not."""
+    """Return the measurements of a segment in words."""
     parts = [f"{NO_MODEL} shot {segment['first_shot']}"]
     if segment["last_shot"] != segment["first_shot"]:
         parts[0] += f" to {segment['last_shot']}"
@@ -37,11 +38,12 @@ def _sound(segment: dict[str, Any]) -> str:
 
 
 def tokens(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return _WORD.findall(text.lower())
 
 
 def bm25(query: str, lines: Sequence[str]) -> list[float]:
-    """Return how well each line fits query, 0 for not at all (Robertson and Zaragoza, 2009)."""
+    """Return how well each line fits a query by BM25 (Robertson and Zaragoza, 2009); 0 for no common word."""
     documents = [Counter(tokens(text)) for text in lines]
     lengths = [sum(words.values()) for words in documents]
     mean = sum(lengths) / len(lengths) if lines else 1.0
@@ -56,5 +58,5 @@ def bm25(query: str, lines: Sequence[str]) -> list[float]:
 
 
 def best(scores: Sequence[float], k: int) -> list[int]:
-    """Return the numbers of the k highest scores, the lower number first where two are equal."""
+    """Return the numbers of the k highest scores; of equal ones, the lower number comes first."""
     return sorted(range(len(scores)), key=lambda n: (-scores[n], n))[:k]

@@ -1,4 +1,7 @@
-"""A sandbox that is a loaded video, prepared or not: names of parts, so that a fork is a copy of three words."""
+"""The sandbox of the `video` driver: a loaded video, prepared or not.
+
+Its state is the names of up to three parts of the store, so a fork copies three short texts.
+"""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -21,13 +24,21 @@ from sandboxes.video.pipeline import Pipeline, PreparedVideo
 
 _JSON = "application/json"
 _NAMES_SHOWN = 20
+"""How many names an error lists."""
 FRAME_TIME = "x-frame-time"
-"""Header that tells the time of the one picture in an answer, in seconds."""
+"""Header with the time of the picture that a response consists of, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedVideos:
-    """What is loaded: parts of the store. catalogue: the identity of the videos that `load_video` knows by name."""
+    """The state of a sandbox.
+
+    Attributes:
+        catalogue: The identity of the videos that `load_video` knows.
+        video: The part of the loaded video; None before `load_video`.
+        measured: The part of its measurements; None before `preprocess`.
+        described: The part of a model's captions; None without a model.
+    """
 
     catalogue: str
     video: str | None = None
@@ -36,22 +47,26 @@ class LoadedVideos:
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The parts that the state needs."""
         return tuple(part for part in (self.video, self.measured, self.described) if part is not None)
 
     @property
     def prepared(self) -> PreparedVideo | None:
+        """The parts of the preprocess; None before it."""
         return None if self.measured is None else PreparedVideo(self.measured, self.described)
 
     def digest(self) -> StateDigest:
-        named = blake2b(orjson.dumps([self.video, self.measured, self.described]), digest_size=32).digest()
-        return StateDigest(named, named)
+        """Return the digest of the state. The catalogue is part of the root state already."""
+        digest = blake2b(orjson.dumps([self.video, self.measured, self.described]), digest_size=32).digest()
+        return StateDigest(digest, digest)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON members, which are also its constructor's arguments."""
         return asdict(self)
 
 
 class VideoSandbox:
-    """See `sandboxes.driver.Sandbox`."""
+    """A sandbox with one video; see `sandboxes.driver.Sandbox`."""
 
     def __init__(
         self,
@@ -69,11 +84,15 @@ class VideoSandbox:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that it needs."""
+        """The parts that the sandbox needs."""
         return self._state.parts
 
     async def execute(self, call: ToolCall) -> Execution:
-        """See `Sandbox.execute`."""
+        """Run a tool. What the agent can act on is a result with status 422.
+
+        Raises:
+            SandboxError: The sandbox is closed, or files of the store cannot be used.
+        """
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         before, began, shareable = self._state, time.perf_counter(), True
@@ -88,14 +107,18 @@ class VideoSandbox:
         return Execution(result, effect, time.perf_counter() - began, self._state.digest(), shareable=shareable)
 
     async def freeze(self) -> FrozenState:
-        """See `Sandbox.freeze`."""
+        """Return the state. Its parts are on the disk already.
+
+        Raises:
+            SandboxError: The sandbox is closed.
+        """
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         size = self._pipeline.store.size_bytes(self._state.parts[-1]) if self._state.parts else 0
         return FrozenState("video", "files", self._state.to_json(), size, self._state.digest(), self._state.parts)
 
     async def close(self) -> None:
-        """See `Sandbox.close`."""
+        """Forget the sandbox. Idempotent."""
         if self.alive:
             self.alive = False
             await self._gone(self)
@@ -106,65 +129,71 @@ class VideoSandbox:
         if call.tool == "load_video":
             return await self._load(str(call.arguments["name"]))
         if self._state.video is None:
-            raise VideoError("not-loaded", "no video is loaded: call load_video first")
+            raise VideoError("not-loaded", "no video is loaded. Call load_video first")
         if call.tool == "preprocess":
             return await self._preprocess(self._state.video)
         assert self._spec.video is not None
         if self._spec.video.model is not None and self._state.described is not None:
-            asking = {
+            with_model = {
                 "visual_question_answering": self._question, "object_memory_querying": self._memory,
                 "segment_localization": self._localization,
             }.get(call.tool)  # fmt: skip
-            if asking is not None:
-                return await asking(call)
+            if with_model is not None:
+                return await with_model(call)
         return await self._read(call)
 
     async def _load(self, name: str) -> ToolResult:
         catalogue = await self._catalogue()
         if catalogue.identity != self._state.catalogue:
-            raise SandboxError("the videos of this task changed since its tree began. PUT it again, begin a rollout.")
+            raise SandboxError(
+                "the videos of this task have changed since its tree began. PUT the task again and begin a new rollout."
+            )
         if name not in catalogue.files:
-            there = ", ".join(list(catalogue.files)[:_NAMES_SHOWN]) or "none"
+            known = ", ".join(list(catalogue.files)[:_NAMES_SHOWN]) or "none"
             more = f" and {len(catalogue.files) - _NAMES_SHOWN} more" if len(catalogue.files) > _NAMES_SHOWN else ""
-            raise VideoError("no-such-video", f"there is no video {name!r} here. There are: {there}{more}")
+            raise VideoError("no-such-video", f"there is no video {name!r}. Known are: {known}{more}")
         part = await self._pipeline.load(catalogue.files[name], self._spec)
         if part != self._state.video:
             self._state = LoadedVideos(self._state.catalogue, part)
         info = self._pipeline.store.info(part)
-        return _told({"loaded": name, "duration_s": info["duration_s"]})
+        return _json_result({"loaded": name, "duration_s": info["duration_s"]})
 
     async def _preprocess(self, part: str) -> ToolResult:
         if self._state.measured is None:
             prepared = await self._pipeline.prepare(part, self._spec)
             self._state = LoadedVideos(self._state.catalogue, part, prepared.measured, prepared.described)
-        return _told({"preprocessed": True, "model": self._reading()["model"]})
+        return _json_result({"preprocessed": True, "model": self._reading()["model"]})
 
     async def _read(self, call: ToolCall, vectors: bytes = b"") -> ToolResult:
         request = {"tool": "read", "name": call.tool, "arguments": dict(call.arguments), **self._reading()}
-        told, body = await self._ask(request, vectors)
-        if told["frame_t"] is None:
-            return ToolResult(200, told["media_type"], body)
+        fields, body = await self._ask(request, vectors)
+        if fields["frame_t"] is None:
+            return ToolResult(200, fields["media_type"], body)
         headers = (
-            ("content-type", told["media_type"]), ("content-length", str(len(body))),
-            (FRAME_TIME, f"{told['frame_t']:.3f}"),
+            ("content-type", fields["media_type"]), ("content-length", str(len(body))),
+            (FRAME_TIME, f"{fields['frame_t']:.3f}"),
         )  # fmt: skip
-        return ToolResult(200, told["media_type"], body, headers)
+        return ToolResult(200, fields["media_type"], body, headers)
 
     async def _question(self, call: ToolCall) -> ToolResult:
-        told, body = await self._ask({"tool": "question", "segment": call.arguments["segment"], **self._reading()})
-        segment = told["segment"]
+        fields, body = await self._ask({"tool": "question", "segment": call.arguments["segment"], **self._reading()})
+        segment = fields["segment"]
         text = prompts.ask_about(segment, call.arguments["question"])
-        answer = await self._chat(text, split(body, told["sizes"]), call)
-        return _told({**segment, "answer": answer, "answered": True, "model": self._reading()["model"]}, "sampled")
+        answer = await self._chat(text, split(body, fields["sizes"]), call)
+        return _json_result(
+            {**segment, "answer": answer, "answered": True, "model": self._reading()["model"]}, "sampled"
+        )
 
     async def _memory(self, call: ToolCall) -> ToolResult:
         assert self._spec.video is not None
-        told, _ = await self._ask({"tool": "memory", **self._reading()})
+        fields, _ = await self._ask({"tool": "memory", **self._reading()})
         text = prompts.ask_memory(
-            told["objects"], told["segments"], self._spec.video.segment_s, call.arguments["question"]
+            fields["objects"], fields["segments"], self._spec.video.segment_s, call.arguments["question"]
         )
         answer = await self._chat(text, [], call)
-        return _told({"answer": answer, "answered": True, "segments": [], "model": self._reading()["model"]}, "sampled")
+        return _json_result(
+            {"answer": answer, "answered": True, "segments": [], "model": self._reading()["model"]}, "sampled"
+        )
 
     async def _localization(self, call: ToolCall) -> ToolResult:
         assert self._spec.video is not None
@@ -191,5 +220,5 @@ class VideoSandbox:
         return await self._pipeline.read(request, limits_of(self._spec), body, timeout_s=self._spec.limits.timeout_s)
 
 
-def _told(members: dict[str, Any], label: str = "pure") -> ToolResult:
+def _json_result(members: dict[str, Any], label: str = "pure") -> ToolResult:
     return ToolResult(200, _JSON, orjson.dumps(members | {"label": label}))

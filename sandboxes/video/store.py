@@ -1,6 +1,10 @@
-"""The directories of videos and of what was made of them: named by content, written once, shared by all sandboxes.
+"""The store of videos and of what was made from them.
 
-A part is a directory below `parts`: `v-…` a video with what it is, `m-…` what was measured, `d-…` what a model said.
+A part is a directory below `parts`, named by a digest of what its content follows from, written once, and shared by all
+sandboxes. `v-…` is a video with its properties, `m-…` are measurements, `d-…` are a model's captions.
+
+A part is written in a directory below `work` and then renamed. Its manifest, the sizes of its files, is written last,
+so a part without a manifest is incomplete and is removed at the next start.
 """
 
 import hashlib
@@ -20,14 +24,14 @@ VIDEO, INFO = "video", "info.json"
 _MANIFEST = "manifest.json"
 
 
-def part_name(kind: str, *told: Any) -> str:
-    """Return the name of a part: a digest of all that its content follows from."""
-    digest = hashlib.blake2b(orjson.dumps(told, option=orjson.OPT_SORT_KEYS), digest_size=20)
+def part_name(kind: str, *sources: Any) -> str:
+    """Return the name of a part: its kind, and a digest of everything that its content follows from."""
+    digest = hashlib.blake2b(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS), digest_size=20)
     return f"{kind}-{digest.hexdigest()}"
 
 
 class VideoStore:
-    """Knows the directories. What blocks here is called in threads."""
+    """The directories of one store. Methods that read or write files block and are called in threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,7 +39,7 @@ class VideoStore:
         self._adopting = threading.Lock()
 
     def open(self) -> None:
-        """Get the directories ready, and remove what was half written."""
+        """Make the directories, and remove incomplete parts."""
         shutil.rmtree(self._work, ignore_errors=True)
         for folder in (self._parts, self._work, self.folder / "tmp"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -44,19 +48,21 @@ class VideoStore:
                 shutil.rmtree(part, ignore_errors=True)
 
     def new(self) -> Path:
-        """Return a new directory to write a part in."""
+        """Return a new directory in which a part can be written."""
         folder = self._work / secrets.token_hex(8)
         folder.mkdir(parents=True)
         return folder
 
     def path(self, part: str) -> Path:
+        """Return the directory of a part."""
         return self._parts / part
 
     def all(self) -> set[str]:
+        """Return the names of all parts."""
         return {path.name for path in self._parts.iterdir()}
 
     def has(self, part: str) -> bool:
-        """Say whether a part is there, all of it as it was written."""
+        """Return whether a part exists and its files have the sizes that were written."""
         try:
             sizes = self._sizes(part)
             return all((self._parts / part / name).stat().st_size == size for name, size in sizes.items())
@@ -64,21 +70,21 @@ class VideoStore:
             return False
 
     def check(self, part: str) -> None:
-        """Look whether a part is there.
+        """Check that a part exists.
 
         Raises:
-            StateGone: it is not, or is damaged.
+            StateGoneError: It is missing or damaged.
         """
         if not self.has(part):
-            raise StateGoneError(f"what was made of a video, {part}, is gone; replay its path instead")
+            raise StateGoneError(f"part {part} of a video is missing or damaged; its path is replayed instead")
 
     def adopt(self, folder: Path, part: str) -> None:
-        """Make a directory a part; it moves there. Where somebody made the same meanwhile, theirs stays."""
+        """Make a part of a directory, which is moved. If the same part was made meanwhile, that one stays."""
         sizes = {}
         for path in sorted(folder.iterdir()):
             sizes[path.name] = path.stat().st_size
             _sync(path)
-        # Manifest last: a part without one is half written. It outlives snapshots, so all of it is on the disk before.
+        # Parts outlive losses of power, so the files are on the disk before the manifest says that they are complete.
         (folder / _MANIFEST).write_bytes(orjson.dumps(sizes))
         _sync(folder / _MANIFEST)
         _sync(folder)
@@ -90,28 +96,31 @@ class VideoStore:
             folder.rename(self._parts / part)
 
     def discard(self, folder: Path) -> None:
+        """Delete a directory of `new`, unless it became a part."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def size_bytes(self, part: str) -> int:
+        """Return the size of a part; 0 if it is missing."""
         try:
             return sum(self._sizes(part).values())
         except (OSError, ValueError):
             return 0
 
     def drop(self, parts: Iterable[str]) -> None:
+        """Delete parts."""
         for part in parts:
-            # Without its manifest it is nothing, should the rest of it take long.
+            # First the manifest: without it the part is incomplete, should the process be killed in between.
             (self._parts / part / _MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(self._parts / part, ignore_errors=True)
 
     def info(self, part: str) -> dict[str, Any]:
-        """Return what a video is."""
-        found: dict[str, Any] = orjson.loads((self._parts / part / INFO).read_bytes())
-        return found
+        """Return the properties of a video, from `probe`."""
+        info: dict[str, Any] = orjson.loads((self._parts / part / INFO).read_bytes())
+        return info
 
     def _sizes(self, part: str) -> dict[str, int]:
-        found: dict[str, int] = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
-        return found
+        sizes: dict[str, int] = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
+        return sizes
 
 
 def _sync(path: Path) -> None:

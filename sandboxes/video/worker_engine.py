@@ -1,7 +1,13 @@
-"""What a worker process does with videos. See `sandboxes.sqlbox.engine.Engine`, whose workers these are.
+"""The engine of video workers; see `sandboxes.workers.engine`. It runs in a worker process.
 
-Requests name a `tool`: `probe`; `begin` and `advance`, a preprocess piece by piece; `describe`, which writes what a
-model said; `read`, `question`, `memory`, `segments` of a loaded video; `versions`.
+| tool | what it does |
+|---|---|
+| `versions` | returns the versions of the libraries |
+| `probe` | returns the properties of a file |
+| `begin`, `advance` | preprocess a video, one piece for each `advance` |
+| `describe` | writes the captions and vectors of a model |
+| `read` | runs one of the tools that only read |
+| `question`, `memory`, `segments` | return what a model is asked about |
 """
 
 import errno
@@ -17,7 +23,7 @@ import orjson
 from sandboxes.video.faults import VideoError
 from sandboxes.workers.engine import Fields
 
-# One thread for each worker: pictures are small, and a process that has threads cannot be forked.
+# Before NumPy is loaded. Workers are forked, which a process with threads must not be; and the arrays are small.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -29,12 +35,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PIECE_S = 0.5
-"""How long a piece of a preprocess takes."""
-_OPEN = 8
+"""Length of a piece of a preprocess: how often progress is reported, and how soon a cancelled one ends."""
+_MAX_OPEN = 8
+"""How many indexes stay open between requests."""
 
 
 def prepare() -> None:
-    """Load what is loaded when it is first used: once rights are given up, no module can be read."""
+    """Use every library once. They load modules on first use, which a confined worker cannot."""
     picture = Image.new("RGB", (16, 16))
     for form in ("jpeg", "png"):
         images.decoded(images.encoded(picture, form), 8)
@@ -50,7 +57,7 @@ def prepare() -> None:
 
 
 class VideoEngine:
-    """Serves one request after the other; what it keeps between them is open files."""
+    """Serves requests one after the other. Between them it keeps open files, and the preprocess that has begun."""
 
     def __init__(self) -> None:
         self._indexes: OrderedDict[tuple[str, str | None], index.Index] = OrderedDict()
@@ -58,11 +65,11 @@ class VideoEngine:
         self._work: Iterator[passes.PassProgress] | None = None
 
     def open(self, request: Fields) -> Fields:  # noqa: ARG002 - of the interface
-        """Nothing to get ready."""
+        """Return nothing: there is nothing to prepare."""
         return {}
 
     def run(self, request: Fields, body: bytes) -> tuple[Fields, bytes]:
-        """Run one request; a fault of the agent's or the file's is told as `fault`."""
+        """Run a request. An error that the agent can act on is returned as `fault`."""
         try:
             done: tuple[Fields, bytes] = getattr(self, f"_do_{request['tool']}")(request, body)
         except VideoError as fault:
@@ -70,12 +77,13 @@ class VideoEngine:
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise
-            told = VideoError("limit", "a file that is made of this video exceeds limits.disk_mb")
-            return {"fault": told.to_json()}, b""
+            # The largest file that the worker may write is limits.disk_mb.
+            too_large = VideoError("limit", "a file that is made from this video exceeds limits.disk_mb")
+            return {"fault": too_large.to_json()}, b""
         return done
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         while self._indexes:
             self._indexes.popitem()[1].close()
         self._infos.clear()
@@ -125,7 +133,7 @@ class VideoEngine:
             answer = read_tools.READERS[name](loaded, arguments)
         if len(answer.body) > request["limit_bytes"]:
             raise VideoError(
-                "too-large", f"this answer is {len(answer.body)} bytes, more than limits.output_bytes. Ask for less"
+                "too-large", f"the result has {len(answer.body)} bytes, more than limits.output_bytes. Request less"
             )
         return {"media_type": answer.media_type, "frame_t": answer.frame_t}, answer.body
 
@@ -153,26 +161,27 @@ class VideoEngine:
 
     def _index(self, measured: str, described: str | None) -> index.Index:
         key = measured, described
-        found = self._indexes.get(key)
-        if found is None:
-            found = index.Index(Path(measured), None if described is None else Path(described))
-            self._indexes[key] = found
-            if len(self._indexes) > _OPEN:
+        opened = self._indexes.get(key)
+        if opened is None:
+            opened = index.Index(Path(measured), None if described is None else Path(described))
+            self._indexes[key] = opened
+            if len(self._indexes) > _MAX_OPEN:
                 self._indexes.popitem(last=False)[1].close()
         self._indexes.move_to_end(key)
-        return found
+        return opened
 
 
 def _unit(rows: Any) -> Any:
-    """Return rows of length 1, so that a product is a cosine."""
+    """Return the rows scaled to length 1, so that their products are cosines."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(lengths == 0, 1, lengths)
 
 
 def make_engine() -> VideoEngine:
+    """Return the engine of a new worker."""
     return VideoEngine()
 
 
 def versions() -> str:
-    """Return what the files of a prepared video depend on, beside the video and the settings."""
+    """Return the versions that the files of a prepared video depend on."""
     return f"{passes.VERSION} {decode.versions()} {images.versions()}"
