@@ -1,23 +1,30 @@
-"""Canonical forms of what a request carries: what differs only in its spelling has one form (pure)."""
+"""Canonical forms of request bodies and queries, for call keys: equal contents have equal forms (pure).
+
+A form leaves out spelling: the order of JSON members, a multipart boundary, the times inside an archive. A body that
+is malformed is identified by the digest of its bytes, so that a mistake here costs a miss and never a wrong hit.
+"""
 
 import io
 import json
 import re
 import tarfile
 import zipfile
-from collections.abc import Callable
-from email.message import Message
-from email.parser import BytesParser
-from email.policy import HTTP
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 from urllib.parse import parse_qsl
 
 import orjson
 
+from proxy.dialects import multipart
+from proxy.dialects.multipart import FormPart, MalformedFormError
+
 MAX_UNPACKED_BYTES = 256 << 20
-"""An archive that holds more is taken as the bytes that it is."""
+"""Limits the unpacked size of an archive. A larger archive is identified by the digest of its own bytes."""
 _LONG_NUMBER = re.compile(rb"[0-9]{16}")
+"""Matches numbers that a float may not hold: a double has 15 to 17 decimal digits."""
 
 
 def media_type(content_type: str) -> str:
@@ -26,36 +33,43 @@ def media_type(content_type: str) -> str:
 
 
 def query_form(query: str) -> list[list[str]]:
-    """Return a query's members sorted by name; the order of equal names counts, and so does an empty value."""
+    """Return a query's members sorted by name. The order of equal names counts, and so does an empty value."""
     return sorted(([name, value] for name, value in parse_qsl(query, keep_blank_values=True)), key=lambda m: m[0])
 
 
 def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
-    """Return a body's form as a JSON value: JSON as what it says, a form by its members, all else by its digest.
+    """Return a body's form as a JSON value; None for an empty body.
 
-    archives: whether files that are zip or tar archives are taken by their contents.
+    Args:
+        body: The request's body.
+        content_type: Its `Content-Type`. It selects JSON, a URL-encoded form or a multipart form; every other type is
+            identified by the digest of the body.
+        archives: Whether zip and tar files are identified by their contents.
     """
     if not body:
         return None
     kind = media_type(content_type)
     if kind == "application/json" or kind.endswith("+json"):
-        said = json_value(body)
-        if said is not None:
-            return {"json": said[0]}
+        value = json_value(body)
+        if value is not None:
+            return {"json": value[0]}
     if kind == "application/x-www-form-urlencoded":
         try:
             return {"form": query_form(body.decode())}
         except ValueError:
             return _raw(body)
     if kind == "multipart/form-data":
-        parts = multipart_form(body, content_type, archives=archives)
-        if parts is not None:
-            return {"parts": parts}
+        with suppress(MalformedFormError):
+            form = file_form if archives else _raw
+            return {"parts": [_part(part, form) for part in multipart.parts(body, content_type)]}
     return file_form(body) if archives else _raw(body)
 
 
 def json_value(body: bytes) -> tuple[Any] | None:
-    """Return what a JSON text says, with numbers that would lose digits as they are written; None for what is none."""
+    """Return the value of a JSON text in a tuple of length 1; None for malformed JSON.
+
+    Numbers that would lose digits keep their spelling.
+    """
     try:
         if _LONG_NUMBER.search(body) is None:
             return (orjson.loads(body),)
@@ -64,23 +78,11 @@ def json_value(body: bytes) -> tuple[Any] | None:
         return None
 
 
-def multipart_form(body: bytes, content_type: str, *, archives: bool = False) -> list[dict[str, Any]] | None:
-    """Return the parts of a form in their order, without its boundary; None for what is no form."""
-    head = b"Content-Type: " + content_type.encode("latin-1", "replace") + b"\r\n\r\n"
-    message = BytesParser(policy=HTTP).parsebytes(head + body)
-    if not message.is_multipart() or message.defects:
-        return None
-    form = file_form if archives else _raw
-    return [_part(part, form) for part in message.iter_parts()]
-
-
-def _part(part: Message, form: Callable[[bytes], Any]) -> dict[str, Any]:
-    content = part.get_payload(decode=True)
-    data = content if isinstance(content, bytes) else b""
-    name = part.get_param("name", header="content-disposition")
-    filename = part.get_filename()
-    text = None if filename is not None else _text(data)
-    return {"name": name, "filename": filename} | ({"text": text} if text is not None else {"file": form(data)})
+def _part(part: FormPart, form: Callable[[bytes], Any]) -> dict[str, Any]:
+    """Return a part's form. Its own headers count: the same bytes as text/plain and as text/csv are two uploads."""
+    text = None if part.filename is not None else _text(part.data)
+    content = {"text": text} if text is not None else {"file": form(part.data)}
+    return {"name": part.name, "headers": sorted(map(list, part.headers), key=itemgetter(0))} | content
 
 
 def _text(data: bytes) -> str | None:
@@ -91,9 +93,9 @@ def _text(data: bytes) -> str | None:
 
 
 def file_form(data: bytes) -> Any:
-    """Return what stands for a file: of a zip or tar archive names, modes and digests, sorted; of others a digest.
+    """Return a file's form: the names, modes and digests of an archive's members, sorted; else the file's digest.
 
-    Times, and the order of members, do not count.
+    Times and the order of members do not count.
     """
     try:
         if data.startswith(b"PK\x03\x04"):
@@ -108,28 +110,28 @@ def file_form(data: bytes) -> Any:
 def _zip_members(data: bytes) -> list[list[Any]]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()
-        _bounded(member.file_size for member in members)
-        found = [[m.filename, m.external_attr >> 16, sha256(archive.read(m)).hexdigest()] for m in members]
-    return sorted(found, key=lambda member: member[0])
+        _require_small(member.file_size for member in members)
+        rows = [[m.filename, m.external_attr >> 16, sha256(archive.read(m)).hexdigest()] for m in members]
+    return sorted(rows, key=itemgetter(0))
 
 
 def _tar_members(data: bytes) -> list[list[Any]]:
-    found: list[list[Any]] = []
+    rows: list[list[Any]] = []
     size = 0
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for member in archive:
             size += member.size
-            _bounded([size])
+            _require_small([size])
             file = archive.extractfile(member) if member.isreg() else None
             digest = sha256(file.read()).hexdigest() if file is not None else ""
             kind = member.type.decode("latin-1")
-            found.append([member.name, member.mode, kind, member.linkname, member.uname, digest])
-    return sorted(found, key=lambda member: member[0])
+            rows.append([member.name, member.mode, kind, member.linkname, member.uname, digest])
+    return sorted(rows, key=itemgetter(0))
 
 
-def _bounded(sizes: Any) -> None:
+def _require_small(sizes: Iterable[int]) -> None:
     if sum(sizes) > MAX_UNPACKED_BYTES:
-        raise ValueError("it holds too much")
+        raise ValueError("the archive unpacks to more than MAX_UNPACKED_BYTES")
 
 
 def _raw(data: bytes) -> dict[str, str]:

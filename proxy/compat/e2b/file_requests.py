@@ -117,7 +117,7 @@ def file_transfer(request: Request) -> ToolCalls:
         raise RefusalError(400, "multipart", "The form has several files but the query has one path. Leave path out.")
     if not files:
         raise RefusalError(400, "multipart", "The form contains no file.")
-    return ToolCalls(tuple(_upload(path or file.name, user, file.data) for file in files), "uploads")
+    return ToolCalls(tuple(_upload(path or file.filename or "", user, file.data) for file in files), "uploads")
 
 
 def _upload(path: str, user: str, data: bytes) -> ToolCall:

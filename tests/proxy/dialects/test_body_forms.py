@@ -65,7 +65,8 @@ FIELD = 'Content-Disposition: form-data; name="target"'
 def test_a_form_has_its_parts_and_no_boundary() -> None:
     one, other = (body_form(*form(b, (FIELD, b"/x"), (FILE, b"\x00\xff data"))) for b in ("aaa", "bbbbbb"))
     assert one == other
-    assert one["parts"][0] == {"name": "target", "filename": None, "text": "/x"}
+    headers = [["content-disposition", 'form-data; name="target"']]
+    assert one["parts"][0] == {"name": "target", "headers": headers, "text": "/x"}
     assert one != body_form(*form("aaa", (FIELD, b"/y"), (FILE, b"\x00\xff data")))
     assert one != body_form(*form("aaa", (FIELD, b"/x"), (FILE, b"\x00\xff datA")))
 

@@ -57,7 +57,7 @@ def test_form_files_round_trip(files: list[tuple[str, bytes]], data: st.DataObje
     form = "multipart/form-data; boundary=frontier"
     clean = [(name, content) for name, content in files if b"\r\n--frontier" not in b"\r\n" + content]
     if clean == files:
-        assert [(f.name, f.data) for f in multipart.files(body + b"--frontier--\r\n", form)] == files
+        assert [(f.filename, f.data) for f in multipart.files(body + b"--frontier--\r\n", form)] == files
     with pytest.raises(RefusalError):
         multipart.files(body[: data.draw(st.integers(0, len(body) - 1))], form)
 
