@@ -1,4 +1,14 @@
-"""A dialect out of rules: what requests to a tool server mean, and recorded answers in each client's form (pure)."""
+"""The dialect of a tool server, made of rules (pure).
+
+Theory of operation. `read` finds the first rule that fits a request's method, path and body. The rule says what the
+request means, and which parts of it are the call's key. Names that differ between clients must be neither in keys nor
+in records, so they are replaced on the way in and put back on the way out:
+
+1. The rollout's name in bound fields of a body (`bind`) is recorded as `OUR_NAME`.
+2. Names that a client chose on a WebSocket (`alias`) are recorded as `forkpoint-{path}`.
+3. The proxy's address in `Origin` and `Referer` becomes the server's. The server's address in `Location`,
+   `Content-Location` and `Set-Cookie` becomes the address under which the client knows the endpoint.
+"""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +18,9 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import orjson
+from typing_extensions import override
 
-from proxy.dialects.base import Call, Close, Local, Meaning, Open, Request, Response
+from proxy.dialects.base import Call, Close, Dialect, Local, Meaning, Open, Request, Response
 from proxy.dialects.body_forms import body_form, json_value, media_type, query_form
 from proxy.dialects.rule_schema import Reply, Rule, Rules, without
 from proxy.names import named
@@ -27,9 +38,11 @@ NOISE = HOP_BY_HOP | {
     "traceparent", "tracestate", "baggage", "sentry-trace", "x-forkpoint-task", "x-forkpoint-rollout",
     "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
 }  # fmt: skip
-"""Headers that say nothing of what is asked."""
-_OURS = frozenset({"x-forkpoint-task", "x-forkpoint-rollout"})
-_PLACES = frozenset({"origin", "referer"})
+"""Headers that do not change what a request means, so that they are not in keys by default."""
+_IDENTITY = frozenset({"x-forkpoint-task", "x-forkpoint-rollout"})
+"""Headers that name the rollout to the proxy, and do not go to the server."""
+_ADDRESSES = frozenset({"origin", "referer"})
+"""Headers in which a client sends the address under which it knows the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +52,20 @@ class _Route:
     rule: Rule
 
 
-class Declared:
-    """See `Dialect`."""
+class Declared(Dialect):
+    """The dialect of one endpoint.
+
+    Args:
+        endpoint: The endpoint's name.
+        server: The tool server, or the server elsewhere that requests are forwarded to.
+        rules: The rules for its requests.
+    """
 
     headers_matter = True
 
     def __init__(self, endpoint: str, server: Server | Upstream, rules: Rules) -> None:
         self._endpoint, self._rules = endpoint, rules
-        self._origins, self._prefix = _places(server)
+        self._origins, self._prefix = _origins_of(server)
         self._upstream = urlsplit(self._origins[0]).netloc
         self._outside = isinstance(server, Upstream)
         self._opens = any(rule.do == "open" for rule in rules.rule)
@@ -54,8 +73,8 @@ class Declared:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
+    @override
     def read(self, request: Request) -> Meaning:
-        """See `Dialect.read`."""
         fields = _Fields(request)
         rule, captures = self._rule(request, fields)
         fields.captures = captures
@@ -68,27 +87,27 @@ class Declared:
             return Close(rollout, self._bound_reply(rule.reply, rollout))
         if rule.do == "open":
             parent = _name(fields.value(rule.parent)) if rule.parent else ""
-            given = self._bound_reply(rule.reply, rollout) if rule.reply else None
-            return Open(rollout, given or self._call(request, rule, fields, rollout), parent, self._minted(rollout))
+            reply = self._bound_reply(rule.reply, rollout) if rule.reply else None
+            return Open(rollout, reply or self._call(request, rule, fields, rollout), parent, self._minted(rollout))
         return self._call(request, rule, fields, rollout)
 
     def task(self, request: Request) -> str:
-        """Return the task that request names; empty where that in the URL is meant.
+        """Return the task that a request names; empty if the task in the URL is meant.
 
         Raises:
-            Refused: 400, it is no name.
+            RefusalError: 400, the name is malformed.
         """
-        told = _Fields(request).value(self._rules.task) if self._rules.task else ""
-        return named("task", told) if told else ""
+        name = _Fields(request).value(self._rules.task) if self._rules.task else ""
+        return named("task", name) if name else ""
 
     def _rule(self, request: Request, fields: "_Fields") -> tuple[Rule, Mapping[str, str]]:
-        # Decoded, so that no spelling of a path slips past its rule.
+        # The path is decoded first, so that no spelling of it evades its rule.
         path = unquote(request.path)
         for route in self._routes:
             if request.method in route.methods or "*" in route.methods:
-                found = route.path.fullmatch(path)
-                if found is not None and all(member(fields.json, at) == want for at, want in route.rule.when.items()):
-                    return route.rule, found.groupdict()
+                match = route.path.fullmatch(path)
+                if match is not None and all(member(fields.json, at) == want for at, want in route.rule.when.items()):
+                    return route.rule, match.groupdict()
         return _PLAIN, {}
 
     def _rollout(self, request: Request, rule: Rule, fields: "_Fields") -> str:
@@ -97,13 +116,13 @@ class Declared:
         if request.rollout:
             return request.rollout
         source = rule.rollout or self._rules.rollout
-        told = fields.value(source) if source else ""
-        if told:
-            return _name(told)
+        name = fields.value(source) if source else ""
+        if name:
+            return _name(name)
         if rule.do == "open" and self._rules.mint:
             return request.fresh
         where = f"in its {source.replace(':', ' ')}" if source else "in the URL: /t/{task}/r/{rollout}/{endpoint}/…"
-        raise RefusalError(400, "no-rollout", f"nothing says which rollout asks: this request needs its name {where}.")
+        raise RefusalError(400, "no-rollout", f"the request names no rollout. Put its name {where}.")
 
     def _minted(self, rollout: str) -> Headers:
         if not self._rules.mint:
@@ -118,7 +137,7 @@ class Declared:
         try:
             request_head(request.method, request.target, headers, self._upstream, len(body))
         except InvalidRequestError as error:
-            raise RefusalError(400, "request", f"this cannot be sent to a tool server: {error}.") from None
+            raise RefusalError(400, "request", f"the request cannot be sent to a tool server: {error}.") from None
         arguments: dict[str, Any] = {
             "method": request.method, "target": request.target, "headers": [list(header) for header in headers],
         }  # fmt: skip
@@ -127,10 +146,10 @@ class Declared:
         arguments |= self._outsider(rule) if self._outside else {}
         arguments |= {"answers": rule.answers} if request.method == "WS" else {}
         tool = _tool(rule, request, fields)
-        told = {"args": self._args(request, rule, body), "headers": self._in_key(headers)}
+        identity = {"args": self._args(request, rule, body), "headers": self._in_key(headers)}
         return Call(
             ToolCall(self._endpoint, tool, arguments, body),
-            call_key(ToolCall(self._endpoint, tool, told)),
+            call_key(ToolCall(self._endpoint, tool, identity)),
             rollout=rollout,
             request_id=request.header(self._rules.request_id) if self._rules.request_id else "",
             commutes=rule.commutes,
@@ -142,26 +161,28 @@ class Declared:
         )
 
     def _outsider(self, rule: Rule) -> dict[str, Any]:
-        """Return what a call to a server elsewhere must say, for its driver to know what it may do."""
-        told: dict[str, Any] = {"stateless": True} if rule.stateless else {}
-        told |= {"session": "opens" if rule.do == "open" else "within"} if self._opens else {}
-        told |= {"names": rule.names} if rule.names else {}
-        return told | ({"bind": list(self._rules.bind)} if self._rules.bind else {})
+        """Return more arguments for a call to a server elsewhere: its driver needs to know the sessions there."""
+        arguments: dict[str, Any] = {"stateless": True} if rule.stateless else {}
+        arguments |= {"session": "opens" if rule.do == "open" else "within"} if self._opens else {}
+        arguments |= {"names": rule.names} if rule.names else {}
+        return arguments | ({"bind": list(self._rules.bind)} if self._rules.bind else {})
 
     def _refuse_escapes(self, path: str) -> None:
-        """Refuse a path that a server could take for one outside its prefix.
+        """Refuse a path that a server could resolve to one outside its prefix.
 
         Raises:
-            Refused: 400.
+            RefusalError: 400.
         """
         segments = re.split(r"[/\\]", unquote(path)) if self._prefix else ()
         if any(segment.partition(";")[0] in (".", "..") for segment in segments):
             raise RefusalError(
-                400, "request", "a path with . or .. segments may leave what its upstream names. Resolve it."
+                400,
+                "request",
+                "a path with . or .. segments may leave the path of its upstream. Send the resolved path.",
             )
 
     def _unbound(self, body: bytes, fields: "_Fields", rollout: str) -> tuple[bytes, bool]:
-        """Return body with our name for the rollout in the place of its client's."""
+        """Return a body with `OUR_NAME` for the rollout's name, and whether responses need the opposite."""
         if not self._rules.bind:
             return body, False
         value = fields.json
@@ -170,16 +191,16 @@ class Declared:
         return body, True
 
     def _forwarded(self, request: Request) -> Headers:
-        """Return the headers that go to the server: its own address in the place of ours, none of our identity."""
+        """Return the headers for the server: with its address in place of the proxy's, and without its tokens."""
         ours = "{0.scheme}://{0.netloc}".format(urlsplit(request.base))
         kept = []
         for name, value in request.headers:
-            if name in _OURS or (name in ("authorization", "x-api-key") and "fp_" in value):
+            if name in _IDENTITY or (name in ("authorization", "x-api-key") and "fp_" in value):
                 continue
-            if name in _PLACES and value.startswith(ours):
+            if name in _ADDRESSES and value.startswith(ours):
                 below = value.removeprefix(request.base)
-                place = below.removeprefix(ours) if below == value else self._prefix + below
-                value = self._origins[0] + (place if name != "origin" else "")  # noqa: PLW2901
+                path = below.removeprefix(ours) if below == value else self._prefix + below
+                value = self._origins[0] + (path if name != "origin" else "")  # noqa: PLW2901
             kept.append((name, value))
         return tuple(kept)
 
@@ -196,68 +217,71 @@ class Declared:
 
     def _in_key(self, headers: Headers) -> list[list[str]]:
         wanted = self._rules.headers
-        found = [
+        rows = [
             [name, media_type(value) if name == "content-type" and "boundary" in value else value]
             for name, value in headers
             if (name in wanted if wanted is not None else name not in NOISE)
         ]
-        return sorted(found, key=lambda header: header[0])
+        return sorted(rows, key=lambda header: header[0])
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    def answer(self, told: Response, request: Request) -> Response:
-        """See `Dialect.answer`: our addresses for the server's, the client's name of the rollout for ours."""
-        headers = tuple((name, self._placed(name.lower(), value, request)) for name, value in told.headers)
-        if self._rules.bind and told.body:
-            said = json_value(told.body)
-            if said is not None and isinstance(said[0], dict):
-                body = orjson.dumps(renamed(said[0], self._rules.bind, OUR_NAME, self._known_as(request)))
+    @override
+    def answer(self, response: Response, request: Request) -> Response:
+        headers = tuple((name, self._client_address(name.lower(), value, request)) for name, value in response.headers)
+        if self._rules.bind and response.body:
+            value = json_value(response.body)
+            if value is not None and isinstance(value[0], dict):
+                body = orjson.dumps(renamed(value[0], self._rules.bind, OUR_NAME, self._client_name(request)))
                 length = str(len(body))
                 headers = tuple((n, length if n.lower() == "content-length" else v) for n, v in headers)
-                return Response(told.status, headers, body)
-        return replace(told, headers=headers)
+                return Response(response.status, headers, body)
+        return replace(response, headers=headers)
 
-    def _known_as(self, request: Request) -> str:
+    def _client_name(self, request: Request) -> str:
+        """Return the name under which a client knows its rollout."""
         meaning = self.read(request)
         return "" if isinstance(meaning, Local) else meaning.rollout
 
-    def _placed(self, name: str, value: str, request: Request) -> str:
+    def _client_address(self, name: str, value: str, request: Request) -> str:
+        """Return a header's value with the client's address of the endpoint in place of the server's own."""
         if name in ("location", "content-location"):
-            for place in (*(origin + self._prefix for origin in self._origins), self._prefix):
-                below = value.removeprefix(place)
-                if value.startswith(place) and (below.startswith("/") or (below == "" and place)):
-                    return value if below.startswith("//") and not place else request.base + below
+            for start in (*(origin + self._prefix for origin in self._origins), self._prefix):
+                below = value.removeprefix(start)
+                if value.startswith(start) and (below.startswith("/") or (below == "" and start)):
+                    # `//host/path` is the URL of another host.
+                    return value if below.startswith("//") and not start else request.base + below
             return self._origins[0] + value if value.startswith("/") and not value.startswith("//") else value
         if name == "set-cookie":
+            # The cookie belongs to the endpoint's path at the proxy, and the proxy's host is the only domain.
             prefix = urlsplit(request.base).path
             value = re.sub(rf"(;\s*path=){re.escape(self._prefix)}(?=/|;|$)", r"\1", value, flags=re.IGNORECASE)
             value = re.sub(r"(;\s*path=)(?=;|$)", r"\1/", value, flags=re.IGNORECASE)
             value = re.sub(r";\s*domain=[^;]*", "", value, flags=re.IGNORECASE)
-            return re.sub(r"(;\s*path=)/", lambda found: f"{found[1]}{prefix}/", value, flags=re.IGNORECASE)
+            return re.sub(r"(;\s*path=)/", lambda match: f"{match[1]}{prefix}/", value, flags=re.IGNORECASE)
         return value
 
     def _bound_reply(self, reply: Reply, rollout: str) -> Local:
         local = _local(reply)
         return replace(local, body=local.body.replace(b"{rollout}", rollout.encode()))
 
-    def problem(self, problem: Problem, request: Request) -> Local | None:  # noqa: ARG002 - others look at it
-        """See `Dialect.problem`."""
+    @override
+    def problem(self, problem: Problem, request: Request) -> Local | None:
         if self._rules.retry_status is None or not (problem.infrastructure or problem.slug == "overloaded"):
             return None
         headers = tuple((name.decode(), value.decode()) for name, value in problem.headers())
         return Local(self._rules.retry_status, problem.body(), headers)
 
     def trouble(self, problem: Problem) -> str | None:
-        """Return the message that tells of a problem on a WebSocket; None where the connection is closed instead."""
-        told = self._rules.trouble
-        if told is None:
+        """Return the WebSocket message that reports a problem; None if the connection is closed instead."""
+        form = self._rules.trouble
+        if form is None:
             return None
-        filled = {"{slug}": problem.slug, "{detail}": problem.detail}
-        return orjson.dumps(_filled(told, filled)).decode()
+        return orjson.dumps(_filled(form, {"{slug}": problem.slug, "{detail}": problem.detail})).decode()
 
 
 class _Fields:
-    """The fields of a request, read when they are first asked for."""
+    """The fields of a request, parsed on first use."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -266,13 +290,13 @@ class _Fields:
 
     @property
     def json(self) -> Any:
-        """The JSON body; of a form, its members by name; None where there is none."""
+        """The JSON body, or the members of a form by name; None for any other body."""
         if self._json is None:
             self._json = (_members(self._request),)
         return self._json[0]
 
     def value(self, source: str) -> str:
-        """Return what stands at a source; empty where nothing does."""
+        """Return the value of a source such as `header:x`; empty for none."""
         kind, _, name = source.partition(":")
         match kind:
             case "header":
@@ -290,12 +314,12 @@ class _Fields:
 _PLAIN = Rule(on="* /")
 
 
-def _places(server: Server | Upstream) -> tuple[tuple[str, ...], str]:
-    """Return the origins that a server may call itself by, and the path that stands before all of its own."""
+def _origins_of(server: Server | Upstream) -> tuple[tuple[str, ...], str]:
+    """Return the origins by which a server may name itself, and the prefix of all its paths."""
     if isinstance(server, Server):
         return (f"http://127.0.0.1:{server.port}", f"http://localhost:{server.port}"), ""
-    place = urlsplit(server.upstream)
-    return (f"{place.scheme}://{place.netloc}",), place.path.rstrip("/")
+    url = urlsplit(server.upstream)
+    return (f"{url.scheme}://{url.netloc}",), url.path.rstrip("/")
 
 
 def _members(request: Request) -> Any:
@@ -309,10 +333,10 @@ def _members(request: Request) -> Any:
 
 def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(name)
+        cookie = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return "" if found is None else found.value
+    return "" if cookie is None else cookie.value
 
 
 def _route(rule: Rule) -> _Route:
@@ -330,8 +354,8 @@ def _route(rule: Rule) -> _Route:
 
 
 def _tool(rule: Rule, request: Request, fields: _Fields) -> str:
-    def filled(found: re.Match[str]) -> str:
-        return fields.captures.get(found[1]) or fields.value(f"body:{found[1]}")
+    def filled(match: re.Match[str]) -> str:
+        return fields.captures.get(match[1]) or fields.value(f"body:{match[1]}")
 
     return re.sub(r"\{([^{}]+)\}", filled, rule.tool) if rule.tool else f"{request.method} {unquote(request.path)}"
 
@@ -349,25 +373,25 @@ def _name(text: str) -> str:
 
 
 def _aliased(body: bytes, rule: Rule, fields: _Fields) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Return a message with our names in the place of those that its client chose, and which those are."""
-    found = {path: member(fields.json, path) for path in rule.alias}
-    told = tuple((name, f"forkpoint-{path}") for path, name in found.items() if isinstance(name, str) and name)
-    if not told:
+    """Return a message with recorded names in place of those that its client chose, and the pairs of both."""
+    chosen = {path: member(fields.json, path) for path in rule.alias}
+    aliases = tuple((name, f"forkpoint-{path}") for path, name in chosen.items() if isinstance(name, str) and name)
+    if not aliases:
         return body, ()
     value = orjson.loads(body)
-    for (path, name), (_, ours) in zip(((p, n) for p, n in found.items() if n), told, strict=True):
+    for (path, name), (_, ours) in zip(((p, n) for p, n in chosen.items() if n), aliases, strict=True):
         value = renamed(value, (path,), name, ours, whole=True)
-    return orjson.dumps(value), told
+    return orjson.dumps(value), aliases
 
 
-def _filled(value: Any, words: Mapping[str, str]) -> Any:
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {name: _filled(inner, words) for name, inner in value.items()}
-    return words.get(value, value) if isinstance(value, str) else value
+        return {name: _filled(inner, values) for name, inner in value.items()}
+    return values.get(value, value) if isinstance(value, str) else value
 
 
 def _chosen(value: dict[str, Any], rule: Rule) -> dict[str, Any]:
-    """Return the fields of a body that count."""
+    """Return the fields of a body that are in the key."""
     if rule.pick:
         return {path: member(value, path) for path in rule.pick}
     for path in rule.drop:

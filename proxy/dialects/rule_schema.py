@@ -1,4 +1,4 @@
-"""The rules that say what requests to a tool server mean: shipped by name, or written into a spec (pure once read)."""
+"""The rules that say what requests to a tool server mean: shipped in `rules/`, or written into a spec."""
 
 import tomllib
 from functools import cache
@@ -16,16 +16,23 @@ from sandboxes.server_spec import Server, Upstream
 from sandboxes.spec import EnvironmentSpec
 
 _SHIPPED = Path(__file__).parent / "rules"
+"""The directory of the shipped rules, one TOML file a dialect."""
 _VERSION = 1
-"""Of how rules are read; with them, part of every key of a tree that has servers."""
+"""The version of how rules are read. It is part of the identity of each tree with servers: raising it drops them."""
 
 
 class RulesError(ValueError):
-    """There are no rules of this name, or they cannot be read."""
+    """No rules have this name, or the rules are malformed."""
 
 
 class Reply(BaseModel):
-    """An answer of the proxy's own. body: a JSON value, or text as it is."""
+    """A reply of the proxy's own.
+
+    Attributes:
+        status: The HTTP status.
+        body: A JSON value, or a text that is sent as it is.
+        headers: The headers; by default only the content type.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,7 +42,7 @@ class Reply(BaseModel):
 
 
 class Rule(BaseModel):
-    """What requests of one kind mean. Sources are `header:x`, `cookie:x`, `query:x`, `body:a.b` or `path:x`."""
+    """What requests of one kind mean. A source is `header:x`, `cookie:x`, `query:x`, `body:a.b` or `path:x`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -67,27 +74,28 @@ class Rule(BaseModel):
     @model_validator(mode="after")
     def _replies(self) -> "Rule":
         if self.do in ("health", "close") and self.reply is None:
-            raise ValueError(f"`do = {self.do!r}` is answered by the proxy: say with what, in `reply`")
+            raise ValueError(f"a rule with `do = {self.do!r}` needs a `reply`, which the proxy sends")
         if self.stateless and (self.do != "call" or self.effect == "change"):
-            raise ValueError("what is `stateless` is a `call`, and changes nothing")
+            raise ValueError("a `stateless` rule must be a `call` and must not change the state")
         method, _, path = self.on.partition(" ")
         if not method or not path.startswith("/"):
-            raise ValueError(f"`on` is a method and a path, as 'POST /run': {self.on!r}")
+            raise ValueError(f"`on` must be a method and a path, such as 'POST /run', and not {self.on!r}")
         return self
 
 
 class Rules(BaseModel):
-    """Those of one dialect; the first that fits a request counts, and one that none fits is a plain HTTP call.
+    """The rules of one dialect. The first rule that fits a request counts; without one, it is a plain HTTP call.
 
-    headers: request headers that are part of the key; by default all but those known to be noise. bind: where the
-    rollout's name stands, as its client knows it: it is left out of keys, and put into recorded answers.
+    Attributes:
+        about: What the rules are for.
+        headers: Request headers that are part of the key; None for all except known noise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     about: str = ""
     headers: tuple[str, ...] | None = None
-    request_id: str = Field(default="", description="header that names a request which may be sent again")
+    request_id: str = Field(default="", description="header that identifies a request that may be retried")
     rollout: str = Field(default="", description="where the rollout's name is, if not in the URL and no rule says it")
     task: str = Field(default="", description="where the task's name is, if not the one in the URL is meant")
     mint: str = Field(default="", description="cookie under which a new rollout's name is given to its client")
@@ -103,10 +111,10 @@ class Rules(BaseModel):
 
 
 def rules_of(server: Server | Upstream) -> Rules:
-    """Return the rules for a server's requests, its own first.
+    """Return the rules for a server's requests: its own rules, then those of its dialect.
 
     Raises:
-        RulesError: there are none of this name, or its own cannot be read.
+        RulesError: No dialect has this name, or a rule of the server is malformed.
     """
     shipped = _shipped(server.dialect)
     try:
@@ -119,19 +127,19 @@ def rules_of(server: Server | Upstream) -> Rules:
 
 
 def identity(spec: EnvironmentSpec) -> str:
-    """Return a digest of all rules that shape the keys of spec's tree; empty where it has no servers.
+    """Return a digest of all rules that shape the keys of an environment's tree; empty without servers.
 
     Raises:
-        RulesError: there are none of a name, or they cannot be read.
+        RulesError: No dialect has a name, or a rule is malformed.
     """
     if not spec.servers:
         return ""
-    told = {name: rules_of(server).model_dump(mode="json") for name, server in spec.servers.items()}
-    return blake2b(b"%d" % _VERSION + canonical_json(told), digest_size=16).hexdigest()
+    rules = {name: rules_of(server).model_dump(mode="json") for name, server in spec.servers.items()}
+    return blake2b(b"%d" % _VERSION + canonical_json(rules), digest_size=16).hexdigest()
 
 
 def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
-    """Return of an answer to call what a replay of it must tell again."""
+    """Return the part of a call's response body that a replay must reproduce."""
     if call.endpoint == "process":
         return process.by_stream(body)
     server = spec.servers.get(call.endpoint)
@@ -148,7 +156,7 @@ def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
 
 
 def without(value: Any, path: list[str]) -> Any:
-    """Return a JSON value without the member that path leads to."""
+    """Return a JSON value without the member at a path."""
     if not isinstance(value, dict) or path[0] not in value:
         return value
     if len(path) == 1:
@@ -160,5 +168,5 @@ def without(value: Any, path: list[str]) -> Any:
 def _shipped(name: str) -> Rules:
     names = sorted(path.stem for path in _SHIPPED.glob("*.toml"))
     if name not in names:
-        raise RulesError(f"there is no dialect {name!r}; there are: {', '.join(names)}")
+        raise RulesError(f"there is no dialect {name!r}. Use one of: {', '.join(names)}")
     return Rules.model_validate(tomllib.loads((_SHIPPED / f"{name}.toml").read_text()))

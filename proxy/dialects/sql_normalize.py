@@ -1,12 +1,16 @@
-"""The one form of a statement that all its spellings with other whitespace and comments share (pure).
+"""The canonical form of an SQL statement, without regard to whitespace and comments (pure).
 
-A key that merges two statements whose answers differ would poison a cache, so this merges less than it could:
+If two statements with different results had one key, the second would get a wrong answer. So this module changes only
+the gaps (whitespace and comments) between tokens, and leaves many alone:
 
-- Inside strings, quoted identifiers and dollar quotes nothing is touched.
-- SQLite names a result column that has no alias by its source text, so inside such an expression nothing is touched.
-- What a database keeps as text (`CREATE …`), several statements in one, and what is not understood, stay as they are.
+1. A lexer cuts the statement into tokens. A statement that it does not understand stays as it is, and so do several
+   statements in one and statements whose text the database keeps (`CREATE …`).
+2. Strings, quoted identifiers and dollar quotes are one token each, so nothing inside them changes.
+3. SQLite names a result column without an alias by its source text. `_Gaps` therefore follows the lists of result
+   columns, by the depth of parentheses, and keeps the gaps inside an expression there.
+4. PostgreSQL joins two strings with a line break between them, so a gap there stays a line break or becomes a space.
 
-sqlglot merges statements that answer differently (`7%3` and `mod(7,3)` have other headings; `length` and `len`).
+sqlglot would merge more, but also statements with different results: `7%3` and `mod(7,3)` have different headings.
 """
 
 import re
@@ -16,11 +20,11 @@ from typing import Literal
 SqlDialect = Literal["sqlite", "postgres"]
 
 _TEXTLESS = frozenset({"select", "with", "values", "insert", "replace", "update", "delete", "table"})
-"""First words of statements whose own text nothing keeps."""
+"""First words of statements whose text the database does not keep."""
 _LIST_ENDS = frozenset({"from", "where", "group", "having", "order", "limit", "union", "intersect", "except", "on"})
-"""Words that end a list of result columns, and can be no column's name."""
-
+"""Words that end a list of result columns and cannot be the name of a column."""
 _QUANTIFIERS = {("select", "distinct"), ("select", "all")}
+"""Pairs of words after which a list of result columns begins, as it does after `select` alone."""
 
 _QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*\""""
 _SQLITE = re.compile(
@@ -50,13 +54,13 @@ class _Token:
 
 
 def canonical_statement(sql: str, dialect: SqlDialect) -> str:
-    """Return what stands for sql and for every spelling of it that surely has the same answer, column names included.
+    """Return the canonical form of a statement, which has the same result, column names included.
 
-    The result is a statement too, and is what runs. About 0.5 us for each byte.
+    The form is the statement that runs. The cost is about 0.5 us for each byte.
     """
     tokens = _tokens(sql, _SQLITE if dialect == "sqlite" else _POSTGRES)
     if dialect == "postgres" and "\\" in sql:
-        # What a backslash means in a string is a setting of the session.
+        # A setting of the session (standard_conforming_strings) decides where a string with a backslash ends.
         return sql
     if tokens is None:
         return sql
@@ -73,21 +77,24 @@ def canonical_statement(sql: str, dialect: SqlDialect) -> str:
 
 
 def _tokens(sql: str, lexer: re.Pattern[str]) -> list[_Token] | None:
-    """Return all tokens of sql; None where some of it is not understood, as an open string."""
+    """Return the tokens of a statement; None for one that is not understood, such as one with an open string."""
     tokens, at = [], 0
     text = sql.strip(" \t\n\f\r")
     while at < len(text):
-        found = lexer.match(text, at)
-        if found is None:
+        match = lexer.match(text, at)
+        if match is None:
             return None
-        kind = next(name for name in ("gap", "word", "quoted", "mark", "number", "other") if found[name] is not None)
-        tokens.append(_Token(kind, found[0]))
-        at = found.end()
+        kind = next(name for name in ("gap", "word", "quoted", "mark", "number", "other") if match[name] is not None)
+        tokens.append(_Token(kind, match[0]))
+        at = match.end()
     return tokens
 
 
 class _Gaps:
-    """Walks along the tokens and says what each gap becomes."""
+    """Reads the tokens in order and replaces each gap.
+
+    It keeps the depth of parentheses, and the depths at which a list of result columns is open.
+    """
 
     def __init__(self, dialect: SqlDialect) -> None:
         self._dialect = dialect
@@ -96,6 +103,7 @@ class _Gaps:
         self._before = self._second = ""
 
     def read(self, token: _Token, following: _Token | None) -> str:
+        """Return the text of a token in the canonical form."""
         if token.kind == "gap":
             return self._gap(token.text, following)
         word = token.text.lower() if token.kind in ("word", "mark") else token.kind
@@ -121,7 +129,7 @@ class _Gaps:
         return text
 
     def _between_columns(self, text: str, following: _Token | None) -> bool:
-        """Say whether a gap in a list of result columns lies between them, and not in the text that names one."""
+        """Return whether a gap in a list of result columns lies between two columns, and not inside the text of one."""
         if self._lists != [self._depth]:
             return False
         if self._before in ("select", "returning", ",") or (self._second, self._before) in _QUANTIFIERS:

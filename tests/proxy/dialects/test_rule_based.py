@@ -80,7 +80,7 @@ def test_a_rollouts_name_is_read_where_the_rule_says(source: str, sent: dict[str
     assert call(
         read(request("POST", asked["target"], asked["body"], rollout="", headers=asked["headers"]))
     ).rollout == ("s1")
-    with pytest.raises(RefusalError, match="nothing says which rollout"):
+    with pytest.raises(RefusalError, match="names no rollout"):
         read(request("POST", "/run", rollout=""))
 
 
