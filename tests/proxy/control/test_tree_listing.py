@@ -178,7 +178,7 @@ def test_a_tree_whose_driver_is_off_is_still_shown_and_says_why_nothing_runs_the
         tried = proxy.client.post(
             f"/api/v1/tasks/off/nodes/{node}/exec", json={"endpoint": "sql", "path": "query", "body": asked}
         )
-        assert (tried.status_code, "no driver 'sqlite'" in tried.text) == (422, True)
+        assert (tried.status_code, "the driver 'sqlite' is not turned on" in tried.text) == (422, True)
         assert proxy.client.get(f"/api/v1/tasks/off/export?snapshots=true&root={node}").status_code == 200
 
 
