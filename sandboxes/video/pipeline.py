@@ -1,7 +1,23 @@
-"""Where videos are brought in and prepared: each once, however many sandboxes and tasks ask, in worker processes."""
+"""The pipeline: loads and prepares videos, each once, however many sandboxes and tasks need them.
+
+Theory of operation. The stages make parts of a store, and the name of a part is a digest of all that its content
+follows from. So a part that exists is never made again, and two tasks that want the same one share it:
+
+| stage | part | made by | named by |
+|---|---|---|---|
+| load | `v-` | a copy and a probe in a shared worker | the content of the file |
+| measure | `m-` | a dedicated worker, piece by piece | the video, the settings, the libraries' versions |
+| describe | `d-` | questions to a model | the measurement, the model, the prompts, and its own content |
+
+A part that is being made has one task (`_flights`). A sandbox that is cancelled leaves it running: the next one needs
+it. The limits of a task are part of the task's name, because one task's limits must not end another's job.
+
+Hostile files can crash or hang their decoder. A worker is a process with limits, so a crash is an error of the file. A
+shared worker is tried once more, because another file may have killed it.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +27,7 @@ import orjson
 
 from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import TaskOwner
 from sandboxes.video import prompts
 from sandboxes.video.captioning import Captioner, limits_of
 from sandboxes.video.catalogue import Contents
@@ -21,20 +38,26 @@ from sandboxes.video.store import INFO, VIDEO, VideoStore, part_name
 from sandboxes.workers.pool import Worker, WorkerLostError, WorkerPool, WorkerStuckError
 
 READ_S = 30.0
-"""A read takes some milliseconds; what takes so long is stuck in a hostile file."""
+"""Time limit of a read. Reads take milliseconds; one that takes this long is stuck in a hostile file."""
 _PIECE_S = 60.0
+"""Time limit of one piece of a preprocess, which takes half a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedVideo:
-    """The parts of a prepared video. described: what a model said; None where none was asked."""
+    """The parts of a prepared video.
+
+    Attributes:
+        measured: The part of the measurements.
+        described: The part of a model's captions; None without a model.
+    """
 
     measured: str
     described: str | None
 
 
 class Pipeline:
-    """Makes parts of one store. fresh: a sandbox's own, in which nothing is known before and no answer is repeated."""
+    """Makes the parts of one store."""
 
     def __init__(
         self,
@@ -49,28 +72,28 @@ class Pipeline:
         self.store, self.models, self.fresh = store, models, fresh
         self._worker_pool, self._contents, self._jobs = worker_pool, contents, jobs
         self._flights: dict[str, asyncio.Task[str]] = {}
+        self._owner = TaskOwner()
         self._making: list[str] = []
         self._versions: str | None = None
 
     async def aclose(self) -> None:
-        """End what is being made."""
-        for flight in list(self._flights.values()):
-            flight.cancel()
-        await asyncio.gather(*self._flights.values(), return_exceptions=True)
+        """Cancel everything that is being made."""
+        self._owner.cancel()
+        await self._owner.wait()
 
     async def versions(self) -> str:
-        """Return what the content of parts depends on beside videos and settings."""
+        """Return the versions of the libraries, on which the content of parts depends."""
         if self._versions is None:
             fields, _ = await self.read({"tool": "versions"}, {})
             self._versions = str(fields["versions"])
         return self._versions
 
     def makes(self, part: str) -> bool:
-        """Say whether somebody waits for a part, or just got it, and no sandbox has it yet."""
+        """Return whether a part is being made, or was just made and is not in any sandbox yet."""
         return part.startswith(tuple(self._making))
 
     @contextmanager
-    def _for_someone(self, part: str) -> Iterator[None]:
+    def _making_part(self, part: str) -> Iterator[None]:
         self._making.append(part)
         try:
             yield
@@ -82,11 +105,17 @@ class Pipeline:
     async def read(
         self, request: dict[str, Any], limits: dict[str, int], body: bytes = b"", *, timeout_s: float = READ_S
     ) -> tuple[dict[str, Any], bytes]:
-        """Have a shared worker run a request; once again where it died, for that may have been another's doing.
+        """Run a request in a shared worker, and once more if the worker died: another request may have killed it.
+
+        Args:
+            request: The members of the request.
+            limits: See `limits_of`.
+            body: The body of the request.
+            timeout_s: Time limit of the request.
 
         Raises:
-            VideoError: the file's or the agent's.
-            SandboxError: workers cannot be started, or are killed.
+            VideoError: The agent can act on it, or the file is to blame.
+            SandboxError: Workers cannot be started, or are killed.
         """
         for last in (False, True):
             try:
@@ -96,46 +125,46 @@ class Pipeline:
                 if last or lost.cause == "memory":
                     raise _fault_of(lost) from lost
             except WorkerStuckError:
-                raise VideoError("timeout", f"this took more than {timeout_s:g} s, and was ended") from None
+                raise VideoError("timeout", f"the call took more than {timeout_s:g} s and was ended") from None
         raise AssertionError("the second attempt returns or raises")
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
     async def load(self, source: Path, spec: EnvironmentSpec) -> str:
-        """Bring a file in and return its part; one of this content that is there already is not read again.
+        """Load a file and return its part. A file whose content is loaded already is not read again.
 
         Raises:
-            VideoError: it is no video, or more than this task takes.
-            OSError: it cannot be read, or there is no room.
+            VideoError: The file is no video, or larger or longer than the task takes.
+            OSError: The file cannot be read, or the disk is full.
         """
         assert spec.video is not None
-        # Which one it will be is not known yet.
-        with self._for_someone("v-"):
+        # The name follows from the content, which is not known yet: no video may be collected meanwhile.
+        with self._making_part("v-"):
             digest = None if self.fresh else await asyncio.to_thread(self._contents.known, source)
             if digest is None or not self.store.has(part_name("v", digest)):
-                digest = await self._bring_in(source, spec)
+                digest = await self._import(source, spec)
         part = part_name("v", digest)
         info = self.store.info(part)
         if info["duration_s"] > spec.video.max_duration_s:
-            most = spec.video.max_duration_s
-            raise VideoError("limit", f"this video lasts {info['duration_s']:.0f} s; this task takes up to {most:g} s")
+            max_s = spec.video.max_duration_s
+            raise VideoError("limit", f"this video lasts {info['duration_s']:.0f} s; this task takes up to {max_s:g} s")
         if info["size_bytes"] > spec.limits.disk_mb << 20:
             raise VideoError(
                 "limit", f"this file has {info['size_bytes'] >> 20} MB; this task takes {spec.limits.disk_mb}"
             )
         return part
 
-    async def _bring_in(self, source: Path, spec: EnvironmentSpec) -> str:
+    async def _import(self, source: Path, spec: EnvironmentSpec) -> str:
         assert spec.video is not None
         folder = self.store.new()
         try:
-            most = spec.limits.disk_mb << 20
-            digest = await asyncio.to_thread(self._contents.copy, source, folder / VIDEO, most)
+            max_bytes = spec.limits.disk_mb << 20
+            digest = await asyncio.to_thread(self._contents.copy, source, folder / VIDEO, max_bytes)
             part = part_name("v", digest)
             if not self.store.has(part):
                 request = {"tool": "probe", "path": str(folder / VIDEO), "max_duration_s": spec.video.max_duration_s}
-                told, _ = await self.read(request, limits_of(spec), timeout_s=spec.limits.timeout_s)
-                info = told["info"] | {"sha256": digest, "size_bytes": (folder / VIDEO).stat().st_size}
+                fields, _ = await self.read(request, limits_of(spec), timeout_s=spec.limits.timeout_s)
+                info = fields["info"] | {"sha256": digest, "size_bytes": (folder / VIDEO).stat().st_size}
                 (folder / INFO).write_bytes(orjson.dumps(info))
                 await asyncio.to_thread(self.store.adopt, folder, part)
         finally:
@@ -145,53 +174,44 @@ class Pipeline:
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, part: str, spec: EnvironmentSpec) -> PreparedVideo:
-        """Return the parts that a video's preprocess makes; they are made where they are not there.
+        """Return the parts of a prepared video, and make them if they do not exist.
 
         Raises:
-            VideoError: it cannot be decoded, or takes more than its limits.
-            SandboxError: the machine or the model failed.
+            VideoError: The video cannot be decoded, or needs more than its limits.
+            SandboxError: The machine or the model failed.
         """
         assert spec.video is not None
         settings, info = spec.video.measurement_settings(), self.store.info(part)
         measured = part_name("m", info["sha256"], settings, await self.versions())
-        with self._for_someone(measured):
+        with self._making_part(measured):
             if not self.store.has(measured):
                 await self._once(measured, spec, lambda: self._measure(part, measured, info, spec))
             model = spec.video.model
             if model is None:
                 return PreparedVideo(measured, None)
-            asked = part_name("d", measured, model.fingerprint(), prompts.VERSION)
-            with self._for_someone(asked):
-                described = self._described(asked)
+            prefix = part_name("d", measured, model.fingerprint(), prompts.VERSION)
+            with self._making_part(prefix):
+                described = self._find_described(prefix)
                 if described is None:
-                    described = await self._once(asked, spec, lambda: self._describe(part, measured, asked, spec))
+                    described = await self._once(prefix, spec, lambda: self._describe(part, measured, prefix, spec))
                 return PreparedVideo(measured, described)
 
-    def _described(self, asked: str) -> str | None:
-        """Return the part of what a model said, once it was asked so. A model may say other things when asked again, so
-        that what it said is in the part's name, too.
-        """
+    def _find_described(self, prefix: str) -> str | None:
+        """Return the part of the captions whose name begins with a prefix; None if the model was not asked yet."""
         return next(
-            (part for part in sorted(self.store.all()) if part.startswith(asked) and self.store.has(part)), None
+            (part for part in sorted(self.store.all()) if part.startswith(prefix) and self.store.has(part)), None
         )
 
-    async def _once(self, part: str, spec: EnvironmentSpec, make: Callable[[], Awaitable[str]]) -> str:
+    async def _once(self, part: str, spec: EnvironmentSpec, make: Callable[[], Coroutine[Any, Any, str]]) -> str:
         assert spec.video is not None
-        # What one task's limits end must not end another's.
+        # The limits belong to the name: one task's limits must not end another task's job.
         name = f"{part} {spec.limits.memory_mb} {spec.limits.disk_mb} {spec.video.preprocess_s}"
         flight = self._flights.get(name)
         if flight is None:
-            flight = asyncio.ensure_future(make())
-            self._flights[name] = flight
-            flight.add_done_callback(lambda done: self._landed(name, done))
-        # Whoever goes away leaves the job to those who still want it, and to the next.
+            flight = self._flights[name] = self._owner.spawn("make a part", make(), awaited=True)
+            flight.add_done_callback(lambda _: self._flights.pop(name, None))
+        # A caller that is cancelled leaves the job to the others, and the part to the next.
         return await asyncio.shield(flight)
-
-    def _landed(self, name: str, flight: "asyncio.Task[str]") -> None:
-        self._flights.pop(name, None)
-        if not flight.cancelled():
-            # Nobody may be waiting any more.
-            flight.exception()
 
     async def _measure(self, part: str, measured: str, info: dict[str, Any], spec: EnvironmentSpec) -> str:
         assert spec.video is not None
@@ -207,11 +227,11 @@ class Pipeline:
             await asyncio.to_thread(self.store.discard, folder)
         return measured
 
-    async def _describe(self, part: str, measured: str, asked: str, spec: EnvironmentSpec) -> str:
+    async def _describe(self, part: str, measured: str, prefix: str, spec: EnvironmentSpec) -> str:
         reading = self.reading(part, PreparedVideo(measured, None), spec)
         captioner = Captioner(self.store, self.models, self.read, spec, fresh=self.fresh)
         with self._jobs.track(self.store.info(part)) as job:
-            return await captioner.describe(job, reading, asked)
+            return await captioner.describe(job, reading, prefix)
 
     async def _run_through(
         self, job: PreprocessJob, part: str, folder: Path, info: dict[str, Any], spec: EnvironmentSpec
@@ -224,19 +244,19 @@ class Pipeline:
         worker = await self._worker_pool.dedicated()
         try:
             await _run(worker, request, limits_of(spec), b"", _PIECE_S)
-            while not (told := (await _run(worker, {"tool": "advance"}, {}, b"", _PIECE_S))[0])["done"]:
-                job.advanced(told["stage"], told["at_s"])
+            while not (fields := (await _run(worker, {"tool": "advance"}, {}, b"", _PIECE_S))[0])["done"]:
+                job.advanced(fields["stage"], fields["at_s"])
         except WorkerLostError as lost:
             raise _fault_of(lost) from lost
         except WorkerStuckError:
-            raise VideoError("timeout", f"decoding stood still for {_PIECE_S:g} s, and was ended") from None
+            raise VideoError("timeout", f"decoding made no progress for {_PIECE_S:g} s and was ended") from None
         finally:
             await worker.close()
 
-    # -- asking a worker about a state -------------------------------------------------------------------------------
+    # -- requests about a state ---------------------------------------------------------------------------------------
 
     def reading(self, part: str, prepared: PreparedVideo | None, spec: EnvironmentSpec) -> dict[str, Any]:
-        """Return the members of a request that say what is read."""
+        """Return the members of a request that say which video is read, and within which limits."""
         assert spec.video is not None
         measured = None if prepared is None else str(self.store.path(prepared.measured))
         described = None if prepared is None or prepared.described is None else self.store.path(prepared.described)
@@ -258,8 +278,9 @@ async def _run(
 
 
 def _fault_of(lost: WorkerLostError) -> Exception:
+    """Return the error for a lost worker: of the file if it needed too much memory or crashed its decoder."""
     if lost.cause == "memory":
-        return VideoError("memory", "this took more memory than limits.memory_mb")
+        return VideoError("memory", "the call needed more memory than limits.memory_mb")
     if lost.cause == "crashed":
-        return VideoError("crashed", f"the decoder broke on this file: {lost}")
+        return VideoError("crashed", f"the decoder crashed on this file: {lost}")
     return SandboxError(f"a worker failed: {lost}")

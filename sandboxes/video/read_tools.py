@@ -1,4 +1,4 @@
-"""The tools that only read: a loaded video and, where there is one, its index in; an answer out."""
+"""The tools that only read a loaded video or its index. They run in a worker process."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,22 @@ from sandboxes.video.index import Index
 
 JSON = "application/json"
 VISUAL_WEIGHT, TEXTUAL_WEIGHT = 18.0, 11.0
-"""Of the two kinds of vectors in a segment's score: those of VideoAgent's code."""
+"""Weights of the two kinds of vectors in a segment's score, as in VideoAgent's code."""
 QUESTION_PICTURES = 6
+"""How many pictures a model is shown with a question."""
 _MAX_SAMPLES = 64
+"""Most pictures of one `sample_frames`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool answers. frame_t: the time of the one picture that it is."""
+    """The output of a tool.
+
+    Attributes:
+        media_type: The media type of the body.
+        body: The body.
+        frame_t: The time of the picture that the body is; None for other bodies.
+    """
 
     media_type: str
     body: bytes
@@ -31,7 +39,15 @@ class ToolOutput:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded video, as a worker sees it. index: None before `preprocess`. limit_bytes: of an answer."""
+    """A loaded video.
+
+    Attributes:
+        path: The file.
+        info: Its properties, from `probe`.
+        index: Its index; None before `preprocess`.
+        model: The name of the model, or `none`.
+        limit_bytes: Largest output.
+    """
 
     path: Path
     info: dict[str, Any]
@@ -41,16 +57,17 @@ class Loaded:
 
     @property
     def end_s(self) -> float:
+        """The length of the video in seconds."""
         return float(self.info["duration_s"])
 
     def prepared(self, tool: str) -> Index:
-        """Return the index.
+        """Return the index that a tool needs.
 
         Raises:
-            VideoError: not-preprocessed.
+            VideoError: `not-preprocessed`.
         """
         if self.index is None:
-            raise VideoError("not-preprocessed", f"{tool} needs a video that is preprocessed: call preprocess first")
+            raise VideoError("not-preprocessed", f"{tool} needs a preprocessed video. Call preprocess first")
         return self.index
 
 
@@ -66,7 +83,7 @@ def _json(members: dict[str, Any], *, label: str = "pure") -> ToolOutput:
 
 def _time(loaded: Loaded, name: str, t: float) -> float:
     if not 0 <= t <= loaded.end_s:
-        raise VideoError("range", f"{name} is {t:g}, and this video has 0 to {loaded.end_s:g} s")
+        raise VideoError("range", f"{name} is {t:g}, but this video has 0 to {loaded.end_s:g} s")
     return t
 
 
@@ -74,13 +91,13 @@ def _span(loaded: Loaded, arguments: Arguments) -> tuple[float, float]:
     start = _time(loaded, "start", arguments["start"] or 0.0)
     end = loaded.end_s if arguments["end"] is None else _time(loaded, "end", arguments["end"])
     if end <= start:
-        raise VideoError("range", f"end is {end:g}, and must lie after start, {start:g}")
+        raise VideoError("range", f"end is {end:g}, but must be after start, which is {start:g}")
     return start, end
 
 
 def _segment(index: Index, name: str, number: int) -> int:
     if not 0 <= number < len(index.segments):
-        raise VideoError("range", f"{name} is {number}, and this video has the segments 0 to {len(index.segments) - 1}")
+        raise VideoError("range", f"{name} is {number}, but this video has the segments 0 to {len(index.segments) - 1}")
     return number
 
 
@@ -90,7 +107,10 @@ def _segment(index: Index, name: str, number: int) -> int:
 def _pictures(
     loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: images.ImageFormat
 ) -> list[tuple[float, bytes]]:
-    """Return the pictures that stand for times, which rise, as files with their own times."""
+    """Return the pictures at some rising times as files, each with its own time.
+
+    Kept pictures are used if there is an index and `exact` is false; otherwise the video is decoded.
+    """
     if loaded.index is not None and not exact:
         kept = loaded.index.kept
         numbers = [loaded.index.kept_at(t) for t in times]
@@ -105,6 +125,7 @@ def _pictures(
 
 
 def get_frame(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return one picture as an image file."""
     t = _time(loaded, "t", arguments["t"])
     form, exact, max_side = arguments["format"], arguments["exact"], arguments["max_side"]
     ((frame_t, data),) = _pictures(loaded, [t], exact=exact, max_side=max_side, form=form)
@@ -112,6 +133,7 @@ def get_frame(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 
 
 def sample_frames(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return several pictures as base64, at given times or evenly spaced."""
     times = _sampled(loaded, arguments)
     form = arguments["format"]
     found = dict(
@@ -123,7 +145,7 @@ def sample_frames(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     )
     if sum(len(data) for _, data in found.values()) * 4 > 3 * loaded.limit_bytes:
         raise VideoError(
-            "too-large", "these pictures are more than limits.output_bytes. Ask for fewer, or a smaller max_side"
+            "too-large", "these pictures are larger than limits.output_bytes. Request fewer, or a smaller max_side"
         )
     frames = [
         {"t": t, "frame_t": found[t][0], "media_type": images.MEDIA_TYPES[form],
@@ -142,12 +164,13 @@ def _sampled(loaded: Loaded, arguments: Arguments) -> list[float]:
     count = int((end - start - 1e-9) / arguments["every_s"]) + 1
     if count > _MAX_SAMPLES:
         raise VideoError(
-            "range", f"every {arguments['every_s']:g} s are {count} pictures; {_MAX_SAMPLES} at most at once"
+            "range", f"every {arguments['every_s']:g} s gives {count} pictures; the limit is {_MAX_SAMPLES}"
         )
     return [round(start + n * arguments["every_s"], 3) for n in range(count)]
 
 
 def contact_sheet(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return evenly spaced pictures on one sheet."""
     start, end = _span(loaded, arguments)
     times = [round(t, 3) for t in measurements.evenly(start, end, arguments["n"])]
     side, form = arguments["max_side"], arguments["format"]
@@ -157,18 +180,20 @@ def contact_sheet(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     return ToolOutput(images.MEDIA_TYPES[form], images.encoded(sheet, form))
 
 
-# -- what was measured ------------------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------------------------
 
 
 def video_info(loaded: Loaded, _arguments: Arguments) -> ToolOutput:
+    """Return the properties of the video."""
     prepared = loaded.index is not None
-    told: dict[str, Any] = {**loaded.info, "preprocessed": prepared, "model": loaded.model}
+    members: dict[str, Any] = {**loaded.info, "preprocessed": prepared, "model": loaded.model}
     if loaded.index is not None:
-        told |= {"segments": len(loaded.index.segments), "shots": len(loaded.index.shots)}
-    return _json(told)
+        members |= {"segments": len(loaded.index.segments), "shots": len(loaded.index.shots)}
+    return _json(members)
 
 
 def detect_shots(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return the shots, with the default threshold or the agent's."""
     index = loaded.prepared("detect_shots")
     shots: Sequence[measurements.MeasuredSpan] = index.shots
     if arguments["threshold"] is not None:
@@ -178,12 +203,14 @@ def detect_shots(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 
 
 def get_subtitles(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return the subtitles of a span."""
     index = loaded.prepared("get_subtitles")
     tracks = loaded.info["subtitles"]
     return _json({"tracks": tracks, "subtitles": index.subtitles(*_span(loaded, arguments))})
 
 
 def audio_profile(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return level, peak and tone of the segments of a span."""
     index = loaded.prepared("audio_profile")
     start, end = _span(loaded, arguments)
     names = ("start_s", "end_s", "level_db", "peak_db", "tone_hz")
@@ -199,25 +226,32 @@ def audio_profile(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 
 
 def shown(segment: dict[str, Any]) -> dict[str, Any]:
-    """Return what an agent is told of a segment."""
+    """Return the members of a segment that agents see."""
     return {"segment": segment["id"]} | {name: segment[name] for name in ("start_s", "end_s", "caption")}
 
 
-def _told_by(loaded: Loaded) -> str:
+def _label(loaded: Loaded) -> str:
     return "pure" if loaded.model == "none" else "sampled"
 
 
 def caption_retrieval(loaded: Loaded, arguments: Arguments) -> ToolOutput:
+    """Return the captions of segments."""
     index = loaded.prepared("caption_retrieval")
     start, end = _segment(index, "start", arguments["start"]), _segment(index, "end", arguments["end"])
     if end < start:
-        raise VideoError("range", f"end is {end}, before start, {start}")
-    told = {"segments": len(index.segments), "captions": [shown(s) for s in index.segments[start : end + 1]]}
-    return _json(told | {"model": loaded.model}, label=_told_by(loaded))
+        raise VideoError("range", f"end is {end}, but must not be before start, which is {start}")
+    members = {"segments": len(index.segments), "captions": [shown(s) for s in index.segments[start : end + 1]]}
+    return _json(members | {"model": loaded.model}, label=_label(loaded))
 
 
 def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> ToolOutput:
-    """vectors: of the description, by kind; empty where no model makes any, and then words are compared."""
+    """Return the segments that a description fits best.
+
+    Args:
+        loaded: The video.
+        arguments: The arguments of the tool.
+        vectors: The embeddings of the description, by kind. Without any, words are compared.
+    """
     index = loaded.prepared("segment_localization")
     scores = _by_vectors(index, vectors) if vectors else ranking.bm25(arguments["description"], _lines(index))
     found = [
@@ -225,8 +259,8 @@ def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[
         for n in ranking.best(scores, arguments["k"])
         if vectors or scores[n] > 0
     ]
-    told = {"segments": len(index.segments), "found": found, "by": "vectors" if vectors else "words"}
-    return _json(told | {"model": loaded.model}, label=_told_by(loaded))
+    members = {"segments": len(index.segments), "found": found, "by": "vectors" if vectors else "words"}
+    return _json(members | {"model": loaded.model}, label=_label(loaded))
 
 
 def _lines(index: Index) -> list[str]:
@@ -236,17 +270,17 @@ def _lines(index: Index) -> list[str]:
 def _by_vectors(index: Index, vectors: Mapping[str, Sequence[float]]) -> list[float]:
     scores = np.zeros(len(index.segments))
     for name, weight in (("images", VISUAL_WEIGHT), ("texts", TEXTUAL_WEIGHT)):
-        known, asked = index.vectors(name), np.asarray(vectors.get(name, ()), dtype=np.float32)
-        if known is None or not asked.size:
+        known, wanted = index.vectors(name), np.asarray(vectors.get(name, ()), dtype=np.float32)
+        if known is None or not wanted.size:
             continue
-        if known.shape[1] != asked.size:
-            raise VideoError("damaged", f"the model's vectors have {asked.size} members now, and had {known.shape[1]}")
-        scores += weight * (known @ asked)
+        if known.shape[1] != wanted.size:
+            raise VideoError("damaged", f"the model's vectors have {wanted.size} members now, but had {known.shape[1]}")
+        scores += weight * (known @ wanted)
     return [float(score) for score in scores]
 
 
 def question(loaded: Loaded, number: int) -> tuple[dict[str, Any], list[bytes]]:
-    """Return a segment and the pictures that a model is shown of it, with some from before and after."""
+    """Return a segment and the pictures that a model is shown, with some from just before and after it."""
     index = loaded.prepared("visual_question_answering")
     segment = index.segments[_segment(index, "segment", number)]
     length = segment["end_s"] - segment["start_s"]
@@ -260,7 +294,7 @@ def question(loaded: Loaded, number: int) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def visual_question_answering(loaded: Loaded, arguments: Arguments) -> ToolOutput:
-    """Decline: nobody here sees."""
+    """Return that no model can answer."""
     index = loaded.prepared("visual_question_answering")
     segment = index.segments[_segment(index, "segment", arguments["segment"])]
     answer = f"{ranking.NO_MODEL} no answer can be given: this task has no model that sees. What was measured is above."
@@ -268,7 +302,7 @@ def visual_question_answering(loaded: Loaded, arguments: Arguments) -> ToolOutpu
 
 
 def object_memory_querying(loaded: Loaded, arguments: Arguments) -> ToolOutput:
-    """Decline, and show which segments the words of the question are found in."""
+    """Return that no model can answer, with the segments in which words of the question occur."""
     index = loaded.prepared("object_memory_querying")
     scores = ranking.bm25(arguments["question"], _lines(index))
     found = [shown(index.segments[n]) for n in ranking.best(scores, 5) if scores[n] > 0]
@@ -276,8 +310,8 @@ def object_memory_querying(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     return _json({"answer": answer, "answered": False, "segments": found, "model": "none"})
 
 
-def stand_ins(loaded: Loaded, first: int, count: int) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return segments, and of each the kept picture nearest to its middle."""
+def segments_with_pictures(loaded: Loaded, first: int, count: int) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return segments, and for each the kept picture nearest to its middle."""
     index = loaded.prepared("preprocess")
     chosen = index.segments[first : first + count]
     middles = [(segment["start_s"] + segment["end_s"]) / 2 for segment in chosen]
@@ -291,4 +325,4 @@ READERS: dict[str, Callable[[Loaded, Arguments], ToolOutput]] = {
     "caption_retrieval": caption_retrieval, "visual_question_answering": visual_question_answering,
     "object_memory_querying": object_memory_querying,
 }  # fmt: skip
-"""All but `segment_localization`, which is told vectors."""
+"""The tools by name, except `segment_localization`, which also takes vectors."""

@@ -143,7 +143,7 @@ class VideoEngine:
 
     def _do_segments(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
         loaded = self._loaded(request)
-        segments, shown = read_tools.stand_ins(loaded, request["first"], request["count"])
+        segments, shown = read_tools.segments_with_pictures(loaded, request["first"], request["count"])
         count = len(loaded.prepared("preprocess").segments)
         return {"segments": segments, "sizes": [len(data) for data in shown], "of": count}, b"".join(shown)
 
