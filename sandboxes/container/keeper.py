@@ -1,15 +1,16 @@
-"""The keeper: the process beside a container that runs commands in it and looks at what each of them changed.
+"""The keeper: the process beside a container that runs commands in it and looks at what each of them changed."""
 
-Theory of operation. A container is any image, so the only helper inside is a POSIX shell, the anchor, with which the
-container starts. The keeper stays outside, where no process of the container can see, signal or stop it. It
-talks to the anchor over FIFOs in a directory that is mounted into the container (its box). It sees the container's
-processes through the container's control group, and its files through Docker's overlay directories.
-
-Two numbers name each process. `pid` is its number on this machine, for signals and /proc. `inner` is its number in the
-container, by which the anchor knows it.
-
-The keeper ends when the proxy closes its end of the socket, or when the container ends. It takes the container along.
-"""
+# Theory of operation.
+#
+# A container is any image, so the only helper inside is a POSIX shell, the anchor, with which the container starts. The
+# keeper stays outside, where no process of the container can see, signal or stop it. It talks to the anchor over FIFOs
+# in a directory that is mounted into the container (its box). It sees the container's processes through the container's
+# control group, and its files through Docker's overlay directories.
+#
+# Two numbers name each process. `pid` is its number on this machine, for signals and /proc. `inner` is its number in
+# the container, by which the anchor knows it.
+#
+# The keeper ends when the proxy closes its end of the socket, or when the container ends. It takes the container along.
 
 import contextlib
 import os
@@ -34,9 +35,10 @@ from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import delta
+from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import Running
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.supervisor import Performed, Supervisor, not_started
+from sandboxes.guest.supervisor import Supervisor
 from sandboxes.guest.terminal import give
 from sandboxes.ipc.codec import IpcMessage
 from sandboxes.ipc.launch_messages import ForkKeeper

@@ -1,13 +1,14 @@
-"""Background processes: those that go on after the call that started them, by the number that the call gave them.
+"""Background processes: those that go on after the call that started them, by the number that the call gave them."""
 
-The supervisor holds the other ends of their pipes. It keeps what they print until a call polls it, and forgets a
-process when a poll has reported its exit code. Until then the process is part of the sandbox's state, even after it has
-ended: a restored sandbox must be able to answer the same polls.
-
-When and how the exit code is read matters. Only the anchor, the process's parent, can tell it, and CRIU may be holding
-the anchor still between two calls. So `drain`, which runs between calls, never asks; `look`, which runs during calls,
-does.
-"""
+# Theory of operation.
+#
+# The supervisor holds the other ends of their pipes. It keeps what they print until a call polls it, and forgets a
+# process when a poll has reported its exit code. Until then the process is part of the sandbox's state, even after it
+# has ended: a restored sandbox must be able to answer the same polls.
+#
+# When and how the exit code is read matters. Only the anchor, the process's parent, can tell it, and CRIU may be
+# holding the anchor still between two calls. So `drain`, which runs between calls, never asks; `look`, which runs
+# during calls, does.
 
 import base64
 import contextlib

@@ -1,19 +1,20 @@
-"""Pid 1's part in restoring a checkpoint: pipes to the restored processes, and starting CRIU.
+"""Pid 1's part in restoring a checkpoint: pipes to the restored processes, and starting CRIU."""
 
-Theory of operation. Restored processes had pipes whose other ends were in the old pid 1. CRIU cannot bring those back,
-because that process is not in the tree. So, before anything is restored:
-
-1. New pipes are made for the anchor, each shell, each server and each background process, in the fixed order of
-   `ipc.inherited.inherited`. The proxy tells CRIU the old pipes' names in the same order.
-2. Mapped files that CRIU cannot open by itself are opened by path, at the end of that order.
-3. CRIU inherits the far ends, and gives each restored process the new pipe in place of its old one.
-
-Processes keep their pids, since shells know their children by them. CRIU and its helpers need pids too while they work.
-They get pids far above the restored ones, and afterwards the counter is set to where it was when the checkpoint was
-taken. So the next process gets the pid that it would have got without a checkpoint.
-
-All this happens before pid 1 gives up its rights: restoring needs them, and the agent's processes do not run yet.
-"""
+# Theory of operation.
+#
+# Restored processes had pipes whose other ends were in the old pid 1. CRIU cannot bring those back, because that
+# process is not in the tree. So, before anything is restored:
+#
+# 1. New pipes are made for the anchor, each shell, each server and each background process, in the fixed order of
+#    `ipc.inherited.inherited`. The proxy tells CRIU the old pipes' names in the same order.
+# 2. Mapped files that CRIU cannot open by itself are opened by path, at the end of that order.
+# 3. CRIU inherits the far ends, and gives each restored process the new pipe in place of its old one.
+#
+# Processes keep their pids, since shells know their children by them. CRIU and its helpers need pids too while they
+# work. They get pids far above the restored ones, and afterwards the counter is set to where it was when the checkpoint
+# was taken. So the next process gets the pid that it would have got without a checkpoint.
+#
+# All this happens before pid 1 gives up its rights: restoring needs them, and the agent's processes do not run yet.
 
 import os
 from collections.abc import Sequence

@@ -1,17 +1,17 @@
-"""Runs CRIU inside a sandbox, without letting it load anything from there.
+"""Runs CRIU inside a sandbox, without letting it load anything from there."""
 
-Theory of operation. CRIU must run in the sandbox's namespaces, because it opens files and creates processes there. But
-its program, libraries and plugins must not come from the sandbox, whose files the agent controls. Three steps achieve
-both:
-
-1. The operator, a fork that is in the sandbox's namespaces already, changes its root to the host's.
-2. It starts CRIU in a child that shares its root and working directory (`CLONE_FS`). CRIU's loader, libraries and
-   settings are found on the host. A first request and its answer show that loading is over.
-3. Then the operator changes its root back to the sandbox's. Because the root is shared, CRIU's root changes with it.
-
-Afterwards the proxy talks to CRIU over a socket, which the operator hands to it. The operator only waits for CRIU's
-end. The proxy learns of it when the operator's socket closes.
-"""
+# Theory of operation.
+#
+# CRIU must run in the sandbox's namespaces, because it opens files and creates processes there. But its program,
+# libraries and plugins must not come from the sandbox, whose files the agent controls. Three steps achieve both:
+#
+# 1. The operator, a fork that is in the sandbox's namespaces already, changes its root to the host's.
+# 2. It starts CRIU in a child that shares its root and working directory (`CLONE_FS`). CRIU's loader, libraries and
+#    settings are found on the host. A first request and its answer show that loading is over.
+# 3. Then the operator changes its root back to the sandbox's. Because the root is shared, CRIU's root changes with it.
+#
+# Afterwards the proxy talks to CRIU over a socket, which the operator hands to it. The operator only waits for CRIU's
+# end. The proxy learns of it when the operator's socket closes.
 
 import contextlib
 import os

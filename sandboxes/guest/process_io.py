@@ -1,17 +1,18 @@
-"""A process of its own while its call runs: input is written to it, its output goes to the proxy in frames.
+"""A process of its own while its call runs: input is written to it, its output goes to the proxy in frames."""
 
-Theory of operation. Three buffers are in play: the process's pipes, `_waiting` here, and the socket to the proxy. None
-may make another party wait for ever:
-
-1. The proxy may read slowly. Then `_waiting` grows to `_HELD_BYTES`, and the process's pipes are no longer polled, so
-   that the process waits as it would for any slow reader.
-2. The process may not read its stdin. So stdin is written only when `poll` says that there is room.
-3. The process may have ended, but children that it left behind hold its pipes open. After `LINGER_S` they are not
-   waited for any more.
-
-For a replay, `due` says how much output of each stream was recorded before the client left the process. The pump then
-reads exactly as much and leaves the process at that point, so that later polls find what they found when recorded.
-"""
+# Theory of operation.
+#
+# Three buffers are in play: the process's pipes, `_waiting` here, and the socket to the proxy. None may make another
+# party wait for ever:
+#
+# 1. The proxy may read slowly. Then `_waiting` grows to `_HELD_BYTES`, and the process's pipes are no longer polled, so
+#    that the process waits as it would for any slow reader.
+# 2. The process may not read its stdin. So stdin is written only when `poll` says that there is room.
+# 3. The process may have ended, but children that it left behind hold its pipes open. After `LINGER_S` they are not
+#    waited for any more.
+#
+# For a replay, `due` says how much output of each stream was recorded before the client left the process. The pump then
+# reads exactly as much and leaves the process at that point, so that later polls find what they found when recorded.
 
 import contextlib
 import fcntl

@@ -1,8 +1,9 @@
-"""All shells of a sandbox: started when they are needed, replaced after each call that leaves nothing running.
+"""All shells of a sandbox: started when they are needed, replaced after each call that leaves nothing running."""
 
-A session is what its last dump says. So a shell can be lost at any time without losing its session: the next one is
-restored from the dump. Only beside survivors is a shell kept, because it may have jobs.
-"""
+# Theory of operation.
+#
+# A session is what its last dump says. So a shell can be lost at any time without losing its session: the next one is
+# restored from the dump. Only beside survivors is a shell kept, because it may have jobs.
 
 import contextlib
 import select

@@ -1,36 +1,34 @@
-"""The loop that runs a sandbox's calls, one at a time, in pid 1 of a local sandbox and in a container's keeper.
+"""The loop that runs a sandbox's calls, one at a time, in pid 1 of a local sandbox and in a container's keeper."""
 
-Theory of operation. The supervisor is a single thread between two kinds of peers that it trusts differently:
-
-1. The proxy, over one socket. It sends a request and waits for the answer. While a call runs it may send one thing
-   more: that the client has detached, or, during a call to a tool server, how that call goes on.
-2. The agent's processes, over pipes. They may print without end, never read, kill each other, or be gone at any moment.
-   So every wait is a `poll` with a deadline over all that may happen, and no pipe is ever read or written blockingly.
-
-A call is: note the state, let the call run, then compare. What the call changed (files, session, processes) goes into
-the answer together with the digest of the new state, because the proxy names a node of its tree by it. Between calls
-the supervisor keeps draining the output of whatever still runs: a full pipe would stop those processes.
-
-What differs between the two homes of a supervisor (how a command is killed, how a process of its own starts, where the
-agent's rights come from) is in `Platform`. The supervisor decides order and answers; a platform does the steps.
-"""
+# Theory of operation.
+#
+# The supervisor is a single thread between two kinds of peers that it trusts differently:
+#
+# 1. The proxy, over one socket. It sends a request and waits for the answer. While a call runs it may send one thing
+#    more: that the client has detached, or, during a call to a tool server, how that call goes on.
+# 2. The agent's processes, over pipes. They may print without end, never read, kill each other, or be gone at any
+#    moment. So every wait is a `poll` with a deadline over all that may happen, and no pipe is ever read or written
+#    blockingly.
+#
+# A call is: note the state, let the call run, then compare. What the call changed (files, session, processes) goes into
+# the answer together with the digest of the new state, because the proxy names a node of its tree by it. Between calls
+# the supervisor keeps draining the output of whatever still runs: a full pipe would stop those processes.
+#
+# What differs between the two homes of a supervisor (how a command is killed, how a process of its own starts, where
+# the agent's rights come from) is in `Platform`. The supervisor decides order and answers; a platform does the steps.
 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from select import POLLHUP, POLLIN, POLLRDHUP, poll
-from socket import socket
-from typing import Protocol
 
 from sandboxes.guest import dir_watch, process_call
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash_session import MalformedDumpError
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
-from sandboxes.guest.files.changes import WATCH_S, Digests, Stillness
-from sandboxes.guest.files.delta import Delta
-from sandboxes.guest.process_call import StartedProcess
+from sandboxes.guest.files.changes import WATCH_S, Stillness
+from sandboxes.guest.platform import OVER_DISK, TIMED_OUT, Files, Performed, Platform
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.guest.survivors import Survivors
@@ -44,7 +42,6 @@ from sandboxes.ipc.messages import (
     Done,
     FileOutcome,
     FinishServerCall,
-    Outcome,
     RunCommand,
     RunFileOperation,
     RunProcess,
@@ -56,100 +53,10 @@ from sandboxes.ipc.messages import (
     UseBackgroundProcess,
     UseServer,
 )
-from sandboxes.linux.processes import Process, ran_between, run_counts
-from sandboxes.session_types import ShellSession
-
-TIMED_OUT, OVER_DISK = 124, 137
-"""Exit codes of commands that were killed: those of `timeout` and of a SIGKILL."""
+from sandboxes.linux.processes import ran_between, run_counts
 
 CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
 """Requests that are calls: their effects are measured and reported."""
-
-
-@dataclass(frozen=True)
-class Performed:
-    """What came of a call, before its effects are known.
-
-    Attributes:
-        outcome: How it ended.
-        body: Its output.
-        session_changed: Whether the shell session differs from before.
-        read: Whether the caller knows that the call changed nothing in a server's memory.
-        awaited: Whether the processes that it started are known to be ready.
-        host_full: Whether it was killed because the machine's disk was nearly full.
-    """
-
-    outcome: Outcome
-    body: bytes = b""
-    session_changed: bool = False
-    read: bool = False
-    awaited: bool = False
-    host_full: bool = False
-
-
-class Files(Protocol):
-    """What a sandbox's files differ in from its root state; `changes.Changes` is one implementation."""
-
-    now: Delta | None
-    disk_bytes: int
-    reserve_bytes: int
-
-    def look(self) -> bool:
-        """Update the delta; return whether anything differs from before."""
-
-    def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
-        """Return the state's digest, or its witness if processes run."""
-
-    def free_bytes(self) -> int:
-        """Return the free bytes of the machine's disk."""
-
-    def disk_watch(self) -> Callable[[], str | None]:
-        """Return a function that says when the sandbox holds too much; see `changes.disk_watch`."""
-
-
-class Platform(Protocol):
-    """The steps of a call that depend on where the supervisor runs."""
-
-    @property
-    def watched(self) -> Sequence[int]:
-        """Descriptors that become readable when the sandbox itself has ended."""
-
-    def require_sandbox(self) -> None:
-        """Raise if the sandbox itself has ended."""
-
-    def living(self) -> set[Process]:
-        """Return all processes of the sandbox, the supervisor's own included."""
-
-    def run_command(self, request: RunCommand, command: bytes) -> Performed:
-        """Run a command in a session's shell."""
-
-    def start_process(self, request: RunProcess, stdin: bytes, to: socket) -> StartedProcess:
-        """Start a process of its own, whose output goes to a socket.
-
-        Raises:
-            ShellStartError: No process can be started.
-        """
-
-    def become_agent(self) -> None:
-        """Drop, in a child that works on the agent's paths, every right that the agent lacks."""
-
-    def complete_order(self, order: ServerOrder) -> ServerOrder:
-        """Return the order that a server is started with."""
-
-    def end_servers(self) -> None:
-        """Kill the agent's processes, but not what starts others."""
-
-    def forget_shell(self, shell: Shell, ending: str) -> None:
-        """Give up a shell whose command did not end with a dump."""
-
-    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
-        """Send the answer, and get ready for the next call.
-
-        Args:
-            answer: The answer.
-            body: The call's output.
-            session: The session that a command ran in; None for other calls.
-        """
 
 
 class Supervisor:
@@ -433,8 +340,3 @@ class Supervisor:
                 self._platform.end_servers()
 
         return watch_server
-
-
-def not_started(error: Exception) -> Performed:
-    """Return what came of a command whose shell does not start."""
-    return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())

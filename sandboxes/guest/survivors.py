@@ -1,11 +1,12 @@
-"""What outlives a call, and so is part of the sandbox's state.
+"""What outlives a call, and so is part of the sandbox's state."""
 
-Five kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of, System V
-IPC objects, and output of background processes that was not polled yet. While any of them exists, the files alone do
-not describe the state, so it has a witness in place of a digest, and only a checkpoint can freeze it.
-
-Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
-"""
+# Theory of operation.
+#
+# Five kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of, System
+# V IPC objects, and output of background processes that was not polled yet. While any of them exists, the files alone
+# do not describe the state, so it has a witness in place of a digest, and only a checkpoint can freeze it.
+#
+# Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
 import time
 from collections.abc import Callable

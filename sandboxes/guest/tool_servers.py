@@ -1,12 +1,13 @@
-"""The tool servers of a sandbox, as its supervisor sees them: started under the anchor, reached over loopback.
+"""The tool servers of a sandbox, as its supervisor sees them: started under the anchor, reached over loopback."""
 
-A server is started when a call needs it, or for the root state. It is ready when its port takes connections, or when
-its health path answers. Servers that talk over stdin and stdout (MCP) are ready at once; the pipes stay open here, so
-that they outlive the connection of each call.
-
-The supervisor never reads a server's answers. It hands the proxy a descriptor and waits for the proxy to say that the
-answer has come.
-"""
+# Theory of operation.
+#
+# A server is started when a call needs it, or for the root state. It is ready when its port takes connections, or when
+# its health path answers. Servers that talk over stdin and stdout (MCP) are ready at once; the pipes stay open here, so
+# that they outlive the connection of each call.
+#
+# The supervisor never reads a server's answers. It hands the proxy a descriptor and waits for the proxy to say that the
+# answer has come.
 
 import contextlib
 import os

@@ -1,12 +1,13 @@
-"""Typed messages in frames: dataclasses become JSON objects, and these are checked before they become dataclasses.
+"""Typed messages in frames: dataclasses become JSON objects, and these are checked before they become dataclasses."""
 
-How it works: when a message class is created, it enters a table under its `op`. On first use its type hints are turned
-into one reader function per member. `decode` looks the `op` up and runs the readers; a member that is missing, is not
-known, or has the wrong type raises `MalformedFrameError` with the op's name. A frame from a sandbox is untrusted input:
-code behind `decode` may rely on every member's type, and on the number of descriptors.
-
-Pure: it loads the standard library only, because pid 1 of a sandbox uses it too.
-"""
+# Theory of operation.
+#
+# When a message class is created, it enters a table under its `op`. On first use its type hints are
+# turned into one reader function per member. `decode` looks the `op` up and runs the readers; a member that is missing,
+# is not known, or has the wrong type raises `MalformedFrameError` with the op's name. A frame from a sandbox is
+# untrusted input: code behind `decode` may rely on every member's type, and on the number of descriptors.
+#
+# Pure: it loads the standard library only, because pid 1 of a sandbox uses it too.
 
 import math
 import os

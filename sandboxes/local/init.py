@@ -1,12 +1,13 @@
-"""Pid 1 of a local sandbox: it sets up namespaces, confines itself, and then runs the proxy's requests one at a time.
+"""Pid 1 of a local sandbox: it sets up namespaces, confines itself, and then runs requests one at a time."""
 
-Order matters here. While it sets up, this process has rights that the agent must never have: it mounts layers, writes
-control group files, restores processes. Then it gives all of them up for good (`confine`), and only after that does the
-first of the agent's code run. What needs rights later, such as switching layers, the launcher does from outside.
-
-It dies with the launcher, and when the proxy closes its end of the socket. As it is pid 1 of its pid namespace, the
-kernel then kills everything in the sandbox.
-"""
+# Theory of operation.
+#
+# Order matters here. While it sets up, this process has rights that the agent must never have: it mounts layers, writes
+# control group files, restores processes. Then it gives all of them up for good (`confine`), and only after that does
+# the first of the agent's code run. What needs rights later, such as switching layers, the launcher does from outside.
+#
+# It dies with the launcher, and when the proxy closes its end of the socket. As it is pid 1 of its pid namespace, the
+# kernel then kills everything in the sandbox.
 
 import contextlib
 import os
@@ -27,9 +28,10 @@ from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Changes
 from sandboxes.guest.local_servers import LocalServers
 from sandboxes.guest.local_shells import LocalShells
+from sandboxes.guest.platform import Performed, not_started
 from sandboxes.guest.process_io import Running, death_of, due_of, new_pipes, open_terminal
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.supervisor import CallRequest, Performed, Supervisor, not_started
+from sandboxes.guest.supervisor import CallRequest, Supervisor
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.messages import (
     CallDone,

@@ -1,8 +1,9 @@
-"""An operation on files as the supervisor runs it: in a child, with limits of time and disk like a command.
+"""An operation on files as the supervisor runs it: in a child, with limits of time and disk like a command."""
 
-The child works on paths that the agent controls. It may meet a FIFO without a writer, a directory without end, or
-a file that does not fit into memory. Then only the child is killed.
-"""
+# Theory of operation.
+#
+# The child works on paths that the agent controls. It may meet a FIFO without a writer, a directory without end, or a
+# file that does not fit into memory. Then only the child is killed.
 
 import contextlib
 import os

@@ -1,9 +1,10 @@
-"""Operations on files inside the sandbox's root: put, get, delete, unpack, and those of other modules.
+"""Operations on files inside the sandbox's root: put, get, delete, unpack, and those of other modules."""
 
-Each operation runs in a child of the supervisor that lives as long as it takes (`child`). Paths are the agent's.
-The child has none of the supervisor's descriptors, so no link of /proc leads out of the sandbox. It may block or run
-out of memory, and is then killed as a command would be.
-"""
+# Theory of operation.
+#
+# Each operation runs in a child of the supervisor that lives as long as it takes (`child`). Paths are the agent's. The
+# child has none of the supervisor's descriptors, so no link of /proc leads out of the sandbox. It may block or run out
+# of memory, and is then killed as a command would be.
 
 import contextlib
 import errno

@@ -1,0 +1,108 @@
+"""What a supervisor needs of the sandbox that it runs calls in: the platform's steps, and the sandbox's files."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from socket import socket
+from typing import Protocol
+
+from sandboxes.guest.files.changes import Digests
+from sandboxes.guest.files.delta import Delta
+from sandboxes.guest.process_call import StartedProcess
+from sandboxes.guest.shell import Shell
+from sandboxes.ipc.messages import CallDone, CommandOutcome, Outcome, RunCommand, RunProcess, ServerOrder
+from sandboxes.linux.processes import Process
+from sandboxes.session_types import ShellSession
+
+TIMED_OUT, OVER_DISK = 124, 137
+"""Exit codes of commands that were killed: those of `timeout` and of a SIGKILL."""
+
+
+@dataclass(frozen=True)
+class Performed:
+    """What came of a call, before its effects are known.
+
+    Attributes:
+        outcome: How it ended.
+        body: Its output.
+        session_changed: Whether the shell session differs from before.
+        read: Whether the caller knows that the call changed nothing in a server's memory.
+        awaited: Whether the processes that it started are known to be ready.
+        host_full: Whether it was killed because the machine's disk was nearly full.
+    """
+
+    outcome: Outcome
+    body: bytes = b""
+    session_changed: bool = False
+    read: bool = False
+    awaited: bool = False
+    host_full: bool = False
+
+
+class Files(Protocol):
+    """What a sandbox's files differ in from its root state; `changes.Changes` is one implementation."""
+
+    now: Delta | None
+    disk_bytes: int
+    reserve_bytes: int
+
+    def look(self) -> bool:
+        """Update the delta; return whether anything differs from before."""
+
+    def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
+        """Return the state's digest, or its witness if processes run."""
+
+    def free_bytes(self) -> int:
+        """Return the free bytes of the machine's disk."""
+
+    def disk_watch(self) -> Callable[[], str | None]:
+        """Return a function that says when the sandbox holds too much; see `changes.disk_watch`."""
+
+
+class Platform(Protocol):
+    """The steps of a call that depend on where the supervisor runs."""
+
+    @property
+    def watched(self) -> Sequence[int]:
+        """Descriptors that become readable when the sandbox itself has ended."""
+
+    def require_sandbox(self) -> None:
+        """Raise if the sandbox itself has ended."""
+
+    def living(self) -> set[Process]:
+        """Return all processes of the sandbox, the supervisor's own included."""
+
+    def run_command(self, request: RunCommand, command: bytes) -> Performed:
+        """Run a command in a session's shell."""
+
+    def start_process(self, request: RunProcess, stdin: bytes, to: socket) -> StartedProcess:
+        """Start a process of its own, whose output goes to a socket.
+
+        Raises:
+            ShellStartError: No process can be started.
+        """
+
+    def become_agent(self) -> None:
+        """Drop, in a child that works on the agent's paths, every right that the agent lacks."""
+
+    def complete_order(self, order: ServerOrder) -> ServerOrder:
+        """Return the order that a server is started with."""
+
+    def end_servers(self) -> None:
+        """Kill the agent's processes, but not what starts others."""
+
+    def forget_shell(self, shell: Shell, ending: str) -> None:
+        """Give up a shell whose command did not end with a dump."""
+
+    def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
+        """Send the answer, and get ready for the next call.
+
+        Args:
+            answer: The answer.
+            body: The call's output.
+            session: The session that a command ran in; None for other calls.
+        """
+
+
+def not_started(error: Exception) -> Performed:
+    """Return what came of a command whose shell does not start."""
+    return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())
