@@ -148,6 +148,7 @@ class SnapshotCache:
 
     def attach(self, snapshot: Snapshot, node: StateNode) -> bool:
         """Make a saved snapshot the node's; drop it and return False if the node is forgotten or has one already."""
+        # Counted even if it is dropped here: the driver still holds its storage until the next `collect`.
         self.used_bytes += snapshot.size_bytes
         if node.detached or node.snapshot is not None:
             self._store.drop(snapshot)
@@ -160,6 +161,7 @@ class SnapshotCache:
         for snapshot in self._store:
             if snapshot.tree == tree:
                 node = nodes.get(snapshot.node)
+                # A node that was forgotten just before a crash may have left its snapshot on disk.
                 if node is None or node.snapshot is not None:
                     self._store.drop(snapshot)
                 else:
@@ -254,6 +256,7 @@ class SnapshotCache:
                 self._evict(name, find)
             return len(chosen)
 
+        # Images first: evicting them also counts towards the budget for all snapshots.
         images = [snapshot for snapshot in self._store if snapshot.kind == "processes"]
         evicted = evict(images, sum(image.size_bytes for image in images) - self._checkpoint_bytes)
         self.used_bytes = await self._collect()
@@ -271,6 +274,7 @@ class SnapshotCache:
     def _evict(self, name: str, find: Callable[[int, int], StateNode | None]) -> None:
         snapshot = self._store.get(name)
         if snapshot is not None:
+            # The node may have got another snapshot since; it keeps that one.
             node = find(snapshot.tree, snapshot.node)
             if node is not None and node.snapshot == name:
                 node.snapshot = None

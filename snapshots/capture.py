@@ -124,6 +124,7 @@ class Capture(Generic[N]):
         if node is not tree.root:
             costs, driver = self._cache.costs, snapshot.driver
             costs[driver] = costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
+        # The node may have been forgotten, or got a snapshot, during the awaits above: `attach` drops this one then.
         self._counters.snapshots += 1
         self._cache.attach(snapshot, node)
 
@@ -139,6 +140,7 @@ class Capture(Generic[N]):
 
     async def drain(self) -> None:
         """Wait for the freezes in progress, without their delay."""
+        # A freeze may be spawned while this waits, so the delay is cut short in each round.
         while self._freezes:
             self._pool.flush_pending_freezes()
             await asyncio.wait(tuple(self._freezes))

@@ -67,8 +67,10 @@ class Replayer:
         except BaseException:
             await self._pool.close(slot)
             raise
+        # A call that diverged left a state that no node has.
         if result is not ReplayResult.REACHED:
             await self._pool.close(slot)
+        # A replay that is about to be repeated is not a measurement of one.
         if plan.suffix and result is not ReplayResult.TOO_FAST:
             self._counts.replay_s.observe(time.perf_counter() - began)
         return result
@@ -78,11 +80,13 @@ class Replayer:
     ) -> ReplayResult:
         for record in plan.suffix:
             reason = await self._run(slot, record, tree, timing, patient=patient)
+            # Without a gap the first replay had as much time as the recorded calls, so a second one would not help.
             if reason and not patient and gap_s(record) > 0:
                 return ReplayResult.TOO_FAST
             if reason:
                 self._mark_divergence(record, reason)
                 return ReplayResult.DIVERGED
+            # Seen to repeat once: later plans no longer count the risk.
             record.doubtful = False
             self._pool.roster.move(slot, record.target)
         return ReplayResult.REACHED
@@ -95,6 +99,7 @@ class Replayer:
         start = time.perf_counter()
         call = self._records.call(record)
         execution = await slot.sandbox.execute(call)
+        # What the replay costs beside the tool itself: plans add it for each call of a suffix.
         overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
         costs, driver = self._cache.costs, tree.spec.driver
         costs[driver] = costs[driver].replayed(overhead_s)
@@ -105,6 +110,7 @@ class Replayer:
         return divergence(record, execution, self._records.result(record), partial(steady, tree.spec, call))
 
     def _mark_divergence(self, record: Record, reason: str) -> None:
+        # In memory first: the next plan must not choose this record again, whatever the store does.
         record.reproducible = False
         self._counts.divergences += 1
         self._records.save_divergence(record, [])

@@ -77,6 +77,7 @@ class Restorer:
             StateLostError: No way leads to the node.
             SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
+        # Looked up before the lease, which makes any sandbox the rollout's own.
         has_own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
         slot = await self._lease(rollout.tree, node, rollout.id, timing)
         try:
@@ -111,6 +112,7 @@ class Restorer:
         except StateLostError:
             return False
         if node.detached:
+            # The node was forgotten while the sandbox was made.
             await self._pool.close(slot)
             return False
         await self._give_back(slot, tree)
@@ -130,10 +132,12 @@ class Restorer:
             SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
         slot = await self._lease(tree, node, None if spare else Owner.SCRATCH, Timing())
+        # A spare lease has no owner and counts as warm; from here on no rollout may take the sandbox.
         slot.owner, slot.warm = Owner.SCRATCH, False
         assert slot.sandbox is not None
         try:
             if node.state is None:
+                # A person may look at any time later, so background processes finish starting first.
                 await self._rest(slot, math.inf)
             yield slot.sandbox
         finally:
@@ -147,6 +151,7 @@ class Restorer:
             StateLostError: No way leads to the node.
             SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
+        # Another call may take the snapshot during any await below: then there is nothing left to do.
         while node.snapshot is None:
             idle = self._pool.roster.find(node, Owner.CONTROL_PLANE, shared=True)
             owner = None if idle is None else idle.owner
@@ -194,21 +199,25 @@ class Restorer:
             if plan is None:
                 # A snapshot that the machine failed to restore is an error of the machine, not a lost state.
                 raise next(iter(failed.values()), None) or self._lost(tree, node, owner)
+            # Demand is counted once for each lease, not for each plan, and not if a sandbox is here already.
             if not demand_noted and (plan.way is not Way.IDLE or plan.suffix):
                 self._value.note_demand(node)
             demand_noted = True
             with timing.measure("restore_s"):
                 slot = await self._acquire(plan, tree, owner, failed)
             if slot is None:
+                # The plan no longer holds; `failed` keeps the next one from the same snapshot.
                 continue
             with timing.measure("replay_s"):
                 result = await self._replayer.replay(slot, plan, tree, timing, patient=patient)
             if result is ReplayResult.REACHED:
                 return slot
+            # A diverged record is marked, so the next plan avoids it. That is why the loop ends.
             patient = patient or result is ReplayResult.TOO_FAST
 
     def _idle_at(self, node: Node, owner: int | None) -> Slot | None:
         """Return an idle sandbox at the node that the owner may take, if there is one."""
+        # Warm forks and scratch forks are made from snapshots and replays: they take no sandbox from a rollout.
         if owner is None or owner == Owner.SCRATCH:
             return None
         return self._pool.roster.find(node, owner, shared=node.snapshot is not None or node.origin is None)
@@ -224,10 +233,12 @@ class Restorer:
         return await self._start(tree, owner)
 
     async def _take(self, plan: RestorePlan, owner: int | None) -> Slot | None:
+        # There is no await between the plan and this line, so the sandbox is still idle.
         slot = self._idle_at(plan.start, owner)
         assert slot is not None
         was_warm = slot.warm
         if not await self._pool.lease(slot, plan.start, owner):
+            # It was being frozen, and another rollout may have taken it, or it may have failed.
             return None
         if was_warm:
             self._counts.warm_used += 1
@@ -242,12 +253,14 @@ class Restorer:
         driver = self._drivers[tree.spec.driver]
         start = time.perf_counter()
         try:
+            # The lease keeps the snapshot from being evicted while the pool waits for room.
             with self._cache.leased(node) as frozen:
                 slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, owner)
         except SandboxError as error:
             self._counts.failure("restore")
             log.warning("restore failed", node=node.id, error=str(error))
             self._cache.failed(node, error, reproducible=self._value.reproducible(node, tree.spec.driver))
+            # A snapshot that was dropped needs no entry: the next plan does not see it.
             if node.snapshot is not None:
                 failed[node] = error
             # Two snapshots in a row: the machine is at fault. A later attempt finds it better, or drops them.
@@ -262,6 +275,7 @@ class Restorer:
 
     async def _start(self, tree: Tree, owner: int | None) -> Slot:
         driver, costs = self._drivers[tree.spec.driver], self._cache.costs
+        # The content that the spec refers to may have changed on disk; its records would then be of another root state.
         if await tree_key(self._drivers, tree.spec) != tree.key:
             raise SpecError(
                 "the base or an archive that this rollout's task names has changed since its tree began. "
@@ -295,6 +309,7 @@ class Restorer:
         Only a rollout's need sets states aside. The control plane and warm forks change nothing by looking.
         """
         why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
+        # The record nearest to the node whose replay diverges: all that came from its target is out of reach.
         barrier = node.origin
         while barrier is not None and barrier.reproducible:
             barrier = barrier.source.origin
