@@ -4,9 +4,8 @@ Theory of operation. A request passes four methods, each once, downwards:
 
 1. `serve` checks framing, browser and limits, resolves the address and reads the body. A body beyond
    `max_body_bytes` goes to a file if the endpoint forwards it as it is.
-2. `_respond` lets the endpoint's dialect say what the request means. Whole APIs
-   (Docker, E2B) answer for themselves.
-   A request may name another task than its URL does; then `_respond` starts over with that task's address.
+2. `_respond` lets the endpoint's dialect say what the request means. Endpoints that are whole APIs (Docker, E2B) answer
+   their requests themselves. A request may name another task than its URL; `_respond` then starts over with that task.
 3. `_act` does what the request means: a reply of the proxy's own, a rollout's begin or end, a cancellation, a call.
 4. `_call` answers a call: from a retry's first attempt, from the tree, or by running it in a sandbox.
 """

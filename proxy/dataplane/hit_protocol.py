@@ -6,14 +6,14 @@ and so on. A connection is always in one of four states:
 
 READING   Every request was answered. Bytes are held until they are the head of a request; then
             1. a whole request with a known answer: the response is one write, with no task and no event. -> READING
-            2. a request that Docker's clients turn into a stream of bytes. -> STREAM
+            2. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
             3. an upgrade (WebSocket), or bytes that are not HTTP. -> PASSED
             4. anything else: uvicorn gets the held bytes. -> SERVED
 SERVED    uvicorn has requests to read or to answer, and gets each byte as it comes. The parser reads along, because
           only it knows where requests end; `report_responses` counts the answers. When all requests that began have
           ended and were answered, the connection goes back to READING, at a boundary between two requests.
 PASSED    uvicorn has the connection for good, and the parser reads no more.
-STREAM  The connection belongs to a `Stream`.
+STREAM    The connection belongs to a `Stream`.
 
 Because uvicorn sees only its own requests, its keep-alive timer may fire while hits are answered. `UvicornTransport`
 therefore ignores `close` in READING, where only `HitFirst` closes an idle connection.

@@ -54,7 +54,7 @@ async def walk(engine: Engine, name: str, walked: Sequence[Statement], trouble: 
             if (answer["error"] or {}).get("kind") != "limit":
                 answers.append(answer)
                 break
-            # Its worker was killed twice, which it is told as what the kernel does for want of memory.
+            # Its worker was killed twice, which is reported as the kernel's end of a process without memory.
         else:
             pytest.fail(f"{statement} never got an answer")
     return answers

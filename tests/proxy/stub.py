@@ -18,14 +18,14 @@ from urllib.parse import parse_qsl, urlsplit
 
 @dataclass
 class Stub:
-    """What the stand-in was asked, and what it knows."""
+    """The requests that the stand-in got, and what it knows."""
 
     url: str = ""
     specs: dict[str, dict[str, Any]] = field(default_factory=dict)
     trajectories: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     known: set[tuple[str, ...]] = field(default_factory=set)
     deleted: list[str] = field(default_factory=list)
-    asked: list[dict[str, str]] = field(default_factory=list)
+    queries: list[dict[str, str]] = field(default_factory=list)
     totals: dict[str, float] = field(
         default_factory=lambda: {"replayed_calls": 3, "replayed_s": 0.1, "executed_s": 0.0, "saved_s": 0.0}
     )
@@ -81,12 +81,12 @@ def stub_proxy() -> Iterator[Stub]:
             if parts.path == "/api/v1/stats":
                 self._send(200, {}, stub.totals)
                 return
-            stub.asked.append(dict(parse_qsl(parts.query)))
+            stub.queries.append(dict(parse_qsl(parts.query)))
             task = f"/api/v1/tasks/{stub.view.get('task')}"
             known = {f"{task}/tree": (200, stub.view), f"{task}/trees": (200, [])}
             missing = {"title": "Unknown task", "detail": "No task has this name.\x1b[2J"}
-            status, told = known.get(parts.path, (404, missing))
-            self._send(status, {}, told)
+            status, content = known.get(parts.path, (404, missing))
+            self._send(status, {}, content)
 
         def do_DELETE(self) -> None:
             stub.deleted.append(self.path)

@@ -111,7 +111,7 @@ def test_the_tree_command_asks_the_proxy_for_the_part_it_shows() -> None:
     with stub_proxy() as stub:
         stub.view = {"task": "demo", "root": "n1", "nodes": [node("n7", "n2", "ls")]}
         code, output = typed("tree", "demo", "--url", stub.url, "--node", "n7", "--depth", "2")
-        assert stub.asked[0] == {"node": "n7", "depth": "2"}
+        assert stub.queries[0] == {"node": "n7", "depth": "2"}
     assert code == 0
     assert "n7 ls" in output
 

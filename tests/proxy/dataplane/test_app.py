@@ -35,7 +35,7 @@ def request(path: str, body: bytes, extra: str = "") -> bytes:
     return head.encode() + body
 
 
-def test_the_second_rollout_is_answered_from_the_tree(proxy: Running) -> None:
+def test_second_rollout_is_answered_from_the_tree(proxy: Running) -> None:
     first = proxy.exec("a", "echo 1 > f; cat f", task="second")
     ran = len(proxy.driver.executed)
     second = proxy.exec("b", "echo 1 > f; cat f", task="second")
@@ -48,14 +48,14 @@ def test_the_second_rollout_is_answered_from_the_tree(proxy: Running) -> None:
     assert len(proxy.driver.executed) == ran
 
 
-def test_every_answer_says_where_its_time_went(proxy: Running) -> None:
+def test_server_timing_header_has_all_parts(proxy: Running) -> None:
     timing = proxy.exec("a", "cat nothing", task="timing").headers["server-timing"]
     assert [part.split(";")[0] for part in timing.split(", ")] == ["tool", "restore", "replay", "wait"]
     assert timing.startswith("tool;dur=10.000")
 
 
 @pytest.mark.parametrize("way", ["headers", "x-api-key", "bearer"])
-def test_who_asks_may_be_said_without_a_path(proxy: Running, way: str) -> None:
+def test_rollout_may_be_named_by_headers(proxy: Running, way: str) -> None:
     begun = proxy.client.post("/api/v1/tasks/named/rollouts", json={"rollout": f"by-{way}"}).json()
     headers = {
         "headers": {"X-Forkpoint-Task": "named", "X-Forkpoint-Rollout": f"by-{way}"},
@@ -67,7 +67,7 @@ def test_who_asks_may_be_said_without_a_path(proxy: Running, way: str) -> None:
     assert shown["node"] == answer.headers["x-forkpoint-node"] != shown["start"]
 
 
-def test_files_go_up_and_down_as_calls_of_the_rollout(proxy: Running) -> None:
+def test_file_transfers_are_calls(proxy: Running) -> None:
     base = "/t/files/r/{}/shell/files/work/data.bin"
     content = bytes(range(256))
     for rollout, status in (("a", "forkpoint; fwd=miss; stored"), ("b", "forkpoint; hit")):
@@ -79,7 +79,7 @@ def test_files_go_up_and_down_as_calls_of_the_rollout(proxy: Running) -> None:
         assert (gone.status_code, gone.headers["cache-status"]) == (404, status)
 
 
-def test_two_uploads_to_one_path_are_two_calls(proxy: Running) -> None:
+def test_uploads_of_different_contents_are_different_calls(proxy: Running) -> None:
     nodes = {
         proxy.client.put(f"/t/uploads/r/{body}/shell/files/f", content=body).headers["x-forkpoint-node"]
         for body in ("one", "two")
@@ -87,7 +87,7 @@ def test_two_uploads_to_one_path_are_two_calls(proxy: Running) -> None:
     assert len(nodes) == 2
 
 
-def test_saying_the_default_and_leaving_it_out_are_one_call(proxy: Running) -> None:
+def test_defaults_do_not_change_the_key(proxy: Running) -> None:
     proxy.exec("a", "pwd", task="defaults")
     assert (
         proxy.exec("b", "pwd", task="defaults", session="main", timeout_s=120).headers["cache-status"]
@@ -133,7 +133,7 @@ BAD: dict[str, tuple[str, str, bytes | str | None, int]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_what_to_do_and_nothing_is_recorded(proxy: Running, case: str) -> None:
+def test_bad_input_is_explained_and_not_recorded(proxy: Running, case: str) -> None:
     method, path, body, status = BAD[case]
     steps = sum(proxy.engine.counts.outcomes)
     ran = len(proxy.driver.executed)
@@ -148,12 +148,12 @@ def test_bad_input_is_told_what_to_do_and_nothing_is_recorded(proxy: Running, ca
     assert len(proxy.driver.executed) == ran
 
 
-def test_a_command_longer_than_the_limit_is_refused(tmp_path: Path) -> None:
+def test_too_long_command_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as roomy:
         assert roomy.exec("a", "x" * ((1 << 20) + 1)).status_code == 413
 
 
-def test_a_chunked_request_is_one_request(proxy: Running) -> None:
+def test_chunked_request_is_one_request(proxy: Running) -> None:
     def chunks() -> Iterator[bytes]:
         yield b'{"command":'
         yield b'"pwd"}'
@@ -163,7 +163,7 @@ def test_a_chunked_request_is_one_request(proxy: Running) -> None:
         assert answer.json()["stdout"] == "/root\n"
 
 
-def test_requests_in_one_packet_are_answered_in_order(proxy: Running) -> None:
+def test_pipelined_requests_are_answered_in_order(proxy: Running) -> None:
     for command in (b"pwd", b"cat f", b"echo 1 > f"):
         proxy.exec("warm", command.decode(), task="pipeline")
     sent = b"".join(
@@ -181,7 +181,7 @@ def test_requests_in_one_packet_are_answered_in_order(proxy: Running) -> None:
 
 
 @pytest.mark.parametrize("extra", ["", "expect: 100-continue\r\n"])
-def test_a_hit_keeps_to_what_the_client_asked_of_its_connection(proxy: Running, extra: str) -> None:
+def test_hit_respects_connection_headers(proxy: Running, extra: str) -> None:
     proxy.exec("warm", "pwd", task="close")
     body = b'{"command": "pwd"}'
     answer = talk(proxy, request("/t/close/r/b/shell/exec", body, f"{extra}connection: close\r\n"))
@@ -190,20 +190,20 @@ def test_a_hit_keeps_to_what_the_client_asked_of_its_connection(proxy: Running, 
     assert answer.startswith(b"HTTP/1.1 100" if extra else b"HTTP/1.1 200")
 
 
-def test_a_hit_on_http_1_0_closes_its_connection(proxy: Running) -> None:
+def test_hit_on_http_1_0_closes_its_connection(proxy: Running) -> None:
     proxy.exec("warm", "pwd", task="old")
     body = b'{"command": "pwd"}'
     sent = request("/t/old/r/b/shell/exec", body).replace(b"HTTP/1.1", b"HTTP/1.0")
     assert b"forkpoint; hit" in talk(proxy, sent)
 
 
-def test_a_client_that_leaves_in_its_request_harms_nobody(proxy: Running) -> None:
+def test_client_may_disconnect_within_its_request(proxy: Running) -> None:
     with socket.create_connection(proxy.address) as connection:
         connection.sendall(request("/t/left/r/a/shell/exec", b"x" * 100)[:-50])
     assert proxy.exec("a", "pwd", task="left").status_code == 200
 
 
-def test_more_calls_than_allowed_are_refused_with_the_time_to_come_back(tmp_path: Path) -> None:
+def test_too_many_calls_are_refused_with_retry_after(tmp_path: Path) -> None:
     came, go = threading.Event(), threading.Event()
 
     async def gate(_: ToolCall) -> None:
@@ -219,6 +219,6 @@ def test_more_calls_than_allowed_are_refused_with_the_time_to_come_back(tmp_path
         assert first.result().status_code == 200
 
 
-def test_a_name_may_hold_what_real_task_names_hold(proxy: Running) -> None:
+def test_names_of_real_tasks_are_accepted(proxy: Running) -> None:
     for name in ("django__django-12345", "gpt-4o.v1", "a@b", "x=1,y=2", "task:7", "0"):
         assert proxy.exec("r", "pwd", task=name).status_code == 200

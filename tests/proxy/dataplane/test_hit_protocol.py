@@ -1,4 +1,4 @@
-"""Connections: who answers a request, in which order, and when a connection is closed."""
+"""Connections: which part answers a request, in which order, and when a connection is closed."""
 
 import asyncio
 from itertools import pairwise

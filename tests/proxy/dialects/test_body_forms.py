@@ -1,4 +1,4 @@
-"""Canonical forms: what differs only in spelling is one, and what differs otherwise is not."""
+"""Canonical forms: equal contents have one form in every spelling, and different contents have different forms."""
 
 import io
 import tarfile
@@ -21,7 +21,7 @@ values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), values, max_size=4), st.randoms())
-def test_json_counts_as_what_it_says(value: dict[str, object], random: object) -> None:
+def test_equal_json_values_have_one_form(value: dict[str, object], random: object) -> None:
     members = list(value.items())
     random.shuffle(members)  # type: ignore[attr-defined]
     other = orjson.dumps(dict(members), option=orjson.OPT_INDENT_2)
@@ -41,12 +41,12 @@ def test_json_counts_as_what_it_says(value: dict[str, object], random: object) -
         (b"not json", b"not  json"),
     ],
 )
-def test_what_says_something_else_has_another_form(one: bytes, other: bytes) -> None:
+def test_different_json_values_have_different_forms(one: bytes, other: bytes) -> None:
     forms = [orjson.dumps(body_form(body, JSON), option=orjson.OPT_SORT_KEYS) for body in (one, other)]
     assert forms[0] != forms[1]
 
 
-def test_a_query_is_its_members_in_the_order_of_equal_names() -> None:
+def test_query_form_sorts_by_name() -> None:
     assert query_form("b=2&a=1") == query_form("a=1&b=2") == query_form("a=%31&b=2")
     assert query_form("a=1&a=2") != query_form("a=2&a=1")
     assert query_form("a=") != query_form("")
@@ -62,7 +62,7 @@ FILE = 'Content-Disposition: form-data; name="file"; filename="a.zip"\r\nContent
 FIELD = 'Content-Disposition: form-data; name="target"'
 
 
-def test_a_form_has_its_parts_and_no_boundary() -> None:
+def test_multipart_form_ignores_its_boundary() -> None:
     one, other = (body_form(*form(b, (FIELD, b"/x"), (FILE, b"\x00\xff data"))) for b in ("aaa", "bbbbbb"))
     assert one == other
     headers = [["content-disposition", 'form-data; name="target"']]
@@ -71,7 +71,7 @@ def test_a_form_has_its_parts_and_no_boundary() -> None:
     assert one != body_form(*form("aaa", (FIELD, b"/x"), (FILE, b"\x00\xff datA")))
 
 
-def test_half_a_form_counts_as_its_bytes() -> None:
+def test_truncated_form_is_identified_by_its_bytes() -> None:
     body, kind = form("aaa", (FIELD, b"/x"))
     assert "sha256" in body_form(body[:-10], kind)
     assert "sha256" in body_form(body, "multipart/form-data")
@@ -97,7 +97,7 @@ def tarred(*members: tuple[str, bytes], at: int = 0, mode: Literal["w:", "w:gz"]
     return file.getvalue()
 
 
-def test_archives_count_by_what_they_hold() -> None:
+def test_archives_are_identified_by_their_contents() -> None:
     a, b = ("a", b"1"), ("b", b"2")
     assert file_form(zipped(a, b)) == file_form(zipped(b, a, year=2020))
     assert file_form(zipped(a, b)) != file_form(zipped(a, ("b", b"3")))
@@ -107,11 +107,11 @@ def test_archives_count_by_what_they_hold() -> None:
     assert file_form(zipped(a)) != file_form(tarred(a))
 
 
-def test_what_is_no_archive_after_all_counts_as_its_bytes() -> None:
+def test_broken_archive_is_identified_by_its_bytes() -> None:
     for data in (b"PK\x03\x04 nothing", b"\x1f\x8b nothing", zipped(("a", b"1"))[:-10], b""):
         assert "sha256" in file_form(data)
 
 
-def test_an_archive_that_holds_too_much_is_not_unpacked() -> None:
+def test_too_large_archive_is_not_unpacked() -> None:
     bomb = zipped(("zeros", b"\0" * (300 << 20)))
     assert "sha256" in file_form(bomb)

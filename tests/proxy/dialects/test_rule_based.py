@@ -1,4 +1,4 @@
-"""Dialects out of rules: what requests mean, and whose answers they get."""
+"""Rule-based dialects: what requests mean, and the form of each client's responses."""
 
 from typing import Any
 
@@ -25,12 +25,12 @@ def request(method: str, target: str, body: str = "", *, rollout: str = "r", hea
     return Request(method, target, tuple(headers), body.encode(), rollout, base, "fresh-name")
 
 
-def call(found: object) -> Call:
-    assert isinstance(found, Call)
-    return found
+def call(meaning: object) -> Call:
+    assert isinstance(meaning, Call)
+    return meaning
 
 
-def test_the_first_rule_that_fits_counts_and_none_is_a_plain_call() -> None:
+def test_first_fitting_rule_counts() -> None:
     rules = (
         {"on": "POST /run/{tool}", "if": {"mode": "fast"}, "tool": "fast {tool}"},
         {"on": "POST|PUT /run/{tool}", "tool": "{tool}"},
@@ -41,13 +41,13 @@ def test_the_first_rule_that_fits_counts_and_none_is_a_plain_call() -> None:
     assert call(read(request("PATCH", "/run/x", "{}"))).call.tool == "PATCH /run/x"
 
 
-def test_no_spelling_of_a_path_slips_past_its_rule() -> None:
+def test_spelling_of_a_path_cannot_evade_its_rule() -> None:
     read = dialect("http", {"on": "GET /reset", "effect": "change"}).read
     for target in ("/reset", "/r%65set", "/%72eset?x=1"):
         assert call(read(request("GET", target))).call.arguments["effect"] == "change"
 
 
-def test_fields_that_do_not_count_are_not_in_the_key() -> None:
+def test_dropped_fields_are_not_in_the_key() -> None:
     def key(rule: dict[str, Any], body: str) -> bytes:
         return call(dialect("http", {"on": "POST /run", **rule}).read(request("POST", "/run", body))).key
 
@@ -60,9 +60,9 @@ def test_fields_that_do_not_count_are_not_in_the_key() -> None:
     assert key({}, '{"a": 2}') != key({}, '{"a": 3}')
 
 
-def test_health_is_answered_by_the_proxy_with_no_rollout() -> None:
-    found = dialect("swe-rex").read(request("GET", "/is_alive", rollout=""))
-    assert found == Local(200, b'{"is_alive":true,"message":""}')
+def test_health_reply_needs_no_rollout() -> None:
+    meaning = dialect("swe-rex").read(request("GET", "/is_alive", rollout=""))
+    assert meaning == Local(200, b'{"is_alive":true,"message":""}')
 
 
 @pytest.mark.parametrize(
@@ -74,23 +74,27 @@ def test_health_is_answered_by_the_proxy_with_no_rollout() -> None:
         ("body:session.id", {"body": '{"session": {"id": "s1"}}'}),
     ],
 )
-def test_a_rollouts_name_is_read_where_the_rule_says(source: str, sent: dict[str, Any]) -> None:
+def test_rule_says_where_the_rollout_is_named(source: str, sent: dict[str, Any]) -> None:
     read = dialect("http", {"on": "POST /run", "rollout": source}).read
-    asked = {"target": "/run", "body": "", "headers": JSON, **sent}
+    client_request = {"target": "/run", "body": "", "headers": JSON, **sent}
     assert call(
-        read(request("POST", asked["target"], asked["body"], rollout="", headers=asked["headers"]))
+        read(
+            request(
+                "POST", client_request["target"], client_request["body"], rollout="", headers=client_request["headers"]
+            )
+        )
     ).rollout == ("s1")
     with pytest.raises(RefusalError, match="names no rollout"):
         read(request("POST", "/run", rollout=""))
 
 
-def test_a_name_that_cannot_be_one_is_refused() -> None:
+def test_malformed_rollout_name_is_refused() -> None:
     read = dialect("http", {"on": "POST /run", "rollout": "body:id"}).read
     with pytest.raises(RefusalError, match="is not a name of a rollout"):
         read(request("POST", "/run", '{"id": "../other"}', rollout=""))
 
 
-def test_the_authors_wire_opens_runs_forks_and_closes() -> None:
+def test_tvcache_protocol_opens_runs_forks_and_closes() -> None:
     wire = dialect("tvcache")
     began = wire.read(request("POST", "/start", '{"sandbox_id": "t_1"}', rollout=""))
     assert isinstance(began, Open)
@@ -114,16 +118,16 @@ def test_the_authors_wire_opens_runs_forks_and_closes() -> None:
     assert ended.rollout == "t_1"
 
 
-def test_recorded_answers_have_each_clients_own_name() -> None:
+def test_recorded_response_names_each_clients_rollout() -> None:
     wire = dialect("tvcache")
     body = f'{{"sandbox_id":"{OUR_NAME}","sandbox_path":"/tmp/{OUR_NAME}/x","other":"{OUR_NAME}"}}'.encode()
-    asked = request("POST", "/start", '{"sandbox_id": "t_7"}', rollout="")
-    told = wire.answer(Response(200, (("Content-Length", str(len(body))),), body), asked)
-    assert told.body == f'{{"sandbox_id":"t_7","sandbox_path":"/tmp/t_7/x","other":"{OUR_NAME}"}}'.encode()
-    assert told.headers == (("Content-Length", str(len(told.body))),)
+    client_request = request("POST", "/start", '{"sandbox_id": "t_7"}', rollout="")
+    response = wire.answer(Response(200, (("Content-Length", str(len(body))),), body), client_request)
+    assert response.body == f'{{"sandbox_id":"t_7","sandbox_path":"/tmp/t_7/x","other":"{OUR_NAME}"}}'.encode()
+    assert response.headers == (("Content-Length", str(len(response.body))),)
 
 
-def test_a_session_cookie_is_minted_where_nobody_has_a_name() -> None:
+def test_session_cookie_is_minted_for_a_new_rollout() -> None:
     wire = dialect("nemo-gym")
     began = wire.read(request("POST", "/seed_session", "{}", rollout=""))
     assert isinstance(began, Open)
@@ -132,18 +136,18 @@ def test_a_session_cookie_is_minted_where_nobody_has_a_name() -> None:
     assert call(wire.read(request("POST", "/add", "{}", rollout="", headers=cookie))).rollout == "fresh-name"
 
 
-def test_trouble_of_ours_has_the_status_on_which_clients_try_again() -> None:
+def test_infrastructure_problem_has_the_retry_status() -> None:
     trouble = Problem(503, "sandbox", "t", "d", retry_after_s=1, infrastructure=True)
-    asked = request("POST", "/run_code", "{}")
-    told = dialect("sandbox-fusion").problem(trouble, asked)
-    assert told is not None
-    assert told.status == 504
-    assert dialect("sandbox-fusion").problem(Problem(422, "spec", "t", "d"), asked) is None
-    assert dialect("http").problem(trouble, asked) is None
+    client_request = request("POST", "/run_code", "{}")
+    response = dialect("sandbox-fusion").problem(trouble, client_request)
+    assert response is not None
+    assert response.status == 504
+    assert dialect("sandbox-fusion").problem(Problem(422, "spec", "t", "d"), client_request) is None
+    assert dialect("http").problem(trouble, client_request) is None
 
 
 @pytest.mark.parametrize("rule", [{"on": "x"}, {"on": "GET /x", "do": "health"}, {"on": "GET /x", "no": "such"}])
-def test_rules_that_cannot_be_read_are_refused(rule: dict[str, Any]) -> None:
+def test_malformed_rules_are_refused(rule: dict[str, Any]) -> None:
     with pytest.raises(RulesError):
         dialect("http", rule)
 

@@ -40,14 +40,14 @@ def _answer(sql: str) -> object:
 
 
 @given(_spellings())
-def test_two_spellings_with_one_form_have_one_answer(pair: tuple[str, str]) -> None:
+def test_spellings_with_one_form_have_one_result(pair: tuple[str, str]) -> None:
     one, other = pair
     if canonical_statement(one, "sqlite") == canonical_statement(other, "sqlite"):
         assert _answer(one) == _answer(other)
 
 
 @given(_spellings())
-def test_the_form_of_a_statement_answers_as_the_statement(pair: tuple[str, str]) -> None:
+def test_canonical_statement_has_the_same_result(pair: tuple[str, str]) -> None:
     for sql in pair:
         form = canonical_statement(sql, "sqlite")
         assert _answer(form) == _answer(sql)

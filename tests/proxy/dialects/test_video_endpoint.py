@@ -1,4 +1,4 @@
-"""The video endpoint as agents see it: on a socket, over MCP, and on the wire of TVCACHE's authors."""
+"""The video endpoint as agents see it: on a socket, over MCP, and in the protocol of TVCACHE's authors."""
 
 import base64
 import io
@@ -57,8 +57,8 @@ class Task:
         return self.client.post(f"/t/{self.name}/video/{verb}", json=body)
 
     def mcp(self, method: str, **params: Any) -> dict[str, Any]:
-        told = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
-        answer: dict[str, Any] = self.client.post(f"/t/{self.name}/r/m/mcp", json=told).json()
+        payload = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+        answer: dict[str, Any] = self.client.post(f"/t/{self.name}/r/m/mcp", json=payload).json()
         return answer["result"]  # type: ignore[no-any-return]
 
 
@@ -66,19 +66,19 @@ def status(answer: httpx.Response) -> str:
     return answer.headers["cache-status"].removeprefix("forkpoint; ")
 
 
-def test_a_second_rollout_and_a_second_task_are_answered_from_the_tree(proxy: Running, clip: Path) -> None:
+def test_rollouts_and_tasks_share_video_records(proxy: Running, clip: Path) -> None:
     one, two = Task(proxy, "first", clip), Task(proxy, "second", clip)
     assert one.ready("a") == ["fwd=miss; stored"] * 2
     assert one.ready("b") == two.ready("c") == ["hit"] * 2
-    told = one.ask("a", "get_frame", t=3.0)
-    assert (told.headers["content-type"], status(told)) == ("image/jpeg", "fwd=miss; stored")
+    first = one.ask("a", "get_frame", t=3.0)
+    assert (first.headers["content-type"], status(first)) == ("image/jpeg", "fwd=miss; stored")
     again = two.ask("c", "get_frame", t=3)
-    assert (again.content, status(again)) == (told.content, "hit")
-    assert again.headers["x-frame-time"] == told.headers["x-frame-time"] == "3.000"
-    assert Image.open(io.BytesIO(told.content)).size == (160, 120)
+    assert (again.content, status(again)) == (first.content, "hit")
+    assert again.headers["x-frame-time"] == first.headers["x-frame-time"] == "3.000"
+    assert Image.open(io.BytesIO(first.content)).size == (160, 120)
 
 
-def test_a_task_with_a_tree_of_its_own_finds_the_video_prepared(proxy: Running, clip: Path) -> None:
+def test_unshared_task_shares_the_prepared_video(proxy: Running, clip: Path) -> None:
     Task(proxy, "shared", clip).ready("a")
     before = len(proxy.client.get("/api/v1/videos").json()["preprocesses"])
     own = Task(proxy, "own", clip, share="off")
@@ -86,7 +86,7 @@ def test_a_task_with_a_tree_of_its_own_finds_the_video_prepared(proxy: Running, 
     assert len(proxy.client.get("/api/v1/videos").json()["preprocesses"]) == before
 
 
-def test_saying_a_default_is_leaving_it_out(proxy: Running, clip: Path) -> None:
+def test_defaults_do_not_change_the_key(proxy: Running, clip: Path) -> None:
     task = Task(proxy, "defaults", clip)
     task.ready("a")
     task.ask("a", "sample_frames")
@@ -94,7 +94,7 @@ def test_saying_a_default_is_leaving_it_out(proxy: Running, clip: Path) -> None:
     assert status(task.ask("a", "sample_frames", n=7)) != "hit"
 
 
-def test_preprocesses_are_shown_with_how_far_they_are(proxy: Running, clip: Path) -> None:
+def test_progress_of_preprocessing_is_shown(proxy: Running, clip: Path) -> None:
     Task(proxy, "progress", clip, segment_s=1.0).ready("a")
     last = proxy.client.get("/api/v1/videos").json()["preprocesses"][-1]
     assert (last["stage"], last["share"], last["of_s"], last["error"]) == ("done", 1.0, 8.0, None)
@@ -114,7 +114,7 @@ def test_tools_are_listed_with_their_arguments(proxy: Running, clip: Path) -> No
     assert task.mcp("tools/list")["tools"] == listed == LISTED
 
 
-def test_mcp_shows_pictures_as_pictures(proxy: Running, clip: Path) -> None:
+def test_mcp_result_has_images(proxy: Running, clip: Path) -> None:
     task = Task(proxy, "mcp", clip)
     task.ready("a")
     assert task.mcp("tools/call", name="load_video", arguments={"name": "clip.mp4"})["isError"] is False
@@ -131,7 +131,7 @@ def test_mcp_shows_pictures_as_pictures(proxy: Running, clip: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "content", "code", "told"),
+    ("method", "path", "content", "code", "detail"),
     [
         ("POST", "get_frame", b"{", 400, "not JSON"),
         ("POST", "get_frame", b"[]", 422, "JSON object"),
@@ -147,16 +147,16 @@ def test_mcp_shows_pictures_as_pictures(proxy: Running, clip: Path) -> None:
         ("GET", "get_frame", b"", 405, "POST"),
     ],
 )
-def test_what_cannot_be_asked_says_what_can(
-    proxy: Running, clip: Path, method: str, path: str, content: bytes, code: int, told: str
+def test_bad_requests_are_explained(
+    proxy: Running, clip: Path, method: str, path: str, content: bytes, code: int, detail: str
 ) -> None:
     Task(proxy, "refusals", clip)
     answer = proxy.client.request(method, f"/t/refusals/r/a/video/{path}", content=content)
-    assert (answer.status_code, told in answer.json()["detail"]) == (code, True), answer.text
+    assert (answer.status_code, detail in answer.json()["detail"]) == (code, True), answer.text
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "detail"),
     [
         ({"driver": "video"}, "needs `video`"),
         ({"driver": "local", "video": {"source": "/x"}}, "only driver"),
@@ -167,12 +167,12 @@ def test_what_cannot_be_asked_says_what_can(
         ({"driver": "video", "video": {"source": "/x", "variants": 0}}, "variants"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused(proxy: Running, spec: dict[str, Any], told: str) -> None:
+def test_invalid_specs_are_refused(proxy: Running, spec: dict[str, Any], detail: str) -> None:
     answer = proxy.client.put("/api/v1/tasks/wrong", json=spec)
-    assert (answer.status_code, told in answer.json()["detail"]) == (422, True), answer.text
+    assert (answer.status_code, detail in answer.json()["detail"]) == (422, True), answer.text
 
 
-def test_endpoints_that_a_task_has_not_are_named(proxy: Running, clip: Path) -> None:
+def test_missing_endpoints_name_the_available(proxy: Running, clip: Path) -> None:
     task = Task(proxy, "only-video", clip)
     shell = proxy.client.post("/t/only-video/r/a/shell/exec", json={"command": "ls"})
     assert (shell.status_code, "video endpoint" in shell.json()["detail"]) == (404, True)
@@ -184,9 +184,7 @@ def test_endpoints_that_a_task_has_not_are_named(proxy: Running, clip: Path) -> 
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_ill_model_is_an_error_and_the_next_attempt_finds_it_well(
-    proxy: Running, clip: Path, server: ModelServer
-) -> None:
+def test_model_failure_is_not_recorded(proxy: Running, clip: Path, server: ModelServer) -> None:
     task = Task(proxy, "ill", clip, model={"base_url": server.url, "model": "seer"})
     task.ask("a", "load_video", name="clip.mp4")
     server.mood = "not json"
@@ -198,7 +196,7 @@ def test_an_ill_model_is_an_error_and_the_next_attempt_finds_it_well(
     assert proxy.client.get("/api/v1/videos").json()["model_questions"] > 0
 
 
-def test_rollouts_of_a_group_get_variants_each_its_own_always(proxy: Running, clip: Path, server: ModelServer) -> None:
+def test_rollout_always_gets_the_same_variant(proxy: Running, clip: Path, server: ModelServer) -> None:
     task = Task(proxy, "variants", clip, model={"base_url": server.url, "model": "seer"}, variants=2)
     question = {"question": "What is seen?", "segment": 0}
     said = {}
@@ -211,7 +209,7 @@ def test_rollouts_of_a_group_get_variants_each_its_own_always(proxy: Running, cl
     assert [how for _, how in said.values()] == ["fwd=miss; stored"] * 2 + ["hit"] * 2
 
 
-def test_variants_are_dealt_by_number_or_by_digest() -> None:
+def test_variant_depends_on_the_rollout_name() -> None:
     spec = spec_of("/x", model={"base_url": "http://x/v1", "model": "m"}, variants=4)
     call = call_of("object_memory_querying", question="Where?")
     dealt = [for_rollout(call, f"group-{n}", spec).arguments["variant"] for n in range(8)]
@@ -239,7 +237,7 @@ class SandboxClient:
             return "Failed to execute"
 
 
-def test_the_authors_client_works_by_base_url_alone(proxy: Running, clip: Path) -> None:
+def test_tvcache_client_needs_only_the_base_url(proxy: Running, clip: Path) -> None:
     task = Task(proxy, "authors", clip)
     assert task.wire("start", sandbox_id="sandbox_1").json()["success"] is True
     client = SandboxClient(task, "sandbox_1")
@@ -260,7 +258,7 @@ def test_the_authors_client_works_by_base_url_alone(proxy: Running, clip: Path) 
     assert client.execute("preprocess") == "Failed to execute"
 
 
-def test_the_authors_calls_and_ours_are_one_record(proxy: Running, clip: Path) -> None:
+def test_tvcache_calls_share_records_with_tools(proxy: Running, clip: Path) -> None:
     task = Task(proxy, "one-record", clip)
     task.ready("native")
     task.ask("native", "caption_retrieval", start=1, end=2)
@@ -275,7 +273,7 @@ def test_the_authors_calls_and_ours_are_one_record(proxy: Running, clip: Path) -
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "told"),
+    ("body", "code", "detail"),
     [
         ({"command": "preprocess"}, 400, "sandbox_id"),
         ({"sandbox_id": "w"}, 400, "command"),
@@ -285,19 +283,19 @@ def test_the_authors_calls_and_ours_are_one_record(proxy: Running, clip: Path) -
         ({"sandbox_id": "w", "command": "segment_localization"}, 400, "argument"),
     ],
 )
-def test_the_authors_errors_have_their_form(
-    proxy: Running, clip: Path, body: dict[str, str], code: int, told: str
+def test_tvcache_errors_have_their_form(
+    proxy: Running, clip: Path, body: dict[str, str], code: int, detail: str
 ) -> None:
     task = Task(proxy, "authors-errors", clip)
     task.wire("start", sandbox_id="w")
     answer = task.wire("execute", **body)
-    assert (answer.status_code, told in answer.json()["error"]) == (code, True), answer.text
+    assert (answer.status_code, detail in answer.json()["error"]) == (code, True), answer.text
 
 
 @pytest.mark.parametrize(
     "argument", ["(0, 1", "0", "(0, 1, 2)", "('a', 'b')", "__import__('os')", "", "(1.5, 2)", "(True, 1)"]
 )
-def test_a_bad_tuple_is_told_and_harms_nobody(proxy: Running, clip: Path, argument: str) -> None:
+def test_bad_tuple_is_reported_and_not_recorded(proxy: Running, clip: Path, argument: str) -> None:
     task = Task(proxy, "tuples", clip)
     task.wire("start", sandbox_id="w")
     client = SandboxClient(task, "w")

@@ -1,4 +1,4 @@
-"""Tokens, and what each of them sees."""
+"""Tokens, and what each token may see."""
 
 import json
 import socket
@@ -35,7 +35,7 @@ def closed_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield up
 
 
-def asked(proxy: Running, method: str, path: str, token: str = "", **more: Any) -> httpx.Response:
+def respond(proxy: Running, method: str, path: str, token: str = "", **more: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return proxy.client.request(method, path, headers={**headers, **more.pop("headers", {})}, **more)
 
@@ -64,7 +64,7 @@ def raw(proxy: Running, *lines: str, body: bytes = BODY) -> tuple[int, str]:
         "/api/v1/events",
     ],
 )
-def test_nothing_is_answered_without_a_token(closed_proxy: Running, path: str) -> None:
+def test_requests_without_a_token_are_refused(closed_proxy: Running, path: str) -> None:
     for token in ("", "wrong-token-01234567890", "ä"):
         headers = {b"authorization": f"Bearer {token}".encode()} if token else {}
         answer = closed_proxy.client.request(
@@ -75,34 +75,32 @@ def test_nothing_is_answered_without_a_token(closed_proxy: Running, path: str) -
 
 
 @pytest.mark.parametrize(("token", "status", "code"), [("", 401, "unauthenticated"), (BOB, 403, "permission_denied")])
-def test_who_is_refused_is_told_in_the_form_of_its_protocol(
-    closed_proxy: Running, token: str, status: int, code: str
-) -> None:
+def test_refusal_has_the_form_of_its_protocol(closed_proxy: Running, token: str, status: int, code: str) -> None:
     base = "/t/alice-1/r/a"
-    ours = asked(closed_proxy, "POST", f"{base}/shell/exec", token, content=BODY)
+    ours = respond(closed_proxy, "POST", f"{base}/shell/exec", token, content=BODY)
     assert (ours.status_code, ours.headers["content-type"]) == (status, "application/problem+json")
     why = ours.json()["detail"]
-    docker = asked(closed_proxy, "GET", f"{base}/docker/v1.43/containers/json", token)
+    docker = respond(closed_proxy, "GET", f"{base}/docker/v1.43/containers/json", token)
     assert (docker.status_code, docker.json()) == (status, {"message": why})
-    control = asked(closed_proxy, "POST", f"{base}/e2b/v2/sandboxes", token, json={})
+    control = respond(closed_proxy, "POST", f"{base}/e2b/v2/sandboxes", token, json={})
     assert (control.status_code, control.json()) == (status, {"code": status, "message": why})
-    listed = asked(closed_proxy, "POST", f"{base}/e2b/process.Process/List", token, json={})
+    listed = respond(closed_proxy, "POST", f"{base}/e2b/process.Process/List", token, json={})
     assert (listed.status_code, listed.json()) == (status, {"code": code, "message": why})
     streams = {"content-type": "application/connect+json"}
-    started = asked(closed_proxy, "POST", f"{base}/e2b/process.Process/Start", token, content=b"", headers=streams)
+    started = respond(closed_proxy, "POST", f"{base}/e2b/process.Process/Start", token, content=b"", headers=streams)
     assert (started.status_code, json.loads(started.content[5:])["error"]) == (200, {"code": code, "message": why})
-    mcp = asked(closed_proxy, "POST", f"{base}/mcp", token, json={})
+    mcp = respond(closed_proxy, "POST", f"{base}/mcp", token, json={})
     assert (mcp.status_code, "www-authenticate" in mcp.headers) == (status, status == 401)
 
 
-def test_whether_it_lives_may_be_asked_by_anybody(closed_proxy: Running) -> None:
+def test_health_needs_no_token(closed_proxy: Running) -> None:
     for path in ("/healthz", "/readyz"):
-        assert asked(closed_proxy, "GET", path).status_code == 200
-    assert asked(closed_proxy, "GET", "/ui/").status_code == 200
+        assert respond(closed_proxy, "GET", path).status_code == 200
+    assert respond(closed_proxy, "GET", "/ui/").status_code == 200
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "x-forkpoint-token"])
-def test_a_token_may_come_in_several_headers_and_nobody_behind_sees_it(closed_proxy: Running, header: str) -> None:
+def test_token_is_removed_from_every_header(closed_proxy: Running, header: str) -> None:
     value = f"Bearer {ROOT}" if header == "authorization" else ROOT
     for _ in range(2):
         answer = closed_proxy.client.post("/t/tok/r/r/shell/exec", content=BODY, headers={header: value})
@@ -116,54 +114,54 @@ def test_a_token_may_come_in_several_headers_and_nobody_behind_sees_it(closed_pr
     assert status == 401
 
 
-def test_each_token_sees_its_own_tasks_and_no_others(closed_proxy: Running) -> None:
+def test_token_sees_only_its_own_tasks(closed_proxy: Running) -> None:
     for token, task in ((ALICE, "alice-1"), (BOB, "bob-1"), (ROOT, "root-1")):
-        assert asked(closed_proxy, "POST", f"/t/{task}/r/r/shell/exec", token, content=BODY).status_code == 200
+        assert respond(closed_proxy, "POST", f"/t/{task}/r/r/shell/exec", token, content=BODY).status_code == 200
     for token, task in ((ALICE, "bob-1"), (BOB, "alice-1"), (ALICE, "root-1"), (ALICE, "alic")):
         for method, path in (
             ("POST", f"/t/{task}/r/r/shell/exec"), ("GET", f"/api/v1/tasks/{task}"), ("PUT", f"/api/v1/tasks/{task}"),
             ("GET", f"/api/v1/tasks/{task}/export"), ("DELETE", f"/api/v1/tasks/{task}"),
         ):  # fmt: skip
-            answer = asked(closed_proxy, method, path, token, content=BODY)
+            answer = respond(closed_proxy, method, path, token, content=BODY)
             assert (answer.status_code, answer.json()["type"]) == (403, "urn:forkpoint:hidden")
     by_header = {"x-forkpoint-task": "bob-1", "x-forkpoint-rollout": "r"}
-    assert asked(closed_proxy, "POST", "/e/shell/exec", ALICE, content=BODY, headers=by_header).status_code == 403
+    assert respond(closed_proxy, "POST", "/e/shell/exec", ALICE, content=BODY, headers=by_header).status_code == 403
     seen = {
-        token: {task["task"] for task in asked(closed_proxy, "GET", "/api/v1/tasks", token).json()}
+        token: {task["task"] for task in respond(closed_proxy, "GET", "/api/v1/tasks", token).json()}
         for token in (ALICE, BOB, ROOT)
     }
     assert seen[ALICE] == {"alice-1"}
     assert seen[BOB] == {"bob-1"}
     assert seen[ROOT] >= {"alice-1", "bob-1", "root-1"}
     for path in ("snapshots", "sandboxes"):
-        tasks = {entry["task"] for entry in asked(closed_proxy, "GET", f"/api/v1/{path}", ALICE).json()}
+        tasks = {entry["task"] for entry in respond(closed_proxy, "GET", f"/api/v1/{path}", ALICE).json()}
         assert tasks <= {"alice-1"}
     for path in ("/api/v1/stats", "/metrics", "/api/v1/timeline", "/api/v1/events", "/api/v1/videos", "/v1.43/info"):
-        assert asked(closed_proxy, "GET", path, ALICE).status_code == 403
-    assert asked(closed_proxy, "GET", "/api/v1/events?task=bob-1", ALICE).status_code == 403
+        assert respond(closed_proxy, "GET", path, ALICE).status_code == 403
+    assert respond(closed_proxy, "GET", "/api/v1/events?task=bob-1", ALICE).status_code == 403
 
 
-def test_a_rollout_s_own_token_goes_on_with_that_rollout_alone(closed_proxy: Running) -> None:
-    begun = asked(closed_proxy, "POST", "/api/v1/tasks/alice-2/rollouts", ALICE, json={"rollout": "r"}).json()
+def test_rollout_token_opens_only_that_rollout(closed_proxy: Running) -> None:
+    begun = respond(closed_proxy, "POST", "/api/v1/tasks/alice-2/rollouts", ALICE, json={"rollout": "r"}).json()
     own = begun["token"]
-    assert asked(closed_proxy, "POST", "/e/shell/exec", own, content=BODY).status_code == 200
-    assert asked(closed_proxy, "POST", "/t/alice-2/r/r/shell/exec", own, content=BODY).status_code == 200
+    assert respond(closed_proxy, "POST", "/e/shell/exec", own, content=BODY).status_code == 200
+    assert respond(closed_proxy, "POST", "/t/alice-2/r/r/shell/exec", own, content=BODY).status_code == 200
     for path in ("/t/alice-2/r/other/shell/exec", "/t/alice-1/r/r/shell/exec"):
-        assert asked(closed_proxy, "POST", path, own, content=BODY).status_code == 401
-    assert asked(closed_proxy, "GET", "/api/v1/tasks/alice-2", own).status_code == 401
+        assert respond(closed_proxy, "POST", path, own, content=BODY).status_code == 401
+    assert respond(closed_proxy, "GET", "/api/v1/tasks/alice-2", own).status_code == 401
 
 
 def test_tasks_of_different_tokens_share_no_tree(closed_proxy: Running, tmp_path: Path) -> None:
     spec = {"driver": "sqlite", "databases": {"shop": {"source": str(make(tmp_path / "shop.db"))}}}
-    told = []
+    statuses = []
     for token, task in ((ALICE, "alice-sql"), (ALICE, "shared"), (BOB, "bob-sql")):
-        assert asked(closed_proxy, "PUT", f"/api/v1/tasks/{task}", token, json=spec).status_code == 201
-        answer = asked(closed_proxy, "POST", f"/t/{task}/r/r/sql/query", token, json={"sql": "SELECT 1"})
-        told.append(answer.headers["cache-status"])
-    assert told == ["forkpoint; fwd=miss; stored", "forkpoint; hit", "forkpoint; fwd=miss; stored"]
+        assert respond(closed_proxy, "PUT", f"/api/v1/tasks/{task}", token, json=spec).status_code == 201
+        answer = respond(closed_proxy, "POST", f"/t/{task}/r/r/sql/query", token, json={"sql": "SELECT 1"})
+        statuses.append(answer.headers["cache-status"])
+    assert statuses == ["forkpoint; fwd=miss; stored", "forkpoint; hit", "forkpoint; fwd=miss; stored"]
 
 
-def test_a_terminal_needs_a_token_too(closed_proxy: Running) -> None:
+def test_terminal_needs_a_token(closed_proxy: Running) -> None:
     host, port = closed_proxy.address
     with pytest.raises(InvalidStatus):
         connect(f"ws://{host}:{port}/api/v1/tasks/alice-1/nodes/n1/terminal")
@@ -186,7 +184,7 @@ def test_a_terminal_needs_a_token_too(closed_proxy: Running) -> None:
         ("with spaces ä", "16 to 200"),
     ],
 )
-def test_tokens_that_cannot_be_used_are_refused_without_being_told(tmp_path: Path, text: str, says: str) -> None:
+def test_malformed_tokens_are_refused_and_not_shown(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "tokens"
     file.write_text(text)
     with pytest.raises(AccessError, match=says) as refused:
@@ -197,14 +195,14 @@ def test_tokens_that_cannot_be_used_are_refused_without_being_told(tmp_path: Pat
 
 
 @given(st.text(max_size=40))
-def test_no_other_text_is_a_token(text: str) -> None:
+def test_other_texts_are_no_tokens(text: str) -> None:
     access = Access(read_tokens(ROOT, None))
     assert access.grant_of(ROOT) == ALL
     if text != ROOT:
         assert access.grant_of(text.encode(errors="replace").decode()) is None
 
 
-def test_beyond_loopback_a_token_is_required() -> None:
+def test_token_is_required_beyond_loopback() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):  # noqa: S104
         with pytest.raises(ValueError, match="token"):
             Settings(host=host)
@@ -214,7 +212,7 @@ def test_beyond_loopback_a_token_is_required() -> None:
         assert Settings(host=host).host == host
 
 
-def test_a_grant_hides_by_pattern() -> None:
+def test_grant_hides_by_pattern() -> None:
     grant = Grant(("a-*", "b"))
     assert [grant.sees(task) for task in ("a-", "a-x", "b", "bb", "A-x", "x")] == [
         True,

@@ -1,4 +1,4 @@
-"""Other sites' pages steer nothing; agents, which say nothing of where they come from, are answered as ever."""
+"""Pages of other sites are refused, and agents, which send no browser headers, are not."""
 
 from collections.abc import Iterator
 
@@ -34,19 +34,19 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", [*AGENTS, OURS])
 @pytest.mark.parametrize("tool", [True, False])
-def test_agents_and_our_own_page_are_answered(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
+def test_agents_and_own_page_are_accepted(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
     refuse_foreign("POST", headers, tool=tool)
 
 
 @pytest.mark.parametrize("headers", FOREIGN)
 @pytest.mark.parametrize("tool", [True, False])
-def test_what_another_page_sends_is_refused(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
+def test_requests_of_other_sites_are_refused(headers: list[tuple[bytes, bytes]], tool: bool) -> None:
     with pytest.raises(RefusalError, match=r"another site|not a name of this proxy") as refused:
         refuse_foreign("POST", headers, tool=tool)
     assert refused.value.status == 403
 
 
-def test_a_link_from_elsewhere_may_be_followed_but_not_to_what_a_tool_wrote() -> None:
+def test_links_from_other_sites_open_only_the_control_plane() -> None:
     followed = [
         HOST,
         (b"sec-fetch-site", b"cross-site"),
@@ -68,14 +68,14 @@ def test_a_link_from_elsewhere_may_be_followed_but_not_to_what_a_tool_wrote() ->
         refuse_foreign("GET", framed, tool=False)
 
 
-def test_a_browser_shows_no_tool_s_answer_even_where_the_address_was_typed() -> None:
+def test_browser_never_shows_a_tool_response() -> None:
     typed = [HOST, (b"sec-fetch-site", b"none"), (b"sec-fetch-mode", b"navigate"), (b"sec-fetch-dest", b"document")]
     refuse_foreign("GET", typed, tool=False)
     with pytest.raises(RefusalError, match="browsers"):
         refuse_foreign("GET", typed, tool=True)
 
 
-def test_only_names_that_somebody_may_own_are_rebindable() -> None:
+def test_only_registrable_names_are_rebindable() -> None:
     harmless = [
         "127.0.0.1:1",
         "[::1]:80",
@@ -91,7 +91,7 @@ def test_only_names_that_somebody_may_own_are_rebindable() -> None:
     assert all(rebindable(host) for host in ["evil.example", "evil.example:8700", "127.0.0.1.nip.io", "a.b.com."])
 
 
-def test_a_name_that_the_settings_know_is_answered() -> None:
+def test_names_in_the_settings_are_accepted() -> None:
     refuse_foreign("GET", [(b"host", b"forkpoint.example.org:443")], tool=True, names=["forkpoint.example.org"])
 
 
@@ -106,7 +106,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.mark.parametrize(
     "path", ["/api/v1/tasks/task/nodes/n1/pin", "/t/task/r/r/shell/exec", "/t/task/r/new/shell/exec"]
 )
-def test_a_cross_site_request_changes_nothing(proxy: Running, path: str, headers: dict[str, str]) -> None:
+def test_cross_site_request_changes_nothing(proxy: Running, path: str, headers: dict[str, str]) -> None:
     before = proxy.client.get("/api/v1/stats").json()["calls"]
     answer = proxy.client.post(path, content=b'{"command": "echo 1 > f"}', headers=headers)
     assert (answer.status_code, answer.headers["content-type"]) == (403, "application/problem+json")
@@ -114,7 +114,7 @@ def test_a_cross_site_request_changes_nothing(proxy: Running, path: str, headers
     assert proxy.client.get("/api/v1/tasks/task/nodes/n1").json()["flags"] == []
 
 
-def test_a_known_call_is_refused_too_where_a_page_sends_it(proxy: Running) -> None:
+def test_hit_is_refused_to_pages_too(proxy: Running) -> None:
     """The short way of hits must not be a way around."""
     assert proxy.exec("second", "echo 1 > f").headers["cache-status"] == "forkpoint; hit"
     body = {"command": "echo 1 > f"}
@@ -123,12 +123,12 @@ def test_a_known_call_is_refused_too_where_a_page_sends_it(proxy: Running) -> No
         assert answer.status_code == 403, headers
 
 
-def test_every_answer_of_the_control_plane_forbids_sniffing(proxy: Running) -> None:
+def test_control_plane_forbids_content_sniffing(proxy: Running) -> None:
     for path in ("/api/v1/stats", "/api/v1/tasks/none", "/metrics", "/openapi.json"):
         assert httpx.get(f"{proxy.client.base_url}{path}").headers["x-content-type-options"] == "nosniff"
 
 
-def test_with_a_token_the_proxy_is_answered_under_any_name_but_not_to_other_sites_pages() -> None:
+def test_tokens_allow_any_host_name() -> None:
     refuse_foreign("POST", [(b"host", b"forkpoint.example.com")], tool=True, names=None)
     with pytest.raises(RefusalError, match="another site"):
         refuse_foreign("POST", [(b"host", b"a.example"), (b"origin", b"https://evil.example")], tool=True, names=None)
