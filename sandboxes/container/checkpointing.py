@@ -75,6 +75,7 @@ class ContainerFreezer:
             return self.copy(request.folder, request.becomes)
         # Without a checkpointer, any survivor prevents a freeze.
         reason = self._outside_the_tree() if request.checkpoint else self._survivors.description
+        # From here on CRIU may hold the processes, so this time does not count as time in which they ran.
         self._held_from = time.monotonic()
         return NotFreezable(reason) if reason else ProcessTree(cgroup_processes.inner_of(self._top()))
 
@@ -98,6 +99,7 @@ class ContainerFreezer:
         """Start CRIU, to dump the container's processes. The descriptors are closed here."""
         reply, host_root, *files = fds
         if os.fork() == 0:
+            # `operate` never returns: it ends the fork together with CRIU.
             self._enter()
             operate(host_root, program, reply, files, survey=True)
         for fd in fds:
@@ -114,32 +116,39 @@ class ContainerFreezer:
             fds: A socket to the proxy, the host's root, the images and the kernel features; they are closed here.
             await_restored: Returns when the proxy says that CRIU has restored the processes.
         """
+        # Step 1. Pid 1 stays: it starts another anchor only when `again` tells it to, and the restored one needs none.
         self._members.kill_except({self._members.pid})
+        # Step 2. All FIFOs must exist before CRIU runs, and stay open at the keeper's end, so that no open blocks.
         shells = self._shells.prepare_again(checkpoint["shells"])
         self._servers.prepare_again(checkpoint.get("servers", []))
         background = [PendingRestore(stored, self._anchor.box) for stored in checkpoint.get("left", [])]
         reply, host_root, *files = fds
-        # CRIU gives each process its old pid; see step 3.
+        # Steps 3 and 4 happen in a fork, because entering namespaces cannot be undone in this process.
         last = max(checkpoint["pids"])
         operator = os.fork()
         if operator == 0:
             # The limits of the container apply to what CRIU restores, because children stay in their parent's groups.
             cgroup_processes.join(self._members.pid)
             self._enter()
+            # The kernel numbers on from the last pid, so the helpers of CRIU stay out of the way of the restored pids.
             _in_child(lambda: set_last_pid(host_root, last + PID_DISTANCE))
             operate(host_root, program, reply, files)
+        # The fork has its own copies. While this process held the reply socket, the proxy could not see CRIU's end.
         for fd in (reply, *files):
             os.close(fd)
         await_restored()
         os.waitpid(operator, 0)
+        # Step 5. A command may print pids; a restored sandbox must print those of the original.
         self._continue_pids_from(last, host_root)
         os.close(host_root)
+        # Step 6. The anchor first: shells and servers are found as its children.
         self._anchor.adopt(checkpoint["anchor"])
         self._stillness.saw(wrote=checkpoint["restless"])
         self._shells.adopt_prepared(shells, checkpoint["shells"])
         self._servers.adopt_prepared()
         for process in background:
             self._background.add(process.adopted(self._members, self._shells.status_of))
+        # The processes were settled when they were dumped, so nothing has to be waited for.
         self._survivors.settle(patient=False)
 
     def _continue_pids_from(self, last: int, host_root: int) -> None:
@@ -168,6 +177,7 @@ class ContainerFreezer:
         if why := self._background.outside_checkpoint:
             return why
 
+        # A new list for each look, because processes start and end meanwhile.
         def others() -> set[int]:
             return {pid for pid, _ in self._members.running()} - {self._members.pid}
 

@@ -73,7 +73,7 @@ class Copy:
                     _copy_facts(entry.name, status, source, target)
                 continue
             # The first path of an inode holds the file, every further one becomes an entry of `links`. Whiteouts may
-            # share one inode too (overlayfs does that), but each is made anew.
+            # share one inode too (overlayfs does that), but each is made separately.
             if status.st_nlink > 1 and not _whiteout(status):
                 if status.st_ino in self._seen:
                     self.links[path] = self._seen[status.st_ino]

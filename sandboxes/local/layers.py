@@ -218,7 +218,7 @@ def _lay_entries(source: Path, target: Path, links: dict[int, Path]) -> None:
                 _lay_directory(Path(entry.path), into, links)
                 continue
             _remove_any(into)
-            # Hard links within the layer stay hard links. Whiteouts may share an inode, too; each is made anew.
+            # Hard links within the layer stay hard links. Whiteouts may share an inode, too; each is made separately.
             if status.st_nlink > 1 and not is_whiteout(status) and status.st_ino in links:
                 os.link(links[status.st_ino], into, follow_symlinks=False)
                 continue

@@ -157,6 +157,7 @@ class LocalSandbox(MachineSandbox):
         finally:
             for fd in mounted.fds:
                 os.close(fd)
+        # The mount namespace of pid 1, for `_switch`. Pid 1 itself passes it: after this it is confined.
         self._namespace = namespaces[0]
         if started.shell_error is not None and not self.stack:
             raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
@@ -220,11 +221,14 @@ class LocalSandbox(MachineSandbox):
 
     async def _freeze(self, *, root: bool) -> FrozenState:
         self._tools.require_still()
+        # Case 1: the last call's changes are a layer already, and nothing has run since.
         state = self._sealed
         if state is None:
+            # Case 2: pid 1 pauses, and either reports its state or names the tree of live processes to dump.
             checkpoint = await self._machine.checkpointer.is_available()
             paused = (await self.link.ask(Pause(root, checkpoint))).message
             if isinstance(paused, ProcessTree):
+                # Case 3: processes run.
                 return await self._checkpoint(paused.pid)
             state = await self._on_new_layer(paused)
         added = self._keep_stack()
@@ -279,6 +283,7 @@ class LocalSandbox(MachineSandbox):
             images = await checkpointer.dump(start_criu, tree, copy_files)
         except BaseException:
             self._held = ()
+            # Nothing refers to the copies, so they go at once.
             await asyncio.to_thread(layers.undo, copies)
             raise
         layer = tuple(copy.id for copy in copies)
@@ -345,12 +350,14 @@ class LocalSandbox(MachineSandbox):
         layers, old = self._machine.layers, self._upper
         try:
             if meta is not None:
+                # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
                 frozen = layers.freeze(old, meta)
                 self.stack = (frozen, *self.stack)
                 self._unkept.add(frozen)
                 await self._merge_when_deep()
             self._upper = layers.allocate()
             order = SwitchLayers(self._layer_stack(), list(self._base.binds))
+            # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor.
             switched = await self._machine.launcher.ask(order, [namespace])
         except (SandboxError, OSError) as error:
             # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
@@ -362,6 +369,7 @@ class LocalSandbox(MachineSandbox):
         finally:
             for fd in switched.fds:
                 os.close(fd)
+        # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
         gone = old.path if meta is None else layers.frozen / old.id / "work"
         self._machine.background.spawn(f"remove {gone}", asyncio.to_thread(remove_tree, gone))
 

@@ -118,6 +118,7 @@ class CriuCheckpointer:
         """Save a process tree in one attempt, which adds the mapped files that it listed to `mapped`."""
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
+        # Hidden from `names` until the end, so that no collection deletes it and no restore uses it.
         self._unfinished.add(name)
         images.mkdir(parents=True)
         # The images hold the memory of the sandbox's processes.
@@ -137,6 +138,7 @@ class CriuCheckpointer:
             if not was_frozen:
                 raise NotFreezableError("CRIU ended without a notification that the processes were frozen")  # noqa: TRY301
         except BaseException as error:
+            # Whatever the error is, including cancellation: incomplete images are of no use.
             await asyncio.to_thread(remove_tree, images)
             if isinstance(error, CriuError):
                 # This process tree cannot be dumped; the sandbox is unharmed.
@@ -155,6 +157,7 @@ class CriuCheckpointer:
         if not await self.is_available():
             raise SandboxError(f"processes cannot be restored: {self.unavailable_reason}")
         images = self._directory / name
+        # An OSError here would be a defect of ours, so it is not turned into a SandboxError.
         try:
             async with self._operation(images, start) as (criu, _):
                 # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.

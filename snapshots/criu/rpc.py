@@ -109,6 +109,7 @@ class CriuConversation:
             # proxy, which has no pid in the sandbox. -1 makes CRIU take the path, which leads to its own descriptor.
             images_dir_fd=-1,
             images_dir=f"/proc/self/fd/{IMAGES_FD}",
+            # Relative to the images' directory, where the proxy reads it.
             log_file=_LOG,
             log_level=_LOG_ERRORS,
             # The driver places processes into control groups; CRIU would look for cgroups that a sandbox does not have.
@@ -119,14 +120,17 @@ class CriuConversation:
             file_locks=True,
             # The files of the same moment come with the images, so their modes cannot have changed meanwhile.
             skip_file_rwx_check=True,
+            # A restore needs no notification, and each one costs a round trip.
             notify_scripts=on_frozen is not None,
             shell_job=self._outer_session,
+            # CRIU gives up by itself, too: a proxy that died cannot stop it.
             timeout=OPERATION_S,
             **options,
         )
         try:
             async with asyncio.timeout(OPERATION_S):
                 await self._send(rpc.criu_req(type=kind, opts=opts))
+                # Step 2 repeats until CRIU sends its result, which has the request's type.
                 while (response := rpc.criu_resp.FromString(await self._receive())).type == rpc.NOTIFY:
                     if on_frozen is not None and response.notify.script == "post-dump":
                         await on_frozen()
@@ -136,6 +140,7 @@ class CriuConversation:
             raise CriuError(f"CRIU did not end within {OPERATION_S} s") from error
         except (OSError, DecodeError) as error:
             raise CriuError(f"CRIU exited: {_logged_reason(images) or error}") from error
+        # CRIU's error message is often empty; its log names the first thing that went wrong.
         if not response.success:
             raise CriuError(_logged_reason(images) or response.cr_errmsg or f"error {response.cr_errno}")
         return response

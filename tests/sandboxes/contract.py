@@ -154,7 +154,7 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_the_order_of_writing_counts_for_exact_and_not_for_content(self, driver: Driver) -> None:
+    def test_write_order_changes_only_the_exact_digest(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             one = (await run(await after(driver, "echo a > a"), "echo b > b")).state
             two = (await run(await after(driver, "echo b > b"), "echo a > a")).state

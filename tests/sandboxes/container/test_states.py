@@ -76,7 +76,7 @@ def test_a_restored_container_has_the_files_of_the_frozen_one(container_dir: Pat
     driven(OnImage(container_dir, spares=0), test)
 
 
-def test_a_state_costs_what_it_added_and_deleting_it_frees_that(container_dir: Path) -> None:
+def test_state_costs_what_it_added(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "head -c 4000000 /dev/urandom > big; echo a > small")
@@ -158,9 +158,7 @@ def test_a_command_that_is_none_leaves_options_and_traps(container_dir: Path, im
 
 
 @pytest.mark.parametrize("image", [SH_IMAGE, BUSYBOX_IMAGE])
-def test_what_a_posix_shell_can_print_comes_back_and_functions_last_for_one_call(
-    container_dir: Path, image: str
-) -> None:
+def test_posix_session_is_restored_without_functions(container_dir: Path, image: str) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         assert (await run(sandbox, "x='a  b'; export y=\"it's\"; alias hi='echo hi'")).effect is Effect.SESSION
@@ -183,7 +181,7 @@ def test_what_a_posix_shell_can_print_comes_back_and_functions_last_for_one_call
     driven(OnImage(container_dir, image, spares=0), test)
 
 
-def test_archives_files_and_set_up_are_one_layer_over_the_image_built_once(container_dir: Path, tmp_path: Path) -> None:
+def test_root_state_is_one_image_layer_built_once(container_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "f").write_text("from the archive\n")
     spec = EnvironmentSpec(
@@ -212,7 +210,7 @@ def test_archives_files_and_set_up_are_one_layer_over_the_image_built_once(conta
     driven(ContainerDriver(container_dir, spares=0), test)
 
 
-def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container_dir: Path) -> None:
+def test_image_configuration_is_respected(container_dir: Path) -> None:
     name = "forkpoint-test-user:1"
     derive(name, ["USER 1000:1000", "ENV GREETING=hello", "VOLUME /data", 'ENTRYPOINT ["/no/such"]'])
 
@@ -227,7 +225,7 @@ def test_an_image_s_user_environment_and_volumes_are_as_the_image_says(container
     driven(ContainerDriver(container_dir, spares=0), test)
 
 
-def test_an_image_that_is_not_there_or_has_no_shell_is_the_spec_s_fault(container_dir: Path) -> None:
+def test_unusable_image_is_a_spec_error(container_dir: Path) -> None:
     _derive_empty()
 
     async def test(driver: ContainerDriver) -> None:
@@ -247,7 +245,7 @@ def _derive_empty() -> None:
     subprocess.run(["docker", "import", "-", "forkpoint-test-empty:1"], input=empty, capture_output=True, check=True)
 
 
-def test_a_spare_that_waits_makes_a_restore_fast_and_is_not_used_twice(container_dir: Path) -> None:
+def test_spare_is_used_once(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "echo a > a; x=1")
@@ -281,7 +279,7 @@ def test_a_container_that_is_killed_from_outside_is_an_error(container_dir: Path
     driven(OnImage(container_dir, spares=0), test)
 
 
-def test_a_cancelled_call_leaves_a_dead_sandbox_and_a_time_limit_a_live_one(container_dir: Path) -> None:
+def test_cancelled_call_kills_the_sandbox(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "x=1")
@@ -347,14 +345,12 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_keeper_that_learns_first_that_its_parent_has_ended_ends_its_container(
-    container_dir: Path, killed: Callable[..., None]
-) -> None:
+def test_orphaned_keeper_kills_its_container(container_dir: Path, killed: Callable[..., None]) -> None:
     killed(keepers=signal.SIGSTOP)
     wait_until(lambda: not containers(container_dir), "containers outlive their keepers", within_s=10)
 
 
-def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_start(container_dir: Path) -> None:
+def test_unsaved_root_image_is_removed_at_start(container_dir: Path) -> None:
     async def ran(driver: ContainerDriver) -> set[str]:
         sandbox = await driver.start(EnvironmentSpec(setup=("echo 1 > /root/a",)))
         assert (await run(sandbox, "cat /root/a")).out == "1\n"
@@ -375,7 +371,7 @@ def test_an_image_that_a_killed_instance_did_not_note_is_removed_at_its_next_sta
     driven(OnImage(container_dir, spares=0), again)
 
 
-def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(container_dir: Path) -> None:
+def test_orphaned_container_is_killed(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         living, forgotten = await driver.start(SPEC), await driver.start(SPEC)
         # As after a kill of the daemon: it runs on, and nobody knows its name.
@@ -388,7 +384,7 @@ def test_a_container_that_the_daemon_has_forgotten_is_killed_while_others_live(c
     driven(OnImage(container_dir, spares=0), test)
 
 
-def test_a_container_that_the_daemon_made_without_saying_so_is_removed_while_others_live(container_dir: Path) -> None:
+def test_unreported_container_is_removed_by_the_sweep(container_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         labels = {**driver.spares.labels, "forkpoint.sandbox": "lost"}
@@ -403,9 +399,7 @@ def test_a_container_that_the_daemon_made_without_saying_so_is_removed_while_oth
     driven(OnImage(container_dir, spares=0), test)
 
 
-def test_a_killed_instance_leaves_nothing_even_if_it_never_comes_back(
-    container_dir: Path, killed: Callable[..., None]
-) -> None:
+def test_killed_instance_leaves_no_container(container_dir: Path, killed: Callable[..., None]) -> None:
     killed()
     deadline = time.monotonic() + 10
     while containers(container_dir) and time.monotonic() < deadline:
@@ -413,7 +407,7 @@ def test_a_killed_instance_leaves_nothing_even_if_it_never_comes_back(
     assert containers(container_dir) == []
 
 
-def test_what_was_killed_with_all_its_processes_is_removed_by_its_next_start_or_by_another_instance(
+def test_killed_instance_is_swept_by_any_instance(
     container_dir: Path, data_dir: Path, killed: Callable[..., None]
 ) -> None:
     async def nothing(_driver: ContainerDriver) -> None:
@@ -425,9 +419,7 @@ def test_what_was_killed_with_all_its_processes_is_removed_by_its_next_start_or_
     driven(OnImage(data_dir / "another"), nothing)
 
 
-def test_an_instance_keeps_a_second_one_out_of_its_directory_and_off_its_containers(
-    container_dir: Path, data_dir: Path
-) -> None:
+def test_second_instance_is_refused(container_dir: Path, data_dir: Path) -> None:
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         with pytest.raises(SandboxError, match="in use"):
@@ -473,7 +465,7 @@ def full() -> Iterator[str]:
     ("kind", "says"),
     [("down", "no Docker daemon responds"), ("silent", "gave no response within"), ("full", "disk is full")],
 )
-def test_a_daemon_that_is_down_slow_or_full_is_an_error_that_says_so(
+def test_daemon_failures_are_named(
     kind: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr("sandboxes.container.daemon.TIMEOUT_S", 1.0)

@@ -72,7 +72,7 @@ def driven(folder: Path, test: Callable[[OnImage], Awaitable[None]], *, checkpoi
     asyncio.run(go())
 
 
-def test_a_server_in_a_container_is_started_asked_and_is_state(container_dir: Path) -> None:
+def test_container_server_is_part_of_the_state(container_dir: Path) -> None:
     async def test(driver: OnImage) -> None:
         sandbox = await driver.start(spec())
         assert (await ask(sandbox, "GET", "/echo")).effect is Effect.PROCESSES
@@ -111,7 +111,7 @@ async def hear(sandbox: Sandbox, method: str) -> list[str]:
     return list(orjson.loads((await sandbox.execute(call)).result.body)["result"]["seen"])
 
 
-def test_servers_over_pipes_and_ports_come_back_from_a_checkpoint(container_dir: Path) -> None:
+def test_servers_are_restored_from_a_checkpoint(container_dir: Path) -> None:
     require_criu()
 
     async def test(driver: OnImage) -> None:
@@ -146,7 +146,7 @@ async def say(sandbox: Sandbox, text: str, *, first: bool = False) -> dict[str, 
     return dict(orjson.loads(message["text"]))
 
 
-def test_a_websocket_in_a_container_comes_back_from_a_checkpoint_with_its_memory(container_dir: Path) -> None:
+def test_websocket_server_is_restored_with_its_memory(container_dir: Path) -> None:
     require_criu()
 
     async def test(driver: OnImage) -> None:

@@ -158,7 +158,7 @@ def test_named_sessions_come_back_each_with_its_own(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
-def test_a_restored_sandbox_is_as_confined_and_as_limited_as_any(data_dir: Path) -> None:
+def test_restored_sandbox_is_confined_and_limited(data_dir: Path) -> None:
     look = "grep -e Seccomp: -e NoNewPrivs -e CapBnd -e CapEff /proc/$!/status /proc/$$/status; ulimit -a; "
     look += "cut -d: -f3 /proc/self/cgroup; ip -br link 2>/dev/null | cut -c1-4; kill -9 -1"
 
@@ -183,7 +183,7 @@ def test_a_restored_sandbox_is_as_confined_and_as_limited_as_any(data_dir: Path)
     [("ipcmk -M 4096; sleep 1000 &", "System V"), ("kill -9 $PPID; sleep 1000 &", "anchor"),
      ("ln /root/a /root/b; sleep 1000 &", "hard links")],
 )  # fmt: skip
-def test_what_cannot_be_dumped_is_told_and_harms_nothing(data_dir: Path, held: str, reason: str) -> None:
+def test_failed_dump_names_its_reason_and_harms_nothing(data_dir: Path, held: str, reason: str) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(EnvironmentSpec(files={"/root/a": "a"}))
         await run(sandbox, held)
@@ -210,7 +210,7 @@ def test_criu_s_own_reason_is_told(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
-def test_what_starts_programs_all_the_time_is_dumped_all_the_same(data_dir: Path) -> None:
+def test_process_that_keeps_forking_is_dumped(data_dir: Path) -> None:
     """CRIU must be told of mapped files before it looks, so each dump is likely to meet one that nobody knew of."""
 
     async def test(driver: LocalDriver) -> None:
@@ -226,7 +226,7 @@ def test_what_starts_programs_all_the_time_is_dumped_all_the_same(data_dir: Path
     driven(data_dir, test)
 
 
-def test_beside_what_may_be_writing_a_state_is_restless_and_a_restored_one_is_too(data_dir: Path) -> None:
+def test_state_with_writers_is_restless_after_restore(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         assert not (await run(sandbox, "echo one > file")).restless
@@ -239,7 +239,7 @@ def test_beside_what_may_be_writing_a_state_is_restless_and_a_restored_one_is_to
     driven(data_dir, test)
 
 
-def test_a_file_that_was_replaced_while_it_runs_is_not_taken_for_the_new_one(data_dir: Path) -> None:
+def test_replaced_running_program_prevents_a_freeze(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
@@ -250,7 +250,7 @@ def test_a_file_that_was_replaced_while_it_runs_is_not_taken_for_the_new_one(dat
     driven(data_dir, test)
 
 
-def test_images_that_are_gone_or_damaged_are_an_error_never_another_state(data_dir: Path) -> None:
+def test_missing_or_damaged_images_are_an_error(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
@@ -300,7 +300,7 @@ def test_images_may_lie_elsewhere_and_go_from_there(data_dir: Path, tmp_path: Pa
     asyncio.run(go())
 
 
-def test_nothing_of_criu_is_left_in_the_sandbox_or_on_the_machine(data_dir: Path) -> None:
+def test_criu_leaves_nothing_behind(data_dir: Path) -> None:
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "sleep 1000 &")
@@ -336,7 +336,7 @@ def test_an_agent_s_files_never_reach_criu(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
-def test_a_driver_that_was_killed_midway_leaves_a_state_that_was_kept(data_dir: Path) -> None:
+def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
     kept: list[FrozenState] = []
 
     async def begin(driver: LocalDriver) -> None:

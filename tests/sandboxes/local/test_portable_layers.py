@@ -36,7 +36,7 @@ def taken(porter: Porter, frozen: FrozenState, unpacking: LayerUnpacking) -> Fro
     return unpacking.state(frozen)
 
 
-def test_what_is_unpacked_looks_and_goes_on_as_what_was_packed(data_dir: Path) -> None:
+def test_unpacked_layer_equals_the_packed_one(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
@@ -67,7 +67,7 @@ def test_what_is_unpacked_looks_and_goes_on_as_what_was_packed(data_dir: Path) -
     asyncio.run(go())
 
 
-def test_what_comes_in_is_held_until_its_end_and_then_goes_if_nothing_keeps_it(data_dir: Path) -> None:
+def test_imported_parts_are_held_until_the_end(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)

@@ -17,7 +17,7 @@ class TestLocalProcesses(ProcessesSuite):
 
 
 class TestLocalProcessesWithCriu:
-    def test_a_process_that_its_client_left_comes_back_and_its_output_hinders_it_nowhere(self, data_dir: Path) -> None:
+    def test_detached_process_is_restored_and_never_blocks(self, data_dir: Path) -> None:
         require_criu()
 
         async def go() -> None:
@@ -34,7 +34,7 @@ class TestLocalProcessesWithCriu:
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_session_whose_idle_shell_was_killed_goes_on_from_its_last_call(data_dir: Path, checkpoints: bool) -> None:
+def test_session_survives_its_killed_idle_shell(data_dir: Path, checkpoints: bool) -> None:
     if checkpoints:
         require_criu()
 

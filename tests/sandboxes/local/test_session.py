@@ -104,7 +104,7 @@ def test_what_is_traced_is_the_command(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-def test_a_sandbox_takes_signals_as_a_new_process_does_whoever_started_the_proxy(data_dir: Path) -> None:
+def test_signal_dispositions_are_the_defaults(data_dir: Path) -> None:
     ignored = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
@@ -185,7 +185,7 @@ def test_background_processes_live_until_they_end(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["disown -a", "exit 3", "sleep 0.01 & wait $!", "kill %2; wait %2"])
-def test_a_call_that_changes_only_what_a_kept_shell_knows_of_its_jobs_is_a_change(data_dir: Path, call: str) -> None:
+def test_changed_job_list_is_a_change(data_dir: Path, call: str) -> None:
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "sleep 60 & sleep 30 &")
         assert Effect.PROCESSES in (await run(sandbox, call)).effect
@@ -206,7 +206,7 @@ while True:
 """
 
 
-def test_a_call_that_changes_a_server_s_memory_is_a_change_and_one_that_leaves_it_asleep_is_none(
+def test_server_that_ran_counts_as_a_change(
     data_dir: Path,
 ) -> None:
     async def test(sandbox: Sandbox) -> None:
@@ -222,9 +222,7 @@ def test_a_call_that_changes_a_server_s_memory_is_a_change_and_one_that_leaves_i
 
 
 @pytest.mark.parametrize("call", ["cd /tmp", "export -n PWD", "export OLDPWD=/", "export -n SHLVL", "declare -r Z=1"])
-def test_a_session_that_was_restored_says_of_its_variables_what_the_call_that_set_them_saw(
-    data_dir: Path, call: str
-) -> None:
+def test_restored_session_shows_the_same_variables(data_dir: Path, call: str) -> None:
     async def test(sandbox: Sandbox) -> None:
         look = "declare -p PWD OLDPWD SHLVL Z 2>/dev/null; true"
         said = (await run(sandbox, f"{call}; {look}")).out

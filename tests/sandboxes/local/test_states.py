@@ -109,7 +109,7 @@ def test_what_leaves_things_as_they_were_is_no_change(data_dir: Path, frozen: bo
     asyncio.run(go())
 
 
-def test_a_large_change_has_no_digest_but_is_seen_and_frozen(data_dir: Path) -> None:
+def test_large_change_has_no_digest(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         said = await run(sandbox, "mkdir many; cd many; seq 6000 | xargs touch; cd ..")
         assert (said.effect & Effect.FILES, said.state) == (Effect.FILES, None)
@@ -145,7 +145,7 @@ def test_deep_stacks_are_merged_and_mean_the_same(data_dir: Path) -> None:
     asyncio.run(go())
 
 
-def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_they_go_on_writing(
+def test_witness_excludes_files_that_processes_write(
     data_dir: Path,
 ) -> None:
     noise = "(while :; do date +%N; sleep .01; done) > log 2>&1 & sleep .1"
@@ -166,7 +166,7 @@ def test_beside_live_processes_a_witness_tells_what_a_call_wrote_but_not_what_th
     asyncio.run(go())
 
 
-def test_a_launcher_that_died_is_started_anew_and_takes_only_its_sandboxes_along(data_dir: Path) -> None:
+def test_dead_launcher_is_replaced(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
@@ -206,7 +206,7 @@ def test_collect_frees_what_nobody_needs(data_dir: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_root_state_outlives_eviction_and_is_refused_when_set_up_gives_another(data_dir: Path) -> None:
+def test_rebuilt_root_state_must_be_equal(data_dir: Path) -> None:
     spec = SPEC.model_copy(update={"setup": ("head -c 8 /dev/urandom > random",)})
 
     async def go() -> None:
@@ -278,7 +278,7 @@ def test_a_spec_s_archives_files_and_set_up_make_its_root(data_dir: Path, tmp_pa
 
 
 @pytest.mark.parametrize("place", ["/usr/x", "/opt/forkpoint", "/etc/x/y", "/var/lib/dpkg/x"])
-def test_data_below_what_a_sandbox_sees_of_the_host_leaves_a_hole_there(place: str) -> None:
+def test_visible_data_directory_is_hidden(place: str) -> None:
     assert in_sight(Path(place))
 
 
@@ -392,7 +392,7 @@ def test_nothing_is_left_after_the_end(data_dir: Path) -> None:
 
 
 @needs_root
-def test_a_killed_driver_leaves_nothing_that_the_next_does_not_remove(data_dir: Path) -> None:
+def test_next_start_removes_what_a_killed_driver_left(data_dir: Path) -> None:
     own = data_dir.parent / f"{data_dir.name}-killed"
     program = textwrap.dedent(f"""
         import asyncio

@@ -49,7 +49,7 @@ def test_a_request_of_any_size_comes_whole(data_dir: Path, size: int) -> None:
     in_sandbox(data_dir, test, **SPEC)
 
 
-def test_a_command_that_runs_beside_an_idle_server_has_no_effect_for_it(data_dir: Path) -> None:
+def test_idle_server_adds_no_effect_to_commands(data_dir: Path) -> None:
     async def test(sandbox: Sandbox) -> None:
         await ask(sandbox, "GET", "/echo")
         assert (await run(sandbox, "ls /srv.py")).effect is Effect.NONE
@@ -79,7 +79,7 @@ def test_a_server_cannot_hold_more_than_the_sandbox_may(data_dir: Path) -> None:
     in_sandbox(data_dir, test, servers={"api": server}, limits=Limits(disk_mb=32))
 
 
-def test_what_a_server_prints_is_in_no_answer_and_blocks_nobody(data_dir: Path) -> None:
+def test_server_output_never_blocks_or_mixes(data_dir: Path) -> None:
     loud = 'yes "said by the server" & exec python3 /srv.py 9000'
 
     async def test(sandbox: Sandbox) -> None:
