@@ -111,5 +111,5 @@ class ContainerChanges:
         return free_bytes(self._roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """Return a check of the container's disk use; see `sandboxes.guest.changes.disk_watch`."""
+        """Return a check of the container's disk use; see `sandboxes.guest.files.changes.disk_watch`."""
         return disk_watch(self._roots.upper, self.disk_bytes, self.reserve_bytes)

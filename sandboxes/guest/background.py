@@ -145,6 +145,7 @@ class BackgroundProcess:
 
     def drain(self, max_bytes: int) -> None:
         """Take its output, and kill it if its time is up."""
+        # Its time is up, and it is still running: only then is a signal sent, because a pid may be reused.
         if self.code is None and time.monotonic() > self.until and not select.select([self._death], [], [], 0)[0]:
             self.until = math.inf
             self.signal(signal.SIGKILL)
@@ -156,6 +157,7 @@ class BackgroundProcess:
         overdue = time.monotonic() > self.until
         self.drain(max_bytes)
         if self.code is None and select.select([self._death], [], [], DYING_S if overdue else 0)[0]:
+            # Drained once more below: its last words may have come after the first read.
             self.code, self._ended_at = self._status(), time.monotonic()
             self.drain(max_bytes)
         if self.code is not None and time.monotonic() - self._ended_at > LINGER_S:
@@ -189,6 +191,7 @@ class BackgroundProcess:
 
     def write(self, data: bytes, max_bytes: int, *, typed: bool) -> str:
         """Write to its stdin or type at its terminal; return why that is not possible, or an empty text."""
+        # Docker and E2B have different calls for stdin and terminals; a mix-up is the client's error.
         if typed != self.terminal:
             return "it has a terminal: what it reads is typed there" if self.terminal else "it has no terminal"
         view, deadline = memoryview(data), time.monotonic() + WRITE_S
@@ -254,6 +257,7 @@ class BackgroundProcess:
 
         The members are a disk format.
         """
+        # Streams that are closed have no pipe that could be restored.
         ends = {number: stream.fd for number, stream in self.streams.items()} | {0: self.stdin}
         open_ends = {number: fd for number, fd in sorted(ends.items()) if fd >= 0}
         return {
@@ -342,6 +346,7 @@ class BackgroundProcesses:
         self.look()
         tool, arguments = request.tool, request.arguments
         if tool == "list":
+            # A process that has ended is not listed, although it can still be polled once.
             running = [process.description for process in self if process.code is None and not process.watches]
             running.sort(key=lambda description: int(description["process"]))
             return 200, "application/json", json.dumps(running).encode()
@@ -379,6 +384,7 @@ class BackgroundProcesses:
             self._await_output(process, due, ended=until["ended"], timeout_s=timeout_s)
         output = process.take(due)
         ending = process.ending()
+        # The exit code is reported once, with the last of the output; then the number is unknown.
         if ending["exit_code"] is not None:
             process.close()
             del self._processes[process.description["process"]]
@@ -389,6 +395,7 @@ class BackgroundProcesses:
     ) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not process.over:
+            # A replay that read less than was recorded would leave output for a later poll.
             enough = all(len(process.streams[number].data) >= size for number, size in due.items())
             if enough and not ended:
                 return

@@ -68,6 +68,7 @@ class WatchEvents(PendingOutput):
                 return
             at = 0
             while at < len(data):
+                # Events are packed one after the other; a name is padded with NULs to the given size.
                 watch, mask, _, size = _HEAD.unpack_from(data, at)
                 at += _HEAD.size
                 self._happened(watch, mask, data[at : at + size].rstrip(b"\0"), max_bytes)
@@ -84,6 +85,7 @@ class WatchEvents(PendingOutput):
         where, folder = self._folders.get(watch, ("", -1))
         if folder < 0:
             return
+        # The kernel has removed this watch, because its directory is gone.
         if mask & _IGNORED:
             os.close(folder)
             del self._folders[watch]
@@ -102,6 +104,7 @@ class WatchEvents(PendingOutput):
 
     def _report(self, name: str, type_name: str, limit: int) -> None:
         line = json.dumps({"name": name, "type": type_name}).encode() + b"\n"
+        # Only whole lines: half an event could not be parsed.
         if len(self.data) + len(line) <= limit:
             self.data += line
 
@@ -110,6 +113,7 @@ class WatchEvents(PendingOutput):
         if len(self._folders) >= MAX_FOLDERS:
             os.close(folder)
             raise TooManyWatchesError(f"more than {MAX_FOLDERS} directories are to be watched")
+        # Added by descriptor: a path could lead elsewhere by the time the kernel reads it.
         self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder
         if self._recursive:
             for name in sorted(os.listdir(folder)):
@@ -164,6 +168,7 @@ def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> Background
 def _open_apart(arguments: Mapping[str, Any], enter: Callable[[], None], to: int) -> None:
     """In the child: close all but one socket, open the directory as the user, hand it over, and end."""
     try:
+        # Nothing of the supervisor's stays open in a process that becomes the agent's user.
         enter()
         os.dup2(to, _SOCKET_FD)
         os.closerange(_SOCKET_FD + 1, 1 << 16)

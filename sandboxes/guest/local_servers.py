@@ -44,6 +44,7 @@ class LocalServers(Servers):
         talks = order.port is None
         ours, theirs = new_pipes(talks=talks)
         null = [] if talks else [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
+        # A server that does not talk over stdin and stdout prints both streams to its log.
         streams = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
         try:
             pid = self._shells.launch(order.environment, streams, _program(order))
@@ -54,6 +55,7 @@ class LocalServers(Servers):
         finally:
             for fd in (*theirs, *null):
                 os.close(fd)
+        # The ended server of that name keeps its log until another one has started.
         before = self._servers.pop(order.name, None)
         if before is not None:
             before.close()

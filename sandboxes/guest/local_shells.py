@@ -29,6 +29,7 @@ class LocalShell(Shell):
     def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
         """Take over a bash that runs; see `Shell`."""
         super().__init__(name, session, pid, os.pidfd_open(pid), ends)
+        # Kept together, so that `close` cannot forget one.
         self._ends = [*ends.values(), self.death]
         # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
         texts = (session_texts.RESTORE_FD, session_texts.LOOP_FD, session_texts.COMMAND_FD)
@@ -61,6 +62,7 @@ class LocalShell(Shell):
             os.pwrite(theirs[number], text, 0)
         theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # A session that is not new brings its own variables in its restore script.
             pid = anchor.spawn(environment if session is None else {}, theirs)
             # Each call rewrites the command's text, so it stays open here.
             ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
@@ -69,6 +71,7 @@ class LocalShell(Shell):
             reason = _read_reason(ours[2])
             for fd in ours.values():
                 os.close(fd)
+            # The caller starts another anchor and tries once more.
             if isinstance(error, AnchorLostError):
                 raise
             raise ShellStartError(f"{BASH} does not start in this sandbox: {reason}") from error
@@ -124,6 +127,7 @@ class LocalShell(Shell):
         changed = {}
         for name, number in _LIMITS:
             with contextlib.suppress(OSError, ValueError):
+                # Compared with this process's own limits, with which the shell was born.
                 now = resource.prlimit(self.pid, number)
                 if now != resource.getrlimit(number):
                     changed[name] = list(now)

@@ -82,13 +82,16 @@ def run(
             ending = process.running.pump(until, link.fileno(), watch, client_detached, detach=detached)
             require_sandbox()
             kept = "process" in request.arguments
+            # A process that its client has left goes on; every other ending but its own is a kill.
             if ending in {"timeout", "disk", "host"}:
                 process.kill()
             elif ending == "detached" and kept:
+                # The time limit goes on counting in the background.
                 left_behind = process.keep(request.arguments)
                 left_behind.until = until
                 background.add(left_behind)
             elif ending == "detached":
+                # Nothing will poll it, but a full pipe would stop it.
                 for fd in process.running.outputs:
                     servers.drain_detached(fd, process.pid)
             code = process.running.conclude(ending, process.status, disk_bytes)

@@ -122,11 +122,13 @@ class Shell(ABC):
         """
         self.runs += 1
         go, text = self._orders(command)
+        # Truncated first: a shorter command must not end with the tail of the last one.
         os.ftruncate(self._command, 0)
         written = 0
         while written < len(text):
             written += os.pwrite(self._command, text[written:], written)
         self._dump.clear()
+        # Last: this line makes the shell read the text.
         os.write(self._go, go)
 
     def read_dump(self) -> bool:

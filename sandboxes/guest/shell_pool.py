@@ -136,6 +136,7 @@ class Shells(ABC):
     def _await_first_dump(self, shell: Shell) -> None:
         poll = select.poll()
         poll.register(shell.dump_fd, select.POLLIN)
+        # A shell that cannot start dies without a dump.
         poll.register(shell.death, select.POLLIN)
         deadline = time.monotonic() + READY_S
         with contextlib.suppress(MalformedDumpError):
@@ -144,6 +145,7 @@ class Shells(ABC):
                 if shell.dump_fd in events and shell.read_dump():
                     _, shell.baseline = shell.finish_dump()
                     if shell.session is None:
+                        # The first shell defines what a session without changes looks like.
                         self.pristine = shell.baseline
                     else:
                         # A restored shell takes these on together with its command: see `bash_session.orders`.

@@ -113,6 +113,7 @@ class Supervisor:
         self._require_sandbox({fd for fd, _ in events})
         for fd, event in events:
             if fd in outputs:
+                # A full pipe would stop the process that writes to it.
                 outputs[fd].drain(self.background.max_bytes)
                 if not event & POLLIN:
                     # Hung up: nothing writes there any more. `poll` would report this at once, again and again.
@@ -158,6 +159,7 @@ class Supervisor:
     def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
         """Run a call, and answer with what came of it and what it changed."""
         self.shells.reap()
+        # What survives is compared as a whole: a process that ended and one that came in its place are a change.
         before, free = self.survivors.now, self.changes.free_bytes()
         runs_before = run_counts(self.survivors.processes)
         started = time.perf_counter()
@@ -168,6 +170,7 @@ class Supervisor:
             self.link.send(ServerFailed(error.kind, str(error)))
             return
         seconds = time.perf_counter() - started
+        # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle()
         # A process that answers has worked. After a call that is known to only read, only comings and goings count.
         busy = not performed.read and ran_between(runs_before, run_counts(self.survivors.processes))
@@ -175,6 +178,7 @@ class Supervisor:
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         # A low disk that this call did not make lower is no fault of this call.
         disk_low = self.changes.free_bytes() < min(free, self.changes.reserve_bytes)
+        # One answer carries everything, so that a call costs one round trip.
         answer = CallDone(
             performed.outcome,
             seconds,
@@ -245,6 +249,7 @@ class Supervisor:
         elif ending == "died":
             code = self.shells.status(shell)
         else:
+            # Everything goes, not only the shell: the command's children would go on otherwise.
             kill()
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             if ending == "disk":
@@ -306,6 +311,7 @@ class Supervisor:
         watch = self._server_watch()
         while True:
             fds, fresh = self.servers.connect(order, watch, first)
+            # The note tells the proxy what earlier calls agreed on with this very process.
             self.link.hand_over(ServerConnected(fresh, self.servers.note(order.name)), fds)
             while (envelope := self.link.take()) is None:
                 if not self._listen(self._outputs, int(WATCH_S * 1000)):

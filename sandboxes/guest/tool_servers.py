@@ -162,6 +162,7 @@ class Servers(ABC):
         return fds, fresh
 
     def _connect(self, order: ServerOrder, watch: Callable[[], None]) -> tuple[list[int], bool]:
+        # The port is tried first: whatever listens there is the server, even if a process of another name started it.
         connection = None if order.port is None else _connected(order.port)
         if connection is not None:
             return [connection.detach()], False
@@ -172,6 +173,7 @@ class Servers(ABC):
                 self.start(replace(order.behind, environment=order.environment), watch)
             self._start(order)
         if order.port is None:
+            # Copies: the proxy closes its own at the end of the call, and the pipes must outlive that.
             return [os.dup(fd) for fd in self._servers[order.name].pipes], fresh
         return [self._await_ready(order, order.port, watch).detach()], fresh
 
@@ -221,6 +223,7 @@ class Servers(ABC):
             if connection is not None:
                 if order.ready == "tcp":
                     return connection
+                # The health check uses up a connection; the call gets a fresh one.
                 with connection:
                     ready = _answers(connection, order.ready, deadline)
                 if ready and (again := _connected(port)) is not None:

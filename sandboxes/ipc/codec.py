@@ -119,6 +119,7 @@ def _read_message(frame: Message) -> IpcMessage:
     cls = _TABLE.get(op) if isinstance(op, str) else None
     if cls is None:
         raise MalformedFrameError(f"{op!r:.60} is no message")
+    # Code behind `decode` indexes the descriptors, so their number is checked here.
     least, most = cls.descriptors
     if not least <= len(frame.fds) <= most:
         raise MalformedFrameError(f"{op}: {len(frame.fds)} descriptors came, {least} to {most} belong to it")
@@ -147,6 +148,7 @@ class _Shape:
 
     def __init__(self, cls: type) -> None:
         hints = get_type_hints(cls)
+        # Once for each class: type hints are slow to resolve.
         codecs = {field.name: _codec(hints[field.name]) for field in fields(cls)}
         self.cls = cls
         self.readers = {name: read for name, (read, _) in codecs.items()}
@@ -163,6 +165,7 @@ class _Shape:
                 raise _MismatchError(f"member {name!r} is missing") from None
             except _MismatchError as error:
                 raise _MismatchError(f"member {name!r}: {error}") from None
+        # All known members were read, so any difference in number is an unknown member.
         if len(members) != len(values):
             raise _MismatchError(f"members {sorted(members.keys() - values.keys())!r:.60} are not known")
         return self.cls(**values)

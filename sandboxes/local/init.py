@@ -215,6 +215,7 @@ class Init:
             shell = self._shells.ready(request.session)
         except ShellStartError as error:
             return not_started(error)
+        # Idle shells of other sessions are no part of the command.
         others = {other.pid for other in self._shells if other is not shell}
         if spared or others:
             # The anchor goes together with its shells, unless others have to stay.
@@ -323,6 +324,7 @@ class Init:
             self._held_from = time.monotonic()
             self._link.send(ProcessTree(self._shells.anchor.pid))
             return
+        # Without writes the layers stay, and the shells can stay as well.
         if self._changes.written:
             self._shells.end()
         self._link.send(self._layer_state())
@@ -370,12 +372,14 @@ class Init:
         for remembered, ends in restored.background:
             pid = remembered["pid"]
             process = _background_process(self._shells, remembered["told"], ends, death_of(pid), pid)
+            # Output that was not polled before the checkpoint is polled now.
             process.recall(remembered)
             self._background.add(process)
         self._survivors.settle(patient=False)
 
     def _layers_switched(self, request: LayersSwitched, fds: list[int]) -> None:
         """Go on over other layers, with fresh shells."""
+        # The launcher has moved this mount namespace to the new layers already.
         upper, lower = fds
         self._changes.switched(upper, lower, request.added_bytes)
         self._link.send(Done())

@@ -51,6 +51,7 @@ def run(
         _operate(request, body, fds, enter, writing)
     for fd in (writing, *fds):
         os.close(fd)
+    # Not `waitpid`: a child that is stuck would keep the supervisor waiting.
     data, whole = _read_all(reading, request.timeout_s, over_disk)
     os.close(reading)
     # The child alone: file operations start no processes, and others may have started some meanwhile.

@@ -115,6 +115,7 @@ def require_whole(archive: tarfile.TarFile) -> None:
         source.seek(members[-1].offset_data + members[-1].size - 1)
         if not source.read(1):
             raise tarfile.ReadError("its last file is cut off")
+    # Two blocks of zeros end an archive; what comes after them is padding.
     source.seek(archive.offset)
     rest = source.read(tarfile.BLOCKSIZE)
     if rest.strip(b"\0") or len(rest) not in {0, tarfile.BLOCKSIZE}:
@@ -133,6 +134,7 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
         path = os.path.join(target, member.name)  # noqa: PTH118
         if os.path.lexists(path):
             is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+            # `noOverwriteDirNonDir`: a directory must not become a file, or a file a directory.
             if whole_kinds and is_folder != member.isdir():
                 kinds = ("directory", "non-directory") if is_folder else ("non-directory", "directory")
                 raise ArchiveError(400, f'cannot overwrite {kinds[0]} "{path}" with {kinds[1]} "{target}"')

@@ -117,6 +117,7 @@ def _check_regular(path: str) -> os.stat_result | None:
 
 
 def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> FileAnswer:
+    # Checked before opening: opening a device may have effects.
     before = _check_regular(path)
     if before is not None and stat.S_ISDIR(before.st_mode):
         raise FileRequestError(409, "Is a directory", f"{path} is a directory: give the path of a file in it")
@@ -126,6 +127,7 @@ def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> Fil
         if owns and os.fstat(fd).st_uid == os.geteuid():
             # E2B's server does this too, and watches of the directory report it. The owner stays the same.
             os.fchown(fd, os.geteuid(), -1)
+        # In pieces, because one write has a limit of 2 GB.
         view = memoryview(body)
         while view:
             view = view[file.write(view[:_CHUNK]) :]

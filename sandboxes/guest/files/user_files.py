@@ -109,6 +109,7 @@ def _become(user: str) -> None:
     uid, gid = int(known[2]), int(known[3])
     if uid == os.geteuid():
         return
+    # setgroups comes first: afterwards this process is not allowed to change its groups any more.
     groups = [int(line[2]) for line in _lines("/etc/group") if known[0] in line[3].split(",")]
     try:
         os.setgroups([gid, *groups])
@@ -156,6 +157,7 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
             raise UserFileError(404, "not_found", f"path '{path}' does not exist")
         raise UserFileError(422, "invalid", f"path '{path}' is not a directory")
     entries: list[dict[str, Any]] = []
+    # A list and not recursion: directories may be nested more deeply than Python recurses.
     folders = [(path, 1)]
     while folders:
         folder, level = folders.pop(0)
@@ -180,6 +182,7 @@ def _mkdir(path: str) -> dict[str, Any]:
 
 def _move(path: str, target: str) -> dict[str, Any]:
     os.lstat(path)
+    # E2B's server makes missing parents as well.
     os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
     try:
         os.rename(path, target)  # noqa: PTH104
