@@ -31,7 +31,9 @@ class Read(Protocol):
 
     async def __call__(
         self, request: dict[str, Any], limits: dict[str, int], body: bytes = b""
-    ) -> tuple[dict[str, Any], bytes]: ...
+    ) -> tuple[dict[str, Any], bytes]:
+        """Run a request; see `Pipeline.read`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_a_restored_state_answers_as_the_frozen_one(self, driver: Driver) -> None:
+    def test_restored_state_gives_equal_results(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "echo a > a; mkdir d; cd d; x=1")
             frozen = await sandbox.freeze()
@@ -116,7 +116,7 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_a_frozen_sandbox_goes_on_and_harms_nobody(self, driver: Driver) -> None:
+    def test_frozen_sandbox_continues(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "echo a > a")
             first = await sandbox.freeze()
@@ -141,7 +141,7 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_other_ways_to_the_same_state_have_its_digest(self, driver: Driver) -> None:
+    def test_equal_states_have_equal_digests(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             start = (await run(await driver.start(SPEC), "true")).state
             there_and_back = await run(await after(driver, "echo a > a"), "rm a")
@@ -287,7 +287,7 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_sandboxes_do_not_see_one_another(self, driver: Driver) -> None:
+    def test_sandboxes_have_separate_sessions(self, driver: Driver) -> None:
         async def test(driver: Driver) -> None:
             one, two = await asyncio.gather(driver.start(SPEC), driver.start(SPEC))
             await asyncio.gather(run(one, "echo one > /tmp/f"), run(two, "echo two > /tmp/f"))

@@ -17,7 +17,7 @@ from sandboxes.spec import Database, EnvironmentSpec
         ("postgresql:///x?host=/run", "postgresql:///x?host=/run"),
     ],
 )
-def test_a_password_is_not_shown(dsn: str, shown: str) -> None:
+def test_redacted_spec_has_no_password(dsn: str, shown: str) -> None:
     spec = EnvironmentSpec(driver="postgres", databases={"x": Database(dsn=dsn, source="x")})
     assert spec.redacted().databases["x"].dsn == shown
     assert spec.databases["x"].dsn == dsn

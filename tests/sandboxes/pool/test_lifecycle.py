@@ -22,16 +22,16 @@ def test_every_state_is_reached_from_starting() -> None:
     assert reachable(SandboxState.STARTING) == set(SandboxState)
 
 
-def test_every_sandbox_can_be_closed_whatever_it_does() -> None:
+def test_every_state_can_be_closed() -> None:
     for state in set(SandboxState) - {SandboxState.CLOSED}:
         assert after(state, LifecycleEvent.CLOSE) is SandboxState.CLOSED
 
 
-def test_closed_is_the_end() -> None:
+def test_closed_state_has_no_successor() -> None:
     assert reachable(SandboxState.CLOSED) == {SandboxState.CLOSED}
 
 
-def test_a_lease_is_ended_before_the_next_one_begins() -> None:
+def test_leased_sandbox_cannot_be_leased() -> None:
     leases = {
         source
         for (source, event), target in NEXT.items()
@@ -45,6 +45,6 @@ def test_a_lease_is_ended_before_the_next_one_begins() -> None:
     sorted(set(itertools.product(SandboxState, LifecycleEvent)) - NEXT.keys(), key=str),
     ids=lambda part: part.value,
 )
-def test_what_the_table_lacks_raises(state: SandboxState, event: LifecycleEvent) -> None:
+def test_missing_step_raises(state: SandboxState, event: LifecycleEvent) -> None:
     with pytest.raises(ValueError, match=f"a sandbox that is {state.value} cannot {event.value}"):
         after(state, event)

@@ -58,7 +58,7 @@ async def settled() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=25))
-def test_no_more_live_than_the_budget_allows_and_everyone_is_served(budget: int, uses: list[tuple[int, bool]]) -> None:
+def test_budget_limits_live_sandboxes_and_all_callers_are_served(budget: int, uses: list[tuple[int, bool]]) -> None:
     async def use(pool: Pool, driver: Slow, turns: int, close: bool) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         for _ in range(turns):
@@ -78,7 +78,7 @@ def test_no_more_live_than_the_budget_allows_and_everyone_is_served(budget: int,
     pooled(test, budget=budget)
 
 
-def test_the_idle_sandbox_that_was_used_longest_ago_gives_way() -> None:
+def test_longest_idle_sandbox_is_closed_for_room() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         first, second = [await pool.start(driver.make, "n1", owner) for owner in (1, 2)]
         await pool.release(second)
@@ -91,7 +91,7 @@ def test_the_idle_sandbox_that_was_used_longest_ago_gives_way() -> None:
     pooled(test)
 
 
-def test_who_waits_longer_than_the_patience_is_told_so() -> None:
+def test_wait_beyond_patience_is_overloaded() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         await pool.start(driver.make, "n1", 1)
         with pytest.raises(OverloadedError, match="all 1 sandboxes were busy"):
@@ -102,7 +102,7 @@ def test_who_waits_longer_than_the_patience_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("end", ["release", "close"])
-def test_those_who_wait_are_served_when_one_becomes_free(end: str) -> None:
+def test_waiting_callers_are_served_after_release(end: str) -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         waiting = [asyncio.ensure_future(pool.start(driver.make, "n1", owner)) for owner in (2, 3)]
@@ -117,7 +117,7 @@ def test_those_who_wait_are_served_when_one_becomes_free(end: str) -> None:
     pooled(test, budget=1)
 
 
-def test_a_sandbox_that_is_still_closing_counts_in_the_budget() -> None:
+def test_closing_sandbox_counts_in_budget() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         driver.closing.clear()
@@ -133,7 +133,7 @@ def test_a_sandbox_that_is_still_closing_counts_in_the_budget() -> None:
     pooled(test, budget=1)
 
 
-def test_closing_runs_to_its_end_when_its_caller_is_cancelled() -> None:
+def test_close_completes_when_caller_is_cancelled() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         driver.closing.clear()
@@ -150,7 +150,7 @@ def test_closing_runs_to_its_end_when_its_caller_is_cancelled() -> None:
     pooled(test)
 
 
-def test_a_start_that_fails_or_is_cancelled_gives_its_place_back() -> None:
+def test_failed_or_cancelled_start_frees_its_slot() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         async def fail() -> Sandbox:
             raise SandboxError("the machine failed")
@@ -171,7 +171,7 @@ def test_a_start_that_fails_or_is_cancelled_gives_its_place_back() -> None:
     pooled(test, budget=1)
 
 
-def test_a_close_that_fails_keeps_nobody_waiting() -> None:
+def test_failed_close_frees_its_slot() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         async def fail() -> None:
             raise OSError("the machine failed")
@@ -188,7 +188,7 @@ def test_a_close_that_fails_keeps_nobody_waiting() -> None:
     pooled(test, budget=1)
 
 
-def test_a_freeze_that_fails_closes_its_sandbox() -> None:
+def test_failed_freeze_closes_its_sandbox() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         pool.begin_freeze(slot)
@@ -201,7 +201,7 @@ def test_a_freeze_that_fails_closes_its_sandbox() -> None:
     pooled(test)
 
 
-def test_who_wants_a_sandbox_that_freezes_waits_and_looks_again() -> None:
+def test_lease_of_freezing_sandbox_waits_and_fails() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         pool.begin_freeze(slot)
@@ -221,7 +221,7 @@ async def gone(slot: Slot) -> None:
     await slot.sandbox.close()
 
 
-def test_what_was_named_may_be_gone_when_it_is_taken() -> None:
+def test_lease_fails_if_sandbox_died_or_moved() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         dead, away, leased = [await pool.start(driver.make, "n1", 1) for _ in range(3)]
         await pool.release(dead)
@@ -233,7 +233,7 @@ def test_what_was_named_may_be_gone_when_it_is_taken() -> None:
     pooled(test, budget=3)
 
 
-def test_unused_and_dead_sandboxes_are_closed_and_busy_ones_are_not() -> None:
+def test_close_unused_spares_leased_sandboxes() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         busy, unused, fresh = [await pool.start(driver.make, "n1", 1) for _ in range(3)]
         await pool.release(unused)
@@ -251,7 +251,7 @@ def test_unused_and_dead_sandboxes_are_closed_and_busy_ones_are_not() -> None:
     pooled(test, budget=3)
 
 
-def test_a_freeze_is_put_off_until_somebody_wants_the_sandbox_or_its_place() -> None:
+def test_delayed_freeze_starts_when_sandbox_is_needed() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         for wants in (lambda slot: pool.lease(slot, "n1", 2), lambda _: pool.start(driver.make, "n1", 3)):
             slot = await pool.start(driver.make, "n1", 1)
@@ -275,7 +275,7 @@ def test_a_freeze_is_put_off_until_somebody_wants_the_sandbox_or_its_place() -> 
     pooled(test, budget=1)
 
 
-def test_a_sandbox_is_made_ahead_only_where_a_place_stays_free() -> None:
+def test_warm_start_needs_two_free_slots() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         warm = await pool.start_warm(driver.make, "n1")
         assert warm.warm
@@ -290,7 +290,7 @@ def test_a_sandbox_is_made_ahead_only_where_a_place_stays_free() -> None:
     pooled(test, budget=3)
 
 
-def test_when_memory_is_short_idle_sandboxes_are_closed_one_by_one_and_busy_ones_are_not() -> None:
+def test_close_victim_closes_one_idle_sandbox() -> None:
     async def test(pool: Pool, driver: Slow) -> None:
         busy, idle = [await pool.start(driver.make, "n1", 1) for _ in range(2)]
         await pool.release(idle)

@@ -37,7 +37,7 @@ class Yard:
         return slot
 
 
-def test_a_rollout_takes_its_own_sandbox_before_another_s() -> None:
+def test_find_prefers_own_sandbox() -> None:
     yard = Yard()
     yard.add("n1", 2)
     own = yard.add("n1", 1)
@@ -45,7 +45,7 @@ def test_a_rollout_takes_its_own_sandbox_before_another_s() -> None:
     assert yard.roster.find("n1", 1, shared=True) is own
 
 
-def test_where_a_state_lives_in_one_sandbox_only_nobody_else_may_take_it() -> None:
+def test_unshared_state_is_for_its_owner_only() -> None:
     yard = Yard()
     slot = yard.add("n1", 2)
     assert yard.roster.find("n1", 1, shared=False) is None
@@ -54,7 +54,7 @@ def test_where_a_state_lives_in_one_sandbox_only_nobody_else_may_take_it() -> No
     assert yard.roster.find("n1", 1, shared=False) is slot
 
 
-def test_one_that_freezes_is_named_only_where_none_is_idle() -> None:
+def test_find_prefers_idle_to_freezing() -> None:
     yard = Yard()
     frozen = yard.add("n1", 2, SandboxState.FREEZING)
     assert yard.roster.find("n1", 1, shared=False) is frozen
@@ -62,7 +62,7 @@ def test_one_that_freezes_is_named_only_where_none_is_idle() -> None:
     assert yard.roster.find("n1", 1, shared=True) is idle
 
 
-def test_a_dead_sandbox_is_never_named_and_counts_as_unused() -> None:
+def test_dead_sandbox_is_not_found_and_unused() -> None:
     yard = Yard()
     slot = yard.add("n1", 1, used_at=100.0)
     cast("Body", slot.sandbox).alive = False
@@ -70,7 +70,7 @@ def test_a_dead_sandbox_is_never_named_and_counts_as_unused() -> None:
     assert yard.roster.unused_since(50.0) == [slot]
 
 
-def test_the_victim_is_the_one_idle_longest_of_those_that_nobody_owns_first() -> None:
+def test_victim_is_unowned_first_then_longest_idle() -> None:
     yard = Yard()
     yard.add("n1", 1, SandboxState.LEASED, used_at=1.0)
     yard.add("n1", 1, used_at=3.0)

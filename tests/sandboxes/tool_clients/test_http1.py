@@ -36,7 +36,7 @@ def talk(answer: bytes, *, method: str = "GET", hangs_up: bool = True, silence_s
     return heard
 
 
-def test_framing_is_undone_and_what_is_not_of_the_answer_is_dropped() -> None:
+def test_framing_and_interim_responses_are_removed() -> None:
     chunked = b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nX-Trailer: 1\r\n\r\n"
     heard = talk(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 201 Whatever\r\nX-One: 1\r\nx-Two:  2\r\n" + chunked)
     assert (heard.status, heard.body) == (201, b"abcde")
@@ -62,11 +62,11 @@ def test_framing_is_undone_and_what_is_not_of_the_answer_is_dropped() -> None:
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
     ],
 )
-def test_what_is_no_answer_is_garbage(answer: bytes) -> None:
+def test_malformed_response_is_refused(answer: bytes) -> None:
     with pytest.raises(MalformedResponseError):
         talk(answer)
 
 
-def test_silence_is_told_from_garbage() -> None:
+def test_silence_is_a_timeout() -> None:
     with pytest.raises(TimeoutError):
         talk(b"HTTP/1.1 200 OK\r\n", hangs_up=False)

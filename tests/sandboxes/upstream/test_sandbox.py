@@ -51,7 +51,7 @@ async def words(sandbox: Sandbox) -> list[str]:
     return list(orjson.loads(said.result.body)["words"])
 
 
-def test_sandboxes_do_not_see_one_another(tmp_path: Path) -> None:
+def test_sandboxes_have_separate_sessions(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         one, two = [await begun(await driver.start(spec)) for _ in range(2)]
         await asyncio.gather(ask(one, "/add", {"word": "1"}), ask(two, "/add", {"word": "2"}))
@@ -60,7 +60,7 @@ def test_sandboxes_do_not_see_one_another(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_a_session_is_not_frozen_and_goes_on(tmp_path: Path) -> None:
+def test_open_session_cannot_be_frozen(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         sandbox = await begun(await driver.start(spec))
         with pytest.raises(NotFreezableError):
@@ -71,7 +71,7 @@ def test_a_session_is_not_frozen_and_goes_on(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_what_is_before_any_session_comes_back_and_harms_nobody(tmp_path: Path) -> None:
+def test_state_without_sessions_is_restored(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         sandbox = await driver.start(spec)
         frozen = await sandbox.freeze()
@@ -85,7 +85,7 @@ def test_what_is_before_any_session_comes_back_and_harms_nobody(tmp_path: Path) 
     driven(tmp_path, test)
 
 
-def test_the_state_told_is_that_of_the_frozen_root(tmp_path: Path) -> None:
+def test_stateless_call_keeps_the_root_state(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         sandbox = await driver.start(spec)
         said = await ask(sandbox, "/search", stateless=True)
@@ -102,7 +102,7 @@ def test_equal_specs_have_one_identity(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_closing_twice_is_closing_once_and_a_closed_one_is_an_error(tmp_path: Path) -> None:
+def test_close_is_idempotent_and_closed_sandbox_raises(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         sandbox = await driver.start(spec)
         await sandbox.close()
@@ -114,7 +114,7 @@ def test_closing_twice_is_closing_once_and_a_closed_one_is_an_error(tmp_path: Pa
     driven(tmp_path, test)
 
 
-def test_a_session_whose_server_failed_is_dead_and_no_session_is_not(tmp_path: Path) -> None:
+def test_server_failure_kills_only_sandboxes_with_sessions(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, _: Elsewhere) -> None:
         without, within = await driver.start(spec), await begun(await driver.start(spec))
         for sandbox in (without, within):
@@ -125,7 +125,7 @@ def test_a_session_whose_server_failed_is_dead_and_no_session_is_not(tmp_path: P
     driven(tmp_path, test)
 
 
-def test_a_call_that_is_cancelled_leaves_no_session_in_use(tmp_path: Path) -> None:
+def test_cancelled_call_kills_sandbox_with_session(tmp_path: Path) -> None:
     async def test(driver: HttpDriver, spec: EnvironmentSpec, there: Elsewhere) -> None:
         sandbox = await begun(await driver.start(spec))
         call = asyncio.create_task(ask(sandbox, "/silent"))

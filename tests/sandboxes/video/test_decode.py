@@ -50,20 +50,20 @@ def remade(source: Path, target: Path, wanted: Callable[[Any], bool], **options:
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\necho no video\n", bytes(range(256)) * 64])
-def test_what_is_no_video_is_told(tmp_path: Path, content: bytes) -> None:
+def test_file_without_video_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "notes.mp4").write_bytes(content)
     said = loaded(tmp_path, tmp_path / "notes.mp4")
     assert (said.fault, said.shareable) == ("not-a-video", True)
 
 
-def test_a_list_of_other_files_is_no_video(tmp_path: Path, clip: Path) -> None:
+def test_playlist_is_no_video(tmp_path: Path, clip: Path) -> None:
     (tmp_path / "list.m3u8").write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:8,\n{clip}\n#EXT-X-ENDLIST\n")
     assert loaded(tmp_path, tmp_path / "list.m3u8").fault == "not-a-video"
     (tmp_path / "list.ffconcat").write_text(f"ffconcat version 1.0\nfile '{clip}'\n")
     assert loaded(tmp_path, tmp_path / "list.ffconcat").fault == "not-a-video"
 
 
-def test_a_file_without_pictures_is_no_video(tmp_path: Path, clip: Path) -> None:
+def test_sound_file_is_no_video(tmp_path: Path, clip: Path) -> None:
     sound = tmp_path / "sound.mp4"
     with av.open(str(clip)) as source, av.open(str(sound), "w") as out:
         stream = out.add_stream_from_template(source.streams.audio[0])
@@ -77,7 +77,7 @@ def test_a_file_without_pictures_is_no_video(tmp_path: Path, clip: Path) -> None
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv", ".ts", ".avi"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_file_that_is_cut_off_is_told_or_is_the_video_that_is_left(tmp_path: Path, suffix: str, share: float) -> None:
+def test_cut_off_file_is_truncated_or_shorter(tmp_path: Path, suffix: str, share: float) -> None:
     whole = make(tmp_path / f"whole{suffix}")
     cut = tmp_path / f"cut{suffix}"
     shutil.copyfile(whole, cut)
@@ -90,7 +90,7 @@ def test_a_file_that_is_cut_off_is_told_or_is_the_video_that_is_left(tmp_path: P
         assert said.fault in {"truncated", "not-a-video", "empty", "damaged"}
 
 
-def test_a_video_with_its_index_in_front_that_is_cut_off_is_truncated(tmp_path: Path, clip: Path) -> None:
+def test_cut_off_file_with_leading_index_is_truncated(tmp_path: Path, clip: Path) -> None:
     front = tmp_path / "front.mp4"
     remade(clip, front, lambda _: True, movflags="+faststart")
     os.truncate(front, front.stat().st_size // 2)
@@ -98,14 +98,14 @@ def test_a_video_with_its_index_in_front_that_is_cut_off_is_truncated(tmp_path: 
     assert (said.fault, f"{CLIP_S:.1f} s" in said.message) == ("truncated", True)
 
 
-def test_no_pictures_at_all_are_told(tmp_path: Path, clip: Path) -> None:
+def test_video_without_pictures_is_an_error(tmp_path: Path, clip: Path) -> None:
     none = tmp_path / "none.mkv"
     remade(clip, none, lambda packet: packet.stream.type == "audio")
     said = loaded(tmp_path, none)
     assert (said.fault, "0 frames" in said.message) == ("empty", True)
 
 
-def test_a_codec_that_nothing_here_knows_is_told(tmp_path: Path) -> None:
+def test_unknown_codec_is_an_error(tmp_path: Path) -> None:
     strange = make(tmp_path / "strange.mkv")
     data = strange.read_bytes()
     assert data.count(b"V_MPEG4/ISO/ASP") == 1
@@ -113,7 +113,7 @@ def test_a_codec_that_nothing_here_knows_is_told(tmp_path: Path) -> None:
     assert loaded(tmp_path, strange).fault == "codec"
 
 
-def test_damaged_pictures_are_left_out(tmp_path: Path, clip: Path) -> None:
+def test_damaged_pictures_are_skipped(tmp_path: Path, clip: Path) -> None:
     hurt = tmp_path / "hurt.mp4"
     data = bytearray(clip.read_bytes())
     middle = data.index(b"mdat") + 4000
@@ -129,7 +129,7 @@ def test_damaged_pictures_are_left_out(tmp_path: Path, clip: Path) -> None:
     driven(tmp_path / "data", test)
 
 
-def test_a_video_that_is_too_long_or_too_large_is_refused(tmp_path: Path, clip: Path) -> None:
+def test_too_long_or_large_video_is_refused(tmp_path: Path, clip: Path) -> None:
     said = loaded(tmp_path, clip, max_duration_s=5)
     assert (said.fault, "max_duration_s" in said.message, said.shareable) == ("limit", True, True)
     large = tmp_path / "large.mp4"
@@ -139,7 +139,7 @@ def test_a_video_that_is_too_long_or_too_large_is_refused(tmp_path: Path, clip: 
     assert (said.fault, "disk_mb" in said.message) == ("limit", True)
 
 
-def test_a_limit_is_a_task_s_own_also_where_the_video_is_known(tmp_path: Path, clip: Path) -> None:
+def test_limits_apply_to_known_videos_too(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         await prepared(driver, spec_of(clip))
         strict = await driver.start(spec_of(clip, max_duration_s=5))
@@ -148,7 +148,7 @@ def test_a_limit_is_a_task_s_own_also_where_the_video_is_known(tmp_path: Path, c
     driven(tmp_path / "data", test)
 
 
-def test_a_claimed_length_is_believed_against_a_file_and_nothing_is_read(tmp_path: Path) -> None:
+def test_claimed_length_over_limit_is_refused_unread(tmp_path: Path) -> None:
     """Ten hours, told by the header of a file of some kilobytes."""
     long = tmp_path / "long.mkv"
     with av.open(str(long), "w") as out:
@@ -163,7 +163,7 @@ def test_a_claimed_length_is_believed_against_a_file_and_nothing_is_read(tmp_pat
     assert (said.fault, "36001" in said.message or "36000" in said.message) == ("limit", True)
 
 
-def test_memory_is_limited_and_what_runs_out_of_it_is_nobody_else_s_answer(tmp_path: Path) -> None:
+def test_out_of_memory_is_not_shared(tmp_path: Path) -> None:
     wide = tmp_path / "wide.mkv"
     with av.open(str(wide), "w") as out:
         stream = out.add_stream("ffv1", rate=1)
@@ -174,7 +174,7 @@ def test_memory_is_limited_and_what_runs_out_of_it_is_nobody_else_s_answer(tmp_p
     assert (said.fault, said.shareable) == ("memory", False)
 
 
-def test_what_is_made_of_a_video_has_a_size(tmp_path: Path) -> None:
+def test_made_files_respect_disk_limit(tmp_path: Path) -> None:
     source = make(tmp_path / "clip.mp4", ["red", "blue"] * 24, sound=False, subtitles=False)
     assert source.stat().st_size < 1 << 20
 
@@ -188,7 +188,7 @@ def test_what_is_made_of_a_video_has_a_size(tmp_path: Path) -> None:
     driven(tmp_path / "data", test)
 
 
-def test_the_time_of_a_preprocess_is_limited(tmp_path: Path, clip: Path) -> None:
+def test_preprocess_has_a_time_limit(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip, preprocess_s=0.001))
         await ask(sandbox, "load_video", name="clip.mp4")
@@ -201,7 +201,7 @@ def test_the_time_of_a_preprocess_is_limited(tmp_path: Path, clip: Path) -> None
     driven(tmp_path / "data", test)
 
 
-def test_a_task_s_limits_end_nobody_else_s_preprocess(tmp_path: Path, clip: Path) -> None:
+def test_limits_of_one_task_end_no_other_job(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         strict, other = await driver.start(spec_of(clip, preprocess_s=0.001)), await driver.start(spec_of(clip))
         for sandbox in (strict, other):
@@ -212,7 +212,7 @@ def test_a_task_s_limits_end_nobody_else_s_preprocess(tmp_path: Path, clip: Path
     driven(tmp_path / "data", test)
 
 
-def test_a_video_without_sound_and_subtitles_has_none(tmp_path: Path) -> None:
+def test_video_without_sound_has_none(tmp_path: Path) -> None:
     source = make(tmp_path / "clip.mp4", sound=False, subtitles=False)
 
     async def test(driver: VideoDriver) -> None:
@@ -233,7 +233,7 @@ OUTSIDE = (
 )  # fmt: skip
 
 
-def test_what_lies_outside_the_clip_is_told_with_what_there_is(tmp_path: Path, clip: Path) -> None:
+def test_time_out_of_range_names_the_range(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip))
         for tool, arguments in OUTSIDE:
@@ -243,7 +243,7 @@ def test_what_lies_outside_the_clip_is_told_with_what_there_is(tmp_path: Path, c
     driven(tmp_path / "data", test)
 
 
-def test_an_order_of_calls_that_cannot_be_is_told(tmp_path: Path, clip: Path) -> None:
+def test_calls_in_wrong_order_are_errors(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip))
         assert (await ask(sandbox, "preprocess")).fault == "not-loaded"
@@ -256,7 +256,7 @@ def test_an_order_of_calls_that_cannot_be_is_told(tmp_path: Path, clip: Path) ->
     driven(tmp_path / "data", test)
 
 
-def test_an_answer_has_a_size(tmp_path: Path, clip: Path) -> None:
+def test_output_size_is_limited(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip, limits={"output_bytes": 900}))
         assert (await ask(sandbox, "sample_frames", n=64)).fault == "too-large"
@@ -266,7 +266,7 @@ def test_an_answer_has_a_size(tmp_path: Path, clip: Path) -> None:
     driven(tmp_path / "data", test)
 
 
-def test_a_directory_knows_its_files_and_no_others(tmp_path: Path, clip: Path) -> None:
+def test_directory_knows_only_its_files(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(str(clip.parent)))
         assert (await ask(sandbox, "load_video", name="../clip.mp4")).fault == "no-such-video"

@@ -53,7 +53,7 @@ def both(clip: Path, other: Path) -> EnvironmentSpec:
 # -- the driver's promises --------------------------------------------------------------------------------------------
 
 
-def test_what_reads_has_no_effect_and_what_loads_and_prepares_has_one(tmp_path: Path, clip: Path) -> None:
+def test_only_load_and_preprocess_have_effects(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip))
         loaded = await ask(sandbox, "load_video", name="clip.mp4")
@@ -79,7 +79,7 @@ READS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def test_a_restored_state_answers_as_the_frozen_one(tmp_path: Path, clip: Path) -> None:
+def test_restored_state_gives_equal_results(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         spec = spec_of(clip)
         sandbox = await prepared(driver, spec)
@@ -94,7 +94,7 @@ def test_a_restored_state_answers_as_the_frozen_one(tmp_path: Path, clip: Path) 
     driven(tmp_path, test)
 
 
-def test_a_frozen_sandbox_goes_on_and_harms_nobody(tmp_path: Path, clip: Path, other: Path) -> None:
+def test_frozen_sandbox_continues(tmp_path: Path, clip: Path, other: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         spec = both(clip, other)
         sandbox = await prepared(driver, spec)
@@ -108,7 +108,7 @@ def test_a_frozen_sandbox_goes_on_and_harms_nobody(tmp_path: Path, clip: Path, o
     driven(tmp_path, test)
 
 
-def test_other_ways_to_the_same_state_have_its_digest(tmp_path: Path, clip: Path, other: Path) -> None:
+def test_equal_states_have_equal_digests(tmp_path: Path, clip: Path, other: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         spec = both(clip, other)
         direct = await prepared(driver, spec)
@@ -123,7 +123,7 @@ def test_other_ways_to_the_same_state_have_its_digest(tmp_path: Path, clip: Path
     driven(tmp_path, test)
 
 
-def test_equal_videos_in_other_places_are_one_identity_and_one_preprocess(tmp_path: Path, clip: Path) -> None:
+def test_equal_videos_share_identity_and_preprocess(tmp_path: Path, clip: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     twin = tmp_path / "elsewhere" / "clip.mp4"
     twin.write_bytes(clip.read_bytes())
@@ -138,7 +138,7 @@ def test_equal_videos_in_other_places_are_one_identity_and_one_preprocess(tmp_pa
     driven(tmp_path / "data", test)
 
 
-def test_another_pipeline_is_another_state(tmp_path: Path, clip: Path) -> None:
+def test_other_settings_make_another_state(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         one, two = await prepared(driver, spec_of(clip)), await prepared(driver, spec_of(clip, segment_s=1.0))
         assert (await ask(one, "video_info")).state != (await ask(two, "video_info")).state
@@ -147,7 +147,7 @@ def test_another_pipeline_is_another_state(tmp_path: Path, clip: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_collecting_spares_what_is_kept_and_what_is_used(tmp_path: Path, clip: Path, other: Path) -> None:
+def test_collect_spares_kept_and_used_parts(tmp_path: Path, clip: Path, other: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         spec = both(clip, other)
         kept, dropped = await prepared(driver, spec), await prepared(driver, spec, "other.mp4")
@@ -166,7 +166,7 @@ def test_collecting_spares_what_is_kept_and_what_is_used(tmp_path: Path, clip: P
     driven(tmp_path, test)
 
 
-def test_what_is_being_made_is_not_collected(tmp_path: Path, clip: Path) -> None:
+def test_part_in_the_making_is_not_collected(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip))
         await ask(sandbox, "load_video", name="clip.mp4")
@@ -180,7 +180,7 @@ def test_what_is_being_made_is_not_collected(tmp_path: Path, clip: Path) -> None
     driven(tmp_path, test)
 
 
-def test_a_damaged_state_is_gone_and_made_again(tmp_path: Path, clip: Path) -> None:
+def test_damaged_part_is_gone_and_remade(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         spec = spec_of(clip)
         sandbox = await prepared(driver, spec)
@@ -197,7 +197,7 @@ def test_a_damaged_state_is_gone_and_made_again(tmp_path: Path, clip: Path) -> N
     driven(tmp_path, test)
 
 
-def test_closing_twice_is_closing_once_and_a_dead_one_says_so(tmp_path: Path, clip: Path) -> None:
+def test_close_is_idempotent_and_dead_sandbox_raises(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip))
         await sandbox.close()
@@ -209,7 +209,7 @@ def test_closing_twice_is_closing_once_and_a_dead_one_says_so(tmp_path: Path, cl
     driven(tmp_path, test)
 
 
-def test_a_source_that_is_not_there_is_the_spec_s_fault(tmp_path: Path) -> None:
+def test_missing_source_is_a_spec_error(tmp_path: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         with pytest.raises(SpecError, match="nowhere"):
             await driver.identity(spec_of("/nowhere/at/all.mp4"))
@@ -217,7 +217,7 @@ def test_a_source_that_is_not_there_is_the_spec_s_fault(tmp_path: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_a_source_that_changes_is_another_identity_and_not_loaded_into_the_old(tmp_path: Path, other: Path) -> None:
+def test_changed_source_is_another_identity(tmp_path: Path, other: Path) -> None:
     source = make(tmp_path / "clip.mp4", ["red"])
     changed = other.read_bytes()
 
@@ -234,7 +234,7 @@ def test_a_source_that_changes_is_another_identity_and_not_loaded_into_the_old(t
 # -- once -------------------------------------------------------------------------------------------------------------
 
 
-def test_many_at_once_prepare_once(tmp_path: Path, clip: Path) -> None:
+def test_concurrent_preprocesses_run_once(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandboxes = [await driver.start(spec_of(clip)) for _ in range(6)]
         for sandbox in sandboxes:
@@ -246,7 +246,7 @@ def test_many_at_once_prepare_once(tmp_path: Path, clip: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_no_more_are_decoded_at_once_than_there_are_turns(tmp_path: Path) -> None:
+def test_slots_limit_concurrent_decoding(tmp_path: Path) -> None:
     (tmp_path / "videos").mkdir()
     names = [make(tmp_path / "videos" / f"{n}.mp4", ["red"], shade=20 * n).name for n in range(4)]
 
@@ -271,7 +271,7 @@ def test_no_more_are_decoded_at_once_than_there_are_turns(tmp_path: Path) -> Non
     driven(tmp_path / "data", test)
 
 
-def test_who_goes_away_leaves_the_work_to_the_others(tmp_path: Path, clip: Path) -> None:
+def test_cancelled_caller_leaves_job_to_others(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         one, two = await driver.start(spec_of(clip)), await driver.start(spec_of(clip))
         for sandbox in (one, two):
@@ -285,7 +285,7 @@ def test_who_goes_away_leaves_the_work_to_the_others(tmp_path: Path, clip: Path)
     driven(tmp_path, test)
 
 
-def test_two_runs_from_nothing_make_the_same_bytes(tmp_path: Path, clip: Path) -> None:
+def test_two_runs_make_equal_bytes(tmp_path: Path, clip: Path) -> None:
     made = []
     for name in ("one", "two"):
 
@@ -298,7 +298,7 @@ def test_two_runs_from_nothing_make_the_same_bytes(tmp_path: Path, clip: Path) -
     assert len(made[0]) == 8
 
 
-def test_later_instances_find_what_was_prepared(tmp_path: Path, clip: Path) -> None:
+def test_later_instance_reuses_prepared_parts(tmp_path: Path, clip: Path) -> None:
     async def first(driver: VideoDriver) -> None:
         await prepared(driver, spec_of(clip))
 
@@ -310,7 +310,7 @@ def test_later_instances_find_what_was_prepared(tmp_path: Path, clip: Path) -> N
     driven(tmp_path, second)
 
 
-def test_a_baseline_pays_for_all_and_gets_the_same(tmp_path: Path, clip: Path) -> None:
+def test_baseline_shares_nothing_and_gets_equal_results(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         shared = await prepared(driver, spec_of(clip))
         alone = await prepared(driver, spec_of(clip, cache="never"))
@@ -324,7 +324,7 @@ def test_a_baseline_pays_for_all_and_gets_the_same(tmp_path: Path, clip: Path) -
     driven(tmp_path, test)
 
 
-def test_a_worker_that_is_killed_while_preparing_leaves_nothing_half_done(tmp_path: Path, clip: Path) -> None:
+def test_killed_worker_leaves_no_incomplete_part(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await driver.start(spec_of(clip))
         loaded = await ask(sandbox, "load_video", name="clip.mp4")
@@ -342,7 +342,7 @@ def test_a_worker_that_is_killed_while_preparing_leaves_nothing_half_done(tmp_pa
     driven(tmp_path, test)
 
 
-def test_workers_reach_no_network_and_no_other_files(tmp_path: Path, clip: Path) -> None:
+def test_workers_are_confined(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         await driver.pipeline.versions()
         if os.geteuid() != 0 or not driver.worker_pool.confined:
@@ -374,7 +374,7 @@ def told(tmp_path_factory: pytest.TempPathFactory, clip: Path) -> dict[str, Said
     return found
 
 
-def test_a_video_is_what_it_was_made_as(told: dict[str, Said]) -> None:
+def test_info_matches_the_synthetic_clip(told: dict[str, Said]) -> None:
     info = told["video_info"].json
     assert (info["duration_s"], info["frames"], info["fps"]) == (CLIP_S, 80, 10)
     assert (info["width"], info["height"], info["codec"]) == (WIDTH, HEIGHT, "mpeg4")
@@ -382,7 +382,7 @@ def test_a_video_is_what_it_was_made_as(told: dict[str, Said]) -> None:
     assert (info["segments"], info["shots"], info["model"]) == (4, 4, "none")
 
 
-def test_shots_tones_and_subtitles_are_those_of_the_scenes(told: dict[str, Said]) -> None:
+def test_measurements_match_the_synthetic_scenes(told: dict[str, Said]) -> None:
     shots = told["detect_shots"].json["shots"]
     assert [shot["start_s"] for shot in shots] == [n * SCENE_S for n in range(4)]
     heard = told["audio_profile"].json["segments"]
@@ -392,7 +392,7 @@ def test_shots_tones_and_subtitles_are_those_of_the_scenes(told: dict[str, Said]
     assert len(told["subtitles early"].json["subtitles"]) == 1
 
 
-def test_without_a_model_it_says_so_and_states_what_was_measured(told: dict[str, Said]) -> None:
+def test_answers_without_model_state_measurements(told: dict[str, Said]) -> None:
     captions = told["caption_retrieval"].json
     assert captions["model"] == "none"
     for name, each in zip(COLOURS, captions["captions"], strict=True):
@@ -414,7 +414,7 @@ def dominant(data: bytes) -> str:
     )
 
 
-def test_pictures_show_the_scene_of_their_time_kept_or_exact(tmp_path: Path, clip: Path) -> None:
+def test_pictures_show_the_scene_of_their_time(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         loaded = await driver.start(spec_of(clip))
         await ask(loaded, "load_video", name="clip.mp4")
@@ -434,7 +434,7 @@ def test_pictures_show_the_scene_of_their_time_kept_or_exact(tmp_path: Path, cli
 
 
 @pytest.mark.parametrize("gop", [1, 12, 80])
-def test_seeking_and_reading_on_find_the_same_pictures(tmp_path: Path, gop: int) -> None:
+def test_seeking_and_decoding_find_equal_pictures(tmp_path: Path, gop: int) -> None:
     source = make(tmp_path / "clip.mp4", gop=gop)
 
     async def test(driver: VideoDriver) -> None:
@@ -449,7 +449,7 @@ def test_seeking_and_reading_on_find_the_same_pictures(tmp_path: Path, gop: int)
     driven(tmp_path / "data", test)
 
 
-def test_pictures_have_the_form_and_size_that_is_asked(tmp_path: Path, clip: Path) -> None:
+def test_pictures_have_requested_format_and_size(tmp_path: Path, clip: Path) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip))
         png = await ask(sandbox, "get_frame", t=1.0, format="png", max_side=64)

@@ -34,7 +34,7 @@ asyncio.run(go())
 """
 
 
-def test_a_killed_proxy_leaves_nothing_half_prepared(tmp_path: Path) -> None:
+def test_killed_proxy_leaves_no_incomplete_part(tmp_path: Path) -> None:
     clip, data = make(tmp_path / "clip.mp4"), tmp_path / "data"
     command = [sys.executable, "-c", HELD, str(data), str(clip)]
     repository = Path(__file__).parents[3]

@@ -27,7 +27,7 @@ def times(count: int = 100) -> list[float]:
     return [n / 10 for n in range(count)]
 
 
-def test_a_picture_differs_from_itself_by_nothing_and_from_its_inverse_by_all() -> None:
+def test_difference_ranges_from_zero_to_one() -> None:
     black, white = np.zeros_like(RED), np.full_like(RED, 255)
     assert measure.difference(RED, RED) == 0
     assert measure.difference(black, white) == 1
@@ -35,37 +35,37 @@ def test_a_picture_differs_from_itself_by_nothing_and_from_its_inverse_by_all() 
     assert measure.difference(RED, GREEN) > measure.CUT
 
 
-def test_a_cut_is_where_pictures_differ_much() -> None:
+def test_large_difference_is_a_cut() -> None:
     assert measure.cuts(times(), differences(20, 55)) == [2.0, 5.5]
 
 
-def test_wild_movement_is_no_cut_and_a_cut_into_it_is_one() -> None:
+def test_steady_movement_is_no_cut() -> None:
     wild = differences(30)
     wild[31:60] = np.linspace(0.14, 0.06, 29)
     assert measure.cuts(times(), wild) == [3.0]
 
 
-def test_lively_shots_raise_what_is_taken_for_a_cut() -> None:
+def test_lively_video_raises_cut_threshold() -> None:
     assert measure.cuts(times(), differences(20, motion=0.03)) == [2.0]
     almost = differences(motion=0.03)
     almost[50] = 0.2
     assert measure.cuts(times(), almost) == []
 
 
-def test_a_threshold_of_one_s_own_counts_alone() -> None:
+def test_given_threshold_decides_alone() -> None:
     some = differences(20)
     some[70] = 0.04
     assert measure.cuts(times(), some, 0.03) == [2.0, 7.0]
     assert measure.cuts(times(), some, 0.5) == []
 
 
-def test_no_shot_is_shorter_than_a_moment_and_none_begins_at_the_start() -> None:
+def test_shots_have_a_minimum_length() -> None:
     assert measure.cuts(times(), differences(1, 20, 21), 0.05) == [2.0]
     assert measure.cuts([], np.zeros(0, np.float32)) == []
 
 
 @given(st.floats(0.1, 1e4), st.floats(0.5, 100))
-def test_segments_cover_a_video_without_gap(duration_s: float, segment_s: float) -> None:
+def test_segments_cover_the_video(duration_s: float, segment_s: float) -> None:
     spans = measure.segments(duration_s, segment_s)
     assert spans[0][0] == 0
     assert spans[-1][1] == duration_s
@@ -80,9 +80,7 @@ def test_segments_cover_a_video_without_gap(duration_s: float, segment_s: float)
     st.lists(st.floats(0.5, 99), max_size=6, unique=True),
     st.floats(0, 100),
 )
-def test_the_picture_that_stands_for_a_time_is_the_nearest_of_its_shot(
-    kept: list[float], starts: list[float], t: float
-) -> None:
+def test_nearest_kept_picture_of_the_shot_represents(kept: list[float], starts: list[float], t: float) -> None:
     kept.sort()
     shots = measure.spans(sorted(starts), 101.0)
     span = shots[measure.span_at([start for start, _ in shots], t)]
@@ -103,7 +101,7 @@ def test_colours_have_names() -> None:
 
 
 @pytest.mark.parametrize("hz", [220, 440, 1000, 3000])
-def test_a_tone_is_heard_at_its_frequency(hz: int) -> None:
+def test_tone_has_its_frequency(hz: int) -> None:
     t = np.arange(2 * measure.SAMPLE_RATE) / measure.SAMPLE_RATE
     tone = (np.sin(2 * np.pi * hz * t) * 16384).astype(np.int16)
     assert measure.tone_hz(tone) == pytest.approx(hz, abs=1)
@@ -119,7 +117,7 @@ def test_noise_and_silence_have_no_tone() -> None:
     assert measure.level_db(np.zeros(0, np.int16)) == measure.SILENCE_DB
 
 
-def test_something_like_text_is_rows_of_two_shades_that_change_often() -> None:
+def test_overlay_needs_two_alternating_shades() -> None:
     plain = np.full((240, 320), 90, np.uint8)
     assert measure.overlay(plain) is None
     written = plain.copy()
@@ -131,7 +129,7 @@ def test_something_like_text_is_rows_of_two_shades_that_change_often() -> None:
     assert measure.overlay(bars) is None
 
 
-def test_seeking_pays_where_more_is_ahead_than_half_a_group() -> None:
+def test_seek_pays_beyond_half_a_group() -> None:
     assert measure.seek_pays(100, 30)
     assert not measure.seek_pays(14, 30)
     # Three key pictures in 615: reading on is cheaper for most of the way.
@@ -139,7 +137,7 @@ def test_seeking_pays_where_more_is_ahead_than_half_a_group() -> None:
     assert not measure.seek_pays(0, 1)
 
 
-def test_a_word_that_few_lines_have_counts_more() -> None:
+def test_rare_words_count_more() -> None:
     lines = ["red wall", "red door", "blue door", ""]
     scores = words.bm25("blue door", lines)
     assert words.best(scores, 2) == [2, 1]
@@ -148,7 +146,7 @@ def test_a_word_that_few_lines_have_counts_more() -> None:
     assert words.bm25("x", []) == []
 
 
-def test_equal_scores_go_by_number() -> None:
+def test_equal_scores_are_ordered_by_number() -> None:
     assert words.best([1.0, 2.0, 2.0, 1.0], 4) == [1, 2, 0, 3]
 
 
@@ -162,11 +160,11 @@ def test_equal_scores_go_by_number() -> None:
         ("The objects: in it shine", "The objects: in it shine", []),
     ],
 )
-def test_a_model_s_words_are_taken_as_they_are(answer: str, caption: str, objects: list[str]) -> None:
+def test_captions_and_objects_are_parsed(answer: str, caption: str, objects: list[str]) -> None:
     assert prompts.described(answer) == (caption, objects)
 
 
-def test_a_model_is_shown_where_things_were_seen() -> None:
+def test_memory_prompt_lists_segments_of_objects() -> None:
     asked = prompts.ask_memory({"cup": [0, 1, 2, 7], "man": [4]}, 9, 2.0, "Where is the cup?")
     assert "cup: 0-2, 7" in asked
     assert "man: 4" in asked

@@ -52,7 +52,7 @@ def asked(tmp_path: Path, test: Callable[[ModelClient], Awaitable[None]]) -> Non
 # -- one question -----------------------------------------------------------------------------------------------------
 
 
-def test_temperature_and_seed_are_sent_and_pictures_as_urls(tmp_path: Path, server: ModelServer) -> None:
+def test_request_has_settings_and_images(tmp_path: Path, server: ModelServer) -> None:
     async def test(models: ModelClient) -> None:
         await models.chat(VideoModel(**model(server, seed=7)), "What?", [b"one", b"two"], variant=2)
         (body,) = server.chats()
@@ -64,7 +64,7 @@ def test_temperature_and_seed_are_sent_and_pictures_as_urls(tmp_path: Path, serv
     asked(tmp_path, test)
 
 
-def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path, server: ModelServer) -> None:
+def test_equal_questions_share_one_request(tmp_path: Path, server: ModelServer) -> None:
     seer = VideoModel(**model(server))
 
     async def test(models: ModelClient) -> None:
@@ -90,7 +90,7 @@ def test_one_question_is_asked_once_and_its_answer_is_everybody_s(tmp_path: Path
     asked(tmp_path, later)
 
 
-def test_who_goes_away_leaves_the_question_to_the_others(tmp_path: Path, server: ModelServer) -> None:
+def test_cancelled_caller_leaves_request_to_others(tmp_path: Path, server: ModelServer) -> None:
     server.mood = "silent"
 
     async def test(models: ModelClient) -> None:
@@ -110,7 +110,7 @@ MOODS: list[tuple[Mood, bool]] = [
 
 
 @pytest.mark.parametrize(("mood", "silent"), MOODS)
-def test_an_endpoint_that_is_ill_is_an_error_and_nothing_is_kept(
+def test_failing_endpoint_is_an_error_and_not_kept(
     tmp_path: Path, server: ModelServer, mood: Mood, silent: bool
 ) -> None:
     seer = VideoModel(**model(server, timeout_s=0.3 if silent else 30))
@@ -127,7 +127,7 @@ def test_an_endpoint_that_is_ill_is_an_error_and_nothing_is_kept(
     asked(tmp_path, test)
 
 
-def test_an_endpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_missing_endpoint_is_an_error(tmp_path: Path) -> None:
     async def test(models: ModelClient) -> None:
         with pytest.raises(ServerError, match="cannot be reached"):
             await models.chat(VideoModel(base_url="http://127.0.0.1:9/v1", model="seer"), "What?", [])
@@ -135,7 +135,7 @@ def test_an_endpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     asked(tmp_path, test)
 
 
-def test_one_that_is_busy_is_asked_again(tmp_path: Path, server: ModelServer) -> None:
+def test_busy_endpoint_is_retried(tmp_path: Path, server: ModelServer) -> None:
     server.mood = "busy once"
 
     async def test(models: ModelClient) -> None:
@@ -145,7 +145,7 @@ def test_one_that_is_busy_is_asked_again(tmp_path: Path, server: ModelServer) ->
     asked(tmp_path, test)
 
 
-def test_vectors_come_in_the_order_of_their_texts(tmp_path: Path, server: ModelServer) -> None:
+def test_vectors_are_in_order_of_texts(tmp_path: Path, server: ModelServer) -> None:
     seer = VideoModel(**model(server))
 
     async def test(models: ModelClient) -> None:
@@ -158,9 +158,7 @@ def test_vectors_come_in_the_order_of_their_texts(tmp_path: Path, server: ModelS
     asked(tmp_path, test)
 
 
-def test_a_key_comes_from_the_environment_and_goes_to_the_endpoint(
-    tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_comes_from_the_environment(tmp_path: Path, server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     seer = VideoModel(**model(server, api_key_env="SEER_KEY"))
 
     async def test(models: ModelClient) -> None:
@@ -174,7 +172,7 @@ def test_a_key_comes_from_the_environment_and_goes_to_the_endpoint(
     assert b"secret" not in (tmp_path / "models.sqlite").read_bytes()
 
 
-def test_what_models_said_stays_within_its_budget(tmp_path: Path) -> None:
+def test_answer_memo_stays_within_budget(tmp_path: Path) -> None:
     memo = AnswerMemo(tmp_path / "models.sqlite", budget_bytes=1 << 20)
     memo.open()
     for n in range(200):
@@ -192,7 +190,7 @@ def test_what_models_said_stays_within_its_budget(tmp_path: Path) -> None:
 # -- a whole video ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_describes_each_segment_once_for_all(tmp_path: Path, clip: Path, server: ModelServer) -> None:
+def test_each_segment_is_described_once(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         spec = spec_of(clip, model=model(server))
         sandbox = await prepared(driver, spec)
@@ -207,9 +205,7 @@ def test_a_model_describes_each_segment_once_for_all(tmp_path: Path, clip: Path,
     driven(tmp_path, test)
 
 
-def test_questions_show_pictures_and_memory_shows_what_was_seen(
-    tmp_path: Path, clip: Path, server: ModelServer
-) -> None:
+def test_questions_send_pictures_and_object_lists(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip, model=model(server)))
         said = await ask(sandbox, "visual_question_answering", **QUESTION)
@@ -230,7 +226,7 @@ def test_questions_show_pictures_and_memory_shows_what_was_seen(
     driven(tmp_path, test)
 
 
-def test_vectors_find_the_segment_that_was_described_so(tmp_path: Path, clip: Path, server: ModelServer) -> None:
+def test_vectors_localize_described_segment(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         told = model(server, embed_model="embedder", image_embed_model="seer-embedder")
         sandbox = await prepared(driver, spec_of(clip, model=told))
@@ -246,9 +242,7 @@ def test_vectors_find_the_segment_that_was_described_so(tmp_path: Path, clip: Pa
     driven(tmp_path, test)
 
 
-def test_another_model_is_another_state_on_the_same_measurements(
-    tmp_path: Path, clip: Path, server: ModelServer
-) -> None:
+def test_other_model_shares_measurements(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         states = []
         for told in (None, model(server), model(server, seed=5), model(server, model="prophet")):
@@ -262,7 +256,7 @@ def test_another_model_is_another_state_on_the_same_measurements(
 
 
 @pytest.mark.parametrize(("mood", "silent"), MOODS)
-def test_a_preprocess_whose_model_fails_leaves_the_state_and_goes_on_where_it_was(
+def test_preprocess_continues_after_model_failure(
     tmp_path: Path, clip: Path, server: ModelServer, mood: Mood, silent: bool
 ) -> None:
     async def test(driver: VideoDriver) -> None:
@@ -287,9 +281,7 @@ def test_a_preprocess_whose_model_fails_leaves_the_state_and_goes_on_where_it_wa
     driven(tmp_path, test)
 
 
-def test_a_model_that_says_something_else_when_asked_again_is_another_state(
-    tmp_path: Path, clip: Path, server: ModelServer
-) -> None:
+def test_different_captions_make_another_state(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     states = []
     for name in ("one", "two"):
 
@@ -302,7 +294,7 @@ def test_a_model_that_says_something_else_when_asked_again_is_another_state(
     assert states[0] != states[1]
 
 
-def test_variants_are_other_draws_and_each_is_kept(tmp_path: Path, clip: Path, server: ModelServer) -> None:
+def test_each_variant_is_recorded(tmp_path: Path, clip: Path, server: ModelServer) -> None:
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip, model=model(server), variants=3))
 
