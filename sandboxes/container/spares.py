@@ -82,7 +82,7 @@ class Spares:
     """
 
     def __init__(self, daemon: Daemon, data_dir: Path, *, spares: int) -> None:
-        """Describe the stock; `open` starts the keeper launcher.
+        """Name the directories; `open` starts the keeper launcher.
 
         Args:
             daemon: The connection to the Docker daemon.
