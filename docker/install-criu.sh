@@ -1,7 +1,8 @@
 #!/bin/sh
-# Installs CRIU from Debian: the package where this release has one that works on the running kernel, else built from
-# the source package of Debian's development release (Debian 12's own 3.17 fails on kernels since 6.x). As root; 40 s.
-# Nothing else of the system is upgraded: apt's lists for that release live in a directory of their own.
+# Install CRIU from Debian, as root. If this release has a package that works on the running kernel, install that.
+# Otherwise build the source package of Debian's development release, which takes 40 s: Debian 12's own 3.17 fails on
+# kernels since 6.x. Nothing else of the system is upgraded, because apt's lists for that release are in a directory of
+# their own.
 set -eu
 
 works() { command -v criu >/dev/null && criu check >/dev/null 2>&1; }

@@ -1,4 +1,4 @@
-# A sandbox for agents, of Debian packages alone. Any other image that has /bin/sh does as well.
+# A sandbox for agents, made of Debian packages only. Any other image with /bin/sh works too.
 FROM debian:bookworm-slim
 
 RUN apt-get update \

@@ -1,6 +1,6 @@
-"""A group of rollouts over E2B's SDK (`pip install e2b`): `python examples/e2b_agent.py [proxy's URL]`.
+"""Run a group of rollouts with E2B's SDK (`pip install e2b`): `python examples/e2b_agent.py [proxy's URL]`.
 
-All make the same first calls, and then each its own. The second runs nothing until it leaves the first one's way.
+All rollouts begin with the same calls. The later ones are answered from the tree until they make a call of their own.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -15,23 +15,23 @@ os.environ |= {
     "E2B_API_KEY": "e2b_" + "0" * 40,
 }
 
-from e2b import Sandbox  # noqa: E402 - it reads the environment
+from e2b import Sandbox  # noqa: E402 - the import reads the environment
 
 
 def rollout(name: str) -> str:
-    """Return what one rollout reads back."""
+    """Run one rollout and return what it read from its server."""
     box = Sandbox.create(metadata={"name": name})
     box.files.write("/root/notes", "shared\n")
     drawn = box.commands.run("echo $RANDOM | tee /root/drawn").stdout.strip()
     server = box.commands.run("cd /root && exec python3 -m http.server 8000", background=True, timeout=0)
     box.commands.run("until (exec 3<>/dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.05; done")
-    # From here on each goes its own way.
+    # From here on the rollouts differ.
     box.commands.run(f"echo {name} >>/root/notes")
     page = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8000/notes').read().decode().split())"
-    told = box.commands.run(f'python3 -c "{page}"').stdout.strip()
+    served = box.commands.run(f'python3 -c "{page}"').stdout.strip()
     server.kill()
     box.kill()
-    return f"{name}: drawn {drawn}, served {told}"
+    return f"{name}: drawn {drawn}, served {served}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Make a test clip with ffmpeg: scenes with hard cuts, burned-in text, a tone and a subtitle each.
+"""Make a test clip with ffmpeg: scenes with hard cuts, each with burned-in text, a tone and a subtitle.
 
     python examples/make_clip.py clip.mp4                 180 s, 12 scenes of 15 s
     python examples/make_clip.py clip.mp4 --scene-s 3     36 s
 
-Everything in it is drawn here, so it is free of anybody's rights. What is in it is known to the frame: `SCENES` says
-it, and `--truth` writes it down beside the clip.
+The script draws everything itself, so no rights of others apply. `SCENES` says what each frame shows. `--truth` writes
+the same as JSON.
 """
 
 import json
@@ -22,9 +22,14 @@ WIDTH, HEIGHT, RATE = 640, 480, 30
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """source: of ffmpeg's lavfi. text: burned in, near the lower edge; None where nothing is. tone_hz: of its sound.
+    """A scene of the clip.
 
-    box: whether a white square is drawn over it.
+    Attributes:
+        name: What the scene shows, in words.
+        source: The source of its frames, for ffmpeg's lavfi.
+        text: Text that is burned in near the lower edge; None for no text.
+        tone_hz: Frequency of its sound, in hertz.
+        box: Whether a white square is drawn over it.
     """
 
     name: str
@@ -55,7 +60,7 @@ SCENES = (
 
 
 def caption(text: str, path: Path) -> None:
-    """Draw white text on a dark strip, as wide as the picture."""
+    """Draw white text on a dark strip that is as wide as a frame, and write it as a picture."""
     picture = Image.new("RGB", (WIDTH, 48), (16, 16, 16))
     font = ImageFont.load_default(32)
     draw = ImageDraw.Draw(picture)
@@ -65,7 +70,7 @@ def caption(text: str, path: Path) -> None:
 
 
 def subtitles(scene_s: float) -> str:
-    """Return the subtitles of all scenes, as SubRip text."""
+    """Return the subtitles of all scenes as SubRip text."""
     entries = []
     for number, scene in enumerate(SCENES):
         begins, ends = number * scene_s + 0.2, (number + 1) * scene_s - 0.2
@@ -82,8 +87,8 @@ def make(target: Path, scene_s: float = 15.0) -> None:
     """Write the clip.
 
     Raises:
-        FileNotFoundError: there is no ffmpeg here.
-        subprocess.CalledProcessError: ffmpeg failed; it has said why.
+        FileNotFoundError: ffmpeg is not installed.
+        subprocess.CalledProcessError: ffmpeg failed. Its error is on stderr.
     """
     ffmpeg = shutil.which("ffmpeg")
     if ffmpeg is None:
@@ -102,10 +107,10 @@ def make(target: Path, scene_s: float = 15.0) -> None:
             if scene.text is not None:
                 caption(scene.text, folder / f"{number}.png")
         texts = [number for number, scene in enumerate(SCENES) if scene.text is not None]
-        for place, number in enumerate(texts):
+        for position, number in enumerate(texts):
             inputs += ["-i", str(folder / f"{number}.png")]
             above = HEIGHT - 80
-            graph.append(f"[p{number}][{2 * pictures + place}:v]overlay=0:{above}[v{number}]")
+            graph.append(f"[p{number}][{2 * pictures + position}:v]overlay=0:{above}[v{number}]")
         joined = "".join(f"[v{n}][{pictures + n}:a]" for n in range(pictures))
         graph.append(f"{joined}concat=n={pictures}:v=1:a=1[v][a]")
         inputs += ["-i", str(folder / "subtitles.srt")]
@@ -129,20 +134,20 @@ def _drawn(number: int, scene: Scene) -> str:
 
 
 def truth(scene_s: float) -> dict[str, object]:
-    """Return what a clip of `make` holds."""
-    told = [
+    """Return what a clip of `make` shows, as JSON members."""
+    scenes = [
         {"start_s": n * scene_s, "end_s": (n + 1) * scene_s, "name": s.name, "text": s.text, "tone_hz": s.tone_hz,
          "subtitle": s.subtitle}
         for n, s in enumerate(SCENES)
     ]  # fmt: skip
-    return {"duration_s": len(SCENES) * scene_s, "width": WIDTH, "height": HEIGHT, "fps": RATE, "scenes": told}
+    return {"duration_s": len(SCENES) * scene_s, "width": WIDTH, "height": HEIGHT, "fps": RATE, "scenes": scenes}
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("--scene-s", type=float, default=15.0)
-    parser.add_argument("--truth", type=Path, help="write what is in it there, as JSON")
+    parser.add_argument("--truth", type=Path, help="write what the clip shows to this file, as JSON")
     options = parser.parse_args()
     make(options.target, options.scene_s)
     if options.truth:

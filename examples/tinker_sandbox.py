@@ -1,9 +1,9 @@
-"""A sandbox for tinker-cookbook's `harbor_rl` and other recipes that take a `sandbox_factory`, over Forkpoint.
+"""A Forkpoint sandbox for tinker-cookbook's `harbor_rl` and other recipes that accept a `sandbox_factory`.
 
-`HarborDatasetBuilder(..., sandbox_factory=factory("http://127.0.0.1:8700", spec_of))`: a task's folder is the task,
-each sandbox that is asked for is a rollout of it. The rollouts of a group make the same first commands, and those after
-the first are answered from the task's tree. Each command has a shell of its own, as in the original: `cd` and variables
-of one do not reach the next.
+`HarborDatasetBuilder(..., sandbox_factory=factory("http://127.0.0.1:8700", spec_of))`: the name of a
+task's folder is the task, and each sandbox is a rollout of it. Rollouts of a group begin with the same commands; from
+the second rollout on, the task's tree answers them. Each command has a shell of its own, as in the original: `cd` and
+variables of one command do not reach the next.
 """
 
 import asyncio
@@ -25,9 +25,16 @@ _TIMED_OUT = 124
 
 
 class ForkpointSandbox:
-    """See `SandboxInterface`. task: as it was PUT; rollout: a name that no other running one has."""
+    """A `SandboxInterface` whose commands run in Forkpoint."""
 
     def __init__(self, url: str, task: str, rollout: str) -> None:
+        """Make the client of a rollout; the first command begins it.
+
+        Args:
+            url: Base URL of the proxy.
+            task: Name of a task that has a spec.
+            rollout: Name that no other running rollout of the task has.
+        """
         self._control = f"{url}/api/v1/tasks/{task}/rollouts/{rollout}"
         self._shell, self._rollout = f"{url}/t/{task}/r/{rollout}/shell", rollout
 
@@ -36,7 +43,7 @@ class ForkpointSandbox:
         return self._rollout
 
     async def send_heartbeat(self, timeout: int = 30) -> None:
-        """See `SandboxInterface`. A rollout needs none: its state is kept."""
+        """Do nothing: a rollout needs no heartbeat, because its state is kept."""
 
     async def run_command(
         self, command: str, workdir: str | None = None, timeout: int = 60, max_output_bytes: int | None = None
@@ -45,10 +52,12 @@ class ForkpointSandbox:
         if workdir is not None:
             line = f"(cd {shlex.quote(workdir)} && exec {line})"
         body = json.dumps({"command": line, "timeout_s": timeout}).encode()
-        told = json.loads((await self._ask("POST", f"{self._shell}/exec", body, timeout))[1])
-        code = _TIMED_OUT if told["timed_out"] else told["exit_code"]
-        most = max_output_bytes or 128 << 10
-        return SandboxResult(stdout=_cut(told["stdout"], most), stderr=_cut(told["stderr"], most), exit_code=code)
+        result = json.loads((await self._ask("POST", f"{self._shell}/exec", body, timeout))[1])
+        code = _TIMED_OUT if result["timed_out"] else result["exit_code"]
+        max_bytes = max_output_bytes or 128 << 10
+        return SandboxResult(
+            stdout=_cut(result["stdout"], max_bytes), stderr=_cut(result["stderr"], max_bytes), exit_code=code
+        )
 
     async def read_file(self, path: str, max_bytes: int | None = None, timeout: int = 60) -> SandboxResult:
         status, content = await self._ask("GET", self._file(path), None, timeout)
@@ -60,15 +69,15 @@ class ForkpointSandbox:
         self, path: str, content: str | bytes, executable: bool = False, timeout: int = 60
     ) -> SandboxResult:
         data = content.encode() if isinstance(content, str) else content
-        status, said = await self._ask("PUT", self._file(path), data, timeout)
+        status, error = await self._ask("PUT", self._file(path), data, timeout)
         if status >= 400:
-            return SandboxResult(stdout="", stderr=said.decode(), exit_code=1)
+            return SandboxResult(stdout="", stderr=error.decode(), exit_code=1)
         if executable:
             return await self.run_command(f"chmod +x {shlex.quote(path)}", timeout=timeout)
         return SandboxResult(stdout="", stderr="", exit_code=0)
 
     async def cleanup(self) -> None:
-        """End the rollout; the next one of the task finds what it did."""
+        """End the rollout. Its records stay and answer later rollouts of the task."""
         await self._ask("DELETE", self._control, None, 60)
 
     def _file(self, path: str) -> str:
@@ -76,12 +85,17 @@ class ForkpointSandbox:
 
     async def _ask(self, method: str, url: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method=method)
-        # A restore may come on top.
+        # A restore may come before the call.
         return await asyncio.to_thread(_answer, request, timeout_s + 60)
 
 
 def factory(url: str, spec_of: Callable[[Path], dict[str, Any]]) -> Callable[[Path, int], Awaitable[ForkpointSandbox]]:
-    """Return a `sandbox_factory`; spec_of: makes the environment spec of a task's folder."""
+    """Return a `sandbox_factory`.
+
+    Args:
+        url: Base URL of the proxy.
+        spec_of: Returns the environment spec of a task's folder.
+    """
 
     async def make(env_dir: Path, timeout: int) -> ForkpointSandbox:
         task = urllib.parse.quote(env_dir.name, safe="")
@@ -89,21 +103,21 @@ def factory(url: str, spec_of: Callable[[Path], dict[str, Any]]) -> Callable[[Pa
         request = urllib.request.Request(
             f"{url}/api/v1/tasks/{task}", body, {"Content-Type": "application/json"}, method="PUT"
         )
-        status, said = await asyncio.to_thread(_answer, request, timeout)
+        status, error = await asyncio.to_thread(_answer, request, timeout)
         if status >= 400:
-            raise RuntimeError(said.decode())
+            raise RuntimeError(error.decode())
         return ForkpointSandbox(url, task, f"tinker-{os.getpid()}-{next(_COUNT)}")
 
     return make
 
 
-def _answer(request: urllib.request.Request, within_s: float) -> tuple[int, bytes]:
+def _answer(request: urllib.request.Request, timeout_s: float) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(request, timeout=within_s) as answer:
-            return int(answer.status), bytes(answer.read())
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            return int(response.status), bytes(response.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read()
 
 
-def _cut(text: str, most: int) -> str:
-    return text.encode()[:most].decode(errors="ignore")
+def _cut(text: str, max_bytes: int) -> str:
+    return text.encode()[:max_bytes].decode(errors="ignore")

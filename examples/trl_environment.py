@@ -1,6 +1,6 @@
 """An environment for TRL's `GRPOTrainer(environment_factory=ForkpointShell)` whose tool runs in Forkpoint.
 
-Read docs/agents/openenv.md. Each row of the dataset has a `task`; FORKPOINT_URL says where Forkpoint listens.
+Read docs/agents/openenv.md. Each row of the dataset has a `task`. FORKPOINT_URL is Forkpoint's base URL.
 """
 
 import os
@@ -11,7 +11,7 @@ import httpx
 
 
 class ForkpointShell:
-    """TRL makes one for each rollout of a batch, and resets it for the next."""
+    """The environment of one rollout. TRL makes one for each rollout of a batch, and resets it for the next batch."""
 
     def __init__(self) -> None:
         url = os.environ.get("FORKPOINT_URL", "http://127.0.0.1:8700")
@@ -28,10 +28,10 @@ class ForkpointShell:
         """Run a command in the task's shell.
 
         Args:
-            command: What bash is to run.
+            command: The command for bash.
         """
         _, task, _, rollout = self._base.split("/")
-        answer = self._client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command})
-        answer.raise_for_status()
-        told = answer.json()
-        return str(told["stdout"] + told["stderr"])
+        response = self._client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command})
+        response.raise_for_status()
+        result = response.json()
+        return str(result["stdout"] + result["stderr"])

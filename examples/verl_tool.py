@@ -1,6 +1,6 @@
 """A shell for veRL's tool agent loop whose commands run in Forkpoint. Read docs/agents/verl.md.
 
-Named in veRL's tool config as `class_name: verl_tool.ForkpointShell`, with `config: {url: "http://127.0.0.1:8700"}`.
+veRL's tool config names it as `class_name: verl_tool.ForkpointShell`, with `config: {url: "http://127.0.0.1:8700"}`.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from verl.tools.schemas import ToolResponse
 
 
 class ForkpointShell(BaseTool):
-    """An instance lives for one call; what lives for a trajectory is its request's id."""
+    """A tool that runs commands in bash. An instance lasts for one call; a trajectory is known by its request's ID."""
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)
@@ -19,7 +19,7 @@ class ForkpointShell(BaseTool):
         self._tasks: dict[str, str] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-        """Note the task, which the dataset's `tools_kwargs` carries."""
+        """Create an instance and note its task, which the dataset's `tools_kwargs` names."""
         instance_id, created = await super().create(instance_id)
         self._tasks[instance_id] = kwargs["create_kwargs"]["task"]
         return instance_id, created
@@ -27,13 +27,13 @@ class ForkpointShell(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Run a command where the trajectory stands."""
+        """Run a command in the trajectory's rollout."""
         rollout = kwargs["agent_data"].request_id
-        answer = await self._client.post(f"/t/{self._tasks[instance_id]}/r/{rollout}/shell/exec", json=parameters)
-        answer.raise_for_status()
-        told = answer.json()
-        return ToolResponse(text=told["stdout"] + told["stderr"]), 0.0, {"exit_code": told["exit_code"]}
+        response = await self._client.post(f"/t/{self._tasks[instance_id]}/r/{rollout}/shell/exec", json=parameters)
+        response.raise_for_status()
+        result = response.json()
+        return ToolResponse(text=result["stdout"] + result["stderr"]), 0.0, {"exit_code": result["exit_code"]}
 
     async def release(self, instance_id: str, **_: Any) -> None:
-        """Forget the task."""
+        """Forget the task of an instance."""
         self._tasks.pop(instance_id, None)

@@ -1,9 +1,9 @@
-"""A group of rollouts over Forkpoint with Docker's Python SDK: one container each, the shared part run once.
+"""Run a group of rollouts through Forkpoint with Docker's Python SDK: each has a container, the shared part runs once.
 
-    uv run forkpoint serve &
-    uv run examples/docker_sdk/group.py [tcp://127.0.0.1:8700]
+    ./run serve &
+    .venv/bin/python examples/docker_sdk/group.py [tcp://127.0.0.1:8700]
 
-Needs no Docker daemon: the task is PUT with the driver `local`, and every image goes there.
+It needs no Docker daemon: the task's spec names the driver `local`, and any image name is accepted.
 """
 
 import json
@@ -22,7 +22,7 @@ def main() -> None:
     body = json.dumps({"driver": "local"}).encode()
     request = urllib.request.Request(api, data=body, method="PUT", headers={"content-type": "application/json"})
     urllib.request.urlopen(request).close()
-    # The one line: everything else is the SDK as it comes. Each container is a rollout of the task.
+    # Only the base URL differs from Docker. Each container is a rollout of the task.
     client = docker.DockerClient(base_url=f"{HOST}/t/{TASK}/docker")
     for n in range(4):
         box = client.containers.run("any:latest", "sleep infinity", detach=True, environment={"SEED": "7"})

@@ -1,9 +1,9 @@
-"""A group of mini-swe-agent rollouts over Forkpoint, with a scripted model in place of a language model.
+"""Run a group of mini-swe-agent rollouts through Forkpoint, with a scripted model instead of a language model.
 
-    uv run forkpoint serve &
+    ./run serve &
     uv run --no-project --with mini-swe-agent==2.4.6 examples/mini_swe_agent/group.py [http://127.0.0.1:8700]
 
-Needs the docker command line, and no Docker daemon: the task is PUT with the driver `local`.
+It needs the docker command line and no Docker daemon: the task's spec names the driver `local`.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -19,17 +19,18 @@ SHARED = ["mkdir -p app && echo 'print(6 * 7)' > app/answer.py", "cat app/answer
 
 
 def control(method: str, path: str, value: object = None) -> dict[str, object]:
+    """Send a request to the control plane and return its response."""
     body = None if value is None else json.dumps(value).encode()
     request = urllib.request.Request(f"{URL}/api/v1/{path}", data=body, method=method)
     request.add_header("content-type", "application/json")
-    with urllib.request.urlopen(request) as answer:
-        told: dict[str, object] = json.load(answer)
-    return told
+    with urllib.request.urlopen(request) as response:
+        result: dict[str, object] = json.load(response)
+    return result
 
 
 def rollout(name: str) -> str:
-    """Run one agent to its end; return what it submits."""
-    # The one line: everything else is mini-swe-agent as it comes.
+    """Run one agent to its end and return what it submits."""
+    # Only this variable differs from Docker.
     os.environ["DOCKER_HOST"] = f"{URL.replace('http', 'tcp', 1)}/t/{TASK}/r/{name}/docker"
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     from minisweagent.agents.default import DefaultAgent  # noqa: PLC0415
