@@ -11,12 +11,12 @@ DESCRIPTION = {"process": 7, "argv": ["server"], "env": {}, "cwd": "/", "tag": "
 DEAD = 1
 
 
-def test_between_calls_nobody_asks_how_it_ended_for_the_anchor_may_stand_still() -> None:
-    """A dump that waits for pid 1 holds the anchor still: whoever asks it then waits for the dump."""
-    asked: list[Any] = []
+def test_exit_codes_are_not_read_between_calls() -> None:
+    """A dump that waits for pid 1 holds the anchor still: a question to the anchor would wait for the dump."""
+    reads: list[Any] = []
 
     def status() -> int:
-        asked.append(None)
+        reads.append(None)
         return 3
 
     background = BackgroundProcesses(1 << 20)
@@ -24,9 +24,9 @@ def test_between_calls_nobody_asks_how_it_ended_for_the_anchor_may_stand_still()
     background.add(BackgroundProcess(DESCRIPTION, streams, -1, death, 4711, status))
     for _ in range(3):
         background.drain()
-    assert asked == []
+    assert reads == []
     code, _, body = background.perform(UseBackgroundProcess("attend", {"process": 7}, 1.0), b"")
-    assert (code, output(body, OUT), ending(body).exit_code, asked) == (200, b"last words", 3, [None])
+    assert (code, output(body, OUT), ending(body).exit_code, reads) == (200, b"last words", 3, [None])
 
 
 def ended_with(text: bytes) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""When what lives in a sandbox may be writing by itself."""
+"""When running processes may be changing files by themselves."""
 
 from sandboxes.guest.files.changes import QUIET_S, Stillness
 
@@ -14,13 +14,13 @@ def restless_after(*steps: tuple[float, bool]) -> list[bool]:
     return found
 
 
-def test_it_counts_as_still_after_a_while_in_which_nothing_was_seen_to_stir() -> None:
+def test_a_quiet_sandbox_counts_as_still() -> None:
     assert restless_after((0, False)) == [False]
     assert restless_after((0, True), (0.6, False), (0.6, False)) == [True, True, False]
     assert restless_after((0, True), (0.6, True), (0.6, False), (9, True)) == [True, True, True, True]
 
 
-def test_a_dump_proves_no_writer_still_but_says_as_much_as_any_time_of_who_came_and_went() -> None:
+def test_time_in_a_dump_does_not_count_for_writers() -> None:
     now = 100.0
     writing, starting = Stillness(lambda: now), Stillness(lambda: now)
     writing.saw(wrote=True)
