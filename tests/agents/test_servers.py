@@ -340,7 +340,7 @@ def test_the_shell_and_the_server_share_files_and_loopback(proxy: Proxy, task: s
     [
         ({"servers": {"api": {"command": "x", "port": 1, "dialect": "no-such"}}}, "there is no dialect"),
         ({"servers": {"shell": {"command": "x", "port": 1}}}, "built in"),
-        ({"servers": {"a": {"command": "x", "port": 1}, "b": {"command": "x", "port": 1}}}, "one port"),
+        ({"servers": {"a": {"command": "x", "port": 1}, "b": {"command": "x", "port": 1}}}, "the same port"),
         ({"driver": "memory", "servers": {"a": {"command": "x", "port": 1}}}, "runs no servers"),
         ({"servers": {"a": {"command": "x", "port": 1, "rules": [{"on": "nonsense"}]}}}, "a method and a path"),
     ],
