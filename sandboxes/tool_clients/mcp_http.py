@@ -45,7 +45,7 @@ class _ResponseComplete(Exception):  # noqa: N818 - it ends an exchange early an
 
 
 class HttpTransport:
-    """See `McpTransport`: POST requests to one URL.
+    """An `McpTransport` that sends POST requests to one URL.
 
     Attributes:
         revisions: Both revisions exist over HTTP.
@@ -74,11 +74,11 @@ class HttpTransport:
 
     @property
     def note(self) -> str:
-        """See `McpTransport.note`."""
+        """The revision and the id of the session, as JSON."""
         return orjson.dumps({"wire": self._revision, "session": self._session}).decode()
 
     def begin(self, revision: str) -> None:
-        """See `McpTransport.begin`."""
+        """Speak this revision from now on, in a new session."""
         self._revision, self._session = revision, ""
 
     def begin_session(self, session: str) -> None:
@@ -98,7 +98,7 @@ class HttpTransport:
                 self._patience = None
 
     async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
-        """See `McpTransport.exchange`."""
+        """POST a request, and pass on the messages of its response and of the session's own stream."""
         if self._revision == MODERN:
             params = request["params"]
             request = {**request, "params": {**params, "_meta": {**params.get("_meta", {}), **_META}}}
@@ -117,11 +117,11 @@ class HttpTransport:
             raise MalformedResponseError("its stream ended without a response")
 
     async def send(self, message: Message, silence_s: float) -> None:
-        """See `McpTransport.send`."""
+        """POST a message and ignore the response."""
         await self._post(message, _Ignored(), silence_s)
 
     async def cancel(self, silence_s: float) -> None:
-        """See `McpTransport.cancel`. In the newer revision the closed connection cancels, and no response follows."""
+        """Cancel the request under way. In the newer revision the closed connection cancels, and no response follows."""
         if self._revision == MODERN:
             raise MalformedResponseError("its client cancelled the call")
         await self.send(cancellation(), silence_s)
@@ -231,7 +231,7 @@ class _SideStreamReader(_ResponseReader):
     """Reads the session's own stream, of which only reverse requests matter: notifications there belong to no call."""
 
     def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float, opened: asyncio.Event) -> None:
-        """See `_ResponseReader`; `opened` is set once the server streams."""
+        """Read a stream; `opened` is set once the server streams."""
         super().__init__(transport, receive, silence_s)
         self._opened = opened
 

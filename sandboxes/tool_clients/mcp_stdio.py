@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class StdioTransport:
-    """See `McpTransport`: lines over two descriptors.
+    """An `McpTransport` that sends lines over two descriptors.
 
     Attributes:
         revisions: The one revision that exists over pipes.
@@ -53,7 +53,7 @@ class StdioTransport:
             os.close(fd)
 
     async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
-        """See `McpTransport.exchange`."""
+        """Send a request, and pass on lines up to its response."""
         await self.send(request, silence_s)
         while True:
             message = await self._next(silence_s)
@@ -63,11 +63,11 @@ class StdioTransport:
                 return
 
     async def cancel(self, silence_s: float) -> None:
-        """See `McpTransport.cancel`."""
+        """Send the notification that cancels the request under way."""
         await self.send(cancellation(), silence_s)
 
     async def send(self, message: Message, silence_s: float) -> None:
-        """See `McpTransport.send`."""
+        """Send a message as a line."""
         await write_all(self._write_fd, orjson.dumps(message) + b"\n", silence_s)
 
     async def _next(self, silence_s: float) -> Message:

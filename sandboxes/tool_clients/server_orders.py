@@ -105,14 +105,14 @@ class Spool(Listener):
         self._bodiless = call.arguments["method"] == "HEAD"
 
     async def head(self, status: int, headers: Headers) -> None:
-        """See `Listener.head`."""
+        """Keep and pass on the status and the end-to-end headers."""
         self._status, self._headers = status, end_to_end(headers)
         self._bodiless = self._bodiless or status in (204, 304)
         if self._listener is not None:
             await self._listener.head(status, self._headers)
 
     async def data(self, chunk: bytes) -> None:
-        """See `Listener.data`."""
+        """Keep and pass on a piece of the body."""
         self._size += len(chunk)
         self._digest.update(chunk)
         if self.whole:

@@ -136,20 +136,20 @@ def sample_frames(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     """Return several pictures as base64, at given times or evenly spaced."""
     times = _sampled(loaded, arguments)
     form = arguments["format"]
-    found = dict(
+    by_time = dict(
         zip(
             sorted(set(times)),
             _pictures(loaded, sorted(set(times)), exact=arguments["exact"], max_side=arguments["max_side"], form=form),
             strict=True,
         )
     )
-    if sum(len(data) for _, data in found.values()) * 4 > 3 * loaded.limit_bytes:
+    if sum(len(data) for _, data in by_time.values()) * 4 > 3 * loaded.limit_bytes:
         raise VideoError(
             "too-large", "these pictures are larger than limits.output_bytes. Request fewer, or a smaller max_side"
         )
     frames = [
-        {"t": t, "frame_t": found[t][0], "media_type": images.MEDIA_TYPES[form],
-         "data": base64.b64encode(found[t][1]).decode()}
+        {"t": t, "frame_t": by_time[t][0], "media_type": images.MEDIA_TYPES[form],
+         "data": base64.b64encode(by_time[t][1]).decode()}
         for t in times
     ]  # fmt: skip
     return _json({"frames": frames})
@@ -174,9 +174,9 @@ def contact_sheet(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     start, end = _span(loaded, arguments)
     times = [round(t, 3) for t in measurements.evenly(start, end, arguments["n"])]
     side, form = arguments["max_side"], arguments["format"]
-    found = _pictures(loaded, times, exact=False, max_side=10_000, form="jpeg")
-    small = [images.decoded(data, side) for _, data in found]
-    sheet = images.sheet(small, [f"{t:.1f} s" for t, _ in found])
+    frames = _pictures(loaded, times, exact=False, max_side=10_000, form="jpeg")
+    small = [images.decoded(data, side) for _, data in frames]
+    sheet = images.sheet(small, [f"{t:.1f} s" for t, _ in frames])
     return ToolOutput(images.MEDIA_TYPES[form], images.encoded(sheet, form))
 
 
@@ -216,9 +216,9 @@ def audio_profile(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     names = ("start_s", "end_s", "level_db", "peak_db", "tone_hz")
     if loaded.info["audio"] is None:
         return _json({"audio": None, "segments": []})
-    found = [{"segment": s["id"]} | {name: s[name] for name in names} for s in index.segments]
+    segments = [{"segment": s["id"]} | {name: s[name] for name in names} for s in index.segments]
     return _json(
-        {"audio": loaded.info["audio"], "segments": [s for s in found if s["start_s"] < end and s["end_s"] > start]}
+        {"audio": loaded.info["audio"], "segments": [s for s in segments if s["start_s"] < end and s["end_s"] > start]}
     )
 
 
@@ -254,12 +254,12 @@ def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[
     """
     index = loaded.prepared("segment_localization")
     scores = _by_vectors(index, vectors) if vectors else ranking.bm25(arguments["description"], _lines(index))
-    found = [
+    matches = [
         shown(index.segments[n]) | {"score": round(scores[n], 4)}
         for n in ranking.best(scores, arguments["k"])
         if vectors or scores[n] > 0
     ]
-    members = {"segments": len(index.segments), "found": found, "by": "vectors" if vectors else "words"}
+    members = {"segments": len(index.segments), "found": matches, "by": "vectors" if vectors else "words"}
     return _json(members | {"model": loaded.model}, label=_label(loaded))
 
 
@@ -305,9 +305,9 @@ def object_memory_querying(loaded: Loaded, arguments: Arguments) -> ToolOutput:
     """Return that no model can answer, with the segments in which words of the question occur."""
     index = loaded.prepared("object_memory_querying")
     scores = ranking.bm25(arguments["question"], _lines(index))
-    found = [shown(index.segments[n]) for n in ranking.best(scores, 5) if scores[n] > 0]
+    matches = [shown(index.segments[n]) for n in ranking.best(scores, 5) if scores[n] > 0]
     answer = f"{ranking.NO_MODEL} no objects were looked for: this task has no model that sees."
-    return _json({"answer": answer, "answered": False, "segments": found, "model": "none"})
+    return _json({"answer": answer, "answered": False, "segments": matches, "model": "none"})
 
 
 def segments_with_pictures(loaded: Loaded, first: int, count: int) -> tuple[list[dict[str, Any]], list[bytes]]:

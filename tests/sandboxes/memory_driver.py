@@ -1,9 +1,9 @@
-"""The in-memory driver: a few shell words over a dictionary of files.
+"""The in-memory driver: a few shell commands over a dictionary of files.
 
-It stands in for `local` where a test needs thousands of sandboxes a second, and earns that by passing the same contract
-suite. Commands are joined by `;` and `&&`; words: `cat F`, `echo WORDS`, `echo WORDS > F`, `echo WORDS >> F`, `rm F`,
-`mkdir D`, `ls`, `cd D`, `pwd`, `NAME=v`, `export NAME=v`, `true`, `false`, `exit N`, `sleep N` and `sleep N &`. `$NAME`
-is expanded. Anything else is not found (exit 127), as in a shell.
+It replaces `local` where a test needs thousands of sandboxes a second. It passes the same contract suite. Commands are
+joined by `;` and `&&`; words: `cat F`, `echo WORDS`, `echo WORDS > F`, `echo WORDS >> F`, `rm F`, `mkdir D`, `ls`, `cd
+D`, `pwd`, `NAME=v`, `export NAME=v`, `true`, `false`, `exit N`, `sleep N` and `sleep N &`. `$NAME` is expanded.
+Anything else is not found (exit 127), as in a shell.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class _State:
         )
 
     def parts(self) -> tuple[bytes, bytes, int]:
-        """Return what effects are told from: files, sessions, jobs."""
+        """Return the files, the sessions and the jobs, from which effects are detected."""
         value = self.to_json()
         return _canonical([value["files"], value["order"]]), _canonical(value["sessions"]), self.jobs
 
@@ -92,27 +92,27 @@ class MemoryPorter:
     """A `Porter`, and its `Unpacking`: all that a state needs is in its payload, so its parts are empty."""
 
     def carries(self, kind: str) -> bool:
-        """See `Porter.carries`."""
+        """Return True for plain data, the only kind that is frozen."""
         return kind == "files"
 
     def pack(self, part: str) -> Iterator[bytes]:  # noqa: ARG002
-        """See `Porter.pack`."""
+        """Yield nothing: parts are empty."""
         return iter(())
 
     def unpacking(self) -> "AbstractContextManager[MemoryPorter]":
-        """See `Porter.unpacking`."""
+        """Return a context of this object, which is its own unpacking."""
         return nullcontext(self)
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
-        """See `Unpacking.part`."""
+        """Ignore a part, which is empty."""
 
     def state(self, frozen: FrozenState) -> FrozenState:
-        """See `Unpacking.state`."""
+        """Check the payload of a state and name its part."""
         try:
-            told = _State.from_json(frozen.payload)
+            state = _State.from_json(frozen.payload)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotPortableError(f"its payload cannot be read: {error!r}") from error
-        if frozen.state is None or told.digest() != frozen.state:
+        if frozen.state is None or state.digest() != frozen.state:
             raise NotPortableError("its digest is another")
         parts = _parts(frozen.payload)
         return replace(frozen, parts=parts, size_bytes=int(parts[0].rpartition("-")[2]))
@@ -191,13 +191,13 @@ class MemorySandbox:
             if driver.gate is not None:
                 await driver.gate(call)
         except BaseException:
-            # Cancelled or killed midway: nobody knows what ran.
+            # The call was cancelled or killed midway, so its effect is unknown.
             self.kill()
             raise
         self._require_alive()
         before = self._state.parts()
         result = self._run(call)
-        driver.executed.append(_told(call))
+        driver.executed.append(_command_of(call))
         if listener is not None:
             await listener.head(200, (("Content-Type", result.media_type),))
             for kind, data in process.frames(result.body):
@@ -223,7 +223,7 @@ class MemorySandbox:
         return FrozenState("memory", "files", payload, len(_canonical(payload)), self._state.digest(), parts)
 
     async def inspect(self) -> StateView:
-        """See `InspectableSandbox.inspect`. The root state is the files of the spec."""
+        """Return the differences from the root state, which is the files of the spec."""
         self._require_alive()
         root: dict[str, bytes | None] = {path: text.encode() for path, text in self._spec.files.items()}
         now = self._state.files
@@ -234,7 +234,7 @@ class MemorySandbox:
         return StateView(files, sessions, SessionView(self._spec.workdir, dict(self._spec.env)))
 
     async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
-        """See `InspectableSandbox.entries`."""
+        """Return what paths lead to."""
         self._require_alive()
         return {path: self._entry(path, content_bytes) for path in paths}
 
@@ -250,7 +250,7 @@ class MemorySandbox:
         self.kill()
 
     def kill(self) -> None:
-        """Die as a real sandbox does: without a word."""
+        """Die without notice, as a real sandbox may."""
         self.alive = False
         self._driver.live.pop(self.id, None)
 
@@ -260,7 +260,7 @@ class MemorySandbox:
 
     def _run(self, call: ToolCall) -> ToolResult:
         if call.tool == "exec":
-            # A session stays only if the call left something in it: naming one changes nothing.
+            # A session is kept only if the call changed it: naming a session changes nothing.
             name = str(call.arguments["session"])
             session = _session(self._state, name, self._spec)
             answer = _Shell(self._state, session, self._driver).run(str(call.arguments["command"]))
@@ -272,7 +272,7 @@ class MemorySandbox:
         return self._process(call) if call.endpoint == "process" else self._file(call)
 
     def _process(self, call: ToolCall) -> ToolResult:
-        """Run `sh -c COMMAND` in a session of its own, of which nothing stays; any other program prints its words."""
+        """Run `sh -c COMMAND` in a session that is then dropped; any other program runs as a command of the shell."""
         argv, arguments = list(call.arguments["argv"]), call.arguments
         session = _fresh(self._spec)
         session.cwd = arguments.get("cwd") or session.cwd
@@ -302,7 +302,7 @@ class MemorySandbox:
         return ToolResult(204, "application/octet-stream", b"")
 
 
-def _told(call: ToolCall) -> str:
+def _command_of(call: ToolCall) -> str:
     if call.endpoint == "process":
         return str(call.arguments["argv"][-1])
     return str(call.arguments.get("command", call.tool))
@@ -340,7 +340,7 @@ class _Shell:
                     if code:
                         break
         except _Exit as leave:
-            # As for a real session: what the shell itself held goes back to what it was before this call.
+            # As in a real session: a shell that exits loses what this call changed in it.
             code, self._session.cwd, self._session.variables = leave.code, before.cwd, before.variables
         answer = {"stdout": "".join(self._out), "stderr": "".join(self._err), "exit_code": code}
         return answer | {"timed_out": False, "truncated": False}
