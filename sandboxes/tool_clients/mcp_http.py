@@ -121,7 +121,7 @@ class HttpTransport:
         await self._post(message, _Ignored(), silence_s)
 
     async def cancel(self, silence_s: float) -> None:
-        """Cancel the request under way. In the newer revision the closed connection cancels, and no response follows."""
+        """Cancel the request under way. The newer revision cancels by closing the connection and sends no response."""
         if self._revision == MODERN:
             raise MalformedResponseError("its client cancelled the call")
         await self.send(cancellation(), silence_s)
