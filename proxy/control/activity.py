@@ -1,7 +1,7 @@
-"""What happens, second by second: the last hour of it in memory, and a stream of it for who listens.
+"""The activity of the last hour, second by second, and streams of events to clients.
 
-Nothing here is on the way of a call: totals are looked at once a second, and a listener that does not keep up loses
-events and is told how many.
+No call waits for this module: it compares the totals once a second. A client that is too slow for its stream loses its
+oldest events, and a `lost` event tells it how many.
 """
 
 import asyncio
@@ -16,13 +16,30 @@ from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Rollout
 
 HOUR = 3600
+"""Length of the timeline in seconds."""
 _QUEUED = 64
+"""Events that may wait for one client: about a minute."""
 _MOVES_SHOWN = 200
+"""Rollout movements in one event; the next event continues with the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """What happened in a second that ended `at`; counts and seconds of tools."""
+    """What happened in one second, or in one step of a timeline.
+
+    Attributes:
+        at: End of the second, in seconds since 1970.
+        hits: Calls answered from a tree.
+        misses: Calls that were executed and recorded.
+        waits: Calls that shared another rollout's execution.
+        bypasses: Calls whose record serves their own rollout alone.
+        replays: Calls that were replayed.
+        executed_s: Seconds that tools ran.
+        saved_s: Seconds of tool time that hits and waits saved.
+        errors: Failures of the infrastructure.
+        refusals: Requests that could not be served.
+        sandboxes: Live sandboxes at the end of the second; in a step of a timeline, the maximum.
+    """
 
     at: float
     hits: int = 0
@@ -38,12 +55,12 @@ class Second:
 
 
 def between(before: dict[str, float], now: dict[str, float], *, at: float, sandboxes: int) -> Second:
-    """Return what happened between two looks at the totals (pure)."""
+    """Return what happened between two readings of the totals (pure)."""
     return Second(at, **{name: now[name] - before[name] for name in now}, sandboxes=sandboxes)  # type: ignore[arg-type]
 
 
 def totals(counts: Counters) -> dict[str, float]:
-    """Return the totals whose differences a `Second` tells."""
+    """Return the totals whose differences make a `Second`."""
     hits, misses, waits, bypasses = counts.outcomes
     return {
         "hits": hits, "misses": misses, "waits": waits, "bypasses": bypasses, "replays": counts.replayed_calls,
@@ -54,9 +71,15 @@ def totals(counts: Counters) -> dict[str, float]:
 
 @dataclass(slots=True, eq=False)
 class Subscriber:
-    """Who listens. whole: is told what happens in all tasks together. task: whose rollouts' movements it is told too.
+    """A client of the event stream.
 
-    lost: events that it did not take in time.
+    Attributes:
+        task: Task whose rollouts' movements are sent; None for no movements.
+        whole: Whether the totals of all tasks together are sent.
+        queue: Events that the client has not received yet.
+        lost: Events dropped since the last `lost` event, because the queue was full.
+        woken: Set when an event arrives.
+        positions: Node and number of calls of each rollout, as the client knows them.
     """
 
     task: str | None = None
@@ -64,9 +87,10 @@ class Subscriber:
     queue: deque[dict[str, Any]] = field(default_factory=deque)
     lost: int = 0
     woken: asyncio.Event = field(default_factory=asyncio.Event)
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    positions: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def put(self, event: dict[str, Any]) -> None:
+        """Queue an event; a full queue drops its oldest event."""
         if len(self.queue) >= _QUEUED:
             self.queue.popleft()
             self.lost += 1
@@ -74,7 +98,7 @@ class Subscriber:
         self.woken.set()
 
     async def next(self, within_s: float) -> dict[str, Any] | None:
-        """Return the next event; None where there is none within the time."""
+        """Return the next event; None if there is none within the time."""
         while not self.queue:
             self.woken.clear()
             try:
@@ -89,7 +113,12 @@ class Subscriber:
 
 
 class Activity:
-    """Looks once a second. rollouts: returns those that run in a task; sandboxes: how many live."""
+    """The timeline of the last hour, and its event streams.
+
+    Attributes:
+        seconds: The last hour, oldest second first.
+        listeners: The clients of the event streams.
+    """
 
     def __init__(
         self,
@@ -97,9 +126,18 @@ class Activity:
         sandboxes: Callable[[], int],
         rollouts: Callable[[str], list[Rollout]],
         *,
-        most: int = 64,
+        max_listeners: int = 64,
     ) -> None:
-        self._counts, self._sandboxes, self._rollouts, self._most = counts, sandboxes, rollouts, most
+        """Start the timeline.
+
+        Args:
+            counts: The proxy's totals.
+            sandboxes: Returns the number of live sandboxes.
+            rollouts: Returns a task's running rollouts.
+            max_listeners: Maximum number of event streams.
+        """
+        self._counts, self._sandboxes, self._rollouts = counts, sandboxes, rollouts
+        self.max_listeners = max_listeners
         self._last = totals(counts)
         self._closed = False
         self.seconds: deque[Second] = deque(maxlen=HOUR)
@@ -107,23 +145,24 @@ class Activity:
 
     @property
     def full(self) -> bool:
-        """Whether as many listen as may."""
-        return len(self.listeners) >= self._most
+        """Whether the limit of event streams is reached."""
+        return len(self.listeners) >= self.max_listeners
 
     @property
     def closed(self) -> bool:
+        """Whether the proxy is shutting down, so that every stream ends."""
         return self._closed
 
-    async def beat(self) -> None:
-        """Note what happened since the last beat, and tell who listens."""
+    async def tick(self) -> None:
+        """Record the second that ends now, and send it to the listeners."""
         now = totals(self._counts)
         second = between(self._last, now, at=time.time(), sandboxes=self._sandboxes())
         self._last = now
         self.seconds.append(second)
-        told = {"event": "second", **asdict(second)}
+        event = {"event": "second", **asdict(second)}
         for listener in self.listeners:
             if listener.whole:
-                listener.put(told)
+                listener.put(event)
             moves = [] if listener.task is None else self._moves(listener)
             if moves:
                 listener.put({"event": "rollouts", "task": listener.task, "at": second.at, "moves": moves})
@@ -136,7 +175,7 @@ class Activity:
 
     @contextmanager
     def listening(self, task: str | None, *, whole: bool = True) -> Iterator[Subscriber]:
-        """Give a listener its queue for the time of the block."""
+        """Subscribe a client for the duration of the block."""
         listener = Subscriber(task, whole)
         self.listeners.add(listener)
         try:
@@ -145,26 +184,29 @@ class Activity:
             self.listeners.discard(listener)
 
     def _moves(self, listener: Subscriber) -> list[dict[str, Any]]:
-        """Return which rollouts took steps, and which ended, since the listener was last told."""
+        """Return the rollouts that moved or ended since the last event for this client."""
         assert listener.task is not None
         running = {rollout.name: rollout for rollout in self._rollouts(listener.task)}
         moves: list[dict[str, Any]] = []
         for name, rollout in running.items():
-            place = (rollout.node.id, rollout.calls)
-            if listener.places.get(name) != place:
+            position = (rollout.node.id, rollout.calls)
+            if listener.positions.get(name) != position:
                 if len(moves) == _MOVES_SHOWN:
                     break
-                listener.places[name] = place
-                moves.append({"rollout": name, "node": f"n{place[0]}", "calls": place[1], "finished": False})
-        for name in [name for name in listener.places if name not in running]:
-            node, calls = listener.places.pop(name)
+                listener.positions[name] = position
+                moves.append({"rollout": name, "node": f"n{position[0]}", "calls": position[1], "finished": False})
+        for name in [name for name in listener.positions if name not in running]:
+            node, calls = listener.positions.pop(name)
             moves.append({"rollout": name, "node": f"n{node}", "calls": calls, "finished": True})
         return moves
 
 
 def timeline(seconds: list[Second], *, span_s: int, step_s: int) -> list[Second]:
-    """Return the last span_s seconds in steps of step_s, oldest first; counts add up, sandboxes are the most (pure)."""
-    found: list[Second] = []
+    """Return the last `span_s` seconds in steps of `step_s`, oldest first (pure).
+
+    Counts are added up; `sandboxes` is the maximum of the step.
+    """
+    steps: list[Second] = []
     chosen = seconds[-span_s:]
     for start in range(0, len(chosen), step_s):
         part = chosen[start : start + step_s]
@@ -173,5 +215,5 @@ def timeline(seconds: list[Second], *, span_s: int, step_s: int) -> list[Second]
             for name in Second.__slots__
             if name not in ("at", "sandboxes")
         }
-        found.append(Second(part[-1].at, **summed, sandboxes=max(second.sandboxes for second in part)))
-    return found
+        steps.append(Second(part[-1].at, **summed, sandboxes=max(second.sandboxes for second in part)))
+    return steps

@@ -1,4 +1,4 @@
-"""Trees of any size, a part at a time: children by page with what lies below them, search, who passed."""
+"""Trees of any size, one page at a time: children with the totals below them, search, and past rollouts."""
 
 import asyncio
 import sqlite3
@@ -9,18 +9,30 @@ from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles, title
 from proxy.control.subtree_totals import NodeTotals, SummedTree
-from proxy.control.views.common import Flag, PassedRollout, flags
+from proxy.control.views.nodes import Flag, PassedRollout, flags
 from proxy.control.views.resources import node_name
 from proxy.engine import Engine
 from proxy.storage.store import Store
 from proxy.tree.tree import Node, Record, Tree, children
 
 Order = Literal["recorded", "hits", "saved", "nodes"]
+"""Order of a node's children: as recorded, or by a total of their subtrees, largest first."""
 _ROLLOUTS_NAMED = 5
+"""Rollouts that a node's line names; `standing` has the number of all."""
 
 
 class Below(BaseModel):
-    """Of a node and all that came from it. seconds: of tools when they ran; saved_s: those that answers spared."""
+    """Totals of a node and all of its descendants.
+
+    Attributes:
+        nodes: Number of nodes.
+        hits: Calls answered from their records.
+        seconds: Seconds that the recorded calls ran.
+        saved_s: Seconds of tool time that the hits saved.
+        rollouts: Running rollouts at these nodes.
+        snapshots: Nodes with a snapshot.
+        diverged: Nodes that a replay diverged at.
+    """
 
     nodes: int
     hits: int
@@ -32,7 +44,23 @@ class Below(BaseModel):
 
 
 class NodeBrief(BaseModel):
-    """A node in a line. title: its call, cut to 200 characters. rollouts: the first five that stand there."""
+    """A node in one line.
+
+    Attributes:
+        id: The node's name.
+        parent: The node that its call was made at; null for the root.
+        title: Its call as text, cut to 200 characters.
+        effect: What the call changed.
+        seconds: How long the tool ran.
+        hits: Number of hits that the call has answered.
+        exit_code: The exit code in the answer; null if the answer has none.
+        snapshot: Whether the state has a snapshot.
+        flags: Properties of the node that need attention.
+        observations: Number of calls recorded here that did not change the state.
+        children: Number of child nodes.
+        rollouts: Names of the running rollouts at this node, at most five.
+        standing: Number of running rollouts at this node.
+    """
 
     id: str
     parent: str | None
@@ -50,9 +78,13 @@ class NodeBrief(BaseModel):
 
 
 class Chain(BaseModel):
-    """A child, and those that follow it one by one: up to where the tree forks, ends, or `fold` nodes are shown.
+    """A chain: a child node and its only descendants, up to where the tree branches or ends.
 
-    length: nodes in the whole run; where it is more than are shown, `last` is its last. below: of the first node.
+    Attributes:
+        nodes: The first `fold` nodes of the chain.
+        length: Number of nodes in the whole chain.
+        last: The last node of the chain, which `nodes` may not contain.
+        below: Totals of the subtree of the first node.
     """
 
     nodes: list[NodeBrief]
@@ -62,7 +94,16 @@ class Chain(BaseModel):
 
 
 class ChildrenView(BaseModel):
-    """The children of a node, one page of them. below: of the node itself."""
+    """One page of a node's children.
+
+    Attributes:
+        task: Name of the task.
+        node: The node.
+        below: Totals of the node's subtree.
+        total: Number of all children.
+        offset: Position of the page's first child.
+        children: The children, each with the chain that it begins.
+    """
 
     task: str
     node: NodeBrief
@@ -73,7 +114,15 @@ class ChildrenView(BaseModel):
 
 
 class SearchMatch(BaseModel):
-    """A call that matches. node: where it leads, or for one that changed nothing, where it was made."""
+    """A call that matches a search.
+
+    Attributes:
+        record: Number of its record.
+        node: The node that it leads to; for an observation the node that it was made at.
+        observation: Whether it did not change the state.
+        title: The call as text, cut to 200 characters.
+        hits: Number of hits that it has answered.
+    """
 
     record: int
     node: str
@@ -83,23 +132,34 @@ class SearchMatch(BaseModel):
 
 
 class SearchView(BaseModel):
+    """The result of a search.
+
+    Attributes:
+        task: Name of the task.
+        query: The text that was searched for.
+        found: The matching calls, in the order of their records.
+        truncated: Whether there are more matches than `limit`.
+    """
+
     task: str
     query: str
     found: list[SearchMatch]
     truncated: bool
 
 
-def below(found: NodeTotals) -> Below:
-    return Below(**{name: getattr(found, name) for name in Below.model_fields})
+def below(totals: NodeTotals) -> Below:
+    """Return the view of a subtree's totals."""
+    return Below(**{name: getattr(totals, name) for name in Below.model_fields})
 
 
 class Browser:
-    """Reads parts of trees."""
+    """Makes the views of large trees, one page at a time."""
 
     def __init__(self, store: Store) -> None:
         self._titles, self._store = Titles(store.records), store
 
     def brief(self, node: Node, standing: dict[Node, list[str]]) -> NodeBrief:
+        """Return a node in one line."""
         origin, names = node.origin, standing.get(node, [])
         text, code = ("", None) if origin is None else self._titles.of(origin)
         return NodeBrief(
@@ -130,7 +190,18 @@ class Browser:
         limit: int,
         fold: int,
     ) -> ChildrenView:
-        """Return one page of a node's children."""
+        """Return one page of a node's children.
+
+        Args:
+            task: Name of the task.
+            node: The node.
+            summed: The totals of its tree.
+            standing: Names of the running rollouts by node.
+            order: Order of the children.
+            offset: Position of the page's first child.
+            limit: Maximum number of children in the page.
+            fold: Maximum number of nodes shown of each chain.
+        """
         listed = _sorted(children(node), summed, order)
         return ChildrenView(
             task=task,
@@ -150,22 +221,30 @@ class Browser:
         return Chain(nodes=shown, length=len(run), last=last, below=below(summed.of(first)))
 
     def search(self, task: str, tree: Tree, query: str, rows: list[tuple[int, int, int]], limit: int) -> SearchView:
-        """Return the calls among rows (record, source, target) whose title has query in it, whatever its case."""
-        found: list[SearchMatch] = []
-        wanted, truncated = query.casefold(), False
+        """Return the calls whose title contains a text, ignoring case.
+
+        Args:
+            task: Name of the task.
+            tree: The tree.
+            query: The text.
+            rows: The candidates, as `matching` returns them.
+            limit: Maximum number of matches.
+        """
+        matches: list[SearchMatch] = []
+        needle, truncated = query.casefold(), False
         for record_id, source, target in rows:
             node = tree.nodes.get(source)
-            there = node.records.values() if node is not None else ()
-            record = next((r for r in there if r.id == record_id), None)
-            if record is None or wanted not in title(self._store.records.call(record)).casefold():
+            records = node.records.values() if node is not None else ()
+            record = next((r for r in records if r.id == record_id), None)
+            if record is None or needle not in title(self._store.records.call(record)).casefold():
                 continue
-            if len(found) == limit:
+            if len(matches) == limit:
                 truncated = True
                 break
-            found.append(self._found(record, target))
-        return SearchView(task=task, query=query, found=found, truncated=truncated)
+            matches.append(self._match(record, target))
+        return SearchView(task=task, query=query, found=matches, truncated=truncated)
 
-    def _found(self, record: Record, target: int) -> SearchMatch:
+    def _match(self, record: Record, target: int) -> SearchMatch:
         text, _ = self._titles.of(record)
         return SearchMatch(
             record=record.id, node=f"n{target}", observation=record.observation, title=text, hits=record.hits
@@ -179,33 +258,46 @@ def _sorted(nodes: list[Node], summed: SummedTree, order: Order) -> list[Node]:
     return sorted(nodes, key=lambda node: -getattr(summed.of(node), key))
 
 
-def matching(connection: sqlite3.Connection, tree: int, query: str, most: int) -> list[tuple[int, int, int]]:
-    """Return up to most (record, source, target) whose call may have query in it. For a thread: it looks at all calls.
+def matching(connection: sqlite3.Connection, tree: int, query: str, limit: int) -> list[tuple[int, int, int]]:
+    """Return the calls of a tree that may contain a text; `Browser.search` then compares their titles.
 
-    Calls that were compressed are among them, whatever they hold.
+    Compressed calls are always among them, because SQL cannot read them. Call it in a thread: it visits all calls.
+
+    Args:
+        connection: A connection to the store that only reads.
+        tree: Number of the tree.
+        query: The text.
+        limit: Maximum number of calls.
+
+    Returns:
+        Numbers of the record, of the node that it was made at, and of the node that it leads to.
     """
-    # As JSON has it, in which calls are kept; LIKE ignores case of ASCII, and what is beyond is looked at later.
-    letters = "".join(sign if sign.isascii() and sign.isprintable() and sign not in '\\"%_' else "%" for sign in query)
+    # Calls are stored as JSON, and LIKE ignores the case of ASCII letters only. So every character that JSON may escape
+    # and every character outside ASCII becomes a wildcard.
+    pattern = "".join(c if c.isascii() and c.isprintable() and c not in '\\"%_' else "%" for c in query)
     sql = (
         "SELECT r.id, r.source, r.target FROM records r JOIN blobs b ON b.id = r.call "
         "WHERE r.tree = ? AND r.private = 0 AND (b.packed = 1 OR CAST(b.data AS TEXT) LIKE ?) ORDER BY r.id LIMIT ?"
     )
-    return connection.execute(sql, (tree, f"%{letters}%", most)).fetchall()
+    return connection.execute(sql, (tree, f"%{pattern}%", limit)).fetchall()
 
 
 async def rollouts_through(engine: Engine, tree: Tree, node: Node, limit: int) -> list[PassedRollout]:
-    """Return the latest rollouts that a call led to node."""
+    """Return the latest rollouts that reached a node by a call."""
     engine.journal.fold()
-    read = partial(passed, tree=tree.id, node=node.id, most=limit)
+    read = partial(passed, tree=tree.id, node=node.id, limit=limit)
     rows = await asyncio.to_thread(engine.store.database.read_apart, read)
     return [PassedRollout(task=row[0], rollout=row[1], turn=row[2], finished=bool(row[3])) for row in rows]
 
 
-def passed(connection: sqlite3.Connection, tree: int, node: int, most: int) -> list[tuple[str, str, int, int]]:
-    """Return the latest rollouts that came to a node: task, name, turn, finished. For a thread: looks at all steps."""
+def passed(connection: sqlite3.Connection, tree: int, node: int, limit: int) -> list[tuple[str, str, int, int]]:
+    """Return the latest rollouts that reached a node: task, name, turn, finished.
+
+    Call it in a thread: it visits the steps of all rollouts in the tree.
+    """
     sql = (
         "SELECT r.task, r.name, MIN(s.turn), r.finished FROM rollouts r CROSS JOIN steps s ON s.rollout = r.id "
         "WHERE r.tree = ? AND s.record IN (SELECT id FROM records WHERE tree = ? AND target = ? AND source <> target) "
         "GROUP BY r.id ORDER BY r.id DESC LIMIT ?"
     )
-    return connection.execute(sql, (tree, tree, node, most)).fetchall()
+    return connection.execute(sql, (tree, tree, node, limit)).fetchall()

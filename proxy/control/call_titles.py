@@ -1,19 +1,20 @@
-"""Calls in one line each, and whether they failed: what a list of thousands of nodes shows of them."""
-
-from collections import OrderedDict
+"""Titles: each call in one line, with its exit code, for lists of thousands of nodes."""
 
 import orjson
 
+from proxy.http.lru_cache import LruCache
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall, ToolResult
 
 TITLE_CHARS = 200
+"""Longest title in a list, in characters."""
 _REMEMBERED = 200_000
+"""Titles kept in memory, at most some 60 MB: the page shows trees of 50,000 nodes."""
 
 
 def title(call: ToolCall) -> str:
-    """Return a call in one line: a command or a statement as it is, of any other call its tool and arguments."""
+    """Return a call as text: the command or SQL statement itself, or else the tool and its arguments."""
     for endpoint, member in (("shell", "command"), ("sql", "sql")):
         text = call.arguments.get(member)
         if call.endpoint == endpoint and isinstance(text, str):
@@ -23,13 +24,13 @@ def title(call: ToolCall) -> str:
 
 
 def exit_code(result: ToolResult) -> int | None:
-    """Return the exit code that an answer tells, None where it tells none."""
+    """Return the exit code in an answer; None if the answer has none."""
     if result.media_type != "application/json":
         return None
     try:
         value = orjson.loads(result.body)
     except orjson.JSONDecodeError:
-        # A tool server's word for it is not always true.
+        # Tool servers may label other text as JSON.
         return None
     code = value.get("exit_code") if isinstance(value, dict) else None
     return code if isinstance(code, int) else None
@@ -40,15 +41,13 @@ class Titles:
 
     def __init__(self, records: RecordStore) -> None:
         self._records = records
-        self._known: OrderedDict[int, tuple[str, int | None]] = OrderedDict()
+        self._known = LruCache[int, tuple[str, int | None]](_REMEMBERED)
 
     def of(self, record: Record) -> tuple[str, int | None]:
-        """Return a record's title, cut to `TITLE_CHARS`, and its exit code. 30 us the first time."""
+        """Return a record's title, cut to `TITLE_CHARS`, and its exit code. The first read takes 30 µs."""
         known = self._known.get(record.id)
         if known is None:
             text = title(self._records.call(record))
             known = text[:TITLE_CHARS], exit_code(self._records.result(record))
             self._known[record.id] = known
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
         return known

@@ -1,4 +1,4 @@
-"""The data plane in OpenAPI's terms: it is served without a web framework, so it is described by hand."""
+"""The OpenAPI description of the data plane, written by hand because no web framework serves it."""
 
 from typing import Any
 
@@ -28,15 +28,15 @@ _EXECUTED = {
     },
 }
 _HEADERS = {
-    "Cache-Status": {"description": "how the answer was come by (RFC 9211)", "schema": {"type": "string"}},
-    "Server-Timing": {"description": "tool, restore, replay, wait in ms", "schema": {"type": "string"}},
-    "X-Forkpoint-Node": {"description": "the node that the rollout stands at now", "schema": {"type": "string"}},
+    "Cache-Status": {"description": "Whether the answer is a cache hit (RFC 9211).", "schema": {"type": "string"}},
+    "Server-Timing": {"description": "Milliseconds of tool, restore, replay and wait.", "schema": {"type": "string"}},
+    "X-Forkpoint-Node": {"description": "The node that the rollout is at now.", "schema": {"type": "string"}},
 }
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
 def data_plane_paths() -> dict[str, Any]:
-    """Return the paths of the built-in endpoints, under both ways to say who asks."""
+    """Return the paths of the built-in endpoints, with the rollout in the path and with the rollout in headers."""
     by_path = [_in_path("task", NAME_PATTERN), _in_path("rollout", NAME_PATTERN)]
     by_header = [_in_header("X-Forkpoint-Task"), _in_header("X-Forkpoint-Rollout")]
     paths: dict[str, Any] = {}
@@ -60,7 +60,7 @@ def _files() -> dict[str, Any]:
     mode = {"name": "mode", "in": "query", "schema": {"type": "string", "pattern": "^[0-7]{3,4}$"}}
     return {
         "put": {
-            "summary": "Write a file; missing directories are made.",
+            "summary": "Write a file. Missing directories are created.",
             "tags": ["shell"],
             "parameters": [mode],
             "requestBody": body,
@@ -76,11 +76,11 @@ def _files() -> dict[str, Any]:
 
 
 def _answers(bodies: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        str(status): {"description": "the tool's answer", "headers": _HEADERS, "content": content}
+    answers: dict[str, Any] = {
+        str(status): {"description": "The tool's answer.", "headers": _HEADERS, "content": content}
         for status, content in bodies.items()
     }
-    return told | {"4XX": PROBLEM, "5XX": PROBLEM}
+    return answers | {"4XX": PROBLEM, "5XX": PROBLEM}
 
 
 def _in_path(name: str, pattern: str | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Frees on request what the background sweep would free later: snapshots over budget, forgotten nodes, unused blobs."""
+"""Garbage collection on request: evicts, forgets and deletes what the background sweep would free later."""
 
 import asyncio
 
@@ -7,9 +7,9 @@ from proxy.engine import Engine
 
 
 async def collect_garbage(engine: Engine) -> Collected:
-    """Free what nothing needs and return what was freed."""
+    """Evict snapshots over budget, close unused sandboxes, delete forgotten nodes and unused blobs."""
     before = engine.cache.used_bytes + engine.store.database.size_bytes()
-    swept = await engine.forgetting.sweep()
+    forgotten = await engine.forgetting.sweep()
     await engine.pool.close_unused(engine.settings.sandbox_idle_s)
     evicted = await engine.evict_snapshots()
     engine.journal.fold()
@@ -17,6 +17,6 @@ async def collect_garbage(engine: Engine) -> Collected:
     await asyncio.to_thread(engine.store.database.checkpoint)
     after = engine.cache.used_bytes + engine.store.database.size_bytes()
     return Collected(
-        evicted=evicted, forgotten_nodes=swept, freed_bytes=max(0, before - after),
+        evicted=evicted, forgotten_nodes=forgotten, freed_bytes=max(0, before - after),
         snapshot_bytes=engine.cache.used_bytes, store_bytes=engine.store.database.size_bytes(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The totals in Prometheus' terms. The one door to prometheus-client."""
+"""The `/metrics` page in Prometheus' text format. No other module imports prometheus-client."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,22 +13,29 @@ from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The media type of Prometheus' text format."""
 
 
 class _Totals(Collector):
-    """Reads the engine's counts when it is asked; counting itself costs an addition."""
+    """Reads the engine's counters at each scrape, so counting costs an addition and no lock."""
 
     def __init__(self, control: ControlPlane) -> None:
         self._control, self._engine = control, control.engine
 
     def collect(self) -> Iterator[Metric]:
+        """Yield every metric with its current value."""
         counts = self._engine.counts
         outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
         yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())
         seconds = {"executed": counts.executed_s, "saved": counts.saved_s, "replayed": counts.replayed_s}
-        yield _labelled("forkpoint_tool_seconds", "Seconds of tools: run, not run, run again.", "kind", seconds.items())
-        yield _labelled("forkpoint_failures", "Infrastructure failures.", "kind", counts.failures.items())
-        yield _labelled("forkpoint_refusals", "Requests refused.", "kind", counts.refusals.items())
+        yield _labelled(
+            "forkpoint_tool_seconds",
+            "Tool seconds by kind: executed for misses, saved by hits, replayed.",
+            "kind",
+            seconds.items(),
+        )
+        yield _labelled("forkpoint_failures", "Failures of the infrastructure.", "kind", counts.failures.items())
+        yield _labelled("forkpoint_refusals", "Requests that could not be served.", "kind", counts.refusals.items())
         for name, value in (
             ("replayed_calls", counts.replayed_calls),
             ("restores", counts.restores),
@@ -46,19 +53,19 @@ class _Totals(Collector):
         by_endpoint = CounterMetricFamily(
             "forkpoint_endpoint_calls", "Calls answered over HTTP.", labels=["endpoint", "outcome"]
         )
-        for endpoint, told in sorted(counts.endpoints.items()):
+        for endpoint, by_outcome in sorted(counts.endpoints.items()):
             for outcome in Outcome:
-                by_endpoint.add_metric([endpoint, outcome.name.lower()], told[outcome])
+                by_endpoint.add_metric([endpoint, outcome.name.lower()], by_outcome[outcome])
         yield by_endpoint
 
     def _times(self) -> Iterator[Metric]:
         counts = self._engine.counts
         for name, text, times in (
-            ("hit", "From a request's last byte to its answer, of hits.", counts.hit_s),
+            ("hit", "Hits: from the last byte of the request to the response.", counts.hit_s),
             ("start", "Starting a sandbox from nothing.", counts.start_s),
             ("restore", "Restoring a sandbox from a snapshot.", counts.restore_s),
-            ("replay", "Replaying recorded calls until a sandbox stands where it is wanted.", counts.replay_s),
-            ("freeze", "Freezing a sandbox's state, while its model thinks.", counts.freeze_s),
+            ("replay", "Replaying recorded calls until a sandbox is in the state of a node.", counts.replay_s),
+            ("freeze", "Taking a snapshot, while the model thinks.", counts.freeze_s),
         ):
             family = HistogramMetricFamily(f"forkpoint_{name}_seconds", text)
             family.add_metric([], list(times.cumulative()), times.total_s)
@@ -88,21 +95,25 @@ class _Totals(Collector):
         ):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
-        found = Counter(slot.state for slot in engine.pool.roster.slots)
+        slots = Counter(slot.state for slot in engine.pool.roster.slots)
         for state in SandboxState:
             if state is not SandboxState.CLOSED:
-                states.add_metric([state.value], found[state])
+                states.add_metric([state.value], slots[state])
         yield states
 
     def _audits(self) -> Iterator[Metric]:
         counts = self._engine.counts
-        yield CounterMetricFamily("forkpoint_audit_checked", "Recorded calls run again.", value=counts.audit_checked)
         yield CounterMetricFamily(
-            "forkpoint_audit_differing", "Of them, those that did not come again.", value=counts.audit_differing
+            "forkpoint_audit_checked", "Recorded calls that audits ran again.", value=counts.audit_checked
+        )
+        yield CounterMetricFamily(
+            "forkpoint_audit_differing",
+            "Recorded calls that audits ran again and that differ from their records.",
+            value=counts.audit_differing,
         )
         rate = GaugeMetricFamily(
             "forkpoint_wrong_answer_rate",
-            "Rate of answers that differ: seen, and 95 % confidence bounds (Clopper-Pearson), over all times.",
+            "Rate of wrong answers over all audits: seen, and 95 % confidence bounds (Clopper-Pearson).",
             labels=["sample", "bound"],
         )
         for kind, checked, differing, _, _ in self._engine.store.audits.totals():
@@ -128,4 +139,5 @@ class Metrics:
         self._registry.register(_Totals(control))
 
     def render(self) -> bytes:
+        """Return the page."""
         return generate_latest(self._registry)

@@ -1,14 +1,16 @@
-"""What the control plane keeps beside the engine: activity, scratch forks and totals. The engine knows none of them."""
+"""The parts of the control plane that the engine does not know: activity, scratch forks, totals and readers."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from proxy.control.activity import Activity
 from proxy.control.browsing import Browser
+from proxy.control.refreshed import Refreshed
 from proxy.control.scratch_forks import ScratchForks
 from proxy.control.subtree_totals import SubtreeTotals
-from proxy.control.task_totals import TaskTotals
-from proxy.control.views.common import Reader
+from proxy.control.task_totals import OutcomeTotals, task_totals
+from proxy.control.tree_reader import Reader
 from proxy.engine import BackgroundWork, Engine
 from proxy.tree.rollout import Rollout
 
@@ -20,14 +22,14 @@ _SCRATCH_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class ControlPlane:
-    """The engine, and what the routes show of it.
+    """The engine, and the parts that show it.
 
     Attributes:
         engine: The running proxy that the routes operate on.
         activity: The last hour, second by second, and its event streams.
         scratch_forks: The sandboxes that people open to inspect a state.
         subtree_totals: Totals below each node of a tree.
-        task_totals: Totals of each task.
+        task_totals: Totals of each task, by its name.
         reader: Makes the views of nodes, trees and rollouts.
         browser: Makes the views of large trees, one page at a time.
         started_at: Seconds since 1970.
@@ -37,7 +39,7 @@ class ControlPlane:
     activity: Activity
     scratch_forks: ScratchForks
     subtree_totals: SubtreeTotals
-    task_totals: TaskTotals
+    task_totals: Refreshed[Mapping[str, OutcomeTotals]]
     reader: Reader
     browser: Browser
     started_at: float
@@ -51,14 +53,14 @@ class ControlPlane:
             return [] if task is None else list(task.rollouts.values())
 
         activity = Activity(engine.counts, lambda: len(engine.pool.roster), running_in)
-        engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.beat))
+        engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.tick))
         engine.lifecycle.at_hang_up.append(activity.close)
         return cls(
             engine,
             activity,
-            ScratchForks(engine.restorer, most=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
+            ScratchForks(engine.restorer, max_open=max(2, engine.settings.max_sandboxes // _SCRATCH_SHARE)),
             SubtreeTotals(engine.walkers),
-            TaskTotals(engine.store),
+            task_totals(engine.store),
             Reader(engine.store),
             Browser(engine.store),
             time.time(),

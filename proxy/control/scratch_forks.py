@@ -1,4 +1,4 @@
-"""Throw-away forks for who looks at a state: the tree is not touched, nothing that happens in them is recorded."""
+"""Scratch forks: throw-away sandboxes in which people inspect a state. Nothing in them is recorded."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,26 +17,35 @@ from sandboxes.spec import EnvironmentSpec
 
 
 class ScratchForks:
-    """Forks that people and tools look around in. most: open at once; agents have the rest of the budget."""
+    """The scratch forks that are open now.
 
-    def __init__(self, restorer: Restorer, *, most: int) -> None:
-        self._restorer, self._most = restorer, most
+    Attributes:
+        open: Number of open forks.
+    """
+
+    def __init__(self, restorer: Restorer, *, max_open: int) -> None:
+        """Create the owner of scratch forks.
+
+        Args:
+            restorer: Makes the sandboxes.
+            max_open: Maximum number of open forks; agents have the rest of the sandbox budget.
+        """
+        self._restorer, self._max_open = restorer, max_open
         self.open = 0
 
     @asynccontextmanager
     async def at(self, tree: Tree, node: Node) -> AsyncIterator[Sandbox]:
-        """Give a sandbox that stands at node; it is gone after the block.
+        """Yield a sandbox in a node's state; it is closed after the block.
 
         Raises:
-            Refused: 409, the node was forgotten; 429, too many are open.
-            StateLost, SandboxError, SpecError, Overloaded: see `Restorer.fork`.
+            RefusalError: The node was forgotten (409), or too many forks are open (429).
+            StateLostError, SandboxError, SpecError, OverloadedError: See `Restorer.fork`.
         """
         if node.detached:
-            raise RefusalError(409, "forgotten", f"the state n{node.id} was forgotten.")
-        if self.open >= self._most:
-            raise RefusalError(
-                429, "visits", f"{self._most} forks are open for people already. Close one, and try again."
-            )
+            raise RefusalError(409, "forgotten", f"node n{node.id} was forgotten. Choose another node.")
+        if self.open >= self._max_open:
+            detail = f"the limit of {self._max_open} open scratch forks is reached. Close a terminal and retry."
+            raise RefusalError(429, "visits", detail)
         self.open += 1
         try:
             async with self._restorer.fork(tree, node) as sandbox:
@@ -46,28 +55,36 @@ class ScratchForks:
 
 
 def call_of(spec: EnvironmentSpec, endpoint: str, method: str, path: str, query: dict[str, str], body: bytes) -> Call:
-    """Return the call that a request to an endpoint makes.
+    """Return the tool call that a request means.
+
+    Args:
+        spec: The environment of the tree.
+        endpoint: Name of the endpoint.
+        method: HTTP method.
+        path: Path below the endpoint.
+        query: Query parameters.
+        body: JSON body; empty for none.
 
     Raises:
-        Refused: it makes none, or cannot be read.
+        RefusalError: The request is malformed, or it is not a tool call.
     """
     target = "/" + path.lstrip("/") + (f"?{urlencode(query)}" if query else "")
-    if any(ord(sign) < 33 or ord(sign) > 126 for sign in target):
-        raise RefusalError(422, "path", "a path is printable ASCII. Percent-encode the rest.")
+    if any(ord(character) < 33 or ord(character) > 126 for character in target):
+        raise RefusalError(422, "path", "a path has only printable ASCII characters. Percent-encode the others.")
     headers = (("content-type", "application/json"),) if body else ()
     request = Request(method, target, headers, body, "visitor", f"http://127.0.0.1/t/visit/r/visitor/{endpoint}")
     meaning = dialect_of(spec, endpoint).read(request)
     if not isinstance(meaning, Call):
-        raise RefusalError(422, "no-call", f"{method} {target} of endpoint {endpoint!r} is no tool call.")
+        raise RefusalError(422, "no-call", f"{method} {target} is not a tool call of endpoint {endpoint!r}.")
     return meaning
 
 
 def command_call(spec: EnvironmentSpec, command: str, session: str, timeout_s: float | None) -> Call:
     """Return the call that runs a shell command."""
-    members = {"command": command, "session": session} | ({} if timeout_s is None else {"timeout_s": timeout_s})
-    return call_of(spec, "shell", "POST", "exec", {}, orjson.dumps(members))
+    fields = {"command": command, "session": session} | ({} if timeout_s is None else {"timeout_s": timeout_s})
+    return call_of(spec, "shell", "POST", "exec", {}, orjson.dumps(fields))
 
 
-def sql_call(spec: EnvironmentSpec, tool: str, **members: object) -> ToolCall:
+def sql_call(spec: EnvironmentSpec, tool: str, **fields: object) -> ToolCall:
     """Return a call of the sql endpoint."""
-    return call_of(spec, "sql", "POST", tool, {}, orjson.dumps(members)).call
+    return call_of(spec, "sql", "POST", tool, {}, orjson.dumps(fields)).call

@@ -1,21 +1,37 @@
-"""What lies below each node of a tree, summed up in slices between which calls are answered."""
+"""Totals of the subtree below each node of a tree.
+
+A large tree takes a tenth of a second to sum up, which would delay every hit. So the computation runs on the event loop
+in slices of a few hundred nodes: each slice sees a consistent tree, and calls are answered between two slices. A node
+that is added meanwhile may be missing from the totals until they are computed again.
+"""
 
 import asyncio
-import time
 from dataclasses import dataclass, field
+from functools import partial
 
+from proxy.control.refreshed import Refreshed
 from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree, children
 
 _SLICE = 500
-_SHARE = 20
-"""A sum is used for so many times as long as making it took: a page that polls costs 5 % of a core at most."""
-_LEAST_S = 0.5
+"""Nodes that are visited between two turns of the event loop: less than a millisecond."""
+_MIN_AGE_S = 0.5
+"""Totals are reused for at least this long."""
 
 
 @dataclass(slots=True)
 class NodeTotals:
-    """Of a node and all that came from it. saved_s: seconds that answers given again did not take."""
+    """Totals of a node and all of its descendants.
+
+    Attributes:
+        nodes: Number of nodes.
+        hits: Calls answered from their records.
+        seconds: Seconds that the recorded calls ran.
+        saved_s: Seconds of tool time that the hits saved.
+        rollouts: Running rollouts at these nodes.
+        snapshots: Nodes with a snapshot.
+        diverged: Nodes that a replay diverged at.
+    """
 
     nodes: int = 1
     hits: int = 0
@@ -26,84 +42,72 @@ class NodeTotals:
     diverged: int = 0
 
     def add(self, other: "NodeTotals") -> None:
-        self.nodes += other.nodes
-        self.hits += other.hits
-        self.seconds += other.seconds
-        self.saved_s += other.saved_s
-        self.rollouts += other.rollouts
-        self.snapshots += other.snapshots
-        self.diverged += other.diverged
+        """Add the totals of a child."""
+        for name in NodeTotals.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)
 class SummedTree:
-    """The sums of one tree at one moment, with its nodes, parents before children."""
+    """The totals of a tree at one moment.
+
+    Attributes:
+        order: The tree's nodes, parents before children.
+        sums: Totals by the node's number.
+    """
 
     order: list[Node] = field(default_factory=list)
     sums: dict[int, NodeTotals] = field(default_factory=dict)
-    until: float = 0.0
 
     def of(self, node: Node) -> NodeTotals:
-        """Return the sum of a node; one that is newer than the sums stands for itself."""
+        """Return the totals of a node. A node that is newer than the totals counts by itself."""
         return self.sums.get(node.id) or own(node)
 
 
 def own(node: Node) -> NodeTotals:
-    """Return what a node counts by itself: the call that led there, and those that changed nothing there."""
-    found = NodeTotals(snapshots=node.snapshot is not None, diverged=bool(node.diverged))
+    """Return a node's own share: the call that led there, and the observations recorded there."""
+    totals = NodeTotals(snapshots=node.snapshot is not None, diverged=bool(node.diverged))
     records = [record for record in node.records.values() if record.observation]
     if node.origin is not None:
         records.append(node.origin)
     for record in records:
-        found.hits += record.hits
-        found.seconds += record.seconds
-        found.saved_s += record.hits * record.seconds
-    return found
+        totals.hits += record.hits
+        totals.seconds += record.seconds
+        totals.saved_s += record.hits * record.seconds
+    return totals
 
 
 class SubtreeTotals:
-    """Those of the trees that somebody looks at."""
+    """The totals of the trees that were requested lately."""
 
     def __init__(self, walkers: Walkers) -> None:
         self._walkers = walkers
-        self._known: dict[Tree, SummedTree] = {}
-        self._making: dict[Tree, asyncio.Task[SummedTree]] = {}
+        self._trees: dict[Tree, Refreshed[SummedTree]] = {}
 
     async def of(self, tree: Tree) -> SummedTree:
-        """Return a tree's sums, not much older than making them takes."""
-        now = time.monotonic()
-        for other in [other for other, summed in self._known.items() if summed.until < now and other is not tree]:
-            del self._known[other]
-        known = self._known.get(tree)
-        if known is not None and known.until > now:
-            return known
-        making = self._making.get(tree)
-        if making is None:
-            making = asyncio.get_running_loop().create_task(self._make(tree))
-            self._making[tree] = making
-            making.add_done_callback(lambda _: self._making.pop(tree, None))
-        return await asyncio.shield(making)
+        """Return a tree's totals, which may be as old as twenty times their computation takes."""
+        self._trees = {known: totals for known, totals in self._trees.items() if known is tree or not totals.expired}
+        if tree not in self._trees:
+            self._trees[tree] = Refreshed(partial(self._sum, tree), min_age_s=_MIN_AGE_S)
+        return await self._trees[tree].get()
 
-    async def _make(self, tree: Tree) -> SummedTree:
-        began = time.monotonic()
-        made = SummedTree()
+    async def _sum(self, tree: Tree) -> SummedTree:
+        summed = SummedTree()
         stack = [tree.root]
         while stack:
             node = stack.pop()
-            made.order.append(node)
-            made.sums[node.id] = own(node)
+            summed.order.append(node)
+            summed.sums[node.id] = own(node)
             stack.extend(reversed(children(node)))
-            if len(made.order) % _SLICE == 0:
+            if len(summed.order) % _SLICE == 0:
                 await asyncio.sleep(0)
         for rollout in self._walkers.of(tree.id):
-            if rollout.node.id in made.sums:
-                made.sums[rollout.node.id].rollouts += 1
-        for at, node in enumerate(reversed(made.order), 1):
-            if node.origin is not None and node.origin.source.id in made.sums:
-                made.sums[node.origin.source.id].add(made.sums[node.id])
-            if at % _SLICE == 0:
+            if rollout.node.id in summed.sums:
+                summed.sums[rollout.node.id].rollouts += 1
+        # Children come after their parents, so from the end each node is complete before it is added to its parent.
+        for count, node in enumerate(reversed(summed.order), 1):
+            if node.origin is not None and node.origin.source.id in summed.sums:
+                summed.sums[node.origin.source.id].add(summed.sums[node.id])
+            if count % _SLICE == 0:
                 await asyncio.sleep(0)
-        ended = time.monotonic()
-        made.until = ended + max(_LEAST_S, _SHARE * (ended - began))
-        self._known[tree] = made
-        return made
+        return summed

@@ -1,22 +1,32 @@
-"""What each task's rollouts were answered, over all times: read from the steps on disk, beside the event loop."""
+"""Totals of each task over all of its rollouts, read from the steps on disk without blocking the event loop."""
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from proxy.control.refreshed import Refreshed
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 
-_SHARE = 20
-"""Totals are used for so many times as long as reading them took."""
-_LEAST_S = 1.0
+_MIN_AGE_S = 1.0
+"""Totals are reused for at least this long."""
 
 
 @dataclass(slots=True)
 class OutcomeTotals:
-    """Of one task. Seconds are those of tools. running: rollouts that have not ended."""
+    """Totals of one task.
+
+    Attributes:
+        calls: Number of answered calls.
+        hits: Calls answered as a hit.
+        waits: Calls that shared another rollout's execution.
+        misses: Calls that were executed and recorded.
+        bypasses: Calls whose record serves their own rollout alone.
+        executed_s: Seconds that tools ran for misses and bypasses.
+        saved_s: Seconds that tools would have run for hits and waits.
+        running: Number of running rollouts.
+    """
 
     calls: int = 0
     hits: int = 0
@@ -29,37 +39,28 @@ class OutcomeTotals:
 
     @property
     def hit_rate(self) -> float:
+        """Share of calls that no tool ran for, from 0 to 1."""
         return (self.hits + self.waits) / self.calls if self.calls else 0.0
 
 
-class TaskTotals:
-    """Totals by task, not much older than reading them takes."""
+def task_totals(store: Store) -> Refreshed[Mapping[str, OutcomeTotals]]:
+    """Return the totals of all tasks by name."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._known: Mapping[str, OutcomeTotals] = {}
-        self._until = 0.0
-        self._reading = asyncio.Lock()
+    async def read() -> Mapping[str, OutcomeTotals]:
+        return await asyncio.to_thread(store.database.read_apart, read_totals)
 
-    async def totals(self) -> Mapping[str, OutcomeTotals]:
-        async with self._reading:
-            if time.monotonic() >= self._until:
-                began = time.monotonic()
-                self._known = await asyncio.to_thread(self._store.database.read_apart, read_totals)
-                ended = time.monotonic()
-                self._until = ended + max(_LEAST_S, _SHARE * (ended - began))
-        return self._known
+    return Refreshed(read, min_age_s=_MIN_AGE_S)
 
 
 def read_totals(connection: sqlite3.Connection) -> dict[str, OutcomeTotals]:
-    """Read the totals of all tasks. Looks at every step: 1 s for a million."""
-    found: dict[str, OutcomeTotals] = {}
+    """Read the totals of all tasks. Call it in a thread: it visits every step, 1 s for a million."""
+    by_task: dict[str, OutcomeTotals] = {}
     sql = (
         "SELECT r.task, s.outcome, COUNT(*), COALESCE(SUM(c.seconds), 0) FROM rollouts r "
         "JOIN steps s ON s.rollout = r.id LEFT JOIN records c ON c.id = s.record GROUP BY r.task, s.outcome"
     )
     for task, outcome, count, seconds in connection.execute(sql):
-        totals = found.setdefault(task, OutcomeTotals())
+        totals = by_task.setdefault(task, OutcomeTotals())
         totals.calls += count
         match Outcome(outcome):
             case Outcome.HIT:
@@ -75,5 +76,5 @@ def read_totals(connection: sqlite3.Connection) -> dict[str, OutcomeTotals]:
         else:
             totals.executed_s += seconds
     for task, count in connection.execute("SELECT task, COUNT(*) FROM rollouts WHERE finished = 0 GROUP BY task"):
-        found.setdefault(task, OutcomeTotals()).running = count
-    return found
+        by_task.setdefault(task, OutcomeTotals()).running = count
+    return by_task

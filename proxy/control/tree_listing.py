@@ -1,4 +1,4 @@
-"""The trees of a task, one for each root state that its rollouts began in: what is known of each without opening it."""
+"""The list of a task's trees, one for each environment that its rollouts began in. No tree is loaded for it."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -11,17 +11,32 @@ from proxy.storage.trees import OF_TASK
 from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
 
 _TITLE_CHARS = 120
+"""Longest title, in characters."""
 _NAMED = 3
-_PLACE = frozenset({"driver", "image", "base", "workdir"})
-_ALL = frozenset({"databases", "servers"})
-"""Members of a spec that a title has in words of their own; and those that are all that some drivers have."""
+"""Names that a title lists of a mapping; it counts the others."""
+_IN_EVERY_TITLE = frozenset({"driver", "image", "base", "workdir"})
+"""Members of a spec that every title starts with, so they are not listed again."""
+_IN_OTHER_TITLES = frozenset({"databases", "servers"})
+"""Members that the start of a title has too, for drivers that do not run tool servers beside a file system."""
 
 
 class TreeSummary(BaseModel):
-    """A tree of a task. root: its first node, by which it is named. current: that of the task's spec as it is now.
+    """A tree of a task.
 
-    title: what its environment is, and what that says beyond the defaults. template: the E2B template of this
-    environment. base: of driver local. calls: recorded ones. rollouts, running: of this task, that began in it.
+    Attributes:
+        root: Its first node, which names the tree.
+        current: Whether it is the tree of the task's current environment, in which new rollouts begin.
+        title: Its environment in at most 120 characters.
+        driver: Driver of its sandboxes.
+        image: Image of its containers; null for other drivers.
+        template: E2B template of its environment; null if there is none.
+        base: Base directory of driver `local`; null for other drivers.
+        shared: Whether other tasks with the same environment share the tree.
+        created_at: When it was created, in seconds since 1970.
+        nodes: Number of nodes.
+        calls: Number of recorded calls.
+        rollouts: Number of this task's rollouts that began in it, finished rollouts included.
+        running: Number of these rollouts that still run.
     """
 
     root: NodeName
@@ -50,9 +65,19 @@ def summaries(
     offset: int,
     limit: int,
 ) -> list[TreeSummary]:
-    """Return a task's trees, the current one first, then those with most calls. For a thread: it counts them.
+    """Return a task's trees: the current one first, then the others by their number of calls.
 
-    shared_owner: see `TreeStore.shared_owner`. default: the spec of tasks that were given none.
+    Call it in a thread: it counts nodes and calls.
+
+    Args:
+        connection: A connection to the store that only reads.
+        task: Name of the task.
+        shared_owner: See `TreeStore.shared_owner`.
+        current: Number of the task's current tree.
+        default: The environment of tasks without their own.
+        templates: E2B templates by name.
+        offset: Position of the first tree to return.
+        limit: Maximum number of trees.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "
@@ -72,7 +97,7 @@ def _summary(
     row: Mapping[str, Any], current: bool, default: EnvironmentSpec, templates: Mapping[str, EnvironmentSpec]
 ) -> TreeSummary:
     spec = EnvironmentSpec.model_validate_json(row["spec"])
-    template = next((name for name, told in templates.items() if told == spec), None)
+    template = next((name for name, environment in templates.items() if environment == spec), None)
     counts = {name: row[name] for name in ("nodes", "calls", "rollouts", "running", "created_at")}
     return TreeSummary(
         root=f"n{row['root']}",
@@ -88,23 +113,23 @@ def _summary(
 
 
 def title_of(spec: EnvironmentSpec, default: EnvironmentSpec, template: str | None = None) -> str:
-    """Return in at most 120 characters what a tree's environment is (pure).
+    """Return an environment as a title: driver, image and directory, then what differs from the default (pure).
 
-    Of variables and files only names are told: their values may be secrets, and long.
+    Variables and files appear by name only, because their values may be long or secret.
     """
     base = spec.image or (spec.base if spec.driver == "local" else ", ".join([*spec.databases, *spec.upstreams]))
-    placed = _PLACE if spec.driver in SERVER_DRIVERS else _PLACE | _ALL
+    shown = _IN_EVERY_TITLE if spec.driver in SERVER_DRIVERS else _IN_EVERY_TITLE | _IN_OTHER_TITLES
     parts = [template or "", f"{spec.driver} {base}".strip()]
     parts += [f"workdir {spec.workdir}"] if spec.workdir not in {"/", default.workdir} else []
     for name in EnvironmentSpec.model_fields:
         value, usual = getattr(spec, name), getattr(default, name)
-        if value and value != usual and name not in placed:
-            parts.append(_said(name.replace("_", " "), value))
+        if value and value != usual and name not in shown:
+            parts.append(_phrase(name.replace("_", " "), value))
     text = " · ".join(part for part in parts if part)
     return text if len(text) <= _TITLE_CHARS else text[: _TITLE_CHARS - 1] + "…"
 
 
-def _said(name: str, value: object) -> str:
+def _phrase(name: str, value: object) -> str:
     if isinstance(value, dict):
         more = f" and {len(value) - _NAMED} more" if len(value) > _NAMED else ""
         return f"{name} {', '.join(list(value)[:_NAMED])}{more}"

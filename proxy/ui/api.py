@@ -18,12 +18,13 @@ from proxy.control.routes.params import (
     RolloutName,
     RootQuery,
     TaskName,
-    place_of,
-    standing,
+    position_of,
     tree_of,
 )
-from proxy.control.views.common import CallView, EffectName, RolloutView, rollout_view
-from proxy.control.views.ui_views import ShownAnswer, shown
+from proxy.control.tree_reader import rollouts_by_node
+from proxy.control.views.answers import ShownAnswer, shown_answer
+from proxy.control.views.nodes import CallView, EffectName
+from proxy.control.views.rollouts import RolloutView, rollout_view
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Record
@@ -137,7 +138,7 @@ async def get_columns(
     found = await engine.tasks.find(task)
     tree = tree_of(engine, found, root)
     read = await columns_of(tree, after, limit)
-    here = {node.id: names for node, names in standing(found).items() if tree.nodes.get(node.id) is node}
+    here = {node.id: names for node, names in rollouts_by_node(found).items() if tree.nodes.get(node.id) is node}
     slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
     places = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
     return Response(orjson.dumps(tree_columns(task, tree, read, here, places)), media_type="application/json")
@@ -164,7 +165,7 @@ async def get_observations(
 ) -> list[LabelView]:
     """List the calls at a node that changed nothing, those with most hits first."""
     titles = page.titles
-    _, here = place_of(engine, await engine.tasks.find(task), node)
+    _, here = position_of(engine, await engine.tasks.find(task), node)
     seen = sorted((r for r in here.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
     return await _labels(titles, seen[:limit])
 
@@ -199,7 +200,7 @@ async def get_call(
 ) -> RecordView:
     """Show a recorded call that was made at a node, or led to it, with its answer and who made it."""
     lookups = page.lookups
-    _, here = place_of(engine, await engine.tasks.find(task), node)
+    _, here = position_of(engine, await engine.tasks.find(task), node)
     found = _record(here, record)
     call, result = engine.store.records.call(found), engine.store.records.result(found)
     engine.journal.fold()
@@ -216,7 +217,7 @@ async def get_call(
         recorded_at=found.recorded_at,
         private=found.private,
         reproducible=found.reproducible,
-        answer=await asyncio.to_thread(shown, result),
+        answer=await asyncio.to_thread(shown_answer, result),
         passed=[PassageView(**asdict(passage)) for passage in passed],
     )
 
@@ -236,7 +237,7 @@ async def fork_at_node(
 ) -> RolloutView:
     """Begin a rollout at a node, whoever stands there."""
     found = await engine.tasks.find(task)
-    begun = engine.tasks.begin(found, name, *place_of(engine, found, node))
+    begun = engine.tasks.begin(found, name, *position_of(engine, found, node))
     engine.warm.note_step(begun)
     row = engine.store.rollouts.of_task(task, name=name)[-1]
     return RolloutView(**rollout_view(row, str(request.base_url), begun))

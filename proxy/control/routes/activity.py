@@ -1,4 +1,4 @@
-"""Routes for what happens now: the last hour by seconds, and a stream of events."""
+"""Routes of the activity: the timeline of the last hour, and the stream of events."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated
@@ -14,13 +14,18 @@ from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
 
 _QUIET_S = 15.0
-
+"""A stream without events sends a comment after this long, because proxies close idle connections."""
 
 router = APIRouter()
 
 
 class TimelineView(BaseModel):
-    """The last hour, oldest first; since the proxy started, if that is less. Members are those of a `second` event."""
+    """The timeline of the last hour, or since the proxy started if that is less.
+
+    Attributes:
+        step_s: Length of a step in seconds.
+        seconds: The steps, oldest first, with the members of a `second` event.
+    """
 
     step_s: int
     seconds: list[Second]
@@ -42,10 +47,12 @@ async def get_timeline(
 async def stream_events(
     control: ControlDep,
     request: Request,
-    task: Annotated[str | None, Query(pattern=NAME_PATTERN, description="tell its rollouts' movements too")] = None,
-    limit: Annotated[int | None, Query(ge=1, le=1 << 31, description="end after so many events")] = None,
+    task: Annotated[
+        str | None, Query(pattern=NAME_PATTERN, description="Also send the movements of this task's rollouts.")
+    ] = None,
+    limit: Annotated[int | None, Query(ge=1, le=1 << 31, description="End the stream after this many events.")] = None,
 ) -> StreamingResponse:
-    """Stream events (SSE): `second` each second, `rollouts` of a task, `lost` where the client was too slow."""
+    """Stream events (SSE): `second` each second, `rollouts` of a task, `lost` if the client was too slow."""
     grant = granted(request)
     if task is None:
         grant.require_whole()
@@ -53,19 +60,19 @@ async def stream_events(
         grant.require(task)
         await control.engine.tasks.find(task)
     if control.activity.full:
-        raise RefusalError(429, "listeners", "as many listen to events as may. Close a page, and try again.")
+        detail = f"the limit of {control.activity.max_listeners} event streams is reached. Close one and retry."
+        raise RefusalError(429, "listeners", detail)
     events = _events(control.activity, task, limit, whole=grant.whole)
     return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
-async def _events(pulse: Activity, task: str | None, limit: int | None, *, whole: bool) -> AsyncIterator[bytes]:
+async def _events(activity: Activity, task: str | None, limit: int | None, *, whole: bool) -> AsyncIterator[bytes]:
     sent = 0
-    with pulse.listening(task, whole=whole) as listener:
+    with activity.listening(task, whole=whole) as listener:
         yield b"retry: 2000\n\n"
-        while not pulse.closed and (limit is None or sent < limit):
+        while not activity.closed and (limit is None or sent < limit):
             event = await listener.next(_QUIET_S)
             if event is None:
-                # A proxy between may close what is quiet.
                 yield b": still here\n\n"
                 continue
             name = event["event"]

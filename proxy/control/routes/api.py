@@ -1,4 +1,4 @@
-"""The control plane's routes under `/api/v1`, put together."""
+"""All routes of the control plane, under `/api/v1`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Routes for audits: what was found, masks, and asking for one."""
+"""Routes of audits: show the findings, set the noise masks, start and stop an audit."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from proxy.audit.auditor import SampleSource, Tally
 from proxy.audit.confidence import clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
-from proxy.control.routes.params import EngineDep, RootQuery, TaskName, place_of, tree_of
+from proxy.control.routes.params import EngineDep, RootQuery, TaskName, position_of, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.engine import Engine
 from proxy.tree.task import Task
@@ -19,10 +19,18 @@ router = APIRouter()
 
 
 class Bound(BaseModel):
-    """What is known of a rate of wrong answers: an interval that holds it with this confidence (Clopper-Pearson).
+    """A rate of wrong answers with its confidence interval (Clopper-Pearson).
 
-    kind: hits, a share of those given, or records, a sample of the recorded calls. checked: run again; differing: of
-    them. unreachable: not checked, because no way leads to their state any more; they are not in the rate.
+    Attributes:
+        kind: What was sampled: `hits` that were answered, or `records` of calls.
+        checked: Calls that were run again.
+        differing: Checked calls that differ from their records.
+        unreachable: Calls that could not be checked because no path leads to their state; not part of the rate.
+        rate: `differing` as a share of `checked`, from 0 to 1.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        confidence: Probability that the interval contains the true rate.
+        last_at: When the last call was checked, in seconds since 1970.
     """
 
     kind: SampleSource
@@ -37,7 +45,17 @@ class Bound(BaseModel):
 
 
 class Finding(BaseModel):
-    """A recorded call that did not come again. node: where it was made; leads_to: where it led."""
+    """A recorded call that an audit could not repeat.
+
+    Attributes:
+        record: Number of its record.
+        node: The node that it was made at.
+        leads_to: The node that it led to.
+        title: The call as text, cut to 200 characters.
+        why: How it differs.
+        quarantined: Whether the record answers no calls any more.
+        found_at: When the audit noticed it, in seconds since 1970.
+    """
 
     record: int
     node: NodeName
@@ -49,7 +67,15 @@ class Finding(BaseModel):
 
 
 class AuditProgress(BaseModel):
-    """An audit that runs, or that was just asked for. of: calls to look at."""
+    """The progress of a running audit.
+
+    Attributes:
+        of: Number of calls to check.
+        checked: Calls that were run again.
+        differing: Checked calls that differ from their records.
+        unreachable: Calls at states that no path leads to.
+        failed: Calls that the machine could not run; they say nothing about their records.
+    """
 
     of: int
     checked: int
@@ -59,9 +85,16 @@ class AuditProgress(BaseModel):
 
 
 class AuditView(BaseModel):
-    """What audits saw of a task's tree. root: its. masks: noise that answers were compared without, in all trees.
+    """The results of all audits of a tree.
 
-    quarantine: the policy.
+    Attributes:
+        task: Name of the task.
+        root: Root of the tree.
+        bounds: Rates of wrong answers, by sample.
+        findings: Recorded calls that differ.
+        masks: Noise that comparisons ignore, in all trees of the task.
+        quarantine: Whether records that differ are quarantined.
+        running: The audit that runs now; null if none does.
     """
 
     task: str
@@ -74,21 +107,26 @@ class AuditView(BaseModel):
 
 
 class AuditRequest(BaseModel):
-    """What to check. sample: so many calls, drawn evenly; null: all. node: of those that led there or came after; the
-    root of another tree means that tree.
+    """What an audit checks.
+
+    Attributes:
+        sample: Number of calls, drawn evenly; null for all calls.
+        node: Checks only this node and its subtree; null for the current tree. The root of another tree selects that
+            tree.
+        seed: Draws the same sample again; null for a random one.
     """
 
     sample: int | None = Field(default=100, ge=1, le=1_000_000)
     node: NodeName | None = None
-    seed: int | None = Field(default=None, ge=0, le=1 << 62, description="draws the same sample again")
+    seed: int | None = Field(default=None, ge=0, le=1 << 62, description="The same seed draws the same sample.")
 
 
 def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
-    """Return bounds from what the store counted."""
-    found = []
+    """Return the rates of wrong answers from the store's counts."""
+    rates = []
     for kind, checked, differing, unreachable, at in rows:
         interval = clopper_pearson(differing, checked)
-        found.append(
+        rates.append(
             Bound(
                 kind=kind,  # type: ignore[arg-type]
                 checked=checked,
@@ -101,38 +139,37 @@ def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
                 last_at=at,
             )
         )
-    return found
+    return rates
 
 
 @router.get("/tasks/{task}/audit")
 async def get_audit(engine: EngineDep, task: TaskName, root: RootQuery = None) -> AuditView:
-    """Show what audits saw: bounds on the rate of wrong answers, and the calls that differ."""
-    found = await engine.tasks.find(task)
-    return _view(engine, found, tree_of(engine, found, root))
+    """Show the results of audits: bounds on the rate of wrong answers, and the calls that differ."""
+    known = await engine.tasks.find(task)
+    return _view(engine, known, tree_of(engine, known, root))
 
 
 @router.put("/tasks/{task}/audit/masks")
 async def put_masks(engine: EngineDep, task: TaskName, masks: Masks) -> AuditView:
-    """Say what noise in this task's answers does not count when they are compared."""
-    found = await engine.tasks.find(task)
+    """Set the noise that comparisons of this task's answers ignore."""
+    known = await engine.tasks.find(task)
     engine.store.audits.put_masks(task, masks.model_dump_json())
-    return _view(engine, found, found.tree)
+    return _view(engine, known, known.tree)
 
 
 @router.post("/tasks/{task}/verify", status_code=202)
 async def verify(
-    engine: EngineDep, task: TaskName, wanted: Annotated[AuditRequest | None, Body()] = None
+    engine: EngineDep, task: TaskName, audit: Annotated[AuditRequest | None, Body()] = None
 ) -> AuditProgress:
-    """Begin to run recorded calls again in fresh sandboxes, and to compare. GET …/audit shows how far it is."""
-    found = await engine.tasks.find(task)
-    asked = wanted or AuditRequest()
-    tree, below = (found.tree, found.tree.root) if asked.node is None else place_of(engine, found, asked.node)
-    return _progress(engine.audit.begin(task, tree, below, asked.sample, asked.seed))
+    """Start an audit: recorded calls run again in fresh sandboxes. GET …/audit shows its progress."""
+    known, audit = await engine.tasks.find(task), audit or AuditRequest()
+    tree, top = (known.tree, known.tree.root) if audit.node is None else position_of(engine, known, audit.node)
+    return _progress(engine.audit.begin(task, tree, top, audit.sample, audit.seed))
 
 
 @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response)
 async def stop(engine: EngineDep, task: TaskName, root: RootQuery = None) -> None:
-    """Stop the audit that runs; what it has seen stays known."""
+    """Stop the running audit. Its results so far are kept."""
     await engine.audit.stop(tree_of(engine, await engine.tasks.find(task), root))
 
 
@@ -150,9 +187,9 @@ def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:
                 title=title(engine.store.records.call_without_upload(call))[:TITLE_CHARS],
                 why=why,
                 quarantined=bool(quarantined),
-                found_at=at,
+                found_at=noticed_at,
             )
-            for record, source, target, call, why, quarantined, at in engine.store.audits.findings(tree.id)
+            for record, source, target, call, why, quarantined, noticed_at in engine.store.audits.findings(tree.id)
         ],
         masks=engine.audit.masks(task.name),
         quarantine=engine.audit.quarantine,

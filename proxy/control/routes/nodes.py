@@ -1,4 +1,4 @@
-"""Routes of trees and nodes: show them, forget a subtree, pin a state, and take a snapshot."""
+"""Routes of trees and nodes: show them, forget a subtree, pin a snapshot, and take one."""
 
 from typing import Annotated
 
@@ -11,16 +11,11 @@ from proxy.control.routes.params import (
     NodePath,
     RootQuery,
     TaskName,
-    place_of,
+    position_of,
     tree_of,
 )
 from proxy.control.routes.states import snapshot_of
-from proxy.control.views.common import (
-    Forgotten,
-    NodeDetail,
-    Pin,
-    TreeView,
-)
+from proxy.control.views.nodes import Forgotten, NodeDetail, Pin, TreeView
 from proxy.control.views.resources import (
     NodeName,
 )
@@ -38,30 +33,28 @@ router = APIRouter()
 async def get_tree(
     control: ControlDep,
     task: TaskName,
-    node: Annotated[NodeName | None, Query(description="start here; the root where it is left out")] = None,
+    node: Annotated[NodeName | None, Query(description="Start at this node. Default: the root.")] = None,
     root: RootQuery = None,
     depth: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> TreeView:
-    """Show a tree, the current one by default, or what lies below a node of any tree, parents first."""
+    """Show a tree (by default the current one) or the subtree of a node, parents first."""
     engine = control.engine
-    reader = control.reader
-    found = await engine.tasks.find(task)
-    tree = tree_of(engine, found, node or root)
+    known = await engine.tasks.find(task)
+    tree = tree_of(engine, known, node or root)
     top = tree.root if node is None else tree.nodes[int(node[1:])]
-    return reader.tree(found, tree, top, depth=depth, limit=limit)
+    return control.reader.tree(known, tree, top, depth=depth, limit=limit)
 
 
 @router.get("/tasks/{task}/nodes/{node}")
 async def get_node(control: ControlDep, task: TaskName, node: NodePath) -> NodeDetail:
-    """Show a node: its call, answer, effect, seconds, hits, who passed, and why its state is kept or not."""
+    """Show a node: its call, answer, effect and hits, the rollouts that passed, and why it has a snapshot or not."""
     engine = control.engine
-    reader = control.reader
-    found = await engine.tasks.find(task)
-    tree, shown = place_of(engine, found, node)
+    known = await engine.tasks.find(task)
+    tree, shown = position_of(engine, known, node)
     passed = await rollouts_through(engine, tree, shown, _ROLLOUTS_SHOWN)
     kept = engine.snapshot_value.explain(shown, tree)
-    return reader.detail(found, shown, snapshot_of(engine, shown), kept, passed)
+    return control.reader.detail(known, shown, snapshot_of(engine, shown), kept, passed)
 
 
 @router.delete("/tasks/{task}/nodes/{node}")
@@ -69,37 +62,35 @@ async def forget_node(
     engine: EngineDep,
     task: TaskName,
     node: NodePath,
-    end_rollouts: Annotated[bool, Query(description="end the rollouts that stand there")] = False,
+    end_rollouts: Annotated[bool, Query(description="Also end the rollouts in the subtree.")] = False,
 ) -> Forgotten:
-    """Forget a node and all that came from it: their calls run again. Rollouts that stand there go on alone."""
-    tree, top = place_of(engine, await engine.tasks.find(task), node)
-    done = await engine.forgetting.forget(tree, top, end_rollouts=end_rollouts)
-    return Forgotten(nodes=done.nodes, rollouts=done.ended, going_on=done.going_on)
+    """Forget a subtree, so that its calls run again. Its rollouts continue without sharing their records."""
+    tree, top = position_of(engine, await engine.tasks.find(task), node)
+    result = await engine.forgetting.forget(tree, top, end_rollouts=end_rollouts)
+    return Forgotten(nodes=result.nodes, rollouts=result.ended, going_on=result.going_on)
 
 
 @router.post("/tasks/{task}/nodes/{node}/pin")
 async def pin_node(control: ControlDep, task: TaskName, node: NodePath, pin: Pin | None = None) -> NodeDetail:
-    """Keep a node's snapshot whatever the budget says, or stop doing so."""
+    """Pin a node's snapshot, so that it is never evicted, or unpin it."""
     engine = control.engine
-    reader = control.reader
-    found = await engine.tasks.find(task)
-    _, pinned = place_of(engine, found, node)
+    known = await engine.tasks.find(task)
+    _, pinned = position_of(engine, known, node)
     pinned.pinned = pin is None or pin.pinned
     engine.store.records.save_node(pinned)
-    return reader.detail(found, pinned, snapshot_of(engine, pinned))
+    return control.reader.detail(known, pinned, snapshot_of(engine, pinned))
 
 
 @router.post("/tasks/{task}/nodes/{node}/snapshot")
 async def snapshot_node(control: ControlDep, task: TaskName, node: NodePath) -> NodeDetail:
-    """Take a node's snapshot now. Where it has one, nothing is done."""
+    """Take a node's snapshot now, if it has none."""
     engine = control.engine
-    reader = control.reader
-    found = await engine.tasks.find(task)
-    tree, kept = place_of(engine, found, node)
+    known = await engine.tasks.find(task)
+    tree, kept = position_of(engine, known, node)
     try:
         await engine.restorer.take_snapshot(tree, kept)
     except NotFreezableError as reason:
-        raise RefusalError(409, "not-freezable", f"the state {node} cannot be frozen: {reason}") from reason
+        raise RefusalError(409, "not-freezable", f"no snapshot of node {node} can be taken: {reason}") from reason
     if kept.snapshot is None:
-        raise StoreError(f"the snapshot of {node} could not be written. Free disk space, and ask again.")
-    return reader.detail(found, kept, snapshot_of(engine, kept))
+        raise StoreError(f"the snapshot of node {node} could not be written. Free disk space and retry.")
+    return control.reader.detail(known, kept, snapshot_of(engine, kept))

@@ -1,4 +1,4 @@
-"""What the routes of the control plane have in common: the names in their paths, and what these stand for."""
+"""Parameters and dependencies that the routes share: names in paths, and the objects that they name."""
 
 from typing import Annotated, Any
 
@@ -15,18 +15,18 @@ from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 
-TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="a task's name")]
-RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="a rollout's name")]
-NodePath = Annotated[NodeName, Path(description="a node as X-Forkpoint-Node names it, n12")]
+TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the task.")]
+RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the rollout.")]
+NodePath = Annotated[NodeName, Path(description="Name of a node, such as n12, as the header X-Forkpoint-Node has it.")]
 RootQuery = Annotated[
     NodeName | None,
-    Query(description="which of the task's trees: its root, or any node of it; the current one where it is left out"),
+    Query(description="Selects a tree of the task by its root or any of its nodes. Default: the current tree."),
 ]
 NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
 
 
 async def control_of(connection: HTTPConnection) -> ControlPlane:
-    """Return the application's control plane. A coroutine, because FastAPI runs plain functions in threads."""
+    """Return the application's control plane. It is a coroutine because FastAPI runs plain functions in threads."""
     control: ControlPlane = connection.app.state.control
     return control
 
@@ -40,7 +40,7 @@ ControlDep = Annotated[ControlPlane, Depends(control_of)]
 EngineDep = Annotated[Engine, Depends(engine_of)]
 
 PROBLEM: dict[str, Any] = {
-    "description": "problem details (RFC 9457): type, title, status, detail",
+    "description": "Problem details (RFC 9457): type, title, status, detail.",
     "content": {
         "application/problem+json": {
             "schema": {
@@ -59,38 +59,38 @@ PROBLEM: dict[str, Any] = {
 
 
 def granted(request: HTTPConnection) -> Grant:
-    """Return what a request may see."""
+    """Return which tasks the request's token may access."""
     grant: Grant = request.scope.get(GRANT, ALL)
     return grant
 
 
-def place_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
-    """Return a node of any of a task's trees, with the tree.
+def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
+    """Return a node of any of a task's trees, with its tree.
 
     Raises:
-        Refused: 404, there is none of this name.
+        RefusalError: The task has no node with this name (404).
     """
-    found = engine.tasks.position(task, int(name[1:]))
-    if found is None:
-        detail = f"task {task.name!r} has no node {name}. GET …/tree lists them, GET …/trees its other trees."
+    position = engine.tasks.position(task, int(name[1:]))
+    if position is None:
+        detail = f"task {task.name!r} has no node {name}. GET …/tree lists its nodes, GET …/trees its other trees."
         raise RefusalError(404, "no-such-node", detail)
-    return found
+    return position
 
 
 def tree_of(engine: Engine, task: Task, root: str | None) -> Tree:
-    """Return the tree of a task that a query means, its current one by default.
+    """Return the tree of a task that has this root or node; the current tree for None.
 
     Raises:
-        Refused: 404, there is no such node.
+        RefusalError: The task has no node with this name (404).
     """
-    return task.tree if root is None else place_of(engine, task, root)[0]
+    return task.tree if root is None else position_of(engine, task, root)[0]
 
 
 async def running(engine: Engine, task: str, name: str) -> Rollout:
-    """Return a rollout that runs.
+    """Return a running rollout.
 
     Raises:
-        Refused: 404, none of this name does.
+        RefusalError: No running rollout of the task has this name (404).
     """
     rollout = (await engine.tasks.find(task)).rollouts.get(name)
     if rollout is None:
@@ -99,14 +99,7 @@ async def running(engine: Engine, task: str, name: str) -> Rollout:
 
 
 def no_rollout(task: str, name: str) -> RefusalError:
+    """Return the refusal of a name that no running rollout has."""
     return RefusalError(
         404, "no-such-rollout", f"no rollout {name!r} runs in task {task!r}. GET …/rollouts lists them."
     )
-
-
-def standing(task: Task) -> dict[Node, list[str]]:
-    """Return the names of the rollouts that run in a task, by where they stand."""
-    found: dict[Node, list[str]] = {}
-    for rollout in task.rollouts.values():
-        found.setdefault(rollout.node, []).append(rollout.name)
-    return found

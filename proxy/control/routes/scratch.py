@@ -1,4 +1,4 @@
-"""Routes into throw-away forks: what two states differ in, a call tried at a node, a terminal there."""
+"""Routes of scratch forks: compare two states, try a call at a node, open a terminal at a node."""
 
 import asyncio
 import contextlib
@@ -8,10 +8,10 @@ import orjson
 from fastapi import APIRouter, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, model_validator
 
-from proxy.control.routes.params import ControlDep, NodePath, TaskName, place_of
+from proxy.control.routes.params import ControlDep, NodePath, TaskName, position_of
 from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
-from proxy.control.views.common import AnswerView, answer_view
+from proxy.control.views.answers import AnswerView, answer_view
 from proxy.control.views.diff import DiffView
 from proxy.control.views.resources import NodeName, node_name
 from proxy.dialects.base import Call
@@ -21,16 +21,31 @@ from proxy.refusals import RefusalError
 from sandboxes.driver import Sandbox, execute
 from sandboxes.inspection import Terminal, TerminalSandbox
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 _TYPED_BYTES = 1 << 20
-_SIZE = {"ge": 1, "le": 1000}
+"""Longest input that a terminal takes in one message; the rest of the message is dropped."""
+_MAX_SIZE = 1000
+"""Largest width and height of a terminal, in characters."""
+_SIZE = {"ge": 1, "le": _MAX_SIZE}
 
 
 router = APIRouter()
 
 
 class Trial(BaseModel):
-    """A call to try: a shell command, or any request to an endpoint of the task. body: JSON, or text as it is."""
+    """A call to try: a shell command, or any request to an endpoint of the task.
+
+    Attributes:
+        command: The shell command; null for a request.
+        session: The shell session that runs the command.
+        timeout_s: Timeout of the command in seconds; null for the default.
+        endpoint: The endpoint of the request; null for a command.
+        method: HTTP method of the request.
+        path: Path of the request below the endpoint.
+        query: Query parameters of the request.
+        body: Body of the request: JSON, or a string that is sent as it is.
+    """
 
     command: str | None = Field(default=None, min_length=1)
     session: str = "main"
@@ -42,16 +57,16 @@ class Trial(BaseModel):
     body: Any = None
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> "Trial":
+    def _require_command_or_endpoint(self) -> "Trial":
         if (self.command is None) == (self.endpoint is None):
-            raise ValueError("give `command`, or `endpoint` with `path` and `body`")
+            raise ValueError("give either `command`, or `endpoint` with `path` and `body`")
         return self
 
     def call(self, spec: EnvironmentSpec) -> Call:
-        """Return the call.
+        """Return the tool call.
 
         Raises:
-            Refused: it is none, or cannot be read.
+            RefusalError: The request is malformed, or it is not a tool call.
         """
         if self.command is not None:
             return command_call(spec, self.command, self.session, self.timeout_s)
@@ -64,11 +79,20 @@ def _json(body: Any) -> bytes:
     try:
         return orjson.dumps(body)
     except TypeError as error:
-        raise RefusalError(422, "body", f"the body is no JSON that can be sent: {error}.") from None
+        raise RefusalError(422, "body", f"the body cannot be sent as JSON: {error}.") from None
 
 
 class TrialView(BaseModel):
-    """What a call would be answered at a node now. known: the tree has an answer to it; leads_to: where that leads."""
+    """The result of a tried call.
+
+    Attributes:
+        node: The node that the call was tried at.
+        answer: The answer.
+        effect: What the call changed in the fork.
+        seconds: How long the tool ran.
+        known: Whether the tree has a record of the call at this node.
+        leads_to: The node that this record leads to; null if there is no record.
+    """
 
     node: NodeName
     answer: AnswerView
@@ -80,33 +104,33 @@ class TrialView(BaseModel):
 
 @router.get("/tasks/{task}/nodes/{a}/diff/{b}")
 async def get_diff(control: ControlDep, task: TaskName, a: NodePath, b: NodePath) -> DiffView:
-    """Show what changed from one state to another: files, shell sessions, databases."""
+    """Show what changed from node a to node b: files, shell sessions and databases."""
     engine = control.engine
-    found = await engine.tasks.find(task)
-    (tree, one), (other_tree, other) = place_of(engine, found, a), place_of(engine, found, b)
+    known = await engine.tasks.find(task)
+    (tree, before), (other_tree, after) = position_of(engine, known, a), position_of(engine, known, b)
     if tree is not other_tree:
-        detail = f"{a} and {b} lie in different trees of the task, over different root states. Compare two of one tree."
+        detail = f"nodes {a} and {b} are in different trees of the task. Compare two nodes of the same tree."
         raise RefusalError(409, "other-tree", detail)
-    return await diff(control.scratch_forks, task, tree, one, other)
+    return await diff(control.scratch_forks, task, tree, before, after)
 
 
 @router.post("/tasks/{task}/nodes/{node}/exec")
 async def try_call(control: ControlDep, task: TaskName, node: NodePath, trial: Trial) -> TrialView:
-    """Run a call in a throw-away fork of a node. The tree is not touched, and nothing is recorded."""
+    """Run a call in a scratch fork of a node. The tree stays as it is, and nothing is recorded."""
     engine = control.engine
-    found = await engine.tasks.find(task)
-    tree, here = place_of(engine, found, node)
+    known = await engine.tasks.find(task)
+    tree, at_node = position_of(engine, known, node)
     call = trial.call(tree.spec)
-    async with control.scratch_forks.at(tree, here) as sandbox:
+    async with control.scratch_forks.at(tree, at_node) as sandbox:
         execution = await execute(sandbox, call.call, None)
-    known = here.records.get(call.key)
+    record = at_node.records.get(call.key)
     return TrialView(
         node=node,
         answer=answer_view(execution.result),
         effect=execution.effect.names,
         seconds=execution.seconds,
-        known=known is not None,
-        leads_to=None if known is None else node_name(known.target),
+        known=record is not None,
+        leads_to=None if record is None else node_name(record.target),
     )
 
 
@@ -119,25 +143,25 @@ async def terminal(
     columns: Annotated[int, Query(**_SIZE)] = 80,
     rows: Annotated[int, Query(**_SIZE)] = 24,
 ) -> None:
-    """Open a terminal in a throw-away fork of a node: bytes both ways, `{"resize": [columns, rows]}` as text."""
+    """Open a terminal in a scratch fork of a node: bytes both ways, `{"resize": [columns, rows]}` as text."""
     engine = control.engine
-    # A page that has a token offers both names, and would take no other answer.
+    # A page with a token offers the protocols `forkpoint` and its token. A browser fails if neither is accepted.
     await websocket.accept("forkpoint" if "forkpoint" in websocket.scope["subprotocols"] else None)
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):
         try:
-            found = await engine.tasks.find(task)
-            tree, here = place_of(engine, found, node)
-            async with control.scratch_forks.at(tree, here) as sandbox:
+            known = await engine.tasks.find(task)
+            tree, at_node = position_of(engine, known, node)
+            async with control.scratch_forks.at(tree, at_node) as sandbox:
                 opened = await _open(sandbox, tree.spec.driver, columns, rows)
                 try:
-                    await _pass(websocket, opened, engine)
+                    await _forward(websocket, opened, engine)
                 finally:
                     opened.close()
             await websocket.send_text('{"exit": "the shell has ended"}')
             await websocket.close(1000)
         except WebSocketDisconnect:
             raise
-        except Exception as error:  # noqa: BLE001 - a request ends here
+        except Exception as error:  # noqa: BLE001 - every error becomes a message to the client
             problem = problem_of(error)
             if problem.infrastructure:
                 engine.counts.failure(problem.slug)
@@ -150,17 +174,17 @@ async def _open(sandbox: Sandbox, driver: str, columns: int, rows: int) -> Termi
         raise RefusalError(
             409,
             "no-terminal",
-            f"sandboxes of driver {driver!r} open no terminals. POST …/exec runs single calls there.",
+            f"driver {driver!r} offers no terminals. Use POST …/exec for single calls.",
         )
     return await sandbox.open_terminal(columns, rows)
 
 
-async def _pass(websocket: WebSocket, terminal: Terminal, engine: Engine) -> None:
-    """Pass bytes both ways until the shell ends or the client goes away."""
+async def _forward(websocket: WebSocket, terminal: Terminal, engine: Engine) -> None:
+    """Forward bytes both ways until the shell ends, the client disconnects, or the proxy shuts down."""
     ends = {
-        asyncio.create_task(_shown(websocket, terminal)),
-        asyncio.create_task(_typed(websocket, terminal)),
-        asyncio.create_task(engine.lifecycle.closing.wait()),
+        start(_send_output(websocket, terminal)),
+        start(_receive_input(websocket, terminal)),
+        start(engine.lifecycle.closing.wait()),
     }
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -172,12 +196,12 @@ async def _pass(websocket: WebSocket, terminal: Terminal, engine: Engine) -> Non
         await asyncio.gather(*ends, return_exceptions=True)
 
 
-async def _shown(websocket: WebSocket, terminal: Terminal) -> None:
+async def _send_output(websocket: WebSocket, terminal: Terminal) -> None:
     while data := await terminal.read():
         await websocket.send_bytes(data)
 
 
-async def _typed(websocket: WebSocket, terminal: Terminal) -> None:
+async def _receive_input(websocket: WebSocket, terminal: Terminal) -> None:
     while True:
         message = await websocket.receive()
         if message["type"] == "websocket.disconnect":
@@ -189,8 +213,8 @@ async def _typed(websocket: WebSocket, terminal: Terminal) -> None:
 
 
 def _resize(terminal: Terminal, text: str) -> None:
-    """Take a wish to resize; anything else is ignored."""
+    """Resize the terminal as a text message requests; other messages are ignored."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         columns, rows = orjson.loads(text)["resize"]
         if isinstance(columns, int) and isinstance(rows, int):
-            terminal.resize(min(max(columns, 1), 1000), min(max(rows, 1), 1000))
+            terminal.resize(min(max(columns, 1), _MAX_SIZE), min(max(rows, 1), _MAX_SIZE))

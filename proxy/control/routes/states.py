@@ -1,4 +1,4 @@
-"""Routes of what the proxy holds: snapshots, sandboxes, totals, and the release of what nothing needs."""
+"""Routes of the proxy's resources: snapshots, sandboxes, totals, and garbage collection."""
 
 import itertools
 import time
@@ -33,15 +33,15 @@ router = APIRouter()
 async def list_snapshots(
     engine: EngineDep, request: Request, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
 ) -> list[SnapshotView]:
-    """List the kept sandbox states: what each costs, what it saves, and why it is kept."""
+    """List the snapshots: what each costs, what it saves, and why it is kept."""
     grant = granted(request)
-    seen = (s for s in engine.snapshots if grant.whole or grant.sees(engine.store.trees.task_of(s.tree)))
-    return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(seen, limit)]
+    visible = (s for s in engine.snapshots if grant.whole or grant.sees(engine.store.trees.task_of(s.tree)))
+    return [_snapshot_view(engine, snapshot) for snapshot in itertools.islice(visible, limit)]
 
 
 @router.get("/sandboxes")
 async def list_sandboxes(engine: EngineDep, request: Request) -> list[SandboxView]:
-    """List the live sandboxes: where each stands, for whom, and why it lives."""
+    """List the live sandboxes: the node and rollout of each, and what it is used for."""
     grant = granted(request)
     names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.values()}
     now = time.monotonic()
@@ -51,14 +51,14 @@ async def list_sandboxes(engine: EngineDep, request: Request) -> list[SandboxVie
 
 @router.post("/gc")
 async def collect(engine: EngineDep, request: Request) -> Collected:
-    """Free what nothing needs: states over their budgets, forgotten ones, answers that no call has."""
+    """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
     granted(request).require_whole()
     return await collect_garbage(engine)
 
 
 @router.get("/stats")
 async def stats(control: ControlDep, request: Request) -> StatsView:
-    """Show totals since this proxy started."""
+    """Show the totals since this proxy started, and its budgets."""
     engine = control.engine
     granted(request).require_whole()
     return StatsView(
@@ -79,12 +79,13 @@ async def stats(control: ControlDep, request: Request) -> StatsView:
 
 
 def snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
+    """Return the view of a node's snapshot; None if it has none."""
     snapshot = engine.snapshots.get(node.snapshot)
     return None if snapshot is None else _snapshot_view(engine, snapshot)
 
 
 def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
-    # A listing reads no tree back: what nobody has asked for lately is shown without its worth.
+    # A listing must not load trees, so a snapshot of a tree that is not in memory is shown without its value.
     tree = engine.trees.get(snapshot.tree)
     worth = None if tree is None else engine.snapshot_value.prospect(snapshot, tree.nodes.get(snapshot.node))
     return snapshot_view(snapshot, engine.store.trees.task_of(snapshot.tree), worth)

@@ -1,4 +1,4 @@
-"""Routes of tasks: list, define, show, delete, and prepare sandboxes for the next batch."""
+"""Routes of tasks: list, define, show and delete them, and prepare sandboxes for the next batch."""
 
 from typing import Annotated, Any
 
@@ -13,16 +13,12 @@ from proxy.control.routes.params import (
     tree_of,
 )
 from proxy.control.task_totals import OutcomeTotals
-from proxy.control.views.common import (
-    TaskSummary,
-    TaskView,
-    task_view,
-)
 from proxy.control.views.resources import (
     Batch,
     WarmView,
     node_name,
 )
+from proxy.control.views.rollouts import TaskSummary, TaskView, task_view
 from proxy.engine import Engine
 from proxy.tree.task import Task
 from sandboxes.spec import EnvironmentSpec
@@ -37,9 +33,9 @@ async def list_tasks(
     offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
 ) -> list[TaskSummary]:
-    """List the tasks by name, with what each one's rollouts were answered."""
+    """List the tasks by name, with the totals of their rollouts."""
     engine = control.engine
-    totals = await control.task_totals.totals()
+    totals = await control.task_totals.get()
     grant = granted(request)
     if grant.whole:
         rows = engine.store.tasks.page(offset=offset, limit=limit)
@@ -52,10 +48,10 @@ async def list_tasks(
 async def put_task(
     engine: EngineDep, task: TaskName, response: Response, spec: EnvironmentSpec | None = None
 ) -> TaskView:
-    """Give a task its environment. Another spec starts another tree; rollouts that run stay in theirs."""
-    put, new = await engine.tasks.put(task, spec or EnvironmentSpec())
-    response.status_code = 201 if new else 200
-    return _task_view(engine, put)
+    """Set a task's environment. A new environment starts a new tree; running rollouts stay in theirs."""
+    known, created = await engine.tasks.put(task, spec or EnvironmentSpec())
+    response.status_code = 201 if created else 200
+    return _task_view(engine, known)
 
 
 @router.get("/tasks/{task}")
@@ -72,7 +68,7 @@ async def delete_task(engine: EngineDep, task: TaskName) -> None:
 
 @router.post("/tasks/{task}/warm", status_code=202)
 async def warm_task(engine: EngineDep, task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
-    """Have sandboxes ready at a tree's root for the next batch of rollouts. They are made in the background."""
+    """Prepare sandboxes at a tree's root for the next batch of rollouts, in the background."""
     tree = tree_of(engine, await engine.tasks.open(task), root)
     granted = engine.warm.request(tree, batch.count)
     return WarmView(
@@ -89,7 +85,7 @@ def _task_view(engine: Engine, task: Task) -> TaskView:
 
 
 def _summary(row: dict[str, Any], totals: OutcomeTotals) -> TaskSummary:
-    told = {name: getattr(totals, name) for name in (*OutcomeTotals.__slots__, "hit_rate")}
+    counts = {name: getattr(totals, name) for name in (*OutcomeTotals.__slots__, "hit_rate")}
     return TaskSummary(
-        task=row["name"], created_at=row["created_at"], nodes=row["nodes"], rollouts=row["rollouts"], **told
+        task=row["name"], created_at=row["created_at"], nodes=row["nodes"], rollouts=row["rollouts"], **counts
     )

@@ -1,4 +1,4 @@
-"""Routes by which trees travel: export and import."""
+"""Routes that export and import trees."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -15,6 +15,7 @@ from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 
 MEDIA_TYPE = "application/x-tar"
+"""The media type of an exported tree."""
 _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -27,11 +28,17 @@ router = APIRouter()
 
 
 class ImportView(BaseModel):
-    """What was imported. exported_from: the task that it was, where it was exported.
+    """The result of an import.
 
-    root: of the tree, here. current: whether it is the tree of the task's spec; else it is that of rollouts which ask
-    for its environment. snapshots: kept states that came; snapshots_left_out: those that could not travel or do not
-    fit: replays reach them.
+    Attributes:
+        task: Name of the task that has the tree now.
+        exported_from: Name of the task that the tree was exported from.
+        root: Root of the tree in this proxy.
+        current: Whether it is the task's current tree. If not, it serves rollouts that request its environment.
+        nodes: Number of nodes.
+        records: Number of recorded calls.
+        snapshots: Number of imported snapshots.
+        snapshots_left_out: Number of snapshots that the file lacks or that do not fit; replays reach their states.
     """
 
     task: str
@@ -48,38 +55,40 @@ class ImportView(BaseModel):
 async def export_task(
     engine: EngineDep, task: TaskName, *, snapshots: bool = False, root: RootQuery = None
 ) -> StreamingResponse:
-    """Download a task's tree with its answers, as one file with digests.
+    """Download a tree with its answers as a tar file with digests.
 
-    snapshots: with its kept states, where they are plain data and not live processes.
+    With `snapshots`, the file includes the snapshots that do not hold live processes.
     """
-    found = await engine.tasks.find(task)
-    tree = tree_of(engine, found, root)
-    export = partial(engine.transfer.export, task, tree, current=tree is found.tree)
+    known = await engine.tasks.find(task)
+    tree = tree_of(engine, known, root)
+    export = partial(engine.transfer.export, task, tree, current=tree is known.tree)
     headers = {"content-disposition": f'attachment; filename="{task}.forkpoint.tar"', "x-accel-buffering": "no"}
 
-    async def states_too() -> AsyncIterator[bytes]:
+    async def with_snapshots() -> AsyncIterator[bytes]:
         with engine.transfer.lend_states(tree) as states:
-            async for piece in iterate_in_threadpool(export(states)):
-                yield piece
+            async for chunk in iterate_in_threadpool(export(states)):
+                yield chunk
 
-    body = states_too() if snapshots else export()
+    body = with_snapshots() if snapshots else export()
     return StreamingResponse(body, media_type=MEDIA_TYPE, headers=headers)
 
 
 @router.post("/tasks/{task}/import", status_code=201, openapi_extra=_BODY)
 async def import_task(engine: EngineDep, task: TaskName, request: Request) -> ImportView:
-    """Import a tree as that of a task which has none yet. A file that is not whole changes nothing.
+    """Import a tree into a task that has none yet. An incomplete file changes nothing.
 
-    One that was not its task's current tree leaves the task's spec as it is: it is there for rollouts that ask for
-    its environment.
+    If the tree was not the current tree of the exported task, the environment of the importing task stays as it is. The
+    tree then serves rollouts that request its environment.
     """
     try:
-        taken = await engine.transfer.take(task, request.stream())
+        imported = await engine.transfer.take(task, request.stream())
     except ClientDisconnect as error:
-        raise RefusalError(400, "import", "the upload ended before the file did. Nothing was imported.") from error
-    manifest = taken.manifest
+        raise RefusalError(
+            400, "import", "the upload ended before the end of the file. Nothing was imported: upload the file again."
+        ) from error
+    manifest = imported.manifest
     return ImportView(
-        task=task, exported_from=manifest.task, root=node_name(taken.root), current=taken.current,
+        task=task, exported_from=manifest.task, root=node_name(imported.root), current=imported.current,
         nodes=manifest.nodes, records=manifest.records,
-        snapshots=taken.snapshots, snapshots_left_out=taken.left_out,
+        snapshots=imported.snapshots, snapshots_left_out=imported.left_out,
     )  # fmt: skip

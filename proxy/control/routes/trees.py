@@ -1,4 +1,4 @@
-"""Routes for looking at trees of any size: which a task has, children by page, search, answers as they were given."""
+"""Routes of trees of any size: list a task's trees, page through children, search, download answers."""
 
 import asyncio
 from functools import partial
@@ -13,17 +13,18 @@ from proxy.control.routes.params import (
     NodePath,
     RootQuery,
     TaskName,
-    place_of,
-    standing,
+    position_of,
     tree_of,
 )
 from proxy.control.tree_listing import TreeSummary, summaries
-from proxy.control.views.common import PassedRollout
+from proxy.control.tree_reader import rollouts_by_node
+from proxy.control.views.nodes import PassedRollout
 from proxy.refusals import RefusalError
 
 _SHOWN_TYPES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
-"""What a browser may show by itself: no script can be in it."""
-_LOOKED_AT = 50_000
+"""Media types that a download keeps: a browser shows them, and they cannot contain scripts."""
+_MAX_CANDIDATES = 50_000
+"""Calls whose titles a search compares: about a second."""
 
 
 router = APIRouter()
@@ -36,13 +37,13 @@ async def list_trees(
     offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> list[TreeSummary]:
-    """List a task's trees, the current one first: one for each environment that its rollouts began in."""
-    found = await engine.tasks.find(task)
-    ask = partial(
-        summaries, task=task, shared_owner=engine.store.trees.shared_owner(task), current=found.tree.id,
+    """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
+    known = await engine.tasks.find(task)
+    read = partial(
+        summaries, task=task, shared_owner=engine.store.trees.shared_owner(task), current=known.tree.id,
         default=engine.settings.default_spec, templates=engine.settings.e2b_templates, offset=offset, limit=limit,
     )  # fmt: skip
-    return await asyncio.to_thread(engine.store.database.read_apart, ask)
+    return await asyncio.to_thread(engine.store.database.read_apart, read)
 
 
 @router.get("/tasks/{task}/nodes/{node}/children")
@@ -50,43 +51,47 @@ async def list_children(
     control: ControlDep,
     task: TaskName,
     node: NodePath,
-    order: Annotated[Order, Query(description="by what lies below; 'recorded': the first one first")] = "recorded",
+    order: Annotated[
+        Order, Query(description="Sort by totals of the subtrees, largest first, or in the order of recording.")
+    ] = "recorded",
     offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-    fold: Annotated[int, Query(ge=1, le=1000, description="nodes shown of those that follow one by one")] = 20,
+    fold: Annotated[
+        int, Query(ge=1, le=1000, description="Number of nodes to show of each chain of only children.")
+    ] = 20,
 ) -> ChildrenView:
-    """List a node's children, a page of them, each with the run of single children after it and sums below."""
+    """List one page of a node's children, each with the chain that it begins and the totals of its subtree."""
     engine = control.engine
-    browser = control.browser
-    found = await engine.tasks.find(task)
-    tree, shown = place_of(engine, found, node)
+    known = await engine.tasks.find(task)
+    tree, shown = position_of(engine, known, node)
     summed = await control.subtree_totals.of(tree)
-    return browser.children(task, shown, summed, standing(found), order=order, offset=offset, limit=limit, fold=fold)
+    return control.browser.children(
+        task, shown, summed, rollouts_by_node(known), order=order, offset=offset, limit=limit, fold=fold
+    )
 
 
 @router.get("/tasks/{task}/search")
 async def search(
     control: ControlDep,
     task: TaskName,
-    q: Annotated[str, Query(min_length=1, max_length=1000, description="part of a command, whatever its case")],
+    q: Annotated[str, Query(min_length=1, max_length=1000, description="Part of a command, in any case.")],
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     root: RootQuery = None,
 ) -> SearchView:
-    """Find calls of a tree by the text of their command, statement or arguments."""
+    """Search the calls of a tree by the text of their command, statement or arguments."""
     engine = control.engine
-    browser = control.browser
     tree = tree_of(engine, await engine.tasks.find(task), root)
-    ask = partial(matching, tree=tree.id, query=q, most=_LOOKED_AT)
-    rows = await asyncio.to_thread(engine.store.database.read_apart, ask)
-    return browser.search(task, tree, q, rows, limit)
+    read = partial(matching, tree=tree.id, query=q, limit=_MAX_CANDIDATES)
+    rows = await asyncio.to_thread(engine.store.database.read_apart, read)
+    return control.browser.search(task, tree, q, rows, limit)
 
 
 @router.get("/tasks/{task}/nodes/{node}/rollouts")
 async def list_passed(
     engine: EngineDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 100
 ) -> list[PassedRollout]:
-    """List the rollouts that a call led to this node, the latest first."""
-    return await rollouts_through(engine, *place_of(engine, await engine.tasks.find(task), node), limit)
+    """List the rollouts that reached a node by a call, the latest first."""
+    return await rollouts_through(engine, *position_of(engine, await engine.tasks.find(task), node), limit)
 
 
 @router.get("/tasks/{task}/nodes/{node}/answer", response_class=Response, responses={200: {"content": {"*/*": {}}}})
@@ -94,23 +99,30 @@ async def get_answer(
     engine: EngineDep,
     task: TaskName,
     node: NodePath,
-    record: Annotated[int | None, Query(ge=1, le=1 << 62, description="of a call that changed nothing")] = None,
+    record: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=1 << 62,
+            description="Number of a record that was made at the node. Default: the call that led there.",
+        ),
+    ] = None,
 ) -> Response:
-    """Download a recorded answer's body as it is: of the call that led here, or of a record made here."""
-    _, shown = place_of(engine, await engine.tasks.find(task), node)
+    """Download the unchanged body of a recorded answer."""
+    _, shown = position_of(engine, await engine.tasks.find(task), node)
     records = [r for r in (shown.origin, *shown.records.values()) if r is not None]
-    wanted = next((r for r in records if r.id == record), None) if record is not None else shown.origin
-    if wanted is None:
+    selected = next((r for r in records if r.id == record), None) if record is not None else shown.origin
+    if selected is None:
         raise RefusalError(
-            404, "no-answer", f"{node} has no such recorded answer. GET …/nodes/{node} lists what it has."
+            404, "no-answer", f"node {node} has no such recorded answer. GET …/nodes/{node} lists its records."
         )
-    result = engine.store.records.result(wanted)
+    result = engine.store.records.result(selected)
     kind = result.media_type.partition(";")[0].strip().lower()
     headers = {
         "content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff",
         "x-forkpoint-media-type": result.media_type.encode("ascii", "replace").decode()[:200],
     }  # fmt: skip
     if kind not in _SHOWN_TYPES:
-        headers["content-disposition"] = f'attachment; filename="{node}-{wanted.id}.bin"'
+        headers["content-disposition"] = f'attachment; filename="{node}-{selected.id}.bin"'
         kind = "application/octet-stream"
     return Response(result.body, media_type=kind, headers=headers)

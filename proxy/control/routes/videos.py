@@ -1,4 +1,4 @@
-"""What the control plane shows of videos: preprocesses under way, and how often models were asked."""
+"""Routes of videos: the progress of preprocessing, and the number of model requests."""
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -10,10 +10,16 @@ router = APIRouter()
 
 
 class PreprocessView(BaseModel):
-    """A preprocess. video: SHA-256. stage: pictures, sound, captions, vectors, done or failed.
+    """The preprocessing of a video.
 
-    at_s, of_s: how far it is in the video, and its length. share: how much of the stage is done. seconds: so far, or
-    all that it took. error: why it failed.
+    Attributes:
+        video: SHA-256 of the video.
+        stage: `pictures`, `sound`, `captions`, `vectors`, `done` or `failed`.
+        at_s: Position in the video, in seconds.
+        of_s: Length of the video, in seconds.
+        share: Finished share of the stage, from 0 to 1.
+        seconds: How long it has run, or ran in total.
+        error: Why it failed; null if it did not.
     """
 
     video: str
@@ -26,8 +32,13 @@ class PreprocessView(BaseModel):
 
 
 class VideosView(BaseModel):
-    """preprocesses: under way, and the last that ended, oldest first. model_questions: really asked, and
-    model_answers_reused: answered from what a model said before, since this proxy started."""
+    """The work of the video driver since this proxy started.
+
+    Attributes:
+        preprocesses: Preprocessing in progress, and the last that ended, oldest first.
+        model_questions: Number of requests that models answered.
+        model_answers_reused: Number of requests answered from an earlier answer of a model.
+    """
 
     preprocesses: list[PreprocessView]
     model_questions: int
@@ -36,7 +47,7 @@ class VideosView(BaseModel):
 
 @router.get("/videos")
 async def show_videos(engine: EngineDep, request: Request) -> VideosView:
-    """Show preprocesses and how far they are, and how often models were asked."""
+    """Show the progress of preprocessing, and the number of model requests."""
     granted(request).require_whole()
     driver = engine.drivers.get("video")
     if not isinstance(driver, VideoDriver):

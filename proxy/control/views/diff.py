@@ -1,4 +1,4 @@
-"""What differs between two states: files, sessions and databases, within bounds (pure)."""
+"""Views of the difference between two states: files, sessions and databases, bounded in size. Pure."""
 
 import difflib
 import stat
@@ -12,17 +12,30 @@ from pydantic import BaseModel
 from sandboxes.inspection import FileEntry, SessionView, StateView
 
 CONTENT_BYTES = 64 << 10
-"""A file longer than this is told to differ, and not how."""
+"""Largest file that is compared line by line. Of larger files only the change of size and mode is shown."""
 _DIFF_LINES = 2_000
+"""Longest text that is compared line by line: `difflib` is quadratic in the worst case."""
 _DIFF_CHARS = 64 << 10
+"""Longest diff of one file, in characters; the rest is cut."""
 _TEXTS_SHOWN = 100
+"""Number of files whose lines are compared; of the others only the attributes are."""
 FILES_SHOWN = 500
+"""Number of changed paths in a view."""
 ROWS_SHOWN = 50
-_LINES = {True: "binary", False: f"longer than {CONTENT_BYTES >> 10} KiB"}
+"""Number of added rows, and of removed rows, in the view of a table."""
 
 
 class FileFacts(BaseModel):
-    """What is at a path. mode: octal, as `ls` and `chmod` have it."""
+    """The attributes of a file.
+
+    Attributes:
+        kind: What the path is.
+        mode: Permission bits in octal, as `chmod` takes them.
+        uid: Number of the owner.
+        gid: Number of the group.
+        size_bytes: Size of a regular file.
+        target: Where a symbolic link points; null for other kinds.
+    """
 
     kind: Literal["file", "directory", "symlink", "other"]
     mode: str
@@ -33,7 +46,16 @@ class FileFacts(BaseModel):
 
 
 class FileChange(BaseModel):
-    """A path that differs. diff: unified, of text files; unshown: why there is none."""
+    """A changed path.
+
+    Attributes:
+        path: The path.
+        change: Whether the file was added, removed or changed.
+        before: Its attributes in state a; null if it is not there.
+        after: Its attributes in state b; null if it is not there.
+        diff: Unified diff of a text file; null if there is none.
+        unshown: Why there is no diff; empty if nothing is missing.
+    """
 
     path: str
     change: Literal["added", "removed", "changed"]
@@ -44,7 +66,13 @@ class FileChange(BaseModel):
 
 
 class Changed(BaseModel):
-    """A named thing in both states, by its text; None where it is not there."""
+    """A changed text, such as the value of a variable.
+
+    Attributes:
+        name: What the text belongs to.
+        before: The text in state a; null if there is none.
+        after: The text in state b; null if there is none.
+    """
 
     name: str
     before: str | None
@@ -52,6 +80,15 @@ class Changed(BaseModel):
 
 
 class SessionChange(BaseModel):
+    """A changed shell session.
+
+    Attributes:
+        session: Name of the session.
+        cwd: The change of its working directory; null if it is the same.
+        variables: Changed variables.
+        functions: Changed functions.
+    """
+
     session: str
     cwd: Changed | None
     variables: list[Changed]
@@ -59,7 +96,17 @@ class SessionChange(BaseModel):
 
 
 class TableChange(BaseModel):
-    """A table or view that differs. rows: how many there are; unshown: why rows are not told one by one."""
+    """A changed table or view of a database.
+
+    Attributes:
+        table: Its name.
+        before_rows: Number of rows in state a; null if it is not there, or too large to compare.
+        after_rows: Number of rows in state b; null if it is not there, or too large to compare.
+        schema_: The change of its definition; null if it is the same.
+        added: Rows that only state b has.
+        removed: Rows that only state a has.
+        unshown: Why rows are missing from the view; empty if none are.
+    """
 
     table: str
     before_rows: int | None
@@ -71,15 +118,32 @@ class TableChange(BaseModel):
 
 
 class DatabaseChange(BaseModel):
+    """A changed database.
+
+    Attributes:
+        database: Its name.
+        tables: Its changed tables and views.
+        unshown: What was not compared; empty if everything was.
+    """
+
     database: str
     tables: list[TableChange]
     unshown: str = ""
 
 
 class DiffView(BaseModel):
-    """What changed from node a to node b. same: whether the states have one digest, or are one.
+    """What changed from node a to node b.
 
-    files, sessions, databases: None where the driver cannot tell; unshown says why, and what was left out.
+    Attributes:
+        task: Name of the task.
+        a: The first node.
+        b: The second node.
+        same: Whether the nodes are the same, or their states have the same digest.
+        files: Changed paths; null if the driver cannot compare files.
+        files_total: Number of changed paths, including those that the view leaves out.
+        sessions: Changed shell sessions; null if the driver cannot compare them.
+        databases: Changed databases; null if the driver cannot compare them.
+        unshown: What could not be compared or was left out, and why.
     """
 
     task: str
@@ -93,51 +157,58 @@ class DiffView(BaseModel):
     unshown: list[str] = []
 
 
-def differing_paths(one: StateView, other: StateView) -> list[str] | None:
-    """Return the paths whose entries differ, sorted; None where either has too many to tell."""
-    if one.files is None or other.files is None:
+def differing_paths(before: StateView, after: StateView) -> list[str] | None:
+    """Return the paths whose entries differ, sorted; None if either state has too many changed paths to list."""
+    if before.files is None or after.files is None:
         return None
-    return sorted(path for path in one.files.keys() | other.files if one.files.get(path) != other.files.get(path))
+    paths = before.files.keys() | after.files
+    return sorted(path for path in paths if before.files.get(path) != after.files.get(path))
 
 
 def file_changes(
     paths: Iterable[str], before: Mapping[str, FileEntry], after: Mapping[str, FileEntry]
 ) -> list[FileChange]:
-    """Return the changes of these paths; those that are in neither state are none."""
-    found, shown = [], 0
+    """Return the changes of these paths. A path that is in neither state is left out."""
+    changes, diffs = [], 0
     for path in paths:
-        one, other = before[path], after[path]
-        if one.kind == "gone" and other.kind == "gone":
+        if before[path].kind == "gone" and after[path].kind == "gone":
             continue
-        change = file_change(path, one, other, texts=shown < _TEXTS_SHOWN)
-        shown += change.diff is not None
-        found.append(change)
-    return found
+        change = file_change(path, before[path], after[path], texts=diffs < _TEXTS_SHOWN)
+        diffs += change.diff is not None
+        changes.append(change)
+    return changes
 
 
-def file_change(path: str, one: FileEntry, other: FileEntry, *, texts: bool = True) -> FileChange:
-    """Return what changed at one path."""
+def file_change(path: str, before: FileEntry, after: FileEntry, *, texts: bool = True) -> FileChange:
+    """Return the change of a path.
+
+    Args:
+        path: The path.
+        before: The file in state a.
+        after: The file in state b.
+        texts: Whether to compare the lines of text files.
+    """
     change: Literal["added", "removed", "changed"] = "changed"
-    if one.kind == "gone" or other.kind == "gone":
-        change = "added" if one.kind == "gone" else "removed"
-    made = FileChange(path=_shown(path), change=change, before=_facts(one), after=_facts(other))
-    sides = [entry for entry in (one, other) if entry.kind == "file"]
-    if not sides or (len(sides) == 2 and one.content is not None and one.content == other.content):
-        return made
+    if before.kind == "gone" or after.kind == "gone":
+        change = "added" if before.kind == "gone" else "removed"
+    view = FileChange(path=_printable(path), change=change, before=_facts(before), after=_facts(after))
+    sides = [entry for entry in (before, after) if entry.kind == "file"]
+    if not sides or (len(sides) == 2 and before.content is not None and before.content == after.content):
+        return view
     if not texts:
-        return made.model_copy(update={"unshown": f"only {_TEXTS_SHOWN} files are shown line by line"})
+        return view.model_copy(update={"unshown": f"only {_TEXTS_SHOWN} files are shown line by line"})
     if any(side.content is None for side in sides):
-        return made.model_copy(update={"unshown": _LINES[False]})
-    texts_told = [_text(side.content or b"") for side in (one, other)]
-    if None in texts_told:
-        return made.model_copy(update={"unshown": _LINES[True]})
-    lines = [(text or "").splitlines(keepends=True) for text in texts_told]
+        return view.model_copy(update={"unshown": f"longer than {CONTENT_BYTES >> 10} KiB"})
+    contents = [_text(side.content or b"") for side in (before, after)]
+    if None in contents:
+        return view.model_copy(update={"unshown": "binary"})
+    lines = [(text or "").splitlines(keepends=True) for text in contents]
     if max(map(len, lines)) > _DIFF_LINES:
-        return made.model_copy(update={"unshown": f"more than {_DIFF_LINES} lines"})
-    told = "".join(_with_end(line) for line in difflib.unified_diff(lines[0], lines[1], f"a{path}", f"b{path}"))
-    if len(told) > _DIFF_CHARS:
-        told = told[:_DIFF_CHARS] + "\n[…]\n"
-    return made.model_copy(update={"diff": _shown(told)})
+        return view.model_copy(update={"unshown": f"more than {_DIFF_LINES} lines"})
+    unified = "".join(_with_end(line) for line in difflib.unified_diff(lines[0], lines[1], f"a{path}", f"b{path}"))
+    if len(unified) > _DIFF_CHARS:
+        unified = unified[:_DIFF_CHARS] + "\n[…]\n"
+    return view.model_copy(update={"diff": _printable(unified)})
 
 
 def _with_end(line: str) -> str:
@@ -156,43 +227,42 @@ def _text(content: bytes) -> str | None:
 def _facts(entry: FileEntry) -> FileFacts | None:
     if entry.kind == "gone":
         return None
-    target = None if entry.target is None else _shown(entry.target)
+    target = None if entry.target is None else _printable(entry.target)
     mode = f"{stat.S_IMODE(entry.mode):04o}"
     return FileFacts(
         kind=entry.kind, mode=mode, uid=entry.uid, gid=entry.gid, size_bytes=entry.size_bytes, target=target
     )
 
 
-def _shown(text: str) -> str:
-    """Return text that is fit for JSON: a path may hold bytes that are no UTF-8."""
+def _printable(text: str) -> str:
+    """Return text that JSON can hold: a path may contain bytes that are not UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def session_changes(one: StateView, other: StateView) -> list[SessionChange]:
-    """Return the sessions that differ; one in which nothing has happened is a fresh one."""
-    found = []
-    fresh = one.fresh or other.fresh or SessionView("")
-    for name in sorted(one.sessions.keys() | other.sessions):
-        before, after = one.sessions.get(name, fresh), other.sessions.get(name, fresh)
-        if before == after:
+def session_changes(before: StateView, after: StateView) -> list[SessionChange]:
+    """Return the changes of shell sessions. A session that a state does not list is as a fresh session."""
+    changes = []
+    fresh = before.fresh or after.fresh or SessionView("")
+    for name in sorted(before.sessions.keys() | after.sessions):
+        old, new = before.sessions.get(name, fresh), after.sessions.get(name, fresh)
+        if old == new:
             continue
-        cwd = None if before.cwd == after.cwd else Changed(name="cwd", before=before.cwd, after=after.cwd)
-        found.append(
+        changes.append(
             SessionChange(
                 session=name,
-                cwd=cwd,
-                variables=_changed(before.variables, after.variables),
-                functions=_changed(before.functions, after.functions),
+                cwd=None if old.cwd == new.cwd else Changed(name="cwd", before=old.cwd, after=new.cwd),
+                variables=_changed(old.variables, new.variables),
+                functions=_changed(old.functions, new.functions),
             )
         )
-    return found
+    return changes
 
 
-def _changed(one: Mapping[str, str], other: Mapping[str, str]) -> list[Changed]:
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[Changed]:
     return [
-        Changed(name=name, before=_cut(one.get(name)), after=_cut(other.get(name)))
-        for name in sorted(one.keys() | other)
-        if one.get(name) != other.get(name)
+        Changed(name=name, before=_cut(before.get(name)), after=_cut(after.get(name)))
+        for name in sorted(before.keys() | after)
+        if before.get(name) != after.get(name)
     ]
 
 
@@ -203,7 +273,13 @@ def _cut(text: str | None) -> str | None:
 def table_change(
     table: str, schemas: tuple[str | None, str | None], answers: tuple[dict[str, Any] | None, dict[str, Any] | None]
 ) -> TableChange | None:
-    """Return how a table differs, from its definitions and the answers to `SELECT *`; None where it does not."""
+    """Return the change of a table; None if it has none.
+
+    Args:
+        table: Name of the table.
+        schemas: Its definition in each state; None if it is not there.
+        answers: The result of `SELECT *` in each state; None if it was not read.
+    """
     sides: list[Sequence[Any] | None] = [None if answer is None else answer["rows"] for answer in answers]
     cut = any(answer is not None and (answer["truncated"] or answer["error"]) for answer in answers)
     rows = [Counter(orjson.dumps(row, option=orjson.OPT_SORT_KEYS) for row in side or ()) for side in sides]
@@ -214,7 +290,7 @@ def table_change(
     if schema is None and rows[0] == rows[1]:
         return None
     many = added.total() > ROWS_SHOWN or removed.total() > ROWS_SHOWN
-    unshown = "too large to be compared row by row" if cut else f"only {ROWS_SHOWN} rows are shown" if many else ""
+    unshown = "too large to compare row by row" if cut else f"only {ROWS_SHOWN} rows are shown" if many else ""
     return TableChange(
         table=table,
         before_rows=None if sides[0] is None or cut else len(sides[0]),

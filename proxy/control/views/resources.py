@@ -1,4 +1,4 @@
-"""What the control plane shows of snapshots, sandboxes and costs, and why each of them is there."""
+"""Views of snapshots, sandboxes and costs, with the reason why each sandbox or snapshot exists. Pure."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -14,18 +14,32 @@ from snapshots.policy import Prospect, value, why
 from snapshots.snapshot import Snapshot, snapshot_kind
 
 NodeName = Annotated[str, Field(pattern=r"^n[0-9]{1,18}$")]
+"""A node's name in URLs and JSON, such as `n12`."""
 
 
 def node_name(node: Node) -> str:
-    """Return the name of a node on the wire."""
+    """Return a node's name in URLs and JSON."""
     return f"n{node.id}"
 
 
 class SnapshotView(BaseModel):
-    """A kept sandbox state. kind: what it holds. cost_s: what taking it took; restore_s: what its last restore took.
+    """A snapshot.
 
-    uses, leases: restores so far, and those under way. saved_s, expected_uses: seconds that each use saves, and how
-    many are expected. value: seconds saved per byte; the least goes first. why: it is kept, in words.
+    Attributes:
+        id: Name of the snapshot.
+        task: Name of the task whose tree the state is in.
+        node: Node whose state the snapshot holds.
+        kind: Whether it holds files and dumped sessions, or images of live processes too.
+        size_bytes: Its size.
+        cost_s: Seconds that taking it took.
+        restore_s: Seconds that its last restore took.
+        created_at: When it was taken, in seconds since 1970.
+        uses: Number of restores so far.
+        leases: Number of restores in progress.
+        saved_s: Seconds that each use is expected to save.
+        expected_uses: Expected number of uses.
+        value: Expected seconds saved per byte; snapshots with the least value are evicted first.
+        why: Why the snapshot is kept.
     """
 
     id: str
@@ -45,9 +59,19 @@ class SnapshotView(BaseModel):
 
 
 class SandboxView(BaseModel):
-    """A live sandbox. node: the one that it stands at, of a tree of task. rollout: the running one that used it last.
+    """A live sandbox.
 
-    warm: made ahead, and not used yet. idle_s: since it was used last. why: it lives, in words.
+    Attributes:
+        id: Name of the sandbox; null while it starts.
+        state: Its state in the lifecycle.
+        task: Task of the rollout that used it last; null if no running rollout did.
+        node: Node whose state the sandbox is in; null if it is in none.
+        rollout: The running rollout that used it last; null if there is none.
+        warm: Whether it is a warm fork: made ahead of its use, and not used yet.
+        why: What the sandbox is used for, or who may use it.
+        calls: Number of calls that ran in it.
+        age_s: Seconds since it started.
+        idle_s: Seconds since it was used last.
     """
 
     id: str | None
@@ -63,7 +87,15 @@ class SandboxView(BaseModel):
 
 
 class CostsView(BaseModel):
-    """What ways to a sandbox cost with one driver: running means of what was measured here, guesses until then."""
+    """Costs of the ways to a sandbox with one driver: running means, and guesses until the first measurement.
+
+    Attributes:
+        fresh_s: Seconds to start a sandbox in the root state.
+        replay_overhead_s: Seconds that each replayed call takes beside the tool itself.
+        freeze_s: Seconds to take a snapshot, by its kind.
+        restore_s: Seconds to restore a snapshot, by its kind.
+        measured: Number of measurements behind each mean.
+    """
 
     fresh_s: float
     replay_overhead_s: float
@@ -73,7 +105,44 @@ class CostsView(BaseModel):
 
 
 class StatsView(BaseModel):
-    """Totals since this proxy started; seconds are those of tools."""
+    """Totals since this proxy started, and its budgets.
+
+    Attributes:
+        since: When the proxy started, in seconds since 1970.
+        uptime_s: Seconds since then.
+        calls: Number of answered calls.
+        hits: Calls answered from a tree.
+        waits: Calls that shared the execution of another rollout's identical call.
+        misses: Calls that were executed and recorded.
+        bypasses: Calls whose record serves their own rollout alone.
+        hit_rate: Hits and waits as a share of all calls, from 0 to 1.
+        executed_s: Seconds that tools ran for misses and bypasses.
+        saved_s: Seconds of tool time that hits and waits saved.
+        replayed_calls: Calls that were replayed.
+        replayed_s: Seconds that replays took.
+        restores: Sandboxes restored from snapshots.
+        starts: Sandboxes started afresh.
+        snapshots_taken: Snapshots taken.
+        evictions: Snapshots evicted.
+        divergences: Replays that reached another state than the recorded one.
+        audit_checked: Recorded calls that audits ran again.
+        audit_differing: Checked calls whose answer or state differs from the record.
+        warm_made: Warm forks made.
+        warm_used: Warm forks that a rollout used.
+        errors: Failures of the infrastructure.
+        failures: These failures by kind.
+        refusals: Requests that could not be served, by problem type.
+        sandboxes: Number of live sandboxes in each state.
+        sandboxes_budget: Maximum number of live sandboxes.
+        warm_sandboxes: Warm forks that wait for a rollout.
+        snapshots: Number of snapshots.
+        snapshot_bytes: Bytes of all snapshots.
+        snapshot_budget_bytes: Maximum of these bytes.
+        checkpoint_bytes: Bytes of snapshots that hold live processes; part of `snapshot_bytes`.
+        checkpoint_budget_bytes: Maximum of these bytes.
+        costs: Measured costs by driver.
+        reuse_rate: Learnt share of states that need a sandbox again.
+    """
 
     since: float
     uptime_s: float
@@ -112,7 +181,15 @@ class StatsView(BaseModel):
 
 
 class Collected(BaseModel):
-    """What was freed. freed_bytes: of kept states and of the store's files, which do not shrink at once."""
+    """The result of a garbage collection.
+
+    Attributes:
+        evicted: Snapshots evicted.
+        forgotten_nodes: Forgotten nodes whose rows were deleted.
+        freed_bytes: Bytes by which the snapshots and the store's files shrank; the files may shrink later.
+        snapshot_bytes: Bytes of all snapshots now.
+        store_bytes: Bytes of the store's files now.
+    """
 
     evicted: int
     forgotten_nodes: int
@@ -122,13 +199,25 @@ class Collected(BaseModel):
 
 
 class Batch(BaseModel):
-    """A batch to come: how many of its rollouts shall find a sandbox ready."""
+    """A batch of rollouts that is about to start.
+
+    Attributes:
+        count: Number of sandboxes to prepare.
+    """
 
     count: int = Field(ge=1, le=1 << 20)
 
 
 class WarmView(BaseModel):
-    """Forks at a task's root. granted: of those asked for, what the settings allow. ready: stand there now."""
+    """Warm forks at a tree's root.
+
+    Attributes:
+        task: Name of the task.
+        node: The tree's root.
+        granted: Number of requested forks that the settings allow.
+        ready: Number of forks that are ready now.
+        expires_s: Seconds after which an unused fork is closed.
+    """
 
     task: str
     node: str
@@ -138,7 +227,13 @@ class WarmView(BaseModel):
 
 
 def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> SnapshotView:
-    """Return a snapshot with what its keeper thinks of it; None where its tree is not in memory."""
+    """Return the view of a snapshot.
+
+    Args:
+        snapshot: The snapshot.
+        task: Name of its task.
+        worth: What the eviction policy knows of it; None if its tree is not in memory.
+    """
     return SnapshotView(
         id=snapshot.id,
         task=task,
@@ -153,12 +248,18 @@ def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> Snap
         saved_s=0.0 if worth is None else worth.saved_s,
         expected_uses=0.0 if worth is None else worth.uses,
         value=0.0 if worth is None else value(worth),
-        why="its task is not in memory: it is weighed when room is needed" if worth is None else why(worth),
+        why="its tree is not in memory; its value is computed before an eviction" if worth is None else why(worth),
     )
 
 
 def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -> SandboxView:
-    """Return a live sandbox. tasks: of each running rollout's id its task and name."""
+    """Return the view of a live sandbox.
+
+    Args:
+        slot: The sandbox's slot in the roster.
+        tasks: Task and name of each running rollout, by the rollout's number.
+        now: Time of the monotonic clock.
+    """
     node = slot.position if isinstance(slot.position, Node) else None
     task, rollout = tasks.get(slot.owner or 0, (None, None))
     return SandboxView(
@@ -168,27 +269,29 @@ def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -
         node=None if node is None else node_name(node),
         rollout=rollout,
         warm=slot.warm,
-        why=_why_it_lives(slot, rollout),
+        why=_purpose(slot, rollout),
         calls=slot.calls,
         age_s=max(0.0, now - slot.started_at) if slot.started_at else 0.0,
         idle_s=max(0.0, now - slot.used_at) if slot.used_at else 0.0,
     )
 
 
-def _why_it_lives(slot: Slot, rollout: str | None) -> str:
+def _purpose(slot: Slot, rollout: str | None) -> str:
     if slot.owner == Owner.SCRATCH:
-        return "somebody looks at this state"
+        return "scratch fork opened from the page or the API"
+    if slot.state is SandboxState.FREEZING:
+        return "its snapshot is being taken"
+    if slot.state is SandboxState.STARTING:
+        return "starting"
     if slot.state is not SandboxState.IDLE:
-        making = "is made ready" if slot.warm else "runs a call, or is brought to where one will run"
-        return {SandboxState.FREEZING: "its state is being kept", SandboxState.STARTING: "starts"}.get(
-            slot.state, making
-        )
+        return "being prepared as a warm fork" if slot.warm else "running a call, or replaying calls before one"
     if slot.warm:
-        return "a warm fork: rollouts are expected to leave the tree here"
-    return f"rollout {rollout} may go on in it" if rollout else "whoever comes to its node may have it"
+        return "warm fork: rollouts are expected to leave the tree here"
+    return f"idle, reserved for rollout {rollout}" if rollout else "idle, available to any rollout at this node"
 
 
 def costs_view(costs: Costs) -> CostsView:
+    """Return the view of a driver's costs."""
     return CostsView(
         fresh_s=costs.fresh.seconds,
         replay_overhead_s=costs.replay_overhead.seconds,

@@ -1,4 +1,4 @@
-"""Events and the time line: what happened, second by second, and that slow listeners slow nobody."""
+"""The timeline of the last hour and the event streams; slow clients do not slow the others."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
 
-def beats(counts: Counters) -> Activity:
+def activity_of(counts: Counters) -> Activity:
     return Activity(counts, lambda: 3, lambda _task: [])
 
 
@@ -26,31 +26,31 @@ def events(proxy: Running, query: str) -> list[dict[str, Any]]:
         return [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: ")]
 
 
-def test_a_second_tells_what_was_counted_in_it() -> None:
+def test_second_counts_what_happened_in_it() -> None:
     async def go() -> list[Second]:
         counts = Counters()
-        pulse = beats(counts)
+        activity = activity_of(counts)
         for outcome in (Outcome.MISS, Outcome.HIT, Outcome.HIT):
             counts.answered(outcome, 0.5)
-        await pulse.beat()
+        await activity.tick()
         counts.answered(Outcome.WAIT, 2.0)
         counts.failure("restore")
-        await pulse.beat()
-        return list(pulse.seconds)
+        await activity.tick()
+        return list(activity.seconds)
 
     first, second = asyncio.run(go())
     assert (first.hits, first.misses, first.executed_s, first.saved_s, first.sandboxes) == (2, 1, 0.5, 1.0, 3)
     assert (second.hits, second.waits, second.saved_s, second.errors) == (0, 1, 2.0, 1)
 
 
-def test_a_listener_that_is_too_slow_is_told_how_much_it_missed() -> None:
+def test_slow_listener_receives_number_of_lost_events() -> None:
     async def go() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         counts = Counters()
-        pulse = beats(counts)
-        with pulse.listening(None) as listener:
+        activity = activity_of(counts)
+        with activity.listening(None) as listener:
             for _ in range(100):
                 counts.answered(Outcome.HIT, 0.0)
-                await pulse.beat()
+                await activity.tick()
             return await listener.next(1), await listener.next(1)
 
     lost, following = asyncio.run(go())
@@ -60,34 +60,34 @@ def test_a_listener_that_is_too_slow_is_told_how_much_it_missed() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=50), st.integers(1, 60), st.integers(1, 20))
-def test_a_time_line_loses_nothing_of_its_span(hits: list[int], span: int, step: int) -> None:
+def test_timeline_steps_add_up_to_their_span(hits: list[int], span: int, step: int) -> None:
     seconds = [Second(float(at), hits=count) for at, count in enumerate(hits)]
-    told = timeline(seconds, span_s=span, step_s=step)
-    assert sum(second.hits for second in told) == sum(hits[-span:])
-    assert [second.at for second in told] == sorted(second.at for second in told)
-    assert len(told) <= -(-span // step)
+    steps = timeline(seconds, span_s=span, step_s=step)
+    assert sum(second.hits for second in steps) == sum(hits[-span:])
+    assert [second.at for second in steps] == sorted(second.at for second in steps)
+    assert len(steps) <= -(-span // step)
 
 
-def test_events_come_as_rollouts_run_and_tell_their_movements(tmp_path: Path) -> None:
+def test_event_stream_reports_movements_of_rollouts(tmp_path: Path) -> None:
     with serving(tmp_path) as proxy:
         for rollout in "ab":
             node = proxy.exec(rollout, "echo 1 > f").headers["x-forkpoint-node"]
-        told = events(proxy, "task=task&limit=3")
-        (moves,) = [event["moves"] for event in told if event["event"] == "rollouts"]
+        received = events(proxy, "task=task&limit=3")
+        (moves,) = [event["moves"] for event in received if event["event"] == "rollouts"]
         assert moves == [{"rollout": name, "node": node, "calls": 1, "finished": False} for name in "ab"]
-        assert sum(event["event"] == "second" for event in told) == 2
+        assert sum(event["event"] == "second" for event in received) == 2
         line = proxy.client.get("/api/v1/timeline?step_s=3600").json()["seconds"]
         assert (line[0]["hits"], line[0]["misses"]) == (1, 1)
         assert proxy.client.get("/api/v1/events?task=nothing").status_code == 404
 
 
-def test_a_stream_ends_with_the_proxy_and_does_not_hold_it_up(tmp_path: Path) -> None:
+def test_event_stream_ends_when_proxy_stops(tmp_path: Path) -> None:
     with ExitStack() as after:
         with serving(tmp_path) as proxy:
             listener = after.enter_context(httpx.Client(base_url=proxy.client.base_url, timeout=20))
             lines = after.enter_context(listener.stream("GET", "/api/v1/events")).iter_lines()
             assert next(lines) == "retry: 2000"
-            proxy.control.activity._most = 1
+            proxy.control.activity.max_listeners = 1
             assert proxy.client.get("/api/v1/events").status_code == 429
-        # The server has ended, so this comes to its end too.
+        # The server has ended, so the stream ends too.
         assert 'data: {"event":"end"}' in list(lines)

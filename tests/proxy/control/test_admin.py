@@ -1,4 +1,4 @@
-"""The control plane: tasks, trees, nodes, rollouts, forks, and what is refused."""
+"""The REST API of tasks, trees, nodes, rollouts and forks, and its refusals."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ def get(proxy: Running, path: str, status: int = 200) -> Any:
     return answer.json()
 
 
-def test_a_task_is_put_shown_listed_and_deleted(proxy: Running) -> None:
+def test_task_is_put_shown_listed_and_deleted(proxy: Running) -> None:
     spec = SPEC | {"files": {"/root/f": "text\n"}}
     assert proxy.client.put("/api/v1/tasks/life", json=spec).status_code == 201
     assert proxy.client.put("/api/v1/tasks/life", json=spec).status_code == 200
@@ -34,15 +34,15 @@ def test_a_task_is_put_shown_listed_and_deleted(proxy: Running) -> None:
     get(proxy, "tasks/life", 404)
 
 
-def test_an_unknown_task_runs_on_the_default_spec(proxy: Running) -> None:
+def test_unknown_task_has_default_environment(proxy: Running) -> None:
     proxy.exec("r", "pwd", task="unknown")
     assert get(proxy, "tasks/unknown")["default"]
 
 
-def test_another_spec_starts_another_tree_and_going_back_finds_the_first(proxy: Running) -> None:
-    one, two = SPEC | {"files": {"/root/f": "one\n"}}, SPEC | {"files": {"/root/f": "two\n"}}
+def test_each_environment_of_a_task_keeps_its_tree(proxy: Running) -> None:
+    first, second = SPEC | {"files": {"/root/f": "one\n"}}, SPEC | {"files": {"/root/f": "two\n"}}
     answers = []
-    for rollout, spec in (("a", one), ("b", two), ("c", one)):
+    for rollout, spec in (("a", first), ("b", second), ("c", first)):
         proxy.client.put("/api/v1/tasks/respec", json=spec)
         answers.append(proxy.exec(rollout, "cat f", task="respec"))
     assert [answer.json()["stdout"] for answer in answers] == ["one\n", "two\n", "one\n"]
@@ -50,7 +50,7 @@ def test_another_spec_starts_another_tree_and_going_back_finds_the_first(proxy: 
     assert proxy.exec("a", "cat f", task="respec").json()["stdout"] == "one\n", "a running rollout keeps its tree"
 
 
-def test_the_tree_shows_nodes_observations_and_who_stands_where(proxy: Running) -> None:
+def test_tree_shows_nodes_observations_and_rollouts(proxy: Running) -> None:
     for command in ("echo 1 > f", "cat f", "false"):
         proxy.exec("first", command, task="tree")
     proxy.exec("second", "echo 1 > f", task="tree")
@@ -68,7 +68,7 @@ def test_the_tree_shows_nodes_observations_and_who_stands_where(proxy: Running) 
     assert get(proxy, "tasks/tree/tree?limit=1")["truncated"]
 
 
-def test_a_node_shows_its_answer_and_its_snapshot(proxy: Running) -> None:
+def test_node_shows_its_answer_and_snapshot(proxy: Running) -> None:
     answer = proxy.exec("r", "echo 1 > f", task="node")
     proxy.exec("r", "cat f", task="node")
     shown = get(proxy, f"tasks/node/nodes/{answer.headers['x-forkpoint-node']}")
@@ -78,7 +78,7 @@ def test_a_node_shows_its_answer_and_its_snapshot(proxy: Running) -> None:
     assert (shown["passes"], shown["diverged"]) == (1, "")
 
 
-def test_a_rollout_shows_its_calls_in_order_and_how_each_was_answered(proxy: Running) -> None:
+def test_rollout_shows_its_calls_and_their_outcomes(proxy: Running) -> None:
     for rollout in ("one", "two"):
         for command in ("cd /tmp", "pwd"):
             proxy.exec(rollout, command, task="steps")
@@ -91,7 +91,7 @@ def test_a_rollout_shows_its_calls_in_order_and_how_each_was_answered(proxy: Run
     assert [step["turn"] for step in get(proxy, "tasks/steps/rollouts/two?offset=1")["steps"]] == [1]
 
 
-def test_a_finished_rollout_frees_its_name_and_keeps_its_record(proxy: Running) -> None:
+def test_finished_rollout_frees_its_name_keeps_its_calls(proxy: Running) -> None:
     proxy.exec("again", "cd /tmp", task="finish")
     assert proxy.client.delete("/api/v1/tasks/finish/rollouts/again").status_code == 204
     assert proxy.client.delete("/api/v1/tasks/finish/rollouts/again").status_code == 404
@@ -102,7 +102,7 @@ def test_a_finished_rollout_frees_its_name_and_keeps_its_record(proxy: Running) 
     assert get(proxy, "tasks/finish/rollouts?offset=1") == listed[1:]
 
 
-def test_a_fork_goes_on_where_its_source_stands_or_at_a_node(proxy: Running) -> None:
+def test_fork_begins_at_source_or_at_given_node(proxy: Running) -> None:
     first = proxy.exec("source", "echo 1 > f", task="fork").headers["x-forkpoint-node"]
     proxy.exec("source", "echo 2 > f", task="fork")
     fork = "/api/v1/tasks/fork/rollouts/source/fork"
@@ -114,7 +114,7 @@ def test_a_fork_goes_on_where_its_source_stands_or_at_a_node(proxy: Running) -> 
     assert proxy.client.post(fork, json={"name": "nowhere", "node": "n99999"}).status_code == 404
 
 
-def test_what_is_forgotten_runs_again(proxy: Running) -> None:
+def test_forgotten_calls_run_again(proxy: Running) -> None:
     node = proxy.exec("a", "echo 1 > f", task="forget").headers["x-forkpoint-node"]
     gone = proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}?end_rollouts=true").json()
     assert gone == {"nodes": 1, "rollouts": ["a"], "going_on": []}
@@ -126,15 +126,15 @@ def test_what_is_forgotten_runs_again(proxy: Running) -> None:
     assert proxy.client.delete(f"/api/v1/tasks/forget/nodes/{node}").status_code == 404
 
 
-def test_rollouts_in_a_forgotten_subtree_go_on_and_nobody_else_comes_there(proxy: Running) -> None:
+def test_rollouts_in_forgotten_subtree_continue_alone(proxy: Running) -> None:
     top = proxy.exec("a", "echo 1 > f", task="stay").headers["x-forkpoint-node"]
     deep = proxy.exec("a", "echo 2 >> f", task="stay").headers["x-forkpoint-node"]
     beside = proxy.exec("b", "echo 1 > f", task="stay") and proxy.exec("b", "echo 9 >> f", task="stay")
     proxy.client.delete("/api/v1/tasks/stay/rollouts/b")
-    told = [proxy.client.delete(f"/api/v1/tasks/stay/nodes/{top}") for _ in range(2)]
-    assert [answer.status_code for answer in told] == [200, 200]
-    assert told[0].json() == {"nodes": 3, "rollouts": [], "going_on": ["a"]}
-    assert told[1].json() == {"nodes": 0, "rollouts": [], "going_on": []}, "a second person does no harm"
+    responses = [proxy.client.delete(f"/api/v1/tasks/stay/nodes/{top}") for _ in range(2)]
+    assert [answer.status_code for answer in responses] == [200, 200]
+    assert responses[0].json() == {"nodes": 3, "rollouts": [], "going_on": ["a"]}
+    assert responses[1].json() == {"nodes": 0, "rollouts": [], "going_on": []}, "forgetting twice does no harm"
     get(proxy, f"tasks/stay/nodes/{beside.headers['x-forkpoint-node']}", 404)
     # What it asks now runs where its agent believes to be: in a new sandbox, by replay.
     for box in [slot for slot in proxy.engine.pool.roster.slots if slot.sandbox is not None]:
@@ -150,7 +150,7 @@ def test_rollouts_in_a_forgotten_subtree_go_on_and_nobody_else_comes_there(proxy
     assert get(proxy, f"tasks/stay/nodes/{deep}")["flags"] == ["diverged"]
 
 
-def test_a_pin_is_kept_and_taken_back(proxy: Running) -> None:
+def test_node_is_pinned_and_unpinned(proxy: Running) -> None:
     node = proxy.exec("a", "echo 1 > f", task="pin").headers["x-forkpoint-node"]
     assert proxy.client.post(f"/api/v1/tasks/pin/nodes/{node}/pin").json()["flags"] == ["pinned"]
     assert proxy.client.post(f"/api/v1/tasks/pin/nodes/{node}/pin", json={"pinned": False}).json()["flags"] == []
@@ -166,16 +166,14 @@ def test_a_pin_is_kept_and_taken_back(proxy: Running) -> None:
         ({"driver": "memory", "files": {"relative": "x"}}, "files"),
     ],
 )
-def test_a_spec_that_cannot_be_built_is_refused_and_changes_nothing(
-    proxy: Running, spec: dict[str, Any], says: str
-) -> None:
+def test_invalid_spec_is_refused_and_changes_nothing(proxy: Running, spec: dict[str, Any], says: str) -> None:
     refused = proxy.client.put("/api/v1/tasks/spec", json=spec)
     assert (refused.status_code, refused.headers["content-type"]) == (422, "application/problem+json")
     assert says in refused.json()["detail"]
     get(proxy, "tasks/spec", 404)
 
 
-def test_a_set_up_that_fails_is_told_at_the_first_call_and_leaves_no_sandbox(proxy: Running) -> None:
+def test_failed_setup_is_reported_by_first_call(proxy: Running) -> None:
     proxy.client.put("/api/v1/tasks/broken", json=SPEC | {"setup": ["true", "cat missing"]})
     live = len(proxy.driver.live)
     refused = proxy.exec("a", "pwd", task="broken")
@@ -185,13 +183,13 @@ def test_a_set_up_that_fails_is_told_at_the_first_call_and_leaves_no_sandbox(pro
 
 
 @pytest.mark.parametrize("name", ["a%2Fb", ".hidden", "a b", "a%00b", "x" * 201, "%2e%2e"])
-def test_names_that_are_no_names_are_refused(proxy: Running, name: str) -> None:
+def test_malformed_names_are_refused(proxy: Running, name: str) -> None:
     refused = proxy.client.put(f"/api/v1/tasks/{name}", json=SPEC)
     assert refused.status_code in (404, 422)
     assert refused.headers["content-type"] == "application/problem+json"
 
 
-def test_health_stats_and_metrics_tell_what_happened(proxy: Running) -> None:
+def test_health_stats_and_metrics_count_calls(proxy: Running) -> None:
     assert proxy.client.get("/healthz").json() == {"status": "ok"}
     assert proxy.client.get("/readyz").json() == {"status": "ready"}
     before = get(proxy, "stats")
@@ -207,14 +205,14 @@ def test_health_stats_and_metrics_tell_what_happened(proxy: Running) -> None:
     assert get(proxy, "sandboxes")[0]["state"] == "idle"
 
 
-def test_the_openapi_description_covers_both_planes(proxy: Running) -> None:
+def test_openapi_describes_both_planes(proxy: Running) -> None:
     paths = proxy.client.get("/openapi.json").json()["paths"]
     for path in ("/t/{task}/r/{rollout}/shell/exec", "/e/shell/files/{path}", "/api/v1/tasks/{task}/tree", "/metrics"):
         assert path in paths
     assert proxy.client.get("/docs").status_code == 200
 
 
-def test_snapshots_tell_what_they_cost_and_why_they_are_kept(proxy: Running) -> None:
+def test_snapshots_show_costs_and_reasons(proxy: Running) -> None:
     node = proxy.exec("a", "echo kept > f", task="why").headers["x-forkpoint-node"]
     proxy.exec("a", "pwd", task="why")
     proxy.client.post(f"/api/v1/tasks/why/nodes/{node}/snapshot")
@@ -229,7 +227,7 @@ def test_snapshots_tell_what_they_cost_and_why_they_are_kept(proxy: Running) -> 
     assert pinned["why"].startswith("pinned")
 
 
-def test_a_snapshot_can_be_asked_for_and_is_taken_once(proxy: Running) -> None:
+def test_requested_snapshot_is_taken_once(proxy: Running) -> None:
     node = proxy.exec("a", "echo 1 > f", task="ask").headers["x-forkpoint-node"]
     proxy.exec("a", "echo 2 > f", task="ask")
     path = f"/api/v1/tasks/ask/nodes/{node}/snapshot"
@@ -238,7 +236,7 @@ def test_a_snapshot_can_be_asked_for_and_is_taken_once(proxy: Running) -> None:
     assert proxy.client.post("/api/v1/tasks/ask/nodes/n99999/snapshot").status_code == 404
 
 
-def test_a_state_that_cannot_be_frozen_is_refused_with_the_reason_and_goes_on(proxy: Running) -> None:
+def test_unfreezable_state_is_refused_with_its_reason(proxy: Running) -> None:
     node = proxy.exec("a", "sleep 9 &", task="lives").headers["x-forkpoint-node"]
     refused = proxy.client.post(f"/api/v1/tasks/lives/nodes/{node}/snapshot")
     assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:not-freezable")
@@ -246,18 +244,18 @@ def test_a_state_that_cannot_be_frozen_is_refused_with_the_reason_and_goes_on(pr
     assert get(proxy, f"tasks/lives/nodes/{node}")["unfreezable"] == "1 processes live"
     (own,) = [s for s in get(proxy, "sandboxes") if s["node"] == node]
     assert (own["task"], own["rollout"], own["state"], own["warm"]) == ("lives", "a", "idle", False)
-    assert own["why"] == "rollout a may go on in it"
+    assert own["why"] == "idle, reserved for rollout a"
     assert proxy.exec("a", "pwd", task="lives").json()["stdout"] == "/root\n"
 
 
-def test_forks_are_asked_for_before_a_batch(proxy: Running) -> None:
+def test_warm_forks_are_requested_for_a_batch(proxy: Running) -> None:
     answer = proxy.client.post("/api/v1/tasks/batch/warm", json={"count": 8})
     assert answer.status_code == 202
     assert answer.json().items() >= {"task": "batch", "granted": 0, "ready": 0}.items(), "warm forks are off here"
     assert proxy.client.post("/api/v1/tasks/batch/warm", json={"count": 0}).status_code == 422
 
 
-def test_what_costs_were_learnt_is_shown(proxy: Running) -> None:
+def test_learnt_costs_are_shown(proxy: Running) -> None:
     proxy.exec("a", "echo 1 > f", task="costs")
     proxy.exec("a", "pwd", task="costs")
     costs = get(proxy, "stats")["costs"]["memory"]

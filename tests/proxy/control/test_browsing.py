@@ -1,4 +1,4 @@
-"""Trees a part at a time: pages of children, folded chains, sums, search, answers, and who passed."""
+"""Large trees, one page at a time: children, folded chains, totals, search, answers and past rollouts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def walk(proxy: Running, task: str, rollout: str, *commands: str) -> list[str]:
     return [proxy.exec(rollout, command, task=task).headers["x-forkpoint-node"] for command in commands]
 
 
-def test_children_come_by_page_with_what_lies_below_them(proxy: Running) -> None:
+def test_children_are_paged_with_subtree_totals(proxy: Running) -> None:
     for name in "abc":
         walk(proxy, "pages", name, f"echo {name} > f", f"echo {name}{name} > f")
     walk(proxy, "pages", "again", "echo b > f", "cat f", "echo bb > f")
@@ -39,7 +39,7 @@ def test_children_come_by_page_with_what_lies_below_them(proxy: Running) -> None
     assert rest["nodes"][0]["title"] == "echo c > f"
 
 
-def test_a_chain_of_single_children_folds_into_one_run(proxy: Running) -> None:
+def test_chain_of_only_children_is_folded(proxy: Running) -> None:
     nodes = walk(proxy, "chain", "r", *(f"X={n}" for n in range(50)))
     walk(proxy, "chain", "other", *(f"X={n}" for n in range(50)), "echo 1 > f")
     walk(proxy, "chain", "third", *(f"X={n}" for n in range(50)), "echo 2 > f")
@@ -49,20 +49,22 @@ def test_a_chain_of_single_children_folds_into_one_run(proxy: Running) -> None:
     assert (chain["length"], chain["last"]["id"], chain["last"]["children"]) == (50, nodes[-1], 2)
 
 
-def test_calls_are_found_by_their_text_whatever_its_case(proxy: Running) -> None:
+def test_search_ignores_case(proxy: Running) -> None:
     long = "echo " + "x" * 3000 + " NEEDLE"
-    one, two, three = walk(proxy, "search", "r", "echo 'a Needle\t%_\\\"' > f", "cat f; echo needle", long + " > g")
-    found = get(proxy, "tasks/search/search?q=NEEDLE")["found"]
-    assert [(hit["node"], hit["observation"]) for hit in found] == [(one, False), (two, True), (three, False)]
-    assert two == one
+    first, second, third = walk(
+        proxy, "search", "r", "echo 'a Needle\t%_\\\"' > f", "cat f; echo needle", long + " > g"
+    )
+    matches = get(proxy, "tasks/search/search?q=NEEDLE")["found"]
+    assert [(hit["node"], hit["observation"]) for hit in matches] == [(first, False), (second, True), (third, False)]
+    assert second == first
     for part in ("%25_", "%5C%22", "a%20needle%09"):
         assert len(get(proxy, f"tasks/search/search?q={part}")["found"]) == 1
-    assert get(proxy, "tasks/search/search?q=session")["found"] == [], "names of arguments are not their text"
+    assert get(proxy, "tasks/search/search?q=session")["found"] == [], "the names of arguments are not searched"
     assert get(proxy, "tasks/search/search?q=needle&limit=2")["truncated"]
     get(proxy, "tasks/search/search?q=", 422)
 
 
-def test_a_long_answer_is_cut_in_views_and_whole_in_its_download(proxy: Running) -> None:
+def test_long_answer_is_downloaded_whole(proxy: Running) -> None:
     (node,) = walk(proxy, "long", "r", f"echo {'y' * 200_000} > f")
     proxy.exec("r", "cat f", task="long")
     shown = get(proxy, f"tasks/long/nodes/{node}")
@@ -77,7 +79,7 @@ def test_a_long_answer_is_cut_in_views_and_whole_in_its_download(proxy: Running)
     get(proxy, f"tasks/long/nodes/{get(proxy, 'tasks/long/tree')['root']}/answer", 404)
 
 
-def test_a_node_says_who_came_and_why_it_is_kept(proxy: Running) -> None:
+def test_node_lists_past_rollouts_and_snapshot_reason(proxy: Running) -> None:
     (node,) = walk(proxy, "who", "first", "echo 1 > f")
     walk(proxy, "who", "second", "pwd", "echo 1 > f")
     proxy.client.post(f"/api/v1/tasks/who/nodes/{node}/snapshot").raise_for_status()
@@ -89,20 +91,20 @@ def test_a_node_says_who_came_and_why_it_is_kept(proxy: Running) -> None:
     assert "not kept" in get(proxy, f"tasks/who/nodes/{unkept}")["kept"]
 
 
-def test_tasks_are_listed_with_what_their_rollouts_were_answered(proxy: Running) -> None:
+def test_tasks_are_listed_with_totals(proxy: Running) -> None:
     for name in ("a", "b", "c"):
         walk(proxy, "totals", name, "echo 1 > f", "cat f")
     proxy.client.delete("/api/v1/tasks/totals/rollouts/c")
-    proxy.control.task_totals._until = 0
-    get(proxy, "tasks/totals/rollouts")  # brings the steps into the store
-    (told,) = [task for task in get(proxy, "tasks") if task["task"] == "totals"]
-    assert (told["calls"], told["hits"], told["misses"], told["running"], told["rollouts"]) == (6, 4, 2, 2, 3)
-    assert told["hit_rate"] == pytest.approx(4 / 6)
-    assert (told["executed_s"], told["saved_s"]) == (pytest.approx(0.02), pytest.approx(0.04))
+    proxy.control.task_totals.expires_at = 0
+    get(proxy, "tasks/totals/rollouts")  # folds the journal, so that the store has the steps
+    (totals,) = [task for task in get(proxy, "tasks") if task["task"] == "totals"]
+    assert (totals["calls"], totals["hits"], totals["misses"], totals["running"], totals["rollouts"]) == (6, 4, 2, 2, 3)
+    assert totals["hit_rate"] == pytest.approx(4 / 6)
+    assert (totals["executed_s"], totals["saved_s"]) == (pytest.approx(0.02), pytest.approx(0.04))
     assert len(get(proxy, "tasks?limit=1")) == 1
 
 
-def test_names_and_commands_with_markup_come_back_as_they_are(proxy: Running) -> None:
+def test_markup_in_commands_is_returned_unchanged(proxy: Running) -> None:
     hostile = "echo '<script>alert(1)</script>\x1b[2J' > f"
     (node,) = walk(proxy, "markup", "r", hostile)
     assert get(proxy, f"tasks/markup/nodes/{node}")["call"]["arguments"]["command"] == hostile

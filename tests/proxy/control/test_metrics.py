@@ -1,4 +1,4 @@
-"""The metrics page, what is built on it, traces, and lines of the log."""
+"""The metrics page with its dashboards and alerts, traces, and log lines."""
 
 import asyncio
 import io
@@ -26,8 +26,8 @@ DOCS = Path(__file__).parents[3] / "docs" / "monitoring"
 _NAME = re.compile(r"forkpoint_[a-z_]+")
 
 
-def samples(proxy: Running) -> dict[tuple[str, ...], float]:
-    """Return each sample of the page under its name and its labels' values."""
+def scrape(proxy: Running) -> dict[tuple[str, ...], float]:
+    """Return the samples of the page by name and label values."""
     page = proxy.client.get("/metrics")
     return {
         (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
@@ -37,7 +37,7 @@ def samples(proxy: Running) -> dict[tuple[str, ...], float]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], float]:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], float]:
     with serving(tmp_path_factory.mktemp("data")) as proxy:
         for rollout in ("a", "b", "c"):
             proxy.exec(rollout, "echo 1 > f")
@@ -47,41 +47,43 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], floa
         proxy.client.post("/api/v1/tasks/task/verify", json={"sample": None})
         while proxy.client.get("/api/v1/tasks/task/audit").json()["running"] is not None:
             pass
-        return samples(proxy)
+        return scrape(proxy)
 
 
-def test_calls_are_counted_by_endpoint_and_outcome(told: dict[tuple[str, ...], float]) -> None:
-    assert told["forkpoint_endpoint_calls_total", "shell", "hit"] == 4
-    assert told["forkpoint_endpoint_calls_total", "shell", "miss"] == 3
-    assert told["forkpoint_calls_total", "hit"] == 4
-    assert told["forkpoint_refusals_total", "no-such-endpoint"] == 1
+def test_calls_are_counted_by_endpoint_and_outcome(samples: dict[tuple[str, ...], float]) -> None:
+    assert samples["forkpoint_endpoint_calls_total", "shell", "hit"] == 4
+    assert samples["forkpoint_endpoint_calls_total", "shell", "miss"] == 3
+    assert samples["forkpoint_calls_total", "hit"] == 4
+    assert samples["forkpoint_refusals_total", "no-such-endpoint"] == 1
 
 
-def test_hits_and_what_sandboxes_take_are_timed(told: dict[tuple[str, ...], float]) -> None:
-    assert told["forkpoint_hit_seconds_count",] == 4
-    assert 0 < told["forkpoint_hit_seconds_sum",] < 1
-    assert told["forkpoint_hit_seconds_bucket", "+Inf"] == 4
-    assert told["forkpoint_start_seconds_count",] >= 1
-    assert told["forkpoint_freeze_seconds_count",] >= 1
+def test_hits_and_sandbox_operations_are_timed(samples: dict[tuple[str, ...], float]) -> None:
+    assert samples["forkpoint_hit_seconds_count",] == 4
+    assert 0 < samples["forkpoint_hit_seconds_sum",] < 1
+    assert samples["forkpoint_hit_seconds_bucket", "+Inf"] == 4
+    assert samples["forkpoint_start_seconds_count",] >= 1
+    assert samples["forkpoint_freeze_seconds_count",] >= 1
 
 
-def test_budgets_states_and_audits_are_told(told: dict[tuple[str, ...], float]) -> None:
+def test_budgets_states_and_audits_are_exported(samples: dict[tuple[str, ...], float]) -> None:
     states = ("starting", "leased", "freezing", "idle")
-    assert sum(told["forkpoint_sandboxes_by_state", state] for state in states) == told["forkpoint_sandboxes",] >= 1
-    assert told["forkpoint_answer_bytes",] > 0
-    assert told["forkpoint_store_bytes",] > 0
-    assert told["forkpoint_audit_checked_total",] == 3
-    assert told["forkpoint_wrong_answer_rate", "seen", "records"] == 0
-    assert 0 < told["forkpoint_wrong_answer_rate", "high", "records"] < 1
+    assert (
+        sum(samples["forkpoint_sandboxes_by_state", state] for state in states) == samples["forkpoint_sandboxes",] >= 1
+    )
+    assert samples["forkpoint_answer_bytes",] > 0
+    assert samples["forkpoint_store_bytes",] > 0
+    assert samples["forkpoint_audit_checked_total",] == 3
+    assert samples["forkpoint_wrong_answer_rate", "seen", "records"] == 0
+    assert 0 < samples["forkpoint_wrong_answer_rate", "high", "records"] < 1
 
 
 @pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
-def test_each_metric_that_a_dashboard_or_an_alert_names_exists(file: str, told: dict[tuple[str, ...], float]) -> None:
+def test_dashboards_and_alerts_name_existing_metrics(file: str, samples: dict[tuple[str, ...], float]) -> None:
     text = (DOCS / file).read_text()
     assert json.loads(text) if file.endswith("json") else yaml.safe_load(text)
     named = set(_NAME.findall(text)) - {"forkpoint_"}
     # A counter by label has no sample before it counts.
-    there = {name for name, *_ in told} | {"forkpoint_failures_total"}
+    there = {name for name, *_ in samples} | {"forkpoint_failures_total"}
     assert named <= there, named - there
     assert len(named) > 8
 
@@ -92,7 +94,7 @@ def test_each_alert_says_what_to_do() -> None:
 
 
 @given(st.lists(st.floats(0, 100), max_size=50))
-def test_a_histogram_counts_each_observation_once(seconds: list[float]) -> None:
+def test_histogram_counts_each_observation_once(seconds: list[float]) -> None:
     times = Histogram()
     for value in seconds:
         times.observe(value)
@@ -102,7 +104,7 @@ def test_a_histogram_counts_each_observation_once(seconds: list[float]) -> None:
     assert times.total_s == pytest.approx(sum(seconds))
 
 
-def test_a_call_is_a_span_with_its_parts(tmp_path: Path) -> None:
+def test_call_is_a_span_with_parts(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
 
     async def go() -> None:
@@ -131,7 +133,7 @@ def test_a_call_is_a_span_with_its_parts(tmp_path: Path) -> None:
         assert list(times) == sorted(time or 0 for time in times)
 
 
-def test_a_line_of_the_log_names_task_rollout_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_lines_name_task_rollout_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
     handlers, level = logging.getLogger().handlers[:], logging.getLogger().level

@@ -1,4 +1,4 @@
-"""Throw-away forks: what two states differ in, calls tried at a node, terminals; and that the tree stays as it was."""
+"""Scratch forks: diffs, tried calls and terminals. None of them changes the tree."""
 
 import json
 import sqlite3
@@ -46,7 +46,7 @@ def containers() -> Iterator[Running]:
 
 @pytest.fixture(params=["local", "containers"])
 def real(request: pytest.FixtureRequest) -> tuple[Running, dict[str, str]]:
-    """A proxy with sandboxes that are real, and a spec of one."""
+    """A proxy with real sandboxes, and the spec of such a sandbox."""
     running: Running = request.getfixturevalue(request.param)
     return running, {"driver": "local"} if request.param == "local" else {"driver": "container", "image": BASH_IMAGE}
 
@@ -58,7 +58,7 @@ def get(proxy: Running, path: str, status: int = 200) -> Any:
 
 
 def at(proxy: Running, task: str, *commands: str, rollout: str = "r") -> list[str]:
-    """Run commands in a rollout; return the nodes that it stood at."""
+    """Run commands in a rollout and return the nodes that it reached."""
     return [proxy.exec(rollout, command, task=task).headers["x-forkpoint-node"] for command in commands]
 
 
@@ -78,7 +78,7 @@ def shown(tree: dict[str, Any]) -> Any:
     return [(node["id"], node["hits"], len(node["observations"]), node["children"]) for node in tree["nodes"]]
 
 
-def test_a_call_is_tried_at_a_node_and_the_tree_stays_as_it_was(proxy: Running) -> None:
+def test_tried_call_leaves_the_tree_unchanged(proxy: Running) -> None:
     first, second = at(proxy, "try", "echo 1 > f", "echo 2 > f")
     before = shown(get(proxy, "tasks/try/tree"))
     told = tried(proxy, "try", first, command="cat f")
@@ -88,7 +88,7 @@ def test_a_call_is_tried_at_a_node_and_the_tree_stays_as_it_was(proxy: Running) 
     assert tried(proxy, "try", second, command="cat f")["answer"]["json"]["stdout"] == "2\n"
     assert shown(get(proxy, "tasks/try/tree")) == before
     assert [step["turn"] for step in get(proxy, "tasks/try/rollouts/r")["steps"]] == [0, 1]
-    assert not any(box["why"].startswith("somebody") for box in get(proxy, "sandboxes")), "the forks are gone"
+    assert not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")), "the forks are gone"
 
 
 def test_any_request_to_an_endpoint_can_be_tried(proxy: Running) -> None:
@@ -112,12 +112,12 @@ def test_any_request_to_an_endpoint_can_be_tried(proxy: Running) -> None:
         ("NODE", {"command": "a\0b"}, 422),
     ],
 )
-def test_what_cannot_be_tried_is_refused(proxy: Running, node: str, trial: dict[str, Any], status: int) -> None:
+def test_invalid_trials_are_refused(proxy: Running, node: str, trial: dict[str, Any], status: int) -> None:
     (known,) = at(proxy, "refuse", "echo 1 > f")
     assert tried(proxy, "refuse", known if node == "NODE" else node, status, **trial)["status"] == status
 
 
-def test_files_and_sessions_of_two_states_are_compared(proxy: Running) -> None:
+def test_diff_compares_files_and_sessions(proxy: Running) -> None:
     a, _, _, b = at(
         proxy, "diff", "echo one > f; echo gone > g", "echo two >> f; rm g", "mkdir /root/d; X=1", "cd /tmp"
     )
@@ -138,14 +138,14 @@ def test_files_and_sessions_of_two_states_are_compared(proxy: Running) -> None:
     }  # fmt: skip
 
 
-def test_a_state_does_not_differ_from_itself(proxy: Running) -> None:
+def test_state_does_not_differ_from_itself(proxy: Running) -> None:
     (a,) = at(proxy, "itself", "echo one > f")
     told = get(proxy, f"tasks/itself/nodes/{a}/diff/{a}")
     assert (told["same"], told["files"], told["sessions"], told["databases"]) == (True, [], [], [])
     get(proxy, f"tasks/itself/nodes/{a}/diff/n99999", 404)
 
 
-def test_databases_of_two_states_are_compared_by_rows(proxy: Running, tmp_path: Path) -> None:
+def test_diff_compares_database_rows(proxy: Running, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "shop.db") as made:
         made.executescript("CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT); INSERT INTO item VALUES (1, 'a');")
     made.close()
@@ -164,7 +164,7 @@ def test_databases_of_two_states_are_compared_by_rows(proxy: Running, tmp_path: 
     told = get(proxy, f"tasks/sql/nodes/{root}/diff/{last}")
     assert (told["files"], told["unshown"]) == (
         None,
-        ["sandboxes of driver 'sqlite' have no files or shell sessions to compare"],
+        ["files and sessions: driver 'sqlite' cannot compare them"],
     )
     (database,) = told["databases"]
     item, more = database["tables"]
@@ -174,7 +174,7 @@ def test_databases_of_two_states_are_compared_by_rows(proxy: Running, tmp_path: 
     assert "CREATE TABLE more" in more["schema_"]["after"]
 
 
-def test_real_files_are_compared_with_modes_sizes_and_links(local: Running) -> None:
+def test_diff_compares_modes_sizes_and_links(local: Running) -> None:
     spec = {"driver": "local"}
     local.client.put("/api/v1/tasks/files", json=spec)
     a, b = at(
@@ -196,7 +196,7 @@ def test_real_files_are_compared_with_modes_sizes_and_links(local: Running) -> N
     assert ("echo old" in function["before"], "echo new" in function["after"]) == (True, True)
 
 
-def test_a_terminal_goes_on_from_the_session_of_its_node_and_touches_nothing(
+def test_terminal_continues_session_and_changes_no_state(
     real: tuple[Running, dict[str, str]],
 ) -> None:
     proxy, spec = real
@@ -211,13 +211,13 @@ def test_a_terminal_goes_on_from_the_session_of_its_node_and_touches_nothing(
         until(socket, "40 100")
         socket.send("no json")
         socket.send(b"exit\n")
-        told = [message for message in socket if isinstance(message, str)]
-    assert json.loads(told[-1]) == {"exit": "the shell has ended"}
-    assert proxy.exec("r", "ls", task="term").json()["stdout"] == "", "what was made there is gone"
+        texts = [message for message in socket if isinstance(message, str)]
+    assert json.loads(texts[-1]) == {"exit": "the shell has ended"}
+    assert proxy.exec("r", "ls", task="term").json()["stdout"] == "", "files made in the terminal are gone"
     assert shown(get(proxy, "tasks/term/tree"))[0] == before[0]
 
 
-def test_a_terminal_that_is_left_is_closed(real: tuple[Running, dict[str, str]]) -> None:
+def test_fork_closes_when_terminal_disconnects(real: tuple[Running, dict[str, str]]) -> None:
     proxy, spec = real
     proxy.client.put("/api/v1/tasks/left", json=spec).raise_for_status()
     (node,) = at(proxy, "left", "echo 1 > f")
@@ -226,12 +226,12 @@ def test_a_terminal_that_is_left_is_closed(real: tuple[Running, dict[str, str]])
         until(socket, "ready-2")
         assert proxy.control.scratch_forks.open == 1
     wait_until(
-        lambda: not any(box["why"].startswith("somebody") for box in get(proxy, "sandboxes")),
-        "the fork of a closed terminal still lives",
+        lambda: not any(box["why"].startswith("scratch fork") for box in get(proxy, "sandboxes")),
+        "the fork of a closed terminal is still open",
     )
 
 
-def test_a_driver_without_terminals_says_so(proxy: Running) -> None:
+def test_driver_without_terminals_is_refused(proxy: Running) -> None:
     (node,) = at(proxy, "none", "echo 1 > f")
     for name, code, slug in ((node, 4409, "no-terminal"), ("n99999", 4404, "no-such-node")):
         with terminal(proxy, "none", name) as socket:

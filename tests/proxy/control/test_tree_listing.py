@@ -1,4 +1,4 @@
-"""A task has more trees than one: each is listed, and whatever lies in one of them is found, shown and steered."""
+"""A task may have several trees: each is listed, and the routes accept nodes of all of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,23 +35,23 @@ def get(proxy: Running, path: str, status: int = 200) -> Any:
 
 
 def begin(proxy: Running, task: str, rollout: str, *env: str) -> None:
-    """Begin a rollout in an environment of its own, as a client of Docker's API does."""
-    asked = {"Image": "any", "Cmd": ["sleep", "2h"], "Env": list(env)}
-    made = proxy.client.post(f"/t/{task}/r/{rollout}/docker/containers/create", json=asked)
+    """Begin a rollout in its own environment, as a client of the Docker API does."""
+    body = {"Image": "any", "Cmd": ["sleep", "2h"], "Env": list(env)}
+    made = proxy.client.post(f"/t/{task}/r/{rollout}/docker/containers/create", json=body)
     assert made.status_code == 201, made.text
 
 
 def two_trees(proxy: Running, task: str) -> tuple[str, str, str, str]:
-    """Give a task two trees with a node each; return the current root and its node, the other root and its node."""
-    one = proxy.exec("own", "echo own > f", task=task).headers["x-forkpoint-node"]
+    """Make two trees in a task; return root and node of the current tree, then of the other."""
+    node = proxy.exec("own", "echo own > f", task=task).headers["x-forkpoint-node"]
     begin(proxy, task, "other", "X=7")
     other = proxy.exec("other", "echo $X > f", task=task).headers["x-forkpoint-node"]
     proxy.exec("other", "cat f", task=task)
     first, second = get(proxy, f"{task}/trees")
-    return first["root"], one, second["root"], other
+    return first["root"], node, second["root"], other
 
 
-def test_each_tree_of_a_task_is_listed_the_current_one_first(proxy: Running) -> None:
+def test_current_tree_is_listed_first(proxy: Running) -> None:
     two_trees(proxy, "listed")
     begin(proxy, "listed", "third", "X=7")
     proxy.client.delete("/api/v1/tasks/listed/rollouts/other")
@@ -71,7 +71,7 @@ def test_each_tree_of_a_task_is_listed_the_current_one_first(proxy: Running) -> 
     get(proxy, "none/trees", 404)
 
 
-def test_a_task_that_was_put_with_another_spec_shows_both_its_trees(proxy: Running) -> None:
+def test_task_with_new_spec_lists_both_trees(proxy: Running) -> None:
     proxy.client.put("/api/v1/tasks/respec", json=SPEC)
     before = proxy.exec("a", "echo 1 > f", task="respec").headers["x-forkpoint-node"]
     proxy.client.put("/api/v1/tasks/respec", json=SPEC | {"workdir": "/tmp", "files": {"/tmp/seed": ""}})
@@ -81,17 +81,17 @@ def test_a_task_that_was_put_with_another_spec_shows_both_its_trees(proxy: Runni
     assert [node["id"] for node in get(proxy, "respec/tree")["nodes"]] == [now["root"]]
 
 
-def test_what_speaks_of_a_whole_tree_can_be_asked_of_any(proxy: Running) -> None:
-    root, one, other_root, other = two_trees(proxy, "whole")
-    for query, found in (
-        ("", [root, one]),
-        (f"?root={root}", [root, one]),
+def test_tree_routes_accept_any_tree_of_task(proxy: Running) -> None:
+    root, node, other_root, other = two_trees(proxy, "whole")
+    for query, expected in (
+        ("", [root, node]),
+        (f"?root={root}", [root, node]),
         (f"?root={other_root}", [other_root, other]),
     ):
-        assert [node["id"] for node in get(proxy, f"whole/tree{query}")["nodes"]] == found
+        assert [node["id"] for node in get(proxy, f"whole/tree{query}")["nodes"]] == expected
     assert [node["id"] for node in get(proxy, f"whole/tree?node={other}")["nodes"]] == [other]
     assert get(proxy, f"whole/tree?root={other}")["root"] == other_root, "any node of it names a tree"
-    assert get(proxy, "whole/search?q=echo")["found"][0]["node"] == one
+    assert get(proxy, "whole/search?q=echo")["found"][0]["node"] == node
     assert get(proxy, f"whole/search?q=echo&root={other}")["found"][0]["node"] == other
     columns = get(proxy, f"whole/columns?root={other_root}")
     assert (columns["root"], columns["standing"]) == (int(other_root[1:]), {other[1:]: ["other"]})
@@ -104,8 +104,8 @@ def test_what_speaks_of_a_whole_tree_can_be_asked_of_any(proxy: Running) -> None
     assert warm["node"] == other_root
 
 
-def test_a_node_of_any_tree_is_shown_and_steered(proxy: Running) -> None:
-    _, one, root, node = two_trees(proxy, "nodes")
+def test_node_routes_accept_nodes_of_any_tree(proxy: Running) -> None:
+    _, own, root, node = two_trees(proxy, "nodes")
     shown = get(proxy, f"nodes/nodes/{node}")
     assert (shown["parent"], shown["rollouts"], shown["kept"] != "") == (root, ["other"], True)
     assert [passed["rollout"] for passed in shown["passed"]] == ["other"]
@@ -125,21 +125,21 @@ def test_a_node_of_any_tree_is_shown_and_steered(proxy: Running) -> None:
     tried = post(f"nodes/{node}/exec", {"command": "cat f; echo $X"})
     assert (tried["answer"]["json"]["stdout"], tried["known"]) == ("7\n7\n", False)
     assert get(proxy, f"nodes/nodes/{root}/diff/{node}")["files"][0]["path"] == "/root/f"
-    assert get(proxy, f"nodes/nodes/{one}/diff/{node}", 409)["type"] == "urn:forkpoint:other-tree"
+    assert get(proxy, f"nodes/nodes/{own}/diff/{node}", 409)["type"] == "urn:forkpoint:other-tree"
     assert post(f"nodes/{node}/fork", {"name": "forked"}, 201)["node"] == node
     assert post("rollouts/own/fork", {"name": "again", "node": node}, 201)["start"] == node
     for name in ("forked", "again"):
         assert proxy.exec(name, "cat f", task="nodes").headers["cache-status"] == "forkpoint; hit"
     address = f"ws://127.0.0.1:{proxy.address[1]}/api/v1/tasks/nodes/nodes/{node}/terminal"
     with connect(address, open_timeout=10) as line:
-        assert "no-terminal" in str(line.recv(timeout=10)), "the in-memory driver has none; the node was found"
+        assert "no-terminal" in str(line.recv(timeout=10)), "the node exists; the in-memory driver has no terminals"
     gone = proxy.client.delete(f"/api/v1/tasks/nodes/nodes/{node}?end_rollouts=true").json()
     assert (gone["nodes"], gone["rollouts"]) == (1, ["again", "forked", "other"])
     get(proxy, f"nodes/nodes/{node}", 404)
-    assert get(proxy, f"nodes/nodes/{one}")["rollouts"] == ["own"]
+    assert get(proxy, f"nodes/nodes/{own}")["rollouts"] == ["own"]
 
 
-def test_an_audit_of_another_tree_is_its_own(proxy: Running) -> None:
+def test_each_tree_has_its_own_audit(proxy: Running) -> None:
     _, _, root, _ = two_trees(proxy, "audits")
     begun = proxy.client.post("/api/v1/tasks/audits/verify", json={"node": root, "sample": None})
     assert begun.json()["of"] == 2
@@ -150,7 +150,7 @@ def test_an_audit_of_another_tree_is_its_own(proxy: Running) -> None:
     assert proxy.client.delete(f"/api/v1/tasks/audits/verify?root={root}").status_code == 204
 
 
-def test_all_of_it_is_there_after_a_restart_and_costs_nothing_until_it_is_asked_for(tmp_path: Path) -> None:
+def test_trees_load_lazily_after_restart(tmp_path: Path) -> None:
     with serving(tmp_path, any_image=True) as proxy:
         root, _, other_root, other = two_trees(proxy, "kept")
         for rollout in ("own", "other"):
@@ -164,36 +164,36 @@ def test_all_of_it_is_there_after_a_restart_and_costs_nothing_until_it_is_asked_
         assert len(list(trees)) == 2
 
 
-def test_a_tree_whose_driver_is_off_is_still_shown_and_says_why_nothing_runs_there(tmp_path: Path) -> None:
+def test_tree_of_disabled_driver_is_still_shown(tmp_path: Path) -> None:
     make(tmp_path / "db")
     spec = {"driver": "sqlite", "databases": {"main": {"source": str(tmp_path / "db")}}, "share": "off"}
     with serving(tmp_path / "data", drivers={"sqlite": SqliteDriver(tmp_path / "sqlite")}) as proxy:
         proxy.client.put("/api/v1/tasks/off", json=spec).raise_for_status()
-        asked = {"sql": "DELETE FROM item"}
-        node = proxy.client.post("/t/off/r/a/sql/query", json=asked).headers["x-forkpoint-node"]
+        body = {"sql": "DELETE FROM item"}
+        node = proxy.client.post("/t/off/r/a/sql/query", json=body).headers["x-forkpoint-node"]
         proxy.client.delete("/api/v1/tasks/off/rollouts/a")
         proxy.client.put("/api/v1/tasks/off", json=SPEC).raise_for_status()
     with serving(tmp_path / "data") as proxy:
         assert get(proxy, f"off/nodes/{node}")["call"]["arguments"]["sql"] == "DELETE FROM item"
         tried = proxy.client.post(
-            f"/api/v1/tasks/off/nodes/{node}/exec", json={"endpoint": "sql", "path": "query", "body": asked}
+            f"/api/v1/tasks/off/nodes/{node}/exec", json={"endpoint": "sql", "path": "query", "body": body}
         )
         assert (tried.status_code, "the driver 'sqlite' is not turned on" in tried.text) == (422, True)
         assert proxy.client.get(f"/api/v1/tasks/off/export?snapshots=true&root={node}").status_code == 200
 
 
-def test_the_number_of_another_tasks_node_leads_nowhere(tmp_path: Path) -> None:
+def test_nodes_of_other_tasks_are_not_reachable(tmp_path: Path) -> None:
     root, alice, bob = "root-token-0123456789", "alice-token-012345678", "bobby-token-012345678"
     tokens = tmp_path / "tokens"
     tokens.write_text(f"{alice} alice-*\n{bob} bob-*\n")
     with serving(tmp_path / "data", token=SecretStr(root), token_file=tokens, any_image=True) as proxy:
         proxy.client.headers["authorization"] = f"Bearer {root}"
-        _, one, other_root, other = two_trees(proxy, "alice-1")
+        _, own, other_root, other = two_trees(proxy, "alice-1")
         two_trees(proxy, "bob-1")
         for token, status in ((alice, 200), (bob, 403)):
             proxy.client.headers["authorization"] = f"Bearer {token}"
             get(proxy, f"alice-1/nodes/{other}", status)
-        for node in (one, other_root, other):
+        for node in (own, other_root, other):
             for path in (f"nodes/{node}", f"nodes/{node}/children", f"nodes/{node}/answer", f"tree?root={node}",
                          f"export?root={node}", f"columns?root={node}", f"search?q=e&root={node}",
                          f"audit?root={node}", f"nodes/{node}/diff/{node}"):  # fmt: skip
@@ -202,21 +202,21 @@ def test_the_number_of_another_tasks_node_leads_nowhere(tmp_path: Path) -> None:
                 answer = proxy.client.post(f"/api/v1/tasks/bob-1/nodes/{node}/{path}", json=body)
                 assert answer.status_code == 404, answer.text
             assert proxy.client.delete(f"/api/v1/tasks/bob-1/nodes/{node}").status_code == 404
-            asked = {"name": "y", "node": node}
-            assert proxy.client.post("/api/v1/tasks/bob-1/rollouts/own/fork", json=asked).status_code == 404
+            body = {"name": "y", "node": node}
+            assert proxy.client.post("/api/v1/tasks/bob-1/rollouts/own/fork", json=body).status_code == 404
             assert proxy.client.post("/api/v1/tasks/bob-1/verify", json={"node": node}).status_code == 404
 
 
-def test_a_tree_that_was_shared_before_there_were_tokens_is_not_theirs(tmp_path: Path) -> None:
+def test_tokens_do_not_see_earlier_shared_trees(tmp_path: Path) -> None:
     make(tmp_path / "db")
     spec = {"driver": "sqlite", "databases": {"main": {"source": str(tmp_path / "db")}}}
     drivers = {"sqlite": SqliteDriver(tmp_path / "sqlite")}
     with serving(tmp_path / "data", drivers=drivers) as proxy:
         for task in ("alice-1", "bob-1"):
             proxy.client.put(f"/api/v1/tasks/{task}", json=spec).raise_for_status()
-        told = proxy.client.post("/t/alice-1/r/a/sql/query", json={"sql": "DELETE FROM item"})
-        node = told.headers["x-forkpoint-node"]
-        assert get(proxy, "bob-1/trees")[0]["calls"] == 1, "one tree"
+        response = proxy.client.post("/t/alice-1/r/a/sql/query", json={"sql": "DELETE FROM item"})
+        node = response.headers["x-forkpoint-node"]
+        assert get(proxy, "bob-1/trees")[0]["calls"] == 1, "both tasks share the tree"
         assert get(proxy, f"bob-1/nodes/{node}")["id"] == node
         proxy.client.delete("/api/v1/tasks/alice-1/rollouts/a")
     tokens = tmp_path / "tokens"
@@ -228,7 +228,7 @@ def test_a_tree_that_was_shared_before_there_were_tokens_is_not_theirs(tmp_path:
         get(proxy, f"bob-1/nodes/{node}", 404)
 
 
-def test_a_tree_of_another_environment_travels_to_those_who_ask_for_it(
+def test_imported_tree_serves_rollouts_with_its_environment(
     proxy: Running, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _, _, root, node = two_trees(proxy, "travels")
@@ -238,10 +238,15 @@ def test_a_tree_of_another_environment_travels_to_those_who_ask_for_it(
         for task in ("travels", "again"):
             if task == "again":
                 there.exec("own", "echo own > f", task=task)
-            told = there.client.post(f"/api/v1/tasks/{task}/import", content=bundle).json()
-            assert (told["current"], told["nodes"], told["records"], told["snapshots"]) == (False, 2, 2, 2)
+            response = there.client.post(f"/api/v1/tasks/{task}/import", content=bundle).json()
+            assert (response["current"], response["nodes"], response["records"], response["snapshots"]) == (
+                False,
+                2,
+                2,
+                2,
+            )
             current, other = get(there, f"{task}/trees")
-            assert (other["root"], other["calls"], other["title"]) == (told["root"], 2, "memory · env X")
+            assert (other["root"], other["calls"], other["title"]) == (response["root"], 2, "memory · env X")
             assert get(there, task)["default"]
             begin(there, task, "same", "X=7")
             begin(there, task, "different", "X=8")
@@ -256,24 +261,24 @@ def test_a_tree_of_another_environment_travels_to_those_who_ask_for_it(
             assert [tree["root"] for tree in get(there, f"{task}/trees")][:2] == [current["root"], other["root"]]
 
 
-def test_a_tree_of_another_environment_becomes_the_tasks_own_where_that_is_its_spec(
+def test_imported_tree_becomes_current_if_spec_matches(
     proxy: Running, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _, _, root, _ = two_trees(proxy, "own")
     bundle = proxy.client.get(f"/api/v1/tasks/own/export?root={root}").content
     with serving(tmp_path_factory.mktemp("there")) as there:
         there.client.put("/api/v1/tasks/put", json=SPEC | {"env": {"X": "7"}}).raise_for_status()
-        told = there.client.post("/api/v1/tasks/put/import", content=bundle).json()
-        assert (told["current"], get(there, "put")["root"]) == (True, told["root"])
+        response = there.client.post("/api/v1/tasks/put/import", content=bundle).json()
+        assert (response["current"], get(there, "put")["root"]) == (True, response["root"])
         assert there.exec("r", "echo $X > f", task="put").headers["cache-status"] == "forkpoint; hit"
 
 
-def test_a_client_of_dockers_sees_its_calls_in_the_tasks_tree(tmp_path: Path) -> None:
+def test_calls_over_docker_api_are_in_tree(tmp_path: Path) -> None:
     with serving(tmp_path, any_image=True) as running:
         for rollout in ("a", "b"):
             box = container(running, rollout, Env=["X=7"])
-            one = execution(running, rollout, box, "echo $X > f; cat f")
-            assert start(running, rollout, one) == (101, {1: b"7\n"})
+            call = execution(running, rollout, box, "echo $X > f; cat f")
+            assert start(running, rollout, call) == (101, {1: b"7\n"})
         current, theirs = get(running, "task/trees")
         assert (current["calls"], current["rollouts"], theirs["rollouts"], theirs["running"]) == (0, 0, 2, 2)
         nodes = get(running, f"task/tree?root={theirs['root']}")["nodes"]
@@ -289,8 +294,8 @@ def typed(proxy: Running, *words: str, code: int = 0) -> str:
     return result.stdout
 
 
-def test_the_commands_reach_every_tree(proxy: Running, tmp_path: Path) -> None:
-    root, one, other_root, other = two_trees(proxy, "typed")
+def test_commands_reach_every_tree(proxy: Running, tmp_path: Path) -> None:
+    root, node, other_root, other = two_trees(proxy, "typed")
     text = typed(proxy, "tree", "typed")
     assert "echo own > f" in text
     assert f"--root {other_root}  memory · env X  2 nodes, 2 calls, 1 rollouts" in text
@@ -301,14 +306,14 @@ def test_the_commands_reach_every_tree(proxy: Running, tmp_path: Path) -> None:
     assert "echo $X > f" in typed(proxy, "node", "typed", other)
     assert "/root/f" in typed(proxy, "diff", "typed", other_root, other)
     assert "different trees" in CliRunner().invoke(
-        app, ["diff", "typed", one, other], env={"FORKPOINT_URL": str(proxy.client.base_url)}
+        app, ["diff", "typed", node, other], env={"FORKPOINT_URL": str(proxy.client.base_url)}
     ).output  # fmt: skip
     assert "recorded" not in typed(proxy, "verify", "typed", "--root", other, "--all")
     typed(proxy, "export", "typed", str(tmp_path / "f"), "--root", other_root)
     assert "the tree of rollouts that ask for its environment" in typed(proxy, "import", str(tmp_path / "f"), "copied")
 
 
-def test_a_title_tells_an_environment_apart_and_no_values_of_its_variables() -> None:
+def test_title_has_no_values_of_variables() -> None:
     default = EnvironmentSpec()
     box = EnvironmentSpec(driver="container", image="debian:12", workdir="/testbed", env={"KEY": "secret", "A": "1"})
     assert title_of(box, default) == "container debian:12 · workdir /testbed · env KEY, A"
@@ -322,5 +327,5 @@ def test_a_title_tells_an_environment_apart_and_no_values_of_its_variables() -> 
 
 
 @given(st.dictionaries(st.from_regex(r"[A-Z]{1,80}", fullmatch=True), st.text("ab"), max_size=9))
-def test_a_title_is_short(env: dict[str, str]) -> None:
+def test_title_is_short(env: dict[str, str]) -> None:
     assert len(title_of(EnvironmentSpec(env=env), EnvironmentSpec())) <= 120

@@ -1,0 +1,54 @@
+"""Values that are expensive to read: shared by concurrent readers, and reused for a while."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from sandboxes.task_owner import TaskOwner
+
+T = TypeVar("T")
+_SHARE = 20
+"""A value is reused for this many times as long as reading it took: a page that polls takes at most 5 % of a core."""
+
+
+class Refreshed(Generic[T]):
+    """A value that is read again once it is too old.
+
+    Concurrent callers share one read, and a caller that is cancelled does not cancel it. A failed read raises in all
+    of them; the next call tries again.
+
+    Attributes:
+        expires_at: Until when the value is reused, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, read: Callable[[], Coroutine[Any, Any, T]], *, min_age_s: float) -> None:
+        """Create the value without reading it.
+
+        Args:
+            read: Reads the value.
+            min_age_s: The value is reused for at least this long.
+        """
+        self._read, self._min_age_s = read, min_age_s
+        self._tasks = TaskOwner()
+        self._reading: asyncio.Task[T] | None = None
+        self.expires_at = 0.0
+
+    @property
+    def expired(self) -> bool:
+        """Whether the next `get` reads the value."""
+        return self._reading is None or (self._reading.done() and time.monotonic() >= self.expires_at)
+
+    async def get(self) -> T:
+        """Return the value, which is read if it has expired."""
+        if self.expired:
+            self._reading = self._tasks.spawn("refresh", self._refresh(), awaited=True)
+        assert self._reading is not None
+        return await asyncio.shield(self._reading)
+
+    async def _refresh(self) -> T:
+        began = time.monotonic()
+        value = await self._read()
+        ended = time.monotonic()
+        self.expires_at = ended + max(self._min_age_s, _SHARE * (ended - began))
+        return value

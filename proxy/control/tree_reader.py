@@ -1,0 +1,133 @@
+"""Makes the views of nodes, trees and rollouts: positions come from the tree, calls and answers from the store."""
+
+from typing import Any
+
+from proxy.control.call_titles import exit_code
+from proxy.control.views.answers import answer_view
+from proxy.control.views.nodes import CallView, NodeDetail, NodeView, ObservationView, PassedRollout, TreeView, flags
+from proxy.control.views.resources import SnapshotView, node_name
+from proxy.control.views.rollouts import StepView
+from proxy.storage.store import Store
+from proxy.tree.rollout import Outcome
+from proxy.tree.task import Task
+from proxy.tree.tree import Node, Record, Tree, children
+
+
+def rollouts_by_node(task: Task) -> dict[Node, list[str]]:
+    """Return the names of a task's running rollouts by the node that each is at."""
+    names: dict[Node, list[str]] = {}
+    for rollout in task.rollouts.values():
+        names.setdefault(rollout.node, []).append(rollout.name)
+    return names
+
+
+class Reader:
+    """Makes the views of nodes, trees and rollouts."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def tree(self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int) -> TreeView:
+        """Return a view of a subtree.
+
+        Args:
+            task: The task that the tree belongs to.
+            tree: The tree.
+            top: The node to begin at.
+            depth: Levels below `top`; None for all of them.
+            limit: Maximum number of nodes.
+        """
+        nodes: list[NodeView] = []
+        truncated = False
+        rollouts = rollouts_by_node(task)
+        for node, _ in tree.walk(top, depth):
+            if len(nodes) == limit:
+                truncated = True
+                break
+            nodes.append(NodeView(**self._node(node, rollouts.get(node, []))))
+        return TreeView(task=task.name, root=node_name(tree.root), nodes=nodes, truncated=truncated)
+
+    def detail(
+        self,
+        task: Task,
+        node: Node,
+        snapshot: SnapshotView | None,
+        kept: str = "",
+        passed: list[PassedRollout] | None = None,
+    ) -> NodeDetail:
+        """Return the full view of a node.
+
+        Args:
+            task: The task that the node belongs to.
+            node: The node.
+            snapshot: Its snapshot; None if it has none.
+            kept: Why the state is kept or not.
+            passed: The latest rollouts that reached the node.
+        """
+        origin = node.origin
+        return NodeDetail(
+            **self._node(node, rollouts_by_node(task).get(node, [])),
+            answer=None if origin is None else answer_view(self._store.records.result(origin)),
+            recorded_at=None if origin is None else origin.recorded_at,
+            passes=node.visits,
+            diverged=node.diverged,
+            unfreezable=node.unfreezable,
+            snapshot_detail=snapshot,
+            leads_to=sorted({node_name(r.target) for r in node.records.values() if not r.observation}),
+            kept=kept,
+            passed=passed or [],
+        )
+
+    def call(self, record: Record) -> CallView:
+        """Return the view of a record's call."""
+        call = self._store.records.call(record)
+        return CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments))
+
+    def steps(self, rollout: int, tree: Tree, *, offset: int, limit: int) -> list[StepView]:
+        """Return a page of a rollout's calls, in order.
+
+        A call whose record was forgotten since keeps its turn and outcome, and has no call and no node.
+        """
+        records = {r.id: r for node in tree.nodes.values() for r in node.records.values()}
+        records |= {record.id: record for record in tree.aside}
+        views = []
+        for turn, record_id, outcome in self._store.rollouts.steps(rollout, offset=offset, limit=limit):
+            record = records.get(record_id)
+            views.append(
+                StepView(
+                    turn=turn,
+                    outcome=Outcome(outcome).name.lower(),  # type: ignore[arg-type]
+                    record=record_id,
+                    call=None if record is None else self.call(record),
+                    effect=[] if record is None else record.effect.names,  # type: ignore[arg-type]
+                    seconds=0.0 if record is None else record.seconds,
+                    node=None if record is None else node_name(record.target),
+                )
+            )
+        return views
+
+    def _node(self, node: Node, rollouts: list[str]) -> dict[str, Any]:
+        origin = node.origin
+        return {
+            "id": node_name(node),
+            "parent": None if origin is None else node_name(origin.source),
+            "call": None if origin is None else self.call(origin),
+            "effect": [] if origin is None else origin.effect.names,
+            "seconds": 0.0 if origin is None else origin.seconds,
+            "hits": 0 if origin is None else origin.hits,
+            "exit_code": None if origin is None else exit_code(self._store.records.result(origin)),
+            "snapshot": node.snapshot is not None,
+            "rollouts": sorted(rollouts),
+            "observations": [self._observation(r) for r in node.records.values() if r.observation],
+            "flags": flags(node),
+            "children": len(children(node)),
+        }
+
+    def _observation(self, record: Record) -> ObservationView:
+        return ObservationView(
+            record=record.id,
+            call=self.call(record),
+            seconds=record.seconds,
+            hits=record.hits,
+            exit_code=exit_code(self._store.records.result(record)),
+        )

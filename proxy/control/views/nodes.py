@@ -1,0 +1,172 @@
+"""Views of trees and nodes. Pure."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from proxy.control.views.answers import AnswerView
+from proxy.control.views.resources import SnapshotView
+from proxy.tree.tree import Node
+
+EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
+Flag = Literal["pinned", "diverged", "unreproducible", "private"]
+
+
+class CallView(BaseModel):
+    """A tool call as the agent made it.
+
+    Attributes:
+        endpoint: The endpoint that received the call, such as `shell`.
+        tool: The tool of the endpoint, such as `exec`.
+        arguments: The call's arguments; an uploaded body is not among them.
+    """
+
+    endpoint: str
+    tool: str
+    arguments: dict[str, Any]
+
+
+class ObservationView(BaseModel):
+    """A recorded call that did not change the state.
+
+    Attributes:
+        record: Number of the record.
+        call: The call.
+        seconds: How long the tool ran.
+        hits: Number of hits that the record has answered.
+        exit_code: The exit code in the answer; null if the answer has none.
+    """
+
+    record: int
+    call: CallView
+    seconds: float
+    hits: int
+    exit_code: int | None = None
+
+
+class NodeView(BaseModel):
+    """A node: a sandbox state in the tree.
+
+    Attributes:
+        id: The node's name, such as `n12`.
+        parent: The node that the first call was made at; null for the root.
+        call: The first call that led here; null for the root.
+        effect: What that call changed.
+        seconds: How long that call's tool ran.
+        hits: Number of hits that this call has answered.
+        exit_code: The exit code in the call's answer; null if the answer has none.
+        snapshot: Whether the state has a snapshot.
+        rollouts: Names of the running rollouts at this node.
+        observations: Calls recorded at this node that did not change the state.
+        flags: Properties of the node that need attention.
+        children: Number of child nodes.
+    """
+
+    id: str
+    parent: str | None
+    call: CallView | None
+    effect: list[EffectName]
+    seconds: float
+    hits: int
+    exit_code: int | None
+    snapshot: bool
+    rollouts: list[str]
+    observations: list[ObservationView]
+    flags: list[Flag]
+    children: int
+
+
+class PassedRollout(BaseModel):
+    """A rollout that reached a node by a call.
+
+    Attributes:
+        task: Name of the rollout's task.
+        rollout: Name of the rollout.
+        turn: Number of its first call that led to the node, from 0.
+        finished: Whether the rollout has ended.
+    """
+
+    task: str
+    rollout: str
+    turn: int
+    finished: bool
+
+
+class NodeDetail(NodeView):
+    """A node with its answer, its snapshot, and the nodes that its calls lead to.
+
+    Attributes:
+        answer: The answer of the call that led here; null for the root.
+        recorded_at: When this answer was recorded, in seconds since 1970; null for the root.
+        passes: How often a rollout reached this node.
+        diverged: How a replay diverged from the record; empty if none did.
+        unfreezable: Why no snapshot of the state can be taken; empty if nothing prevents it.
+        snapshot_detail: The snapshot; null if there is none.
+        leads_to: Names of the nodes that recorded calls lead to from here.
+        kept: Why the state has a snapshot, or why it has none.
+        passed: The latest rollouts that reached this node.
+    """
+
+    answer: AnswerView | None
+    recorded_at: float | None
+    passes: int
+    diverged: str
+    unfreezable: str
+    snapshot_detail: SnapshotView | None
+    leads_to: list[str]
+    kept: str = ""
+    passed: list[PassedRollout] = []
+
+
+class TreeView(BaseModel):
+    """The nodes of a tree or of a subtree, parents first.
+
+    Attributes:
+        task: Name of the task.
+        root: Name of the tree's root.
+        nodes: The nodes.
+        truncated: Whether there are more nodes than `limit`.
+    """
+
+    task: str
+    root: str
+    nodes: list[NodeView]
+    truncated: bool
+
+
+class Forgotten(BaseModel):
+    """The result of forgetting a subtree.
+
+    Attributes:
+        nodes: Number of nodes that were forgotten.
+        rollouts: Names of the rollouts that were ended.
+        going_on: Names of the rollouts that continue in the forgotten states.
+    """
+
+    nodes: int
+    rollouts: list[str]
+    going_on: list[str] = []
+
+
+class Pin(BaseModel):
+    """Whether a node's snapshot is exempt from eviction.
+
+    Attributes:
+        pinned: True pins the snapshot, false unpins it.
+    """
+
+    pinned: bool = True
+
+
+def flags(node: Node) -> list[Flag]:
+    """Return the flags of a node."""
+    origin = node.origin
+    # An audit got another answer here, or for the call that led here.
+    differs = bool(node.quarantined or (origin is not None and origin.differs))
+    states: list[tuple[Flag, bool]] = [
+        ("pinned", node.pinned),
+        ("diverged", bool(node.diverged) or differs),
+        ("unreproducible", origin is not None and not origin.reproducible),
+        ("private", origin is not None and origin.private),
+    ]
+    return [flag for flag, is_set in states if is_set]

@@ -1,0 +1,168 @@
+"""Views of tasks and of their rollouts. Pure."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from proxy.control.views.nodes import CallView, EffectName
+from proxy.control.views.resources import node_name
+from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task
+from sandboxes.spec import EnvironmentSpec
+
+
+class TaskView(BaseModel):
+    """A task.
+
+    Attributes:
+        task: Name of the task.
+        spec: Its environment, without secret values.
+        default: Whether the task has the default environment because no other was put.
+        root: Root of the task's current tree.
+        created_at: When the task was created, in seconds since 1970.
+        nodes: Number of nodes in all trees of the task.
+        rollouts: Number of rollouts in all trees of the task, finished rollouts included.
+        running: Number of running rollouts.
+    """
+
+    task: str
+    spec: EnvironmentSpec
+    default: bool
+    root: str
+    created_at: float
+    nodes: int
+    rollouts: int
+    running: int
+
+
+class TaskSummary(BaseModel):
+    """A task with the totals of its rollouts since its creation; the totals may be some seconds old.
+
+    Attributes:
+        task: Name of the task.
+        created_at: When the task was created, in seconds since 1970.
+        nodes: Number of nodes in all trees of the task.
+        rollouts: Number of rollouts, finished rollouts included.
+        running: Number of running rollouts.
+        calls: Number of answered calls.
+        hits: Calls answered from the tree.
+        waits: Calls that shared the execution of another rollout's identical call.
+        misses: Calls that were executed and recorded.
+        bypasses: Calls whose record serves their own rollout alone.
+        hit_rate: Hits and waits as a share of all calls, from 0 to 1.
+        executed_s: Seconds that tools ran.
+        saved_s: Seconds of tool time that hits and waits saved.
+    """
+
+    task: str
+    created_at: float
+    nodes: int
+    rollouts: int
+    running: int = 0
+    calls: int = 0
+    hits: int = 0
+    waits: int = 0
+    misses: int = 0
+    bypasses: int = 0
+    hit_rate: float = 0.0
+    executed_s: float = 0.0
+    saved_s: float = 0.0
+
+
+class RolloutView(BaseModel):
+    """A rollout.
+
+    Attributes:
+        id: Number of the rollout, unique in this proxy.
+        task: Name of its task.
+        rollout: Name of the rollout.
+        root: Root of its tree.
+        node: The node that it is at.
+        start: The node that it began at.
+        calls: Number of its answered calls.
+        finished: Whether it has ended.
+        created_at: When it began, in seconds since 1970.
+        base_url: Base URL of its agent's tools.
+        token: Identifies the rollout to clients whose base URL cannot have a path.
+    """
+
+    id: int
+    task: str
+    rollout: str
+    root: str
+    node: str
+    start: str
+    calls: int
+    finished: bool
+    created_at: float
+    base_url: str
+    token: str
+
+
+class StepView(BaseModel):
+    """One call of a rollout.
+
+    Attributes:
+        turn: Number of the call in the rollout, from 0.
+        outcome: How the call was answered.
+        record: Number of the record that answered it.
+        call: The call; null if its record was forgotten since.
+        effect: What the call changed.
+        seconds: How long the tool ran when the call was recorded.
+        node: The node that the call led to; null if its record was forgotten since.
+    """
+
+    turn: int
+    outcome: Literal["hit", "miss", "wait", "bypass"]
+    record: int
+    call: CallView | None
+    effect: list[EffectName]
+    seconds: float
+    node: str | None
+
+
+class RolloutDetail(RolloutView):
+    """A rollout with its calls.
+
+    Attributes:
+        steps: The requested page of its calls, in order.
+    """
+
+    steps: list[StepView]
+
+
+def task_view(task: Task, row: dict[str, Any]) -> TaskView:
+    """Return the view of a task; `row` is its summary from the store."""
+    return TaskView(
+        task=task.name,
+        spec=task.spec.redacted(),
+        default=task.origin is None,
+        root=node_name(task.tree.root),
+        created_at=task.created_at,
+        nodes=row["nodes"],
+        rollouts=row["rollouts"],
+        running=len(task.rollouts),
+    )
+
+
+def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> dict[str, Any]:
+    """Return the members of a `RolloutView`.
+
+    Args:
+        row: The rollout as the store has it.
+        base_url: The proxy's base URL as the client knows it.
+        live: The running rollout, whose position is newer than the store's; None once it has ended.
+    """
+    return {
+        "id": row["id"],
+        "task": row["task"],
+        "rollout": row["name"],
+        "root": f"n{row['root']}",
+        "node": f"n{row['node']}" if live is None else node_name(live.node),
+        "start": f"n{row['start']}",
+        "calls": row["calls"] if live is None else live.calls,
+        "finished": bool(row["finished"]),
+        "created_at": row["created_at"],
+        "base_url": f"{base_url.rstrip('/')}/t/{row['task']}/r/{row['name']}",
+        "token": row["token"],
+    }
