@@ -20,7 +20,7 @@ import httpx
 
 from bench.client import Server
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import free_port, private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy, free_port
 
 PROGRAM = Path(__file__).parents[1] / "tests" / "agents" / "tool_server.py"
 MB = 1 << 20
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=400)
     options = parser.parse_args()
     numbers = itertools.count()
-    with direct() as server, private_proxy() as proxy:
+    with direct() as server, ephemeral_proxy() as proxy:
         spec = {
             "files": {"/srv.py": PROGRAM.read_text()},
             "servers": {"api": {"command": "exec python3 /srv.py 9000", "port": 9000}},

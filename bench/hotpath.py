@@ -19,7 +19,7 @@ import httpx
 
 from bench.client import WRK, Measured, Server, measure, post, walk
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import free_port, private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy, free_port
 
 CONNECTIONS = (1, 64)
 REQUEST_BYTES = 300
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--depth", type=int, default=1000, help="of the deep rollouts")
     options = parser.parse_args()
-    with echo() as floor, private_proxy() as proxy:
+    with echo() as floor, ephemeral_proxy() as proxy:
         server = Server(proxy.url, proxy.pid)
         console.print(f"Recording {options.depth:,} calls, and walking {CONNECTIONS[-1]} rollouts along them …")
         deep, shallow = (standing_at(server, depth, CONNECTIONS[-1]) for depth in (options.depth, 10))

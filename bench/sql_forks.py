@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import PrivateProxy, private_proxy
+from proxy.workloads.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
 from sandboxes.calls import ToolCall
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
@@ -76,7 +76,7 @@ class Readers:
 def read_alike(database: Path, rollouts: int) -> Readers:
     """Let rollouts read, each something else."""
 
-    async def go(proxy: PrivateProxy) -> list[float]:
+    async def go(proxy: EphemeralProxy) -> list[float]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=proxy.url, timeout=600, trust_env=False, limits=limits) as client:
             spec = {"driver": "sqlite", "databases": {"main": {"source": str(database)}}}
@@ -94,7 +94,7 @@ def read_alike(database: Path, rollouts: int) -> Readers:
 
             return [seconds for each in await asyncio.gather(*map(read, range(rollouts))) for seconds in each]
 
-    with private_proxy() as proxy:
+    with ephemeral_proxy() as proxy:
         took = asyncio.run(go(proxy))
         data = Path(os.readlink(f"/proc/{proxy.pid}/fd/1")).parent / "data"  # noqa: PTH115 - not a path of ours
         return Readers(memory_bytes(proxy.pid), disk_bytes(data), took)
@@ -212,7 +212,7 @@ def show_hits(folder: Path) -> None:
         "shell": ("/t/l/r/{}/shell/exec", {"command": "echo 949"}),
     }
     took: dict[str, list[float]] = {"sql": [], "shell": []}
-    with private_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=60, trust_env=False) as client:
+    with ephemeral_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=60, trust_env=False) as client:
         client.put("/api/v1/tasks/s", json=spec).raise_for_status()
         client.put("/api/v1/tasks/l", json={"driver": "local"}).raise_for_status()
         for path, body in calls.values():

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import httpx
 
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from tests.sandboxes.postgres_cluster import Cluster, cluster
 
 ROLLOUTS = 12
@@ -106,7 +106,7 @@ def main() -> None:
             row = connection.execute("SELECT pg_database_size('bank'), version()").fetchone()
         assert row is not None
         print(f"database of {row[0] / 1e6:.1f} MB, {row[1].split(' on ')[0]}, {os.cpu_count()} cores")
-        with private_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=60) as client:
+        with ephemeral_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=60) as client:
             measure(running, client)
 
 

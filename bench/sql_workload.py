@@ -1,4 +1,4 @@
-"""Recorded agents' SQL through a private proxy: `python -m bench.sql_workload WORKLOAD.jsonl`.
+"""Recorded agents' SQL through a temporary proxy: `python -m bench.sql_workload WORKLOAD.jsonl`.
 
 Compares each answer with what the same statement gave when the recorded rollout was run again on a database of its own,
 and prints the hit rate: all tasks on one database share what was asked of it. Ends with 1 if an answer differs, or the
@@ -21,7 +21,7 @@ import orjson
 from rich.text import Text
 
 from bench.machine import console, machine, median, table
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 
 ROWS = 5000
 """What the recorded runs fetched of a result."""
@@ -137,7 +137,7 @@ def main() -> None:
     recorded, folder = read(options.workload)[: options.limit], options.workload.parent
     before = digests(folder)
     console.print(machine())
-    with private_proxy() as proxy:
+    with ephemeral_proxy() as proxy:
         run, stats = asyncio.run(walk(proxy.url, recorded, folder, options.rollouts))
     same = digests(folder) == before
     show(run, stats, recorded, same=same)

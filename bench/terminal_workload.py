@@ -28,7 +28,7 @@ import orjson
 
 from bench.machine import console, median, table
 from bench.traces import WORKLOADS, Move, Traces, hit_share, read_traces, resampled, share
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 
 SIZE = 8
 INSTANT_SHARE = 1 / 8
@@ -175,7 +175,7 @@ def main() -> None:
     if not files:
         parser.error(f"no api-*.jsonl in {options.workloads}: name a directory of recorded traces")
     traces = workload(files, options.tasks, options.batches)
-    with private_proxy() as proxy:
+    with ephemeral_proxy() as proxy:
         passes = asyncio.run(measure(proxy.url, traces, at_once=options.at_once, think_s=options.think))
         totals = httpx.get(f"{proxy.url}/api/v1/stats", trust_env=False).json()
     show(passes)

@@ -19,7 +19,7 @@ from playwright.sync_api import Page
 from bench.client import Server
 from bench.hotpath import standing_at
 from bench.machine import console, median, table
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.forest import plant
@@ -49,7 +49,7 @@ def large(nodes: int, rounds: int) -> None:
 
 
 def hits(rounds: int, seconds: float, connections: int) -> None:
-    with private_proxy() as proxy, chromium() as browser:
+    with ephemeral_proxy() as proxy, chromium() as browser:
         server = Server(proxy.url, proxy.pid)
         standing = standing_at(server, 300, connections)
         pages = [browser.pages[0], *(browser.new_page() for _ in range(PAGES - 1))]

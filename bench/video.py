@@ -26,7 +26,7 @@ import httpx
 
 from bench.machine import console, median, table
 from examples.make_clip import make
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 
 ROLLOUTS = 8
 REPEATS = 7
@@ -136,7 +136,7 @@ def tool_s(answer: httpx.Response) -> float:
 
 @contextmanager
 def proxied() -> Iterator[httpx.Client]:
-    with private_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=600, trust_env=False) as client:
+    with ephemeral_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=600, trust_env=False) as client:
         yield client
 
 

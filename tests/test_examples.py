@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from examples.make_clip import SCENES, make, truth
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from sandboxes.video.driver import VideoDriver
 from tests.sandboxes.videos import ask, driven, prepared, spec_of
 
@@ -54,7 +54,7 @@ def test_the_agent_finds_its_scene_and_the_second_run_is_all_hits(
     tmp_path: Path, clip: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORKPOINT_DRIVERS", '["video"]')
-    with private_proxy() as proxy:
+    with ephemeral_proxy() as proxy:
         command = [
             sys.executable, "examples/video_agent.py", str(clip), "a green meadow", "--proxy", proxy.url,
             "--save", str(tmp_path / "frame.jpg"),

@@ -1,4 +1,4 @@
-"""A running proxy as the command line asks it."""
+"""Client of the control plane of a running proxy, for the commands."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -12,40 +12,51 @@ import typer
 
 from proxy.cli.text import printable
 
-QUESTION_S = 30.0
+REQUEST_S = 30.0
+"""Timeout of an ordinary request, in seconds."""
 LONG_S = 600.0
+"""Timeout of a request that moves or compares whole states, in seconds."""
 
 
 def fail(message: str) -> NoReturn:
-    """Say what went wrong, and end with 1."""
-    # Text of servers and files: line by line, so that its line ends stay and nothing else does.
+    """Print an error and exit with status 1."""
+    # The message may quote servers and files: each line is escaped by itself, so only line breaks survive.
     for line in message.splitlines():
         typer.echo(printable(line), err=True)
     raise typer.Exit(1)
 
 
 class ControlClient:
-    """The control plane at a base URL, with the token of FORKPOINT_TOKEN if there is one."""
+    """The control plane at a base URL, with the token in FORKPOINT_TOKEN if it is set."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         token = os.environ.get("FORKPOINT_TOKEN")
         headers = {"x-forkpoint-token": token} if token else {}
-        # Opened for each question: nobody has to close it.
+        # Each request opens its own client, so nothing has to be closed.
         self._client = partial(httpx.Client, base_url=url.rstrip("/") + "/api/v1/", headers=headers)
 
-    def ask(self, method: str, *path: str, within_s: float = QUESTION_S, **more: Any) -> Any:
-        """Ask, and return the answer's JSON; a refusal ends the command with its own words."""
-        with self._told(), self._client(timeout=within_s) as client:
+    def request(self, method: str, *path: str, within_s: float = REQUEST_S, **more: Any) -> Any:
+        """Send a request and return the response's JSON; None for an empty response.
+
+        A failed request ends the command with the proxy's error text.
+
+        Args:
+            method: HTTP method.
+            path: Segments of the path below `/api/v1/`; they are quoted.
+            within_s: Timeout in seconds.
+            more: Arguments of `httpx.Client.request`.
+        """
+        with self._reporting(), self._client(timeout=within_s) as client:
             response = client.request(method, _joined(path), **more)
         self._require_success(response)
         return response.json() if response.content else None
 
     @contextmanager
     def stream(self, method: str, *path: str, **more: Any) -> Iterator[httpx.Response]:
-        """Ask for an answer that comes in pieces."""
+        """Send a request and yield its streaming response."""
         with (
-            self._told(),
+            self._reporting(),
             self._client(timeout=LONG_S) as client,
             client.stream(method, _joined(path), **more) as response,
         ):
@@ -55,12 +66,12 @@ class ControlClient:
             yield response
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         try:
             yield
         except (httpx.TransportError, httpx.InvalidURL) as error:
             fail(
-                f"No proxy answers at {self._url} ({error}). Start one with `forkpoint serve`, or name another with "
+                f"No proxy answers at {self._url} ({error}). Start one with `forkpoint serve`, or choose another with "
                 "--url."
             )
 
@@ -77,5 +88,5 @@ def _joined(path: tuple[str, ...]) -> str:
 
 
 def given(**options: object) -> Mapping[str, str]:
-    """Return the options that were given, as query parameters."""
+    """Return the options that are not None, as query parameters."""
     return {name: str(value) for name, value in options.items() if value is not None}

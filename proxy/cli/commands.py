@@ -1,4 +1,4 @@
-"""Commands that look at a running proxy and steer it: each also as JSON."""
+"""Commands that show and operate a running proxy. Each can also print the proxy's JSON."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,21 +14,24 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from proxy.cli.client import LONG_S, ControlClient, fail, given
 
 DEFAULT_URL = "http://127.0.0.1:8700"
-_LOOK_S = 0.5
+"""Where `forkpoint serve` listens by default."""
+_POLL_S = 0.5
+"""Interval at which the progress of an audit is polled."""
 _CHUNK = 1 << 20
+"""Bytes that export and import move at a time."""
 
 UrlOption = Annotated[str, typer.Option(envvar="FORKPOINT_URL", help="Base URL of a running proxy.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the proxy's own JSON.")]
-TaskArgument = Annotated[str, typer.Argument(help="The task's name.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the proxy's JSON.")]
+TaskArgument = Annotated[str, typer.Argument(help="Name of the task.")]
 RootOption = Annotated[
     str | None,
-    typer.Option("--root", help="Which tree of the task: its root, or any node of it.", show_default="current"),
+    typer.Option("--root", help="Select a tree of the task by its root or any of its nodes.", show_default="current"),
 ]
-NodeArgument = Annotated[str, typer.Argument(help="A node, as n12.")]
+NodeArgument = Annotated[str, typer.Argument(help="Name of a node, such as n12.")]
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands of this module to the application."""
     for command in (rollout, node, diff, verify, top, gc):
         app.command()(command)
     app.command("export")(export_tree)
@@ -36,7 +39,7 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> None:
-    """Print an answer of the proxy, for a person or as it is."""
+    """Print a response of the proxy, rendered or as JSON."""
     if json:
         typer.echo(orjson.dumps(view, option=orjson.OPT_INDENT_2))
     else:
@@ -45,54 +48,56 @@ def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> N
 
 def rollout(
     task: TaskArgument,
-    name: Annotated[str, typer.Argument(help="The rollout's name.", metavar="ROLLOUT")],
+    name: Annotated[str, typer.Argument(help="Name of the rollout.", metavar="ROLLOUT")],
     url: UrlOption = DEFAULT_URL,
     json: JsonOption = False,
 ) -> None:
-    """Show a rollout: its calls in order, how each was answered, and what it took or spared."""
+    """Show a rollout: its calls in order, how each was answered, and the time that it took or saved."""
     from proxy.cli.render import render_rollout
 
-    wire = ControlClient(url)
-    view = wire.ask("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
+    proxy = ControlClient(url)
+    view = proxy.request("GET", "tasks", task, "rollouts", name, params={"limit": 10_000})
     show(view, render_rollout, json=json)
 
 
 def node(task: TaskArgument, name: NodeArgument, url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
-    """Show a node: its call and answer, what it changed, who passed, and why its state is kept or not."""
+    """Show a node: its call and answer, what changed, past rollouts, and why it has a snapshot or not."""
     from proxy.cli.render import render_node
 
-    show(ControlClient(url).ask("GET", "tasks", task, "nodes", name), render_node, json=json)
+    show(ControlClient(url).request("GET", "tasks", task, "nodes", name), render_node, json=json)
 
 
 def diff(
     task: TaskArgument, a: NodeArgument, b: NodeArgument, url: UrlOption = DEFAULT_URL, json: JsonOption = False
 ) -> None:
-    """Show what changed from one node to another: files, shell sessions, databases."""
+    """Show what changed between two nodes: files, shell sessions and databases."""
     from proxy.cli.render import render_diff
 
-    view = ControlClient(url).ask("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
+    view = ControlClient(url).request("GET", "tasks", task, "nodes", a, "diff", b, within_s=LONG_S)
     show(view, render_diff, json=json)
 
 
 def verify(
     task: TaskArgument,
     url: UrlOption = DEFAULT_URL,
-    sample: Annotated[int, typer.Option(help="So many recorded calls, drawn evenly.", min=1, max=1_000_000)] = 100,
-    everything: Annotated[bool, typer.Option("--all", help="All recorded calls.")] = False,
-    node: Annotated[str | None, typer.Option(help="Only what is recorded at this node and below.")] = None,
+    sample: Annotated[
+        int, typer.Option(help="Number of recorded calls to check, drawn evenly.", min=1, max=1_000_000)
+    ] = 100,
+    everything: Annotated[bool, typer.Option("--all", help="Check all recorded calls.")] = False,
+    node: Annotated[str | None, typer.Option(help="Check only the calls at this node and below.")] = None,
     root: RootOption = None,
-    seed: Annotated[int | None, typer.Option(help="Draw the same sample again.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed draws the same sample.", min=0)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Run recorded calls again in fresh sandboxes, and compare. Ends with 1 if any of them differs."""
+    """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
     from proxy.cli.render import render_audit
 
-    wire = ControlClient(url)
+    proxy = ControlClient(url)
     which = given(root=node or root)
-    # A tree is named by any of its nodes, but all of it lies below its root.
-    below = node or (root and wire.ask("GET", "tasks", task, "audit", params=which)["root"])
-    asked = {"sample": None if everything else sample, "node": below, "seed": seed}
-    begun = wire.ask("POST", "tasks", task, "verify", json=asked)
+    # --root may be any node of the tree, but the audit is to cover the whole tree: ask for its root.
+    top = node or (root and proxy.request("GET", "tasks", task, "audit", params=which)["root"])
+    body = {"sample": None if everything else sample, "node": top, "seed": seed}
+    begun = proxy.request("POST", "tasks", task, "verify", json=body)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[differing]} differ"), TimeElapsedColumn(),
@@ -100,10 +105,10 @@ def verify(
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("verify", total=begun["of"], differing=0)
         last = begun
-        while (view := wire.ask("GET", "tasks", task, "audit", params=which))["running"] is not None:
+        while (view := proxy.request("GET", "tasks", task, "audit", params=which))["running"] is not None:
             last = view["running"]
             progress.update(bar, completed=last["checked"] + last["unreachable"], differing=last["differing"])
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         progress.update(bar, completed=begun["of"])
     show(view, render_audit, json=json)
     if view["findings"]:
@@ -112,29 +117,29 @@ def verify(
 
 def export_tree(
     task: TaskArgument,
-    file: Annotated[Path, typer.Argument(help="Where to write it; - is stdout.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="File to write; - is stdout.", metavar="FILE")],
     *,
     root: RootOption = None,
     snapshots: Annotated[
-        bool, typer.Option("--snapshots", help="With its kept states, but for live processes.")
+        bool, typer.Option("--snapshots", help="Include snapshots, except those of live processes.")
     ] = False,
     url: UrlOption = DEFAULT_URL,
     json: JsonOption = False,
 ) -> None:
-    """Write a task's tree with its answers to one file, for another machine or run."""
-    wire, size = ControlClient(url), 0
+    """Export a task's tree with its answers to a file, for another machine or run."""
+    proxy, size = ControlClient(url), 0
     draft = file.with_name(f"{file.name}.part")
     try:
-        answering = wire.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
-        with answering as answer, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
-            for chunk in answer.iter_bytes(_CHUNK):
+        answering = proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root))
+        with answering as response, _writing(file, draft) as write, _bytes_bar("export", None) as advance:
+            for chunk in response.iter_bytes(_CHUNK):
                 write(chunk)
                 size += len(chunk)
                 advance(len(chunk))
         if str(file) != "-":
             draft.rename(file)
     except OSError as error:
-        fail(f"{file} cannot be written: {error}")
+        fail(f"{file} cannot be written: {error}. Choose another file.")
     finally:
         if str(file) != "-":
             draft.unlink(missing_ok=True)
@@ -143,44 +148,44 @@ def export_tree(
 
 
 def import_tree(
-    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.", metavar="FILE", dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="File that `export` wrote.", metavar="FILE", dir_okay=False)],
     task: TaskArgument,
     url: UrlOption = DEFAULT_URL,
     json: JsonOption = False,
 ) -> None:
-    """Read a tree from a file as that of a task which has none yet. A file that is damaged changes nothing."""
-    wire = ControlClient(url)
+    """Import a tree from a file into a task that has no tree yet. A damaged file changes nothing."""
+    proxy = ControlClient(url)
     try:
         total = file.stat().st_size
-        with file.open("rb") as reading, _bytes_bar("import", total) as advance:
+        with file.open("rb") as source, _bytes_bar("import", total) as advance:
 
             def chunks() -> Iterator[bytes]:
-                while chunk := reading.read(_CHUNK):
+                while chunk := source.read(_CHUNK):
                     yield chunk
                     advance(len(chunk))
 
             headers = {"content-type": "application/x-tar", "content-length": str(total)}
-            view = wire.ask("POST", "tasks", task, "import", content=chunks(), headers=headers, within_s=LONG_S)
+            view = proxy.request("POST", "tasks", task, "import", content=chunks(), headers=headers, within_s=LONG_S)
     except OSError as error:
-        fail(f"{file} cannot be read: {error}")
+        fail(f"{file} cannot be read: {error}. Choose another file.")
     show(view, _imported, json=json)
 
 
-def _imported(told: dict[str, Any]) -> str:
-    states, left_out = told["snapshots"], told["snapshots_left_out"]
-    kept = f", {states:,} kept states ({left_out:,} more were left out)" if states or left_out else ""
-    where = "" if told["current"] else f", as {told['root']}: the tree of rollouts that ask for its environment"
-    return f"{told['nodes']:,} nodes and {told['records']:,} calls{kept}{where}"
+def _imported(view: dict[str, Any]) -> str:
+    count, left_out = view["snapshots"], view["snapshots_left_out"]
+    snapshots = f", {count:,} snapshots ({left_out:,} more were left out)" if count or left_out else ""
+    tree = "" if view["current"] else f", as tree {view['root']} for rollouts that request its environment"
+    return f"{view['nodes']:,} nodes and {view['records']:,} calls{snapshots}{tree}"
 
 
 def gc(url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
-    """Free what nothing needs: states over their budgets, forgotten ones, answers that no call has."""
-    view = ControlClient(url).ask("POST", "gc", within_s=LONG_S)
+    """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes and answers."""
+    view = ControlClient(url).request("POST", "gc", within_s=LONG_S)
     show(
         view,
-        lambda told: (
-            f"{told['evicted']} snapshots evicted, {told['forgotten_nodes']} forgotten nodes swept, "
-            f"{told['freed_bytes'] / 1e6:,.1f} MB freed; {told['snapshot_bytes'] / 1e6:,.1f} MB are kept"
+        lambda freed: (
+            f"{freed['evicted']} snapshots evicted, {freed['forgotten_nodes']} forgotten nodes deleted, "
+            f"{freed['freed_bytes'] / 1e6:,.1f} MB freed; {freed['snapshot_bytes'] / 1e6:,.1f} MB of snapshots remain"
         ),
         json=json,
     )
@@ -188,51 +193,55 @@ def gc(url: UrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
 
 def top(
     url: UrlOption = DEFAULT_URL,
-    every_s: Annotated[float, typer.Option("--every", help="Seconds between two looks.", min=0.2)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    every_s: Annotated[float, typer.Option("--every", help="Seconds between two updates.", min=0.2)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one update and exit.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what the proxy is doing: live, until Ctrl-C. With --json, one look a line."""
+    """Show the proxy's activity live, until Ctrl-C. With --json, each line is one update."""
     from rich.live import Live
 
     from proxy.cli.render import render_top
 
-    wire = ControlClient(url)
+    proxy = ControlClient(url)
 
-    def look() -> dict[str, Any]:
-        line = wire.ask("GET", "timeline", params=given(span_s=60, step_s=1))
-        return {"stats": wire.ask("GET", "stats"), "tasks": wire.ask("GET", "tasks"), "seconds": line["seconds"]}
+    def read() -> dict[str, Any]:
+        line = proxy.request("GET", "timeline", params=given(span_s=60, step_s=1))
+        return {
+            "stats": proxy.request("GET", "stats"),
+            "tasks": proxy.request("GET", "tasks"),
+            "seconds": line["seconds"],
+        }
 
-    def rendered(told: dict[str, Any]) -> RenderableType:
-        return render_top(told["stats"], told["tasks"], told["seconds"])
+    def rendered(view: dict[str, Any]) -> RenderableType:
+        return render_top(view["stats"], view["tasks"], view["seconds"])
 
     try:
         if json:
             while True:
-                typer.echo(orjson.dumps(look()))
+                typer.echo(orjson.dumps(read()))
                 if once:
                     return
                 time.sleep(every_s)
         console = Console()
         if once or not console.is_terminal:
-            console.print(rendered(look()))
+            console.print(rendered(read()))
             return
-        with Live(rendered(look()), console=console, screen=True, auto_refresh=False) as live:
+        with Live(rendered(read()), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every_s)
-                live.update(rendered(look()), refresh=True)
+                live.update(rendered(read()), refresh=True)
     except KeyboardInterrupt:
         return
 
 
 @contextmanager
 def _writing(file: Path, draft: Path) -> Iterator[Callable[[bytes], object]]:
-    """Give what takes bytes for a file, or for stdout."""
+    """Yield a function that writes to the file, or to stdout."""
     if str(file) == "-":
         yield typer.get_binary_stream("stdout").write
         return
-    with draft.open("wb") as writing:
-        yield writing.write
+    with draft.open("wb") as output:
+        yield output.write
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: `serve`, `doctor`, `tree`, `replay`; those of `cli_ops` look at a running proxy and steer it."""
+"""The command line of `forkpoint`: `serve`, `doctor`, `tree` and `replay`; the other commands are in `commands`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def main() -> None:
     app()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"forkpoint {distribution_version('forkpoint')}")
         raise typer.Exit
 
@@ -61,24 +61,26 @@ def serve(
     ] = None,
     data: DataOption = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings.", exists=True, dir_okay=False)] = None,
-    log: Annotated[str | None, typer.Option(help="Form of the log: 'pretty' or 'json'.", show_default="pretty")] = None,
+    log: Annotated[
+        str | None, typer.Option(help="Format of the log: 'pretty' or 'json'.", show_default="pretty")
+    ] = None,
 ) -> None:
-    """Run the proxy. Each setting can also come from FORKPOINT_… in the environment or from the config file."""
+    """Run the proxy. Settings can also come from FORKPOINT_… variables or from the config file."""
     settings = _settings(config, host=host, port=port, data=data, log=log)
     from proxy.app import run
     from proxy.cli.doctor import check
 
-    # Containers are Docker's; what its driver needs, it says when it opens.
+    # Only the local driver needs these checks; the container driver checks Docker itself when it opens.
     requirements = check(settings.data) if "local" in settings.drivers else []
     if not _met(requirements):
         _show(requirements, Console(stderr=True))
-        fail("This machine lacks what sandboxes need, so agents' commands would run unprotected. See above.")
+        fail("This machine does not meet the requirements of sandboxes, so commands would run unprotected. See above.")
     run(settings)
 
 
 @app.command()
 def doctor(data: DataOption = None) -> None:
-    """Check what sandboxes need from this machine, and say what to do where something is missing."""
+    """Check this machine against the requirements of sandboxes, and say how to meet those that it does not."""
     from proxy.cli.doctor import check
 
     requirements = check(_settings(None, data=data).data)
@@ -89,59 +91,61 @@ def doctor(data: DataOption = None) -> None:
 
 @app.command()
 def tree(
-    task: Annotated[str, typer.Argument(help="The task's name.")],
+    task: Annotated[str, typer.Argument(help="Name of the task.")],
     url: UrlOption = DEFAULT_URL,
-    node: Annotated[str | None, typer.Option(help="Show the tree below this node.")] = None,
+    node: Annotated[str | None, typer.Option(help="Show only the subtree of this node.")] = None,
     root: RootOption = None,
-    depth: Annotated[int | None, typer.Option(help="How many nodes down to go.", min=1)] = None,
+    depth: Annotated[int | None, typer.Option(help="Number of levels to show.", min=1)] = None,
     json: JsonOption = False,
 ) -> None:
-    """Show a task's tree: its calls, what they changed and cost, how often they were hit, and where rollouts stand."""
+    """Show a task's tree: its calls with their effects, seconds and hits, and the positions of rollouts."""
     from proxy.cli.render_tree import TREES_SHOWN, render_tree
 
-    wire = ControlClient(url)
-    view = wire.ask("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
-    # One is the one that is shown; and one more says that there are more.
-    trees = [] if json else wire.ask("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
+    proxy = ControlClient(url)
+    view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
+    # Two more than are listed: the tree that is shown, and one that tells whether there are more.
+    trees = [] if json else proxy.request("GET", "tasks", task, "trees", params=given(limit=TREES_SHOWN + 2))
     show(view, partial(render_tree, trees=trees), json=json)
 
 
 @app.command()
 def replay(
-    files: Annotated[list[Path], typer.Argument(help="Workloads: JSONL, one rollout a line.", metavar="FILE…")],
+    files: Annotated[list[Path], typer.Argument(help="Workloads in JSONL, one rollout per line.", metavar="FILE…")],
     *,
-    rollouts: Annotated[int, typer.Option(help="Rollouts at once.", min=1, max=4096)] = 8,
-    url: Annotated[str | None, typer.Option(help="Base URL of a running proxy.", show_default="a private one")] = None,
-    baseline: Annotated[bool, typer.Option("--baseline", help="Run without cache only.")] = False,
-    no_compare: Annotated[bool, typer.Option("--no-compare", help="Skip the uncached run.")] = False,
+    rollouts: Annotated[int, typer.Option(help="Number of concurrent rollouts.", min=1, max=4096)] = 8,
+    url: Annotated[
+        str | None, typer.Option(help="Base URL of a running proxy.", show_default="a temporary proxy")
+    ] = None,
+    baseline: Annotated[bool, typer.Option("--baseline", help="Make only the uncached run.")] = False,
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="Skip the uncached run and the comparison.")] = False,
     noise: Annotated[
-        bool, typer.Option("--noise", help="Run once more without cache: how do two such runs differ?")
+        bool, typer.Option("--noise", help="Make a second uncached run, to measure how much two uncached runs differ.")
     ] = False,
-    task: Annotated[str | None, typer.Option(help="Only tasks whose name matches this pattern (*, ?).")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many rollouts.", min=1)] = None,
+    task: Annotated[str | None, typer.Option(help="Replay only tasks whose name matches this pattern (*, ?).")] = None,
+    limit: Annotated[int | None, typer.Option(help="Replay only the first rollouts, up to this number.", min=1)] = None,
     keep_names: Annotated[
-        bool, typer.Option("--keep-names", help="Use the tasks' own names, so that replays share their trees.")
+        bool, typer.Option("--keep-names", help="Keep the names of tasks, so that replays share their trees.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write all figures, errors and differences here.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures, errors and differences to this file.")] = None,
 ) -> None:
-    """Run recorded workloads through a proxy, and compare every answer with an uncached run.
+    """Replay recorded workloads through a proxy, and compare every answer with an uncached run.
 
     Exits with 1 if any call ended in an error.
     """
     from proxy.cli import replay as cli_replay
-    from proxy.workloads.ephemeral_proxy import PrivateProxyError
+    from proxy.workloads.ephemeral_proxy import EphemeralProxyError
     from proxy.workloads.format import WorkloadError, read_workload
     from proxy.workloads.report import as_json
     from proxy.workloads.runner import ReplayError
 
     if no_compare and (baseline or noise):
         raise typer.BadParameter(
-            "leaves nothing to run: --baseline and --noise are uncached runs.", param_hint="--no-compare"
+            "cannot be combined with --baseline or --noise, which are uncached runs.", param_hint="--no-compare"
         )
     try:
         workload = read_workload(files).select(task=task, limit=limit)
         if not workload.calls:
-            fail("Nothing to replay: no rollout of these files matches.")
+            fail("Nothing to replay: no rollout in these files matches. Check --task and --limit.")
         passes = cli_replay.Passes(cached=not baseline, uncached=(not no_compare) + noise)
         with cli_replay.proxy_at(url) as proxy:
             report = asyncio.run(
@@ -149,25 +153,25 @@ def replay(
                     workload, proxy, passes, at_once=rollouts, keep_names=keep_names, console=Console(stderr=True)
                 )
             )
-            # Before the private proxy is stopped: if that goes wrong, the figures are not lost with it.
+            # The results are shown before the temporary proxy stops, because stopping it may fail.
             cli_replay.show(report, workload, Console())
             if json is not None:
-                found = as_json(report.runs, report.comparisons, skipped=workload.skipped)
-                json.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
-    except (WorkloadError, ReplayError, PrivateProxyError, httpx.InvalidURL, OSError) as error:
+                results = as_json(report.runs, report.comparisons, skipped=workload.skipped)
+                json.write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    except (WorkloadError, ReplayError, EphemeralProxyError, httpx.InvalidURL, OSError) as error:
         fail(str(error))
     if report.failed:
         raise typer.Exit(1)
 
 
 def _settings(config: Path | None, **options: object) -> "Settings":
-    """Return the settings: options that were given, then the environment, then the config file, then defaults."""
+    """Return the settings. Options come first, then the environment, the config file, and the defaults."""
     from proxy.settings import Settings
 
     try:
         return Settings.load(config, **options)
     except (ValueError, OSError) as error:
-        fail(f"The settings cannot be used: {error}")
+        fail(f"The settings are invalid: {error}")
 
 
 def _met(requirements: Sequence["Requirement"]) -> bool:
@@ -175,7 +179,7 @@ def _met(requirements: Sequence["Requirement"]) -> bool:
 
 
 def _show(requirements: Sequence["Requirement"], console: Console) -> None:
-    """Print one line for each requirement, and below one that is not met what to do."""
+    """Print each requirement in one line, followed by its remedy if it is not met."""
     for requirement in requirements:
         mark, style = ("ok", "green") if requirement.ok else ("missing", "red" if requirement.required else "yellow")
         line = Text(f"{mark:8}", style=style).append(f"{requirement.name}: ", style="bold").append(requirement.detail)

@@ -1,4 +1,4 @@
-"""What the commands show, as a person reads it (pure; rich renderables out of the wire's JSON)."""
+"""Renders the REST API's JSON for the terminal, with rich. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,15 +11,18 @@ from proxy.cli.render_tree import describe
 from proxy.cli.text import printable, shortened
 
 _SPARKS = " ▁▂▃▄▅▆▇█"
+"""Bars of a timeline, by height."""
 _STYLES = {"hit": "green", "wait": "cyan", "miss": "yellow", "bypass": "magenta"}
 _WIDE = 100
+"""Longest line of a list, in characters."""
 _LINES = 200
+"""Longest text or list, in lines."""
 
 Json = Mapping[str, Any]
 
 
 def render_rollout(view: Json) -> RenderableType:
-    """Render a rollout with its calls in order, as a waterfall of the seconds that their tools took when they ran."""
+    """Render a rollout: its calls in order, with bars for the seconds that their tools ran."""
     steps: Sequence[Json] = view["steps"]
     longest = max((float(step["seconds"]) for step in steps), default=0.0) or 1.0
     table = Table.grid(padding=(0, 1), expand=True)
@@ -29,7 +32,7 @@ def render_rollout(view: Json) -> RenderableType:
     for step in steps:
         seconds = float(step["seconds"])
         outcome = str(step["outcome"])
-        text = "(forgotten since)" if step["call"] is None else describe(step["call"])
+        text = "(forgotten)" if step["call"] is None else describe(step["call"])
         table.add_row(
             Text(str(step["turn"]), style="dim"),
             Text(outcome, style=_STYLES.get(outcome, "")),
@@ -38,13 +41,13 @@ def render_rollout(view: Json) -> RenderableType:
             Text(f"{printable(str(step['node'] or ''))}  {text}"),
         )
     saved = sum(float(step["seconds"]) for step in steps if step["outcome"] in ("hit", "wait"))
-    state = "has ended" if view["finished"] else f"stands at {view['node']}"
+    state = "has ended" if view["finished"] else f"is at {view['node']}"
     head = f"{view['task']} / {view['rollout']}: {view['calls']} calls, {saved:.2f} s saved, {state}"
     return Group(Text(printable(head), style="bold"), table)
 
 
 def render_node(view: Json) -> RenderableType:
-    """Render a node: its call, answer, who passed, and why it is kept or not."""
+    """Render a node: its call and answer, past rollouts, and why it has a snapshot or not."""
     rows = Table.grid(padding=(0, 2))
     call = "start" if view["call"] is None else describe(view["call"])
     rows.add_row("call", Text(call, style="bold"))
@@ -59,21 +62,23 @@ def render_node(view: Json) -> RenderableType:
     parts: list[RenderableType] = [Text(printable(str(view["id"])), style="bold cyan"), rows]
     parts += _answer(view.get("answer"))
     if view["observations"]:
-        parts.append(Text(f"{len(view['observations'])} calls that changed nothing:", style="dim"))
-        for seen in view["observations"][:_LINES]:
-            parts.append(Text(f"  {shortened(describe(seen['call']), _WIDE)}  {seen['hits']} hits", style="dim"))
+        parts.append(Text(f"{len(view['observations'])} read-only calls:", style="dim"))
+        for observation in view["observations"][:_LINES]:
+            parts.append(
+                Text(f"  {shortened(describe(observation['call']), _WIDE)}  {observation['hits']} hits", style="dim")
+            )
     return Group(*parts)
 
 
 def _answer(answer: Json | None) -> list[RenderableType]:
     if answer is None:
         return []
-    told = answer.get("json")
+    body = answer.get("json")
     texts: list[tuple[str, str]] = []
-    if isinstance(told, dict) and "stdout" in told:
-        texts = [(name, str(told[name])) for name in ("stdout", "stderr") if told.get(name)]
-    elif told is not None:
-        texts = [("answer", str(told))]
+    if isinstance(body, dict) and "stdout" in body:
+        texts = [(name, str(body[name])) for name in ("stdout", "stderr") if body.get(name)]
+    elif body is not None:
+        texts = [("answer", str(body))]
     elif answer.get("text"):
         texts = [("answer", str(answer["text"]))]
     lines: list[RenderableType] = []
@@ -89,7 +94,7 @@ def _answer(answer: Json | None) -> list[RenderableType]:
 
 
 def render_diff(view: Json) -> RenderableType:
-    """Render what differs between two nodes."""
+    """Render the difference between two nodes."""
     parts: list[RenderableType] = [Text(printable(f"{view['a']} → {view['b']}"), style="bold")]
     if view["same"]:
         parts.append(Text("the same state"))
@@ -137,8 +142,8 @@ def _database(database: Json) -> Iterable[RenderableType]:
 
 
 def render_audit(view: Json) -> RenderableType:
-    """Render what audits saw of a task."""
-    table = Table("sample of", "checked", "differ", "not reached", "rate", "95 % sure: between")
+    """Render the results of a task's audits."""
+    table = Table("sample of", "checked", "differing", "unreachable", "rate", "95 % confidence")
     for bound in view["bounds"]:
         table.add_row(
             str(bound["kind"]), f"{bound['checked']:,}", f"{bound['differing']:,}", f"{bound['unreachable']:,}",
@@ -147,15 +152,15 @@ def render_audit(view: Json) -> RenderableType:
     parts: list[RenderableType] = [table]
     for finding in view["findings"][:_LINES]:
         text = printable(f"{finding['node']}: {finding['why']}: {finding['title']}")
-        parts.append(Text(text, style="red").append("  in quarantine" if finding["quarantined"] else "", style="dim"))
+        parts.append(Text(text, style="red").append("  quarantined" if finding["quarantined"] else "", style="dim"))
     masks = [*view["masks"]["masks"], *view["masks"]["patterns"]]
     if masks:
-        parts.append(Text(printable(f"answers were compared without: {', '.join(masks)}"), style="yellow"))
+        parts.append(Text(printable(f"comparisons ignore: {', '.join(masks)}"), style="yellow"))
     return Group(*parts)
 
 
-def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], most: int = 15) -> RenderableType:
-    """Render totals, the last minute, and the busiest tasks."""
+def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], max_tasks: int = 15) -> RenderableType:
+    """Render the totals, the last minute, and the busiest tasks."""
     head = Table.grid(padding=(0, 3))
     head.add_row(
         f"{stats['calls']:,} calls", f"{stats['hit_rate']:.1%} hits", f"{stats['saved_s']:,.1f} s saved",
@@ -163,23 +168,23 @@ def render_top(stats: Json, tasks: Sequence[Json], seconds: Sequence[Json], most
         f"{stats['errors']:,} errors",
     )  # fmt: skip
     states = ", ".join(f"{count} {state}" for state, count in sorted(stats["sandboxes"].items())) or "none"
-    kept = f"{stats['snapshot_bytes'] / 1e6:,.0f} of {stats['snapshot_budget_bytes'] / 1e6:,.0f} MB kept states"
+    snapshots = f"{stats['snapshot_bytes'] / 1e6:,.0f} of {stats['snapshot_budget_bytes'] / 1e6:,.0f} MB of snapshots"
     lines = Table.grid(padding=(0, 2))
     for name in ("hits", "misses", "waits", "replays"):
         values = [float(second[name]) for second in seconds]
         bars = Text(spark(values), style=_STYLES.get(name[:-1], ""))
         lines.add_row(name, bars, f"{values[-1] if values else 0:,.0f}/s")
     table = Table("task", "rollouts", "running", "calls", "hits", "saved s", "executed s", "nodes", expand=True)
-    for task in sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:most]:
+    for task in sorted(tasks, key=lambda task: (-int(task["running"]), -int(task["calls"])))[:max_tasks]:
         table.add_row(
             shortened(str(task["task"]), 40), f"{task['rollouts']:,}", f"{task['running']:,}", f"{task['calls']:,}",
             f"{task['hit_rate']:.1%}", f"{task['saved_s']:,.1f}", f"{task['executed_s']:,.1f}", f"{task['nodes']:,}",
         )  # fmt: skip
-    return Group(head, Text(f"sandboxes: {states}; {kept}", style="dim"), lines, table)
+    return Group(head, Text(f"sandboxes: {states}; {snapshots}", style="dim"), lines, table)
 
 
 def spark(values: Sequence[float]) -> str:
-    """Return values as a line of bars, the highest of them full."""
+    """Return a line of bars; the largest value has a full bar."""
     top = max(values, default=0.0)
     if top <= 0:
         return _SPARKS[0] * len(values)

@@ -1,7 +1,7 @@
-"""`forkpoint tree`: a task's tree as a person reads it (pure; rich renderables out of the wire's JSON).
+"""Renders a task's tree for the terminal, with rich. Pure.
 
-Steps that follow one another stand below one another; only where rollouts part does the tree indent. So a
-trajectory of a thousand calls is a list, and the forks are what meets the eye.
+Only children indent the tree that have siblings: a trajectory of a thousand calls is a flat list, and the branches are
+easy to see.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,19 +15,24 @@ from rich.tree import Tree
 from proxy.cli.text import printable
 
 OBSERVATIONS_SHOWN = 3
+"""Read-only calls that are listed for each node."""
 ROLLOUTS_SHOWN = 3
+"""Rollouts that are named at each node."""
 TREES_SHOWN = 10
+"""Other trees of the task that are listed."""
 SNAPSHOT = "◆"
 ROLLOUT = "▸"
-LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts that stand there   · calls that changed nothing"
+LEGEND = f"{SNAPSHOT} snapshot   {ROLLOUT} rollouts at this node   · read-only calls"
 
 NodeView = Mapping[str, Any]
 
 
 def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
-    """Render the answer of `GET /api/v1/tasks/{task}/tree`: any depth, without recursion over it.
+    """Render a tree of any depth, without recursion.
 
-    trees: the answer of `…/trees`; those that are not shown are named.
+    Args:
+        view: The response of `GET /api/v1/tasks/{task}/tree`.
+        trees: The response of `…/trees`; the trees that are not shown are listed below.
     """
     nodes: Sequence[NodeView] = view["nodes"]
     children: dict[Any, list[NodeView]] = {}
@@ -45,13 +50,13 @@ def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()
         pending.extend((below, fork) for fork in reversed(forks))
     notes = [Text(LEGEND, style="dim")]
     if view.get("truncated"):
-        notes.append(Text("The tree is too large to show at once: name a part with --node, or go less --depth."))
+        notes.append(Text("The tree is too large to show at once: choose a subtree with --node, or a smaller --depth."))
     return Group(rendered, *notes, *_others([tree for tree in trees if tree["root"] != view["root"]]))
 
 
 def _others(trees: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
     if trees:
-        yield Text("Other trees of this task, of other environments:")
+        yield Text("Other trees of this task, for other environments:")
     for tree in trees[:TREES_SHOWN]:
         counts = f"{tree['nodes']:,} nodes, {tree['calls']:,} calls, {tree['rollouts']:,} rollouts"
         now = " (current)" if tree["current"] else ""
@@ -61,7 +66,7 @@ def _others(trees: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:
 
 
 def _follow(node: NodeView, children: Mapping[Any, Sequence[NodeView]]) -> tuple[list[NodeView], Sequence[NodeView]]:
-    """Return the nodes from node on that have one child each, up to where the tree forks or ends, and the forks."""
+    """Return the chain of only children that begins at a node, and the children of its last node."""
     steps = [node]
     while len(below := children.get(steps[-1]["id"], ())) == 1 and int(steps[-1].get("children", 1)) <= 1:
         steps.append(below[0])
@@ -69,7 +74,7 @@ def _follow(node: NodeView, children: Mapping[Any, Sequence[NodeView]]) -> tuple
 
 
 def _steps(steps: Iterable[NodeView], hidden: int) -> RenderableType:
-    # The command takes what the marks leave, and is cut there, never wrapped.
+    # The command gets the width that the marks leave. It is cut there and never wrapped.
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True, style="cyan")
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -92,12 +97,12 @@ def _title(node: NodeView) -> Text:
 
 
 def describe(call: Mapping[str, Any]) -> str:
-    """Return a call in one printable line: a shell command as it is, of any other call its tool and arguments."""
+    """Return a call in one printable line: the shell command, or else the tool and its arguments."""
     arguments = call.get("arguments") or {}
     if call.get("endpoint") == "shell" and isinstance(arguments.get("command"), str):
         return printable(arguments["command"])
-    members = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return printable(f"{call.get('endpoint')}/{call.get('tool')} {members}".rstrip())
+    fields = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return printable(f"{call.get('endpoint')}/{call.get('tool')} {fields}".rstrip())
 
 
 def _marks(node: NodeView) -> Text:
@@ -121,7 +126,7 @@ def _marks(node: NodeView) -> Text:
 
 
 def _observations(observations: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Text, Text]]:
-    """Yield the rows of the read-only calls that were hit most, and how many there are besides."""
+    """Yield a row for each read-only call with most hits, and one with the number of the others."""
     ranked = sorted(observations, key=lambda observation: -int(observation.get("hits", 0)))
     for observation in ranked[:OBSERVATIONS_SHOWN]:
         yield Text(f"· {describe(observation['call'])}", style="dim"), Text(_cost(observation), style="dim")

@@ -1,4 +1,4 @@
-"""`forkpoint replay`: which runs are made, and how what they found is shown."""
+"""The command `replay`: makes the runs and shows their figures, errors and differences."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proxy.cli.text import printable, shortened
-from proxy.workloads.ephemeral_proxy import PrivateProxy, private_proxy
+from proxy.workloads.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
 from proxy.workloads.format import Workload
 from proxy.workloads.report import (
     Comparison,
@@ -29,13 +29,15 @@ from proxy.workloads.report import (
 from proxy.workloads.runner import Names, OnCall, replay
 
 ERRORS_SHOWN = 50
+"""Errors of a run that are printed."""
 LEAD = 20
+"""Characters that are shown before the first difference of two answers."""
 ROWS: Mapping[str, tuple[str, str]] = {
     "calls": ("calls", "{:,}"),
     "hits": ("hits", "{:,}"),
-    "waits": ("waits (shared a run)", "{:,}"),
+    "waits": ("waits (shared execution)", "{:,}"),
     "misses": ("misses", "{:,}"),
-    "bypasses": ("not cached", "{:,}"),
+    "bypasses": ("bypasses", "{:,}"),
     "hit_rate": ("hit rate", "{:.1%}"),
     "replays": ("replayed calls", "{:,}"),
     "executed_s": ("executed, s", "{:,.2f}"),
@@ -43,58 +45,77 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "median_ms": ("median call, ms", "{:,.1f}"),
     "p95_ms": ("p95 call, ms", "{:,.1f}"),
     "wall_s": ("whole run, s", "{:,.1f}"),
-    "refusals": ("asked to come later", "{:,}"),
+    "refusals": ("refused, retried", "{:,}"),
     "errors": ("errors", "{:,}"),
 }
-"""What the table shows of `Figures`, in this order: its label and its form."""
+"""The rows of the table in order: the member of `Figures`, its label and its format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Which runs a replay makes, in this order: one cached, then uncached ones."""
+    """The runs that a replay makes: first a cached run, then uncached runs.
+
+    Attributes:
+        cached: Whether to make a cached run.
+        uncached: Number of uncached runs.
+    """
 
     cached: bool = True
     uncached: int = 1
 
     def __iter__(self) -> Iterator[bool]:
-        """Yield for each run whether it is cached."""
+        """Iterate over the runs: whether each is cached."""
         return iter([True] * self.cached + [False] * self.uncached)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The runs, under the names that the table gives them, and the comparisons between them."""
+    """The results of a replay.
+
+    Attributes:
+        runs: The runs by name.
+        comparisons: The comparisons of two runs, by the names of both.
+    """
 
     runs: Mapping[str, ReplayRun]
     comparisons: Mapping[str, Comparison]
 
     @property
     def failed(self) -> bool:
+        """Whether any run had an error."""
         return any(errors_of(run) for run in self.runs.values())
 
 
 def reports(runs: Sequence[ReplayRun]) -> Report:
-    """Name the runs and compare what can be: the first two, and the first two uncached ones (the noise floor)."""
+    """Name the runs, and compare the cached run and the second uncached run with the first uncached run."""
     named: dict[str, ReplayRun] = {}
     for run in runs:
         name = "cached" if run.cached else "uncached"
         named[f"{name} again" if name in named else name] = run
     comparisons: dict[str, Comparison] = {}
-    for one, other in (("cached", "uncached"), ("uncached", "uncached again")):
-        if one in named and other in named:
-            comparisons[f"{one} / {other}"] = compare(named[one], named[other])
+    for first, second in (("cached", "uncached"), ("uncached", "uncached again")):
+        if first in named and second in named:
+            comparisons[f"{first} / {second}"] = compare(named[first], named[second])
     return Report(named, comparisons)
 
 
 async def make_runs(
-    workload: Workload, proxy: PrivateProxy | str, passes: Passes, *, at_once: int, keep_names: bool, console: Console
+    workload: Workload, proxy: EphemeralProxy | str, passes: Passes, *, at_once: int, keep_names: bool, console: Console
 ) -> Report:
-    """Make the runs one after another through proxy, with a progress bar each.
+    """Make the runs one after another, each with a progress bar.
+
+    Args:
+        workload: The recorded calls.
+        proxy: The temporary proxy, or the URL of a running proxy.
+        passes: The runs to make.
+        at_once: Number of concurrent rollouts.
+        keep_names: Whether the cached run keeps the names of tasks.
+        console: Where the progress bars are drawn.
 
     Raises:
-        ReplayError: the proxy is not there or refuses a task.
+        ReplayError: The proxy cannot be reached, or it refuses a task.
     """
-    url, trust_env = (proxy.url, False) if isinstance(proxy, PrivateProxy) else (proxy, True)
+    url, trust_env = (proxy.url, False) if isinstance(proxy, EphemeralProxy) else (proxy, True)
     run_id = secrets.token_hex(3)
     runs: list[ReplayRun] = []
     for number, cached in enumerate(passes):
@@ -110,9 +131,9 @@ async def make_runs(
 
 
 @contextmanager
-def proxy_at(url: str | None) -> Iterator[PrivateProxy | str]:
-    """Give url itself, or a private proxy where there is none."""
-    with private_proxy() if url is None else nullcontext(url) as proxy:
+def proxy_at(url: str | None) -> Iterator[EphemeralProxy | str]:
+    """Yield the URL, or a temporary proxy if it is None."""
+    with ephemeral_proxy() if url is None else nullcontext(url) as proxy:
         yield proxy
 
 
@@ -139,10 +160,12 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
 
 
 def show(report: Report, workload: Workload, console: Console) -> None:
-    """Print the table, then each error, then each answer that differs."""
+    """Print the table of figures, then the errors, then the differences."""
     console.print(figures_table({name: figures(run) for name, run in report.runs.items()}))
     if workload.skipped:
-        console.print(f"{workload.skipped} recorded calls were skipped: they could not be parsed when they were made.")
+        console.print(
+            f"{workload.skipped} recorded calls were skipped: they could not be parsed and never reached a tool."
+        )
     for name, run in report.runs.items():
         show_errors(name, errors_of(run), console)
     for name, comparison in report.comparisons.items():
@@ -150,7 +173,7 @@ def show(report: Report, workload: Workload, console: Console) -> None:
 
 
 def figures_table(columns: Mapping[str, Figures]) -> Table:
-    """Return a table with a column for each run."""
+    """Return a table of figures with a column for each run."""
     table = Table()
     table.add_column("")
     for name in columns:
@@ -161,42 +184,45 @@ def figures_table(columns: Mapping[str, Figures]) -> Table:
 
 
 def show_errors(name: str, lines: Sequence[str], console: Console) -> None:
+    """Print the errors of a run, if it has any."""
     if not lines:
         return
     console.print(Text(f"{len(lines)} errors, {name}:", style="bold red"))
     for line in islice(lines, ERRORS_SHOWN):
         console.print(Text(f"  {shortened(line, 4 * console.width)}"))
     if len(lines) > ERRORS_SHOWN:
-        console.print(f"  and {len(lines) - ERRORS_SHOWN} more: --json FILE keeps them all")
+        console.print(f"  and {len(lines) - ERRORS_SHOWN} more. Use --json FILE to keep all of them")
 
 
 def show_comparison(name: str, comparison: Comparison, console: Console) -> None:
-    """Print every call of a comparison that differs, cut to where its two answers part."""
-    one, other = name.split(" / ")
+    """Print the calls with different answers, each answer from a little before the first difference."""
+    first, second = name.split(" / ")
     for difference in comparison.differences:
         call = difference.call
-        place = f"{printable(call.task)}  {printable(call.rollout)}  call {call.index}"
-        console.print(Text(place, style="bold"))
+        position = f"{printable(call.task)}  {printable(call.rollout)}  call {call.index}"
+        console.print(Text(position, style="bold"))
         console.print(Text(f"  {shortened(difference.shown, console.width - 4)}", style="cyan"))
-        width = max(len(one), len(other))
-        for label, text in zip((one, other), parting(difference, console.width - width - 4), strict=True):
+        width = max(len(first), len(second))
+        for label, text in zip((first, second), first_difference(difference, console.width - width - 4), strict=True):
             console.print(Text(f"  {label:{width}}  {text}"))
-    found = f"{len(comparison.differences)} of {comparison.compared} answers differ ({comparison.rate:.2%})"
-    console.print(Text(f"{name}: {found}", style="bold"))
+    summary = f"{len(comparison.differences)} of {comparison.compared} answers differ ({comparison.rate:.2%})"
+    console.print(Text(f"{name}: {summary}", style="bold"))
 
 
-def parting(difference: Difference, width: int) -> tuple[str, str]:
-    """Return both answers from a little before where they part, in at most width printable characters each."""
+def first_difference(difference: Difference, width: int) -> tuple[str, str]:
+    """Return both answers from shortly before their first difference, each cut to `width` characters."""
     member = next(
         name
         for name in ("exit_code", "stderr", "stdout")
-        if _text(difference.one, name) != _text(difference.other, name)
+        if _text(difference.first, name) != _text(difference.second, name)
     )
-    one, other = _text(difference.one, member), _text(difference.other, member)
-    common = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    first, second = _text(difference.first, member), _text(difference.second, member)
+    common = next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
     start = max(0, common - LEAD)
     lead = f"{member} {'…' if start else ''}"
-    return shortened(lead + one[start:], width), shortened(lead + other[start:], width)
+    return shortened(lead + first[start:], width), shortened(lead + second[start:], width)
 
 
 def _text(answer: ShellAnswer, member: str) -> str:

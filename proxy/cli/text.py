@@ -1,22 +1,24 @@
-"""Text of tools and agents, made fit for a terminal (pure)."""
+"""Output of tools and agents, escaped for the terminal. Pure."""
 
 ELLIPSIS = "…"
-NAMED = {"\n": "⏎", "\t": "→"}
+"""Ends a text that was cut."""
+SIGNS = {"\n": "⏎", "\t": "→"}
+"""Visible signs for line breaks and tabs."""
 
 
 def printable(text: str) -> str:
-    """Return text in one line without anything that a terminal acts on.
+    """Return text in one line, without characters that control a terminal.
 
-    Line ends and tabs become signs; every other character that is not printable (escape sequences, carriage returns,
-    C1 controls, direction marks, invisible spaces) is written as its Python escape.
+    Line breaks and tabs become visible signs. Every other unprintable character (escape sequences, carriage returns, C1
+    controls, direction marks, invisible spaces) becomes its Python escape.
     """
     return "".join(
-        NAMED.get(sign) or (sign if sign.isprintable() else sign.encode("unicode_escape").decode()) for sign in text
+        SIGNS.get(sign) or (sign if sign.isprintable() else sign.encode("unicode_escape").decode()) for sign in text
     )
 
 
 def shortened(text: str, width: int) -> str:
-    """Return printable(text) in at most width characters, the end cut."""
-    # A character becomes ten at most, so the rest need not be looked at: a tool may have printed megabytes.
+    """Return the printable text, cut to at most `width` characters."""
+    # Every character becomes at least one, so the rest of what may be megabytes need not be escaped.
     line = printable(text[: width + 1])
     return line if len(line) <= width else line[: width - 1] + ELLIPSIS

@@ -1,4 +1,4 @@
-"""The routes under `/api/v1` that the page needs beside those of everybody: columns, labels, calls, timings."""
+"""Routes under `/api/v1` that only the page needs: columns, labels, calls, failures and timings."""
 
 import asyncio
 from collections.abc import Iterable
@@ -32,13 +32,25 @@ from proxy.ui.columns import TreeColumns, columns_of, tree_columns
 from proxy.ui.lookups import Lookups
 
 _LABELS = 500
-_LABELS_AT_ONCE = 16
+"""Labels in one response."""
+_LABELS_PER_SLICE = 16
+"""Labels that are read between two turns of the event loop: about 0.5 ms."""
 _PASSAGES = 200
+"""Rollouts that the view of a record lists."""
 _COLUMNS = {200: {"model": TreeColumns}}
 
 
 class LabelView(BaseModel):
-    """A call, cut to 200 characters. record: its number. node: where it leads, or was made if it changed nothing."""
+    """A call in one line.
+
+    Attributes:
+        node: The node that it leads to; for an observation the node that it was made at.
+        record: Number of its record.
+        text: The call as text, cut to 200 characters.
+        exit_code: The exit code in the answer; null if the answer has none.
+        seconds: How long the tool ran.
+        hits: Number of hits that it has answered.
+    """
 
     node: str
     record: int
@@ -49,7 +61,13 @@ class LabelView(BaseModel):
 
 
 class PassageView(BaseModel):
-    """A rollout that made a call. turn: which of its calls that was, from 0."""
+    """A rollout that made a call.
+
+    Attributes:
+        rollout: Name of the rollout.
+        turn: Number of the call in the rollout, from 0.
+        outcome: How the call was answered.
+    """
 
     rollout: str
     turn: int
@@ -57,8 +75,22 @@ class PassageView(BaseModel):
 
 
 class RecordView(BaseModel):
-    """A recorded call with its answer. node: where it was made. leads_to: the node it leads to, itself for one that
-    changed nothing. passed: who made it, the latest first, 200 at most.
+    """A recorded call with its answer.
+
+    Attributes:
+        record: Number of the record.
+        node: The node that the call was made at.
+        leads_to: The node that it leads to; for an observation the same node.
+        call: The call.
+        upload_bytes: Size of the body that was uploaded with it.
+        effect: What it changed.
+        seconds: How long the tool ran.
+        hits: Number of hits that it has answered.
+        recorded_at: When it was recorded, in seconds since 1970.
+        private: Whether the record serves only the rollout that made it.
+        reproducible: Whether a replay of the call is expected to reach the same state.
+        answer: The answer.
+        passed: The latest rollouts that made the call, at most 200.
     """
 
     record: int
@@ -77,8 +109,12 @@ class RecordView(BaseModel):
 
 
 class FailuresView(BaseModel):
-    """Nodes that a failed call led to, and those at which one failed that changed nothing. upto: ask again from this
-    record on.
+    """The failed calls of a tree.
+
+    Attributes:
+        upto: The last record that was examined; pass it as `after` in the next request.
+        nodes: Numbers of the nodes that failed calls led to.
+        reads: Numbers of the nodes at which observations failed.
     """
 
     upto: int
@@ -87,7 +123,15 @@ class FailuresView(BaseModel):
 
 
 class TimingView(BaseModel):
-    """Where the seconds of a call went that was no hit."""
+    """Where the time of a call went that was not a hit.
+
+    Attributes:
+        wait_s: Seconds of waiting for other calls.
+        restore_s: Seconds of restoring or starting a sandbox.
+        replay_s: Seconds of replaying calls.
+        tool_s: Seconds that the tool ran.
+        replayed_calls: Number of replayed calls.
+    """
 
     wait_s: float
     restore_s: float
@@ -101,7 +145,7 @@ page_data = APIRouter(prefix="/api/v1", responses={"4XX": PROBLEM, "5XX": PROBLE
 
 @dataclass(frozen=True, slots=True)
 class PageData:
-    """What the page's routes remember between requests.
+    """What the page's routes keep between requests.
 
     Attributes:
         lookups: Reads what the tree in memory does not hold: failures, and the rollouts that made a call.
@@ -118,7 +162,7 @@ class PageData:
 
 
 async def page_of(request: Request) -> PageData:
-    """Return the page's data of the application; a coroutine, because FastAPI runs others in threads."""
+    """Return the application's page data. It is a coroutine because FastAPI runs plain functions in threads."""
     page: PageData = request.app.state.page
     return page
 
@@ -130,18 +174,18 @@ PageDep = Annotated[PageData, Depends(page_of)]
 async def get_columns(
     engine: EngineDep,
     task: TaskName,
-    after: Annotated[int, Query(ge=0, le=1 << 60, description="nodes made after the one of this number")] = 0,
+    after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the nodes after this node number.")] = 0,
     limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
     root: RootQuery = None,
 ) -> Response:
-    """Show a tree as columns of numbers, in the order in which its nodes were made, and who stands in it."""
-    found = await engine.tasks.find(task)
-    tree = tree_of(engine, found, root)
+    """Show a tree as columns of numbers, in the order of its nodes' creation, with its rollouts and sandboxes."""
+    known = await engine.tasks.find(task)
+    tree = tree_of(engine, known, root)
     read = await columns_of(tree, after, limit)
-    here = {node.id: names for node, names in rollouts_by_node(found).items() if tree.nodes.get(node.id) is node}
+    standing = {node.id: names for node, names in rollouts_by_node(known).items() if tree.nodes.get(node.id) is node}
     slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
-    places = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
-    return Response(orjson.dumps(tree_columns(task, tree, read, here, places)), media_type="application/json")
+    sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
+    return Response(orjson.dumps(tree_columns(task, tree, read, standing, sandboxes)), media_type="application/json")
 
 
 @page_data.get("/tasks/{task}/labels")
@@ -152,22 +196,20 @@ async def get_labels(
     nodes: Annotated[str, Query(pattern=r"^[0-9]{1,18}(,[0-9]{1,18})*$", max_length=10_000)],
     root: RootQuery = None,
 ) -> list[LabelView]:
-    """Show in one line each the calls that led to nodes, given by their numbers; unknown ones are left out."""
-    titles = page.titles
+    """Show the calls that led to nodes, each in one line. Unknown node numbers are left out."""
     tree = tree_of(engine, await engine.tasks.find(task), root)
     known = [tree.nodes.get(int(number)) for number in nodes.split(",")[:_LABELS]]
-    return await _labels(titles, [node.origin for node in known if node is not None and node.origin is not None])
+    return await _labels(page.titles, [node.origin for node in known if node is not None and node.origin is not None])
 
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
     engine: EngineDep, page: PageDep, task: TaskName, node: NodePath, limit: Annotated[int, Query(ge=1, le=1000)] = 200
 ) -> list[LabelView]:
-    """List the calls at a node that changed nothing, those with most hits first."""
-    titles = page.titles
-    _, here = position_of(engine, await engine.tasks.find(task), node)
-    seen = sorted((r for r in here.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
-    return await _labels(titles, seen[:limit])
+    """List the observations at a node, by hits."""
+    _, at_node = position_of(engine, await engine.tasks.find(task), node)
+    observations = sorted((r for r in at_node.records.values() if r.observation), key=lambda r: (-r.hits, r.id))
+    return await _labels(page.titles, observations[:limit])
 
 
 @page_data.get("/tasks/{task}/failures")
@@ -175,14 +217,13 @@ async def get_failures(
     engine: EngineDep,
     page: PageDep,
     task: TaskName,
-    after: Annotated[int, Query(ge=0, le=1 << 60, description="a record's number")] = 0,
+    after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the failures after this record number.")] = 0,
     root: RootQuery = None,
 ) -> FailuresView:
-    """List the nodes whose call failed, or at which one failed: an exit code other than 0, a status from 400 on."""
-    lookups = page.lookups
+    """List the nodes with failed calls: a non-zero exit code, or a status of 400 or above."""
     tree = tree_of(engine, await engine.tasks.find(task), root)
-    known = await lookups.failures(tree.id)
-    new = [(source, target) for record, source, target in known.found if record > after]
+    known = await page.lookups.failures(tree.id)
+    new = [(source, target) for record, source, target in known.calls if record > after]
     return FailuresView(
         upto=known.upto,
         nodes=sorted({target for source, target in new if source != target}),
@@ -196,27 +237,26 @@ async def get_call(
     page: PageDep,
     task: TaskName,
     node: NodePath,
-    record: Annotated[int, Path(ge=0, le=1 << 60, description="a call's number among the tree's records")],
+    record: Annotated[int, Path(ge=0, le=1 << 60, description="Number of the record.")],
 ) -> RecordView:
-    """Show a recorded call that was made at a node, or led to it, with its answer and who made it."""
-    lookups = page.lookups
-    _, here = position_of(engine, await engine.tasks.find(task), node)
-    found = _record(here, record)
-    call, result = engine.store.records.call(found), engine.store.records.result(found)
+    """Show a call that was made at a node or led to it, with its answer and its rollouts."""
+    _, at_node = position_of(engine, await engine.tasks.find(task), node)
+    recorded = _record(at_node, record)
+    call, result = engine.store.records.call(recorded), engine.store.records.result(recorded)
     engine.journal.fold()
-    passed = await lookups.passages(found.id, _PASSAGES)
+    passed = await page.lookups.passages(recorded.id, _PASSAGES)
     return RecordView(
-        record=found.id,
-        node=f"n{found.source.id}",
-        leads_to=f"n{found.target.id}",
+        record=recorded.id,
+        node=f"n{recorded.source.id}",
+        leads_to=f"n{recorded.target.id}",
         call=CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments)),
         upload_bytes=len(call.body),
-        effect=found.effect.names,  # type: ignore[arg-type]
-        seconds=found.seconds,
-        hits=found.hits,
-        recorded_at=found.recorded_at,
-        private=found.private,
-        reproducible=found.reproducible,
+        effect=recorded.effect.names,  # type: ignore[arg-type]
+        seconds=recorded.seconds,
+        hits=recorded.hits,
+        recorded_at=recorded.recorded_at,
+        private=recorded.private,
+        reproducible=recorded.reproducible,
         answer=await asyncio.to_thread(shown_answer, result),
         passed=[PassageView(**asdict(passage)) for passage in passed],
     )
@@ -224,7 +264,7 @@ async def get_call(
 
 @page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
 async def get_timings(engine: EngineDep, task: TaskName, rollout: RolloutName) -> dict[int, TimingView]:
-    """Show where the time of a rollout's calls went, by turn: of those that were no hits, while remembered."""
+    """Show where the time of a rollout's calls went, by turn. Hits and calls of long ago are left out."""
     await engine.tasks.find(task)
     rows = engine.store.rollouts.of_task(task, name=rollout)
     known = engine.executor.timings.of(rows[-1]["id"]) if rows else {}
@@ -235,19 +275,19 @@ async def get_timings(engine: EngineDep, task: TaskName, rollout: RolloutName) -
 async def fork_at_node(
     engine: EngineDep, task: TaskName, node: NodePath, request: Request, name: NewName
 ) -> RolloutView:
-    """Begin a rollout at a node, whoever stands there."""
-    found = await engine.tasks.find(task)
-    begun = engine.tasks.begin(found, name, *position_of(engine, found, node))
+    """Begin a rollout at a node."""
+    known = await engine.tasks.find(task)
+    begun = engine.tasks.begin(known, name, *position_of(engine, known, node))
     engine.warm.note_step(begun)
     row = engine.store.rollouts.of_task(task, name=name)[-1]
     return RolloutView(**rollout_view(row, str(request.base_url), begun))
 
 
 async def _labels(titles: Titles, records: Iterable[Record]) -> list[LabelView]:
-    """Return labels, read in slices: hits are answered between them."""
+    """Return labels. They are read in slices, between which hits are answered."""
     labels = []
     for number, record in enumerate(records):
-        if number % _LABELS_AT_ONCE == _LABELS_AT_ONCE - 1:
+        if number % _LABELS_PER_SLICE == _LABELS_PER_SLICE - 1:
             await asyncio.sleep(0)
         text, code = titles.of(record)
         labels.append(
@@ -268,4 +308,6 @@ def _record(node: Node, number: int) -> Record:
     for record in candidates:
         if record.id == number:
             return record
-    raise RefusalError(404, "no-such-call", f"no call with number {number} is recorded at n{node.id}, or led to it.")
+    raise RefusalError(
+        404, "no-such-call", f"node n{node.id} has no record {number}. GET …/nodes/n{node.id} lists its records."
+    )

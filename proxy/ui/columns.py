@@ -1,7 +1,7 @@
-"""A tree as columns of numbers: what a page draws of 50,000 nodes, in one answer of some megabytes or in its news.
+"""A tree as columns of numbers: the page draws 50,000 nodes from one response of a few megabytes, or from updates.
 
-Reading a tree of that size takes a tenth of a second, in which no hit would be answered; so it is read in slices, and
-what happens between two of them is what a page that asked a moment later would have seen.
+Reading a tree of that size takes a tenth of a second, which would delay every hit. So it is read in slices, and calls
+are answered between two slices. A change between two slices looks as if the page had requested the tree a moment later.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from pydantic import BaseModel, Field
 from proxy.tree.tree import Node, Tree
 
 _SLICE = 300
-"""Nodes and records that are read at once: some 0.3 ms."""
+"""Nodes and records that are read between two turns of the event loop: about 0.3 ms."""
 
 
 class Mark(IntFlag):
-    """What is special about a node."""
+    """Properties of a node, as bits."""
 
     SNAPSHOT = 1
     PINNED = 2
@@ -31,11 +31,19 @@ class Mark(IntFlag):
 
 
 class Columns(BaseModel):
-    """One list for each thing that is known of a node, all of one length. Numbers of nodes are those of their names.
+    """Lists of equal length, with one entry for each node.
 
-    parent: 0 for the root. seconds, hits: of the call that led there. saved: seconds that answers from it, and from its
-    observations, saved. seen, seen_hits: observations, and answers given from them. effect: the bits of `Effect`.
-    marks: the bits of `Mark`. passes: rollouts that stepped onto it.
+    Attributes:
+        id: Number of the node: 12 for `n12`.
+        parent: Number of its parent; 0 for the root.
+        seconds: How long the tool of its call ran.
+        hits: Number of hits that this call has answered.
+        saved: Seconds of tool time that hits of the call and of the observations saved.
+        seen: Number of observations.
+        seen_hits: Number of hits that the observations have answered.
+        effect: What the call changed: the bits of `Effect`.
+        marks: The bits of `Mark`.
+        passes: How often a rollout reached the node.
     """
 
     id: list[int] = Field(default_factory=list)
@@ -51,11 +59,18 @@ class Columns(BaseModel):
 
 
 class TreeColumns(BaseModel):
-    """The nodes after a node, in the order in which they were made. more: there are others after these.
+    """A page of a tree's nodes, in the order of their creation.
 
-    nodes: how many the tree has; a page that counts others has missed that some were forgotten. meets: records that
-    lead from a node to one that was known already, as pairs of numbers. standing: the rollouts at each node, by its
-    number; warm: nodes with warm forks; sandboxes: nodes at which a sandbox stands.
+    Attributes:
+        task: Name of the task.
+        root: Number of the root.
+        nodes: Number of all nodes. A client that has another number missed that a subtree was forgotten.
+        more: Whether there are nodes after these.
+        columns: The nodes.
+        meets: Records that lead to a node with another parent, as pairs of node numbers.
+        standing: Names of the running rollouts, by node number.
+        warm: Numbers of the nodes with warm forks.
+        sandboxes: Numbers of the nodes with a sandbox.
     """
 
     task: str
@@ -70,7 +85,13 @@ class TreeColumns(BaseModel):
 
 
 async def columns_of(tree: Tree, after: int, limit: int) -> tuple[Columns, list[tuple[int, int]], bool]:
-    """Return up to limit nodes made after a node, the meetings among them, and whether there are more."""
+    """Return the columns and `meets` of the nodes after a node, and whether there are more.
+
+    Args:
+        tree: The tree.
+        after: Number of the node; 0 for all nodes.
+        limit: Maximum number of nodes.
+    """
     chosen, more = _after(tree, after, limit)
     columns, meets = Columns(), []
     read = 0
@@ -86,7 +107,10 @@ async def columns_of(tree: Tree, after: int, limit: int) -> tuple[Columns, list[
 
 
 def _after(tree: Tree, after: int, limit: int) -> tuple[list[Node], bool]:
-    """Ids grow with time and nodes are kept in that order, so what is new is found from the end: O(limit) for news."""
+    """Return the nodes after a number, and whether there are more.
+
+    Node numbers grow with time and the tree keeps nodes in that order. So an update reads from the end: O(limit).
+    """
     newest = itertools.takewhile(lambda node: node.id > after, reversed(tree.nodes.values()))
     new = list(itertools.islice(newest, limit + 1))
     if len(new) <= limit:
@@ -97,7 +121,7 @@ def _after(tree: Tree, after: int, limit: int) -> tuple[list[Node], bool]:
 
 
 def _append(columns: Columns, node: Node) -> list[tuple[int, int]]:
-    """Add a node; return the meetings that its records make."""
+    """Append a node to the columns, and return its `meets`."""
     origin = node.origin
     seen = seen_hits = 0
     saved = 0.0 if origin is None else origin.hits * origin.seconds
@@ -135,14 +159,20 @@ def _marks(node: Node) -> int:
 
 
 def tree_columns(
-    task: str, tree: Tree, found: tuple[Columns, list[tuple[int, int]], bool], standing: Mapping[int, list[str]],
+    task: str, tree: Tree, read: tuple[Columns, list[tuple[int, int]], bool], standing: Mapping[int, list[str]],
     sandboxes: Iterable[tuple[int, bool]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return an `TreeColumns` as plain values: validating a hundred thousand numbers would take longer than reading
-    them.
+    """Return a `TreeColumns` as plain values, because validating 100,000 numbers takes longer than reading them.
+
+    Args:
+        task: Name of the task.
+        tree: The tree.
+        read: The result of `columns_of`.
+        standing: Names of the running rollouts, by node number.
+        sandboxes: Node number of each sandbox, and whether it is a warm fork.
     """
-    columns, meets, more = found
-    places = list(sandboxes)
+    columns, meets, more = read
+    positions = list(sandboxes)
     return {
         "task": task,
         "root": tree.root.id,
@@ -151,6 +181,6 @@ def tree_columns(
         "columns": vars(columns),
         "meets": meets,
         "standing": {str(node): sorted(names) for node, names in standing.items()},
-        "warm": sorted({node for node, warm in places if warm}),
-        "sandboxes": sorted({node for node, _ in places}),
+        "warm": sorted({node for node, warm in positions if warm}),
+        "sandboxes": sorted({node for node, _ in positions}),
     }

@@ -1,4 +1,4 @@
-"""Which calls of a tree failed, and who made a call: looked up in a thread, beside the store's writer."""
+"""Queries of the page: failed calls, and the rollouts that made a call. They run in a thread."""
 
 import asyncio
 import re
@@ -12,22 +12,32 @@ from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 
 _BATCH = 500
+"""Records in one query."""
 _EXIT_CODE = re.compile(rb'(?<!\\)"exit_code":\s*(-?[0-9]+)')
 
 
 @dataclass(slots=True)
 class Failures:
-    """The records of a tree whose call failed: (record, node it was made at, node it leads to). upto: the last one that
-    was looked at.
+    """The failed calls of a tree.
+
+    Attributes:
+        upto: The last record that was examined.
+        calls: Numbers of the record, of the node that the call was made at, and of the node that it leads to.
     """
 
     upto: int = 0
-    found: list[tuple[int, int, int]] = field(default_factory=list)
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A rollout that made a call: which of its calls it was (from 0), and how it was answered."""
+    """A rollout that made a call.
+
+    Attributes:
+        rollout: Name of the rollout.
+        turn: Number of the call in the rollout, from 0.
+        outcome: How the call was answered.
+    """
 
     rollout: str
     turn: int
@@ -35,45 +45,45 @@ class Passage:
 
 
 class Lookups:
-    """Asks the store. What the journal has not folded yet is not seen."""
+    """Queries the store. Steps that the journal has not folded yet are not seen."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._failures: dict[int, Failures] = {}
-        self._looking = asyncio.Lock()
+        self._examining = asyncio.Lock()
 
     async def passages(self, record: int, limit: int) -> list[Passage]:
-        """Return who made a call, the latest rollout first. O(steps of all tasks), outside the interpreter."""
+        """Return the rollouts that made a call, the latest first. O(steps of all tasks), without holding the GIL."""
         sql = (
             "SELECT r.name, s.turn, s.outcome FROM steps s JOIN rollouts r ON r.id = s.rollout "
             "WHERE s.record = ? ORDER BY s.rollout DESC, s.turn DESC LIMIT ?"
         )
-        ask = partial(_all, sql=sql, values=(record, limit))
-        rows = await asyncio.to_thread(self._store.database.read_apart, ask)
+        read = partial(_all, sql=sql, values=(record, limit))
+        rows = await asyncio.to_thread(self._store.database.read_apart, read)
         return [Passage(name, turn, Outcome(outcome).name.lower()) for name, turn, outcome in rows]
 
     async def failures(self, tree: int) -> Failures:
-        """Return which calls of a tree failed. What was looked at once is remembered: 10 us for each new record."""
-        async with self._looking:
+        """Return the failed calls of a tree. Only records since the last request are examined, at 10 µs each."""
+        async with self._examining:
             known = self._failures.setdefault(tree, Failures())
             more = True
             while more:
-                look_on = partial(_look_on, tree=tree, known=known)
-                more = await asyncio.to_thread(self._store.database.read_apart, look_on)
+                examine = partial(_examine, tree=tree, known=known)
+                more = await asyncio.to_thread(self._store.database.read_apart, examine)
             return known
 
 
 def failed(answer: bytes) -> bool:
-    """Say whether a recorded answer tells of a failure: a status from 400 on, or an exit code other than 0."""
+    """Return whether a recorded answer is a failure: a status of 400 or above, or a non-zero exit code."""
     head, _, body = answer.partition(b"\n")
     if int(head.partition(b" ")[0]) >= 400:
         return True
-    told = _EXIT_CODE.findall(body) if b"json" in head and body.startswith(b"{") else []
-    return bool(told) and int(told[-1]) != 0
+    codes = _EXIT_CODE.findall(body) if b"json" in head and body.startswith(b"{") else []
+    return bool(codes) and int(codes[-1]) != 0
 
 
-def _look_on(connection: sqlite3.Connection, tree: int, known: Failures) -> bool:
-    """Look at the next records; say whether there may be more."""
+def _examine(connection: sqlite3.Connection, tree: int, known: Failures) -> bool:
+    """Examine the next batch of records; return whether there may be more."""
     sql = (
         "SELECT c.id, c.source, c.target, b.packed, b.data FROM records c JOIN blobs b ON b.id = c.answer "
         "WHERE c.tree = ? AND c.id > ? ORDER BY c.id LIMIT ?"
@@ -82,7 +92,7 @@ def _look_on(connection: sqlite3.Connection, tree: int, known: Failures) -> bool
     for record, source, target, packed, data in rows:
         known.upto = record
         if failed(zlib.decompress(data) if packed else bytes(data)):
-            known.found.append((record, source, target))
+            known.calls.append((record, source, target))
     return len(rows) == _BATCH
 
 

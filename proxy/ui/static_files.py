@@ -1,4 +1,4 @@
-"""Serves the page's files: static, read once, with headers under which nothing that a tool wrote can run."""
+"""The page's static files, served with headers that keep a tool's output from running as script."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,14 +25,20 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    # Asked for each time, answered with 304: a page of another version than its proxy would not be understood.
+    # Browsers revalidate each time (304), so the page always has the version of its proxy.
     "cache-control": "no-cache",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file of the page, ready to be sent."""
+    """A file of the page.
+
+    Attributes:
+        media_type: Its `Content-Type`.
+        data: Its content.
+        tag: Its `ETag`.
+    """
 
     media_type: str
     data: bytes
@@ -40,7 +46,7 @@ class StaticFile:
 
 
 def read_files(folder: Path = _FILES) -> Mapping[str, StaticFile]:
-    """Return the page's files by their path below `/ui/`."""
+    """Read the page's files, by path below `/ui/`."""
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.suffix in _TYPES:
@@ -57,22 +63,22 @@ def page() -> APIRouter:
 
     @router.get("/")
     async def root() -> Response:
-        """Lead who opens the proxy's address to the page."""
+        """Redirect the proxy's address to the page."""
         return Response(status_code=307, headers={"location": "/ui/"})
 
     @router.get("/ui")
     async def bare() -> Response:
-        # Relative to the address with the slash its files are found.
+        # The page's relative links need the slash at the end.
         return Response(status_code=307, headers={"location": "/ui/"})
 
     @router.get("/ui/{path:path}")
     async def file(path: str, request: Request) -> Response:
-        found = files.get(path or "index.html")
-        if found is None:
-            raise RefusalError(404, "no-such-file", f"the page has no file {path!r}. It begins at /ui/.")
-        headers = {**HEADERS, "etag": found.tag}
-        if request.headers.get("if-none-match") == found.tag:
+        static = files.get(path or "index.html")
+        if static is None:
+            raise RefusalError(404, "no-such-file", f"the page has no file {path!r}. Open /ui/.")
+        headers = {**HEADERS, "etag": static.tag}
+        if request.headers.get("if-none-match") == static.tag:
             return Response(status_code=304, headers=headers)
-        return Response(found.data, media_type=found.media_type, headers=headers)
+        return Response(static.data, media_type=static.media_type, headers=headers)
 
     return router

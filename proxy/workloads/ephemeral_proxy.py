@@ -1,4 +1,4 @@
-"""A proxy of one's own, for as long as a replay or a benchmark takes."""
+"""A temporary proxy for the duration of a replay or a benchmark."""
 
 import os
 import shutil
@@ -16,33 +16,42 @@ from pathlib import Path
 import httpx
 
 READY_S = 60.0
+"""The proxy must be ready within this time."""
 STOP_S = 30.0
+"""The proxy must exit within this time after SIGTERM."""
 POLL_S = 0.05
+"""Interval at which readiness is polled."""
 LOG_TAIL = 2000
+"""Characters at the end of the log that an error text quotes."""
 _TOKENS = frozenset({"FORKPOINT_TOKEN", "FORKPOINT_TOKEN_FILE"})
 
 
-class PrivateProxyError(RuntimeError):
-    """The private proxy did not start, or did not end as it should."""
+class EphemeralProxyError(RuntimeError):
+    """The temporary proxy did not start, or did not stop cleanly."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrivateProxy:
-    """Where it listens, and its process: whoever measures it wants to know."""
+class EphemeralProxy:
+    """A running temporary proxy.
+
+    Attributes:
+        url: Base URL.
+        pid: Process id, for measurements.
+    """
 
     url: str
     pid: int
 
 
 @contextmanager
-def private_proxy() -> Iterator[PrivateProxy]:
-    """Start `forkpoint serve` on a free port with an empty data directory; stop it and remove the directory at the end.
+def ephemeral_proxy() -> Iterator[EphemeralProxy]:
+    """Run `forkpoint serve` on a free port with an empty data directory
 
-    The directory is made where TMPDIR says. Settings come from the environment (FORKPOINT_...), as for any `serve`.
+    The data directory is in TMPDIR and is removed afterwards. Settings come from FORKPOINT_… variables.
 
     Raises:
-        PrivateProxyError: it is not ready within 60 s, needs a kill to end, or leaves something that cannot be removed;
-            with the end of its log.
+        EphemeralProxyError: The proxy does not start or stop in time, or its directory cannot be removed. The text
+            quotes the end of its log.
     """
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-replay-"))
     try:
@@ -53,17 +62,17 @@ def private_proxy() -> Iterator[PrivateProxy]:
 
 
 @contextmanager
-def _served(folder: Path) -> Iterator[PrivateProxy]:
+def _served(folder: Path) -> Iterator[EphemeralProxy]:
     log = folder / "serve.log"
     port = free_port()
     command = [sys.executable, "-m", "forkpoint", "serve", "--port", str(port), "--data", str(folder / "data")]
     with log.open("wb") as output:
-        # A session of its own: Ctrl-C at the terminal reaches the replay alone, which then stops the proxy in order.
+        # In a new session, Ctrl-C reaches only the replay, which then stops the proxy in order.
         process = subprocess.Popen(  # noqa: S603 - our own module
             command,
-            # So that `-m` finds this very package, whatever directories the caller's own has.
+            # From here `-m` imports this package, whatever the caller's directory contains.
             cwd=Path(__file__).parents[2],
-            # A token in the environment is that of another proxy: this one is reached by nobody else.
+            # A token in the environment belongs to another proxy; this proxy listens on loopback only.
             env={name: value for name, value in os.environ.items() if name not in _TOKENS},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -71,7 +80,7 @@ def _served(folder: Path) -> Iterator[PrivateProxy]:
             start_new_session=True,
         )
     try:
-        proxy = PrivateProxy(f"http://127.0.0.1:{port}", process.pid)
+        proxy = EphemeralProxy(f"http://127.0.0.1:{port}", process.pid)
         _wait_until_ready(proxy.url, process, log)
         yield proxy
     finally:
@@ -79,7 +88,7 @@ def _served(folder: Path) -> Iterator[PrivateProxy]:
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nothing listens on just now."""
+    """Return a TCP port of 127.0.0.1 that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -89,14 +98,14 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise PrivateProxyError(f"the private proxy ended with code {process.returncode}:\n{_tail(log)}")
+            raise EphemeralProxyError(f"the temporary proxy ended with code {process.returncode}:\n{_tail(log)}")
         try:
             if httpx.get(f"{url}/readyz", trust_env=False).is_success:
                 return
         except httpx.TransportError:
             pass  # Not listening yet.
         time.sleep(POLL_S)
-    raise PrivateProxyError(f"the private proxy was not ready after {READY_S:.0f} s:\n{_tail(log)}")
+    raise EphemeralProxyError(f"the temporary proxy was not ready after {READY_S:.0f} s:\n{_tail(log)}")
 
 
 def _stop(process: subprocess.Popen[bytes], log: Path) -> None:
@@ -108,16 +117,16 @@ def _stop(process: subprocess.Popen[bytes], log: Path) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        raise PrivateProxyError(f"the private proxy did not stop within {STOP_S:.0f} s:\n{_tail(log)}") from None
+        raise EphemeralProxyError(f"the temporary proxy did not stop within {STOP_S:.0f} s:\n{_tail(log)}") from None
 
 
 def _remove(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
     except OSError as error:
-        raise PrivateProxyError(
-            f"the private proxy left something behind in {folder}: {error}. "
-            "See `mount | grep forkpoint`, unmount what is listed there, and remove the directory."
+        raise EphemeralProxyError(
+            f"the directory of the temporary proxy cannot be removed: {folder}: {error}. "
+            "Unmount what `mount | grep forkpoint` lists, and remove the directory."
         ) from error
 
 

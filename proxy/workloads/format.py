@@ -1,10 +1,10 @@
-"""Recorded workloads, read as the requests that the shell endpoint takes.
+"""Recorded workloads, read as requests to the shell endpoint.
 
-Two formats, one JSON object a line and one line a rollout:
+A file has one JSON object per line, and each line is one rollout. There are two formats:
 
-- our own: `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}`
-- InterCode's recorded runs: the same with `fixture` (a tarball, relative to the file) in place of `spec`, and in each
-  call the `argv` that its container started.
+- Forkpoint's: `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}`
+- InterCode's: `fixture` (path of a tarball, relative to the file) replaces `spec`, and each call has the `argv` of the
+  process that its container started.
 """
 
 import hashlib
@@ -28,18 +28,22 @@ CONTAINER_ENV = {
     "TERM": "dumb",
 }
 SAFE_NAME_LENGTH = 100
+"""Longest name without its suffix, in characters: the proxy's paths take 128."""
 
 
 class WorkloadError(ValueError):
-    """A workload cannot be read or has no endpoint here; the message names the file and the line."""
+    """A workload cannot be read, or it uses an unknown tool. The text names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One call as it goes out: POST `path` below the rollout, with `arguments` as its JSON body.
+    """The request of one recorded call.
 
-    index: its place in the recorded rollout, from 0, skipped calls counted.
-    shown: the call as the agent wrote it.
+    Attributes:
+        index: Position of the call in the rollout, from 0; skipped calls count.
+        path: Path below the rollout's URL, for POST.
+        arguments: The JSON body.
+        shown: The call as the agent wrote it.
     """
 
     index: int
@@ -50,7 +54,13 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRollout:
-    """One recorded run. skipped: calls that never reached a tool, because they could not be parsed."""
+    """A recorded rollout.
+
+    Attributes:
+        name: Name of the rollout.
+        requests: Its calls in order.
+        skipped: Number of calls that never reached a tool, because they could not be parsed.
+    """
 
     name: str
     requests: tuple[WorkloadRequest, ...]
@@ -59,6 +69,14 @@ class RecordedRollout:
 
 @dataclass(frozen=True, slots=True)
 class RecordedTask:
+    """A task with its recorded rollouts.
+
+    Attributes:
+        name: Name of the task.
+        spec: Its environment.
+        rollouts: Its rollouts in file order.
+    """
+
     name: str
     spec: EnvironmentSpec
     rollouts: tuple[RecordedRollout, ...]
@@ -66,91 +84,103 @@ class RecordedTask:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tasks in file order, and in each its rollouts in file order."""
+    """The tasks of a workload, in file order."""
 
     tasks: tuple[RecordedTask, ...]
 
     @property
     def rollouts(self) -> int:
+        """Number of rollouts."""
         return sum(len(task.rollouts) for task in self.tasks)
 
     @property
     def calls(self) -> int:
+        """Number of calls that can be replayed."""
         return sum(len(rollout.requests) for task in self.tasks for rollout in task.rollouts)
 
     @property
     def skipped(self) -> int:
+        """Number of calls that never reached a tool."""
         return sum(rollout.skipped for task in self.tasks for rollout in task.rollouts)
 
     def select(self, *, task: str | None = None, limit: int | None = None) -> "Workload":
-        """Return the tasks whose name matches the shell pattern task, and of their rollouts the first limit."""
-        left = self.rollouts if limit is None else limit
+        """Return a part of the workload.
+
+        Args:
+            task: Shell pattern that the names of tasks must match; None for all tasks.
+            limit: Maximum number of rollouts; None for all of them.
+        """
+        remaining = self.rollouts if limit is None else limit
         chosen: list[RecordedTask] = []
         for candidate in self.tasks:
             if task is not None and not fnmatchcase(candidate.name, task):
                 continue
-            rollouts = candidate.rollouts[:left]
-            left -= len(rollouts)
+            rollouts = candidate.rollouts[:remaining]
+            remaining -= len(rollouts)
             if rollouts:
                 chosen.append(replace(candidate, rollouts=rollouts))
         return Workload(tuple(chosen))
 
 
 def read_workload(files: Sequence[Path]) -> Workload:
-    """Read files into one workload. Rollouts of one task meet, whichever file they stand in.
+    """Read files into one workload. A task may have rollouts in several files.
 
     Raises:
-        WorkloadError: a file is not there, a line cannot be read, or a call has no endpoint here.
+        WorkloadError: A file or a line cannot be read, or a call uses an unknown tool.
     """
-    found: list[tuple[str, EnvironmentSpec, RecordedRollout]] = []
+    parsed: list[tuple[str, EnvironmentSpec, RecordedRollout]] = []
     for file in files:
         try:
             lines = file.read_bytes().splitlines()
         except OSError as error:
-            raise WorkloadError(f"{file}: cannot be read: {error.strerror}. Name a JSONL file.") from error
+            raise WorkloadError(f"{file}: cannot be read: {error.strerror}. Choose a JSONL file.") from error
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                found.append(parse_rollout(line, folder=file.resolve().parent))
+                parsed.append(parse_rollout(line, folder=file.resolve().parent))
             except WorkloadError as error:
                 raise WorkloadError(f"{file}, line {number}: {error}") from error
-    return gather(found)
+    return gather(parsed)
 
 
-def gather(found: Iterable[tuple[str, EnvironmentSpec, RecordedRollout]]) -> Workload:
-    """Put rollouts under their tasks. A rollout name that comes again in its task gets `#2`, `#3` and so on.
+def gather(parsed: Iterable[tuple[str, EnvironmentSpec, RecordedRollout]]) -> Workload:
+    """Group rollouts by task. A rollout whose name is taken in its task becomes `name#2`, `name#3` and so on.
 
     Raises:
-        WorkloadError: two rollouts of one task name different environment specs.
+        WorkloadError: Rollouts of the same task have different environments.
     """
     specs: dict[str, EnvironmentSpec] = {}
     rollouts: dict[str, dict[str, RecordedRollout]] = {}
-    for task, spec, rollout in found:
+    for task, spec, rollout in parsed:
         if specs.setdefault(task, spec) != spec:
             raise WorkloadError(
-                f"task {task!r}: its rollouts name different environment specs. All rollouts of a task start from one "
-                "state: give the task one spec, or two tasks two names."
+                f"task {task!r}: its rollouts have different environments. Rollouts of a task start in the same state: "
+                "give them the same `spec`, or give the tasks different names."
             )
         siblings = rollouts.setdefault(task, {})
-        name, again = rollout.name, 1
+        name, number = rollout.name, 1
         while name in siblings:
-            again += 1
-            name = f"{rollout.name}#{again}"
+            number += 1
+            name = f"{rollout.name}#{number}"
         siblings[name] = replace(rollout, name=name)
     return Workload(tuple(RecordedTask(name, specs[name], tuple(rollouts[name].values())) for name in specs))
 
 
 def parse_rollout(line: bytes | str, *, folder: Path) -> tuple[str, EnvironmentSpec, RecordedRollout]:
-    """Read one line: the task's name, its environment spec, and the rollout. Fixtures are relative to folder.
+    """Return the task's name, its environment and the rollout in a line.
+
+    Args:
+        line: The line.
+        folder: Folder that paths of fixtures are relative to.
 
     Raises:
-        WorkloadError: the line is not such an object, or one of its calls has no endpoint here.
+        WorkloadError: The line is malformed, or a call uses an unknown tool.
     """
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise WorkloadError(f"not JSON: {error}. A workload has one JSON object a line.") from error
+        raise WorkloadError(f"not JSON: {error}. A workload has one JSON object per line.") from error
     task, rollout, calls = (_member(record, name, kind) for name, kind in _MEMBERS.items())
     requests = [request_of(call, index) for index, call in enumerate(calls)]
     kept = tuple(request for request in requests if request is not None)
@@ -158,18 +188,18 @@ def parse_rollout(line: bytes | str, *, folder: Path) -> tuple[str, EnvironmentS
 
 
 def request_of(call: Any, index: int) -> WorkloadRequest | None:
-    """Return the request that makes call, None if the agent's call never reached a tool.
+    """Return the request of a recorded call; None if the call never reached a tool.
 
     Raises:
-        WorkloadError: call is not an object with `tool` and `args`, or no endpoint here takes its tool.
+        WorkloadError: The call has no `tool` or `args`, or its tool is unknown.
     """
     tool, args = _member(call, "tool", str), _member(call, "args", dict)
     to_request = ENDPOINTS.get(tool)
     if to_request is None:
         missing = "the sql endpoint" if tool == "sql" else f"an endpoint for the tool {tool!r}"
         raise WorkloadError(
-            f"call {index} needs {missing}, which this version does not have: it replays calls of "
-            f"{' and '.join(sorted(ENDPOINTS))}. Leave this file out, or keep only its shell rollouts."
+            f"call {index} needs {missing}, which a replay does not support. Supported tools: "
+            f"{', '.join(sorted(ENDPOINTS))}. Remove the file, or keep only its shell rollouts."
         )
     return to_request(call, args, index)
 
@@ -181,19 +211,22 @@ def _shell_request(call: Mapping[str, Any], args: Mapping[str, Any], index: int)
     if call["argv"] is None:
         return None
     argv = _member(call, "argv", list)
-    if not argv or not all(isinstance(word, str) for word in argv):
-        raise WorkloadError(f"call {index}: `argv` must be a list of words, or null for a call that was not parsed.")
+    if not argv or not all(isinstance(argument, str) for argument in argv):
+        raise WorkloadError(
+            f"call {index}: `argv` must be a list of strings, or null for a call that could not be parsed."
+        )
     moves = command.startswith("cd") and argv[1:2] == ["-c"] and len(argv) > 2
     as_run = _moving(argv) if moves else shlex.join(argv)
     return WorkloadRequest(index, "shell/exec", {"command": as_run}, command)
 
 
 def _moving(argv: Sequence[str]) -> str:
-    """Return a command that runs argv as a process, and on success moves the session to where that process ended.
+    """Return a command that runs a process, and on success moves the session to the process's last directory.
 
-    Output and exit code are argv's own. The process says where it ended on descriptor 3, at its exit: running the
-    command a second time in the session would run its other half twice, and a path read from its text is wrong as
-    soon as the path is computed. The variable is gone afterwards, so a failed `cd` changes nothing.
+    The recording ran each command in a new process, and its container then moved to where a `cd` had led. Output and
+    exit code are those of the process, which reports its directory on descriptor 3 when it exits. Running the command
+    in the session too would repeat its other effects. Reading the path from the text would fail for computed paths. The
+    variable is unset afterwards, so a failed `cd` changes nothing.
     """
     shell, option, script, *rest = argv
     reporting = shlex.join([shell, option, f'trap "pwd >&3" EXIT; {script}', *rest])
@@ -207,7 +240,7 @@ ENDPOINTS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], Wo
     "bash": _shell_request,
     "shell": _shell_request,
 }
-"""The tools of a recorded call that can be replayed, each with what makes its request. A new endpoint adds its line."""
+"""Makes the request of a recorded call, by its tool."""
 
 
 def _spec_of(record: Mapping[str, Any], folder: Path) -> EnvironmentSpec:
@@ -218,7 +251,7 @@ def _spec_of(record: Mapping[str, Any], folder: Path) -> EnvironmentSpec:
             raise WorkloadError(f"`spec` is not an environment spec: {error}") from error
     fixture = (folder / _member(record, "fixture", str)).resolve()
     if not fixture.exists():
-        raise WorkloadError(f"the fixture {fixture} is not there. Keep the fixtures beside the workload.")
+        raise WorkloadError(f"the fixture {fixture} does not exist. Put the fixtures next to the workload.")
     return EnvironmentSpec(
         archives=(Archive(source=str(fixture)),),
         env=CONTAINER_ENV,
@@ -233,7 +266,7 @@ _MEMBERS: Mapping[str, type[Any]] = {"task": str, "rollout": str, "calls": list}
 def _member(record: Any, name: str, kind: type[Any]) -> Any:
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, kind):
-        raise WorkloadError(f"`{name}` must be there and be a JSON {_JSON_KINDS[kind]}.")
+        raise WorkloadError(f"`{name}` is required and must be a JSON {_JSON_KINDS[kind]}.")
     return value
 
 
@@ -241,9 +274,9 @@ _JSON_KINDS: Mapping[type[Any], str] = {str: "string", list: "list", dict: "obje
 
 
 def safe_name(name: str, suffix: str = "") -> str:
-    """Return a name that the proxy's paths take: `[A-Za-z0-9][A-Za-z0-9._-]*`, at most 100 characters and suffix.
+    """Return a name that the proxy accepts in paths: `[A-Za-z0-9][A-Za-z0-9._-]*`, 100 characters and the suffix.
 
-    Different names stay different: one that had to be changed carries a digest of what it was.
+    Different names stay different: a changed name ends in a digest of the original.
     """
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
     if not safe or safe != name or len(safe) > SAFE_NAME_LENGTH:

@@ -1,4 +1,4 @@
-"""What a replay found: answers, where they came from, what they cost, and where two runs differ (pure)."""
+"""The report of a replay: answers, their sources and costs, and the differences between two runs. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ TOTALS = (
     "divergences",
     "errors",
 )
-"""What a replay reads of `GET /api/v1/stats`: counts and seconds since the proxy started."""
+"""Members of `GET /api/v1/stats` that a replay reads: counts and seconds since the proxy started."""
 
 
 class Source(StrEnum):
-    """Where an answer came from, as its `Cache-Status` says."""
+    """Where an answer came from, as its `Cache-Status` header says."""
 
     HIT = "hit"
     WAIT = "wait"
@@ -36,7 +36,13 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShellAnswer:
-    """What a shell call gave, as the agent sees it. Two answers are the same if all three members are."""
+    """The result of a shell command as the agent sees it.
+
+    Attributes:
+        stdout: Its output.
+        stderr: Its error output.
+        exit_code: Its exit code; None if it timed out.
+    """
 
     stdout: str
     stderr: str
@@ -45,7 +51,13 @@ class ShellAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallId:
-    """One recorded call: its task and rollout as the workload names them, and its place in the rollout."""
+    """Identifies a recorded call.
+
+    Attributes:
+        task: Name of the task in the workload.
+        rollout: Name of the rollout in the workload.
+        index: Position of the call in the rollout, from 0.
+    """
 
     task: str
     rollout: str
@@ -54,10 +66,17 @@ class CallId:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """One call of a replay. seconds: what its caller waited, refusals included.
+    """The result of one replayed call: either an answer or an error.
 
-    Either answer or error is there. refusals: how often the proxy asked to come again later (429 or 503).
-    timing: the `Server-Timing` entries, in ms.
+    Attributes:
+        shown: The call as the agent wrote it.
+        seconds: How long the caller waited, including refused attempts.
+        answer: The answer; None after an error.
+        error: The error; None after an answer.
+        source: Where the answer came from; None if that is unknown.
+        timing: Entries of the `Server-Timing` header, in milliseconds.
+        node: Node that the rollout was at afterwards; None if that is unknown.
+        refusals: How often the proxy refused the call with 429 or 503 before.
     """
 
     shown: str
@@ -72,11 +91,15 @@ class ReplayedCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """One pass over a workload.
+    """The result of one pass over a workload.
 
-    spent: by how much each of TOTALS grew.
-    unsent: calls of rollouts that ended early, because the proxy could not be reached.
-    troubles: what went wrong outside the calls.
+    Attributes:
+        cached: Whether records were used.
+        wall_s: Duration of the whole pass in seconds.
+        outcomes: The results of the calls, in the order of the workload.
+        spent: By how much each of `TOTALS` grew.
+        unsent: Number of calls that were not sent because the proxy could not be reached.
+        troubles: Errors outside the calls.
     """
 
     cached: bool
@@ -89,7 +112,7 @@ class ReplayRun:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The row of one run. Seconds are the proxy's own; call times are what the callers waited for an answer."""
+    """The figures of a run. Seconds are measured by the proxy; `median_ms` and `p95_ms` are what callers waited."""
 
     cached: bool
     calls: int
@@ -110,29 +133,34 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One call that two runs answered differently."""
+    """A call with different answers in two runs."""
 
     call: CallId
     shown: str
-    one: ShellAnswer
-    other: ShellAnswer
+    first: ShellAnswer
+    second: ShellAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs beside one another. compared: the calls that both answered."""
+    """The comparison of two runs.
+
+    Attributes:
+        compared: Number of calls that both runs answered.
+        differences: The calls with different answers.
+    """
 
     compared: int
     differences: tuple[Difference, ...]
 
     @property
     def rate(self) -> float:
-        """Return differing / compared, 0 where nothing was compared."""
+        """Share of compared calls that differ, from 0 to 1."""
         return len(self.differences) / self.compared if self.compared else 0.0
 
 
 def figures(run: ReplayRun) -> Figures:
-    """Count one run. The hit rate is hits and waits over calls: neither ran anything."""
+    """Return the figures of a run. Waits count towards the hit rate, because they executed nothing."""
     outcomes = run.outcomes.values()
     count = {source: sum(outcome.source is source for outcome in outcomes) for source in Source}
     seconds = sorted(outcome.seconds for outcome in outcomes if outcome.answer is not None)
@@ -156,12 +184,12 @@ def figures(run: ReplayRun) -> Figures:
     )
 
 
-def compare(one: ReplayRun, other: ReplayRun) -> Comparison:
-    """Compare stdout, stderr and exit code of each call that both runs answered, in the order of one."""
+def compare(first: ReplayRun, second: ReplayRun) -> Comparison:
+    """Compare the answers to each call that both runs answered, in the order of the first run."""
     compared = 0
     differences: list[Difference] = []
-    for call, outcome in one.outcomes.items():
-        counterpart = other.outcomes.get(call)
+    for call, outcome in first.outcomes.items():
+        counterpart = second.outcomes.get(call)
         if outcome.answer is None or counterpart is None or counterpart.answer is None:
             continue
         compared += 1
@@ -171,23 +199,28 @@ def compare(one: ReplayRun, other: ReplayRun) -> Comparison:
 
 
 def errors_of(run: ReplayRun) -> list[str]:
-    """Return one line for each error of a run, the troubles outside its calls first."""
+    """Return the errors of a run, one per line; errors outside the calls come first."""
     lines = list(run.troubles)
     for call, outcome in run.outcomes.items():
         if outcome.error is not None:
             lines.append(f"{call.task} {call.rollout} call {call.index} ({outcome.shown}): {outcome.error}")
     if run.unsent:
-        lines.append(f"{run.unsent} calls were not sent, because their rollouts lost the proxy")
+        lines.append(f"{run.unsent} calls were not sent, because the proxy could not be reached any more")
     return lines
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the value below or at which share (0 to 1) of ascending lies, by nearest rank; 0.0 of nothing."""
+    """Return a percentile by nearest rank; 0.0 for no values.
+
+    Args:
+        ascending: The values in ascending order.
+        share: The percentile as a share, from 0 to 1.
+    """
     return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else 0.0
 
 
 def read_source(cache_status: str) -> Source | None:
-    """Read `Cache-Status` (RFC 9211) as the proxy writes it; None if it says nothing that we know."""
+    """Return the source in a `Cache-Status` header (RFC 9211) of the proxy; None if there is none."""
     parameters = [part.strip() for part in cache_status.split(";")]
     if "collapsed" in parameters:
         return Source.WAIT
@@ -196,17 +229,17 @@ def read_source(cache_status: str) -> Source | None:
 
 
 def read_timing(server_timing: str) -> dict[str, float]:
-    """Read the durations of a `Server-Timing` header, in ms. Entries without one are left out."""
+    """Return the durations in a `Server-Timing` header, in milliseconds. Entries without a duration are left out."""
     return {name: float(ms) for name, ms in re.findall(r"([\w-]+)\s*;\s*dur=(\d+(?:\.\d+)?)", server_timing)}
 
 
 def spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
-    """Return by how much the proxy's totals grew between two looks at them. Those that it does not count are 0."""
+    """Return by how much the proxy's totals grew between two readings. A total that is missing counts as 0."""
     return {name: after.get(name, 0) - before.get(name, 0) for name in TOTALS}
 
 
 def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison], *, skipped: int) -> dict[str, Any]:
-    """Return everything as JSON members: figures, errors, and each difference with both answers whole."""
+    """Return the whole report as JSON values: figures, errors, and each difference with both answers."""
     return {
         "skipped_calls": skipped,
         "runs": {
@@ -222,8 +255,8 @@ def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison]
                     {
                         **asdict(difference.call),
                         "command": difference.shown,
-                        "one": asdict(difference.one),
-                        "other": asdict(difference.other),
+                        "one": asdict(difference.first),
+                        "other": asdict(difference.second),
                     }
                     for difference in comparison.differences
                 ],

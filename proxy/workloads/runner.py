@@ -1,4 +1,4 @@
-"""Sends a recorded workload through a proxy: rollouts side by side, the calls of each in order."""
+"""Replays a recorded workload through a proxy: rollouts concurrently, the calls of each rollout in order."""
 
 import asyncio
 import os
@@ -15,46 +15,62 @@ import orjson
 from proxy.workloads.format import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
 from proxy.workloads.report import CallId, ReplayedCall, ReplayRun, ShellAnswer, read_source, read_timing, spent
 
-# Over the call's own limit: what the proxy may need to find or rebuild a sandbox, and to wait for a free one.
 OVERHEAD_S = 300.0
-# How long a refused call comes again before the refusal counts as its error.
+"""Timeout beyond the call's own, for the proxy to wait for a free sandbox and to restore it."""
 PATIENCE_S = 120.0
-LONGEST_PAUSE_S = 10.0
+"""A refused call is retried for this long; then the refusal counts as its error."""
+MAX_PAUSE_S = 10.0
+"""Longest pause between two attempts, whatever `Retry-After` says."""
 OVERLOADED = "urn:forkpoint:overloaded"
+"""Problem type of a refusal that is worth a retry."""
 
 OnCall = Callable[[ReplayedCall], None]
 
 
 class ReplayError(RuntimeError):
-    """The replay cannot go on: the proxy is not there, or refuses a task."""
+    """The replay cannot start: the proxy cannot be reached, or it refuses a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How the workload's names go over the wire: made safe, and with these suffixes."""
+    """Maps the workload's names to names that the proxy accepts.
+
+    Attributes:
+        task_suffix: Appended to names of tasks.
+        rollout_suffix: Appended to names of rollouts.
+    """
 
     task_suffix: str
     rollout_suffix: str
 
     def task(self, task: RecordedTask) -> str:
+        """Return the name of a task."""
         return safe_name(task.name, self.task_suffix)
 
     def rollout(self, rollout: RecordedRollout) -> str:
+        """Return the name of a rollout."""
         return safe_name(rollout.name, self.rollout_suffix)
 
 
 async def replay(
     url: str, workload: Workload, *, cached: bool, names: Names, at_once: int, on_call: OnCall, trust_env: bool = True
 ) -> ReplayRun:
-    """Replay workload through the proxy at url, at_once rollouts at a time, in the order of the workload.
+    """Replay a workload through a proxy, in the order of the workload.
 
-    Uncached, each call is really run, each rollout has a sandbox of its own, and its tasks are deleted afterwards.
-    An error answer is kept as the call's outcome, and its rollout goes on, as its agent would. A rollout whose proxy
-    cannot be reached ends there: nobody knows whether the call ran. trust_env: take HTTP_PROXY and the like from the
-    environment.
+    A call that fails is recorded as an error, and its rollout continues as its agent would. If the proxy cannot be
+    reached any more, the rollout ends, because it is unknown whether the call ran.
+
+    Args:
+        url: Base URL of the proxy.
+        workload: The recorded calls.
+        cached: Whether records may answer calls. If not, each call is executed, and the tasks are deleted afterwards.
+        names: Maps names of the workload to names in the proxy.
+        at_once: Number of concurrent rollouts.
+        on_call: Receives the result of each call.
+        trust_env: Whether to use HTTP_PROXY and similar variables.
 
     Raises:
-        ReplayError: the proxy cannot be reached at the start, or refuses a task's environment spec.
+        ReplayError: The proxy cannot be reached at the start, or it refuses a task's environment.
     """
     certificates = httpx.create_ssl_context(trust_env=trust_env)
     token = os.environ.get("FORKPOINT_TOKEN")
@@ -63,32 +79,30 @@ async def replay(
         headers={"x-forkpoint-token": token} if token else {},
     )  # fmt: skip
     async with connect() as client:
-        under_way = _Replay(connect, names, on_call)
-        async with under_way.tasks(client, workload, cached=cached):
+        run = _Replay(connect, names, on_call)
+        async with run.tasks(client, workload, cached=cached):
             before, started = await totals(client), time.perf_counter()
-            waiting = _pairs(workload)
+            remaining = _pairs(workload)
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
-                    group.create_task(under_way.walk(waiting))
+                    group.create_task(run.walk(remaining))
             wall_s = time.perf_counter() - started
             try:
                 after = await totals(client)
             except ReplayError as error:
-                # The proxy went away meanwhile: what was answered before is still worth showing.
+                # The proxy stopped meanwhile. The answers so far are still worth showing.
                 after = before
-                under_way.troubles.append(f"the proxy's totals are unknown: {error}")
-    # In the order of the workload, whichever rollout was quicker: two runs then list alike.
-    order = {(task.name, rollout.name): place for place, (task, rollout) in enumerate(_pairs(workload))}
-    ordered = dict(
-        sorted(under_way.outcomes.items(), key=lambda item: (order[item[0].task, item[0].rollout], item[0].index))
-    )
+                run.troubles.append(f"the proxy's totals are unknown: {error}")
+    # The order of the workload does not depend on timing, so two runs can be compared line by line.
+    order = {(task.name, rollout.name): position for position, (task, rollout) in enumerate(_pairs(workload))}
+    ordered = dict(sorted(run.outcomes.items(), key=lambda item: (order[item[0].task, item[0].rollout], item[0].index)))
     return ReplayRun(
         cached=cached,
         wall_s=wall_s,
         outcomes=ordered,
         spent=spent(before, after),
         unsent=workload.calls - len(ordered),
-        troubles=tuple(under_way.troubles),
+        troubles=tuple(run.troubles),
     )
 
 
@@ -98,10 +112,15 @@ def _pairs(workload: Workload) -> Iterator[tuple[RecordedTask, RecordedRollout]]
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """One pass under way: what was answered so far, and what went wrong outside the calls.
+    """A pass over a workload that is in progress.
 
-    connect: makes a client. Each rollout at once has its own, with one connection: a client that many share spends
-    milliseconds a call on finding a free one, and the call times would be its own.
+    Attributes:
+        connect: Makes a client. Each concurrent rollout has its own, because a shared client takes milliseconds per
+            call to choose a connection, which would distort the measured times.
+        names: Maps names of the workload to names in the proxy.
+        on_call: Receives the result of each call.
+        outcomes: The results so far.
+        troubles: Errors outside the calls.
     """
 
     connect: Callable[[], httpx.AsyncClient]
@@ -112,7 +131,7 @@ class _Replay:
 
     @asynccontextmanager
     async def tasks(self, client: httpx.AsyncClient, workload: Workload, *, cached: bool) -> AsyncIterator[None]:
-        """Tell the proxy every task's environment; delete the uncached ones at the end: nobody else uses them."""
+        """Put all tasks; at the end of the block delete uncached tasks, which no later run can use."""
         try:
             for task in workload.tasks:
                 spec = task.spec if cached else task.spec.model_copy(update={"cache": "never"})
@@ -124,49 +143,55 @@ class _Replay:
                 for task in workload.tasks:
                     await self.finish(client, f"/api/v1/tasks/{self.names.task(task)}")
 
-    async def walk(self, waiting: Iterator[tuple[RecordedTask, RecordedRollout]]) -> None:
-        """Take rollouts from waiting, one after another, and run each to its end."""
+    async def walk(self, remaining: Iterator[tuple[RecordedTask, RecordedRollout]]) -> None:
+        """Replay rollouts one after another, until none remains."""
         async with self.connect() as client:
-            for task, rollout in waiting:
+            for task, rollout in remaining:
                 await self.follow(client, task, rollout)
 
     async def follow(self, client: httpx.AsyncClient, task: RecordedTask, rollout: RecordedRollout) -> None:
-        """Make the calls of rollout in their order, and finish it."""
+        """Make the calls of a rollout in order, and finish it."""
         names = self.names.task(task), self.names.rollout(rollout)
         patience_s = OVERHEAD_S + task.spec.limits.timeout_s
         for request in rollout.requests:
-            place = CallId(task.name, rollout.name, request.index)
+            call_id = CallId(task.name, rollout.name, request.index)
             try:
                 outcome = await call(client, "/t/{}/r/{}/".format(*names), request, patience_s=patience_s)
             except httpx.TransportError as error:
-                lost = f"no answer from the proxy: {type(error).__name__} {error}"
-                self.outcomes[place] = ReplayedCall(request.shown, 0.0, error=lost)
+                lost = f"the proxy does not answer: {type(error).__name__} {error}"
+                self.outcomes[call_id] = ReplayedCall(request.shown, 0.0, error=lost)
                 break
-            self.outcomes[place] = outcome
+            self.outcomes[call_id] = outcome
             self.on_call(outcome)
-        # A finished rollout holds no sandbox, so the ones that follow find room.
+        # A finished rollout releases its sandbox, so the next rollouts need not wait for one.
         await self.finish(client, "/api/v1/tasks/{}/rollouts/{}".format(*names))
 
     async def finish(self, client: httpx.AsyncClient, path: str) -> None:
-        """Delete what the replay made. A failure is a trouble to report: the figures are there already."""
+        """Delete a rollout or a task. A failure is only reported, because the figures are complete."""
         try:
             response = await client.delete(path)
         except httpx.TransportError as error:
             self.troubles.append(f"DELETE {path}: {type(error).__name__} {error}")
             return
-        # A task or rollout that never made a call is not there; that is what was wanted.
+        # A task or rollout without a call does not exist in the proxy.
         if not response.is_success and response.status_code != httpx.codes.NOT_FOUND:
             self.troubles.append(f"DELETE {path}: {problem(response)}")
 
 
 async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *, patience_s: float) -> ReplayedCall:
-    """Make one call below base. A proxy that is overloaded is asked again when it says, for two minutes.
+    """Make one call, which is retried while the proxy is overloaded.
+
+    Args:
+        client: The client.
+        base: Path of the rollout.
+        request: The call.
+        patience_s: Timeout of an attempt, beyond the timeout that the call itself has.
 
     Raises:
-        httpx.TransportError: no answer came.
+        httpx.TransportError: The proxy did not answer.
     """
-    named_s = request.arguments.get("timeout_s")
-    timeout_s = patience_s + named_s if isinstance(named_s, int | float) else patience_s
+    own_s = request.arguments.get("timeout_s")
+    timeout_s = patience_s + own_s if isinstance(own_s, int | float) else patience_s
     body = orjson.dumps(dict(request.arguments))
     started, refusals = time.perf_counter(), 0
     while True:
@@ -174,14 +199,14 @@ async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *
             base + request.path, content=body, headers={"Content-Type": "application/json"}, timeout=timeout_s
         )
         seconds = time.perf_counter() - started
-        if not _comes_later(response) or seconds > PATIENCE_S:
+        if not _is_worth_retry(response) or seconds > PATIENCE_S:
             return replace(read_outcome(response, request.shown), seconds=seconds, refusals=refusals)
         refusals += 1
         await asyncio.sleep(_pause_s(response))
 
 
 def read_outcome(response: httpx.Response, shown: str) -> ReplayedCall:
-    """Read one answer of the data plane; an answer that is not a shell result is an error, never dropped."""
+    """Return the result in a response of the data plane. A response that is not a shell result is an error."""
     outcome = ReplayedCall(
         shown=shown,
         seconds=0.0,
@@ -192,21 +217,21 @@ def read_outcome(response: httpx.Response, shown: str) -> ReplayedCall:
     if not response.is_success:
         return replace(outcome, error=problem(response), source=None)
     try:
-        found = orjson.loads(response.content)
-        return replace(outcome, answer=ShellAnswer(found["stdout"], found["stderr"], found["exit_code"]))
+        result = orjson.loads(response.content)
+        return replace(outcome, answer=ShellAnswer(result["stdout"], result["stderr"], result["exit_code"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", source=None)
 
 
 def problem(response: httpx.Response) -> str:
-    """Return an error answer in one line: its status, and of RFC 9457 problem details the title and detail."""
+    """Return an error response in one line: the status, then title and detail of its problem details (RFC 9457)."""
     details = _details(response)
-    said = ": ".join(str(details[name]) for name in ("title", "detail") if details.get(name)) or response.text[:200]
-    return f"{response.status_code} {said or response.reason_phrase}"
+    text = ": ".join(str(details[name]) for name in ("title", "detail") if details.get(name)) or response.text[:200]
+    return f"{response.status_code} {text or response.reason_phrase}"
 
 
-def _comes_later(response: httpx.Response) -> bool:
-    # Not every 503: a sandbox that this very call brings down would be brought down again and again.
+def _is_worth_retry(response: httpx.Response) -> bool:
+    # Other 503 responses are errors: a call that crashes its sandbox would crash it again.
     if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         return _details(response).get("type") == OVERLOADED
     return response.status_code == httpx.codes.TOO_MANY_REQUESTS
@@ -222,34 +247,34 @@ def _details(response: httpx.Response) -> dict[str, Any]:
 
 def _pause_s(response: httpx.Response) -> float:
     try:
-        return min(float(response.headers.get("Retry-After", "1")), LONGEST_PAUSE_S)
-    except ValueError:  # The header may also be a date; the proxy does not send one.
+        return min(float(response.headers.get("Retry-After", "1")), MAX_PAUSE_S)
+    except ValueError:  # The header may also be a date, which the proxy does not send.
         return 1.0
 
 
 async def totals(client: httpx.AsyncClient) -> dict[str, Any]:
-    """Return the proxy's counts since its start, as `GET /api/v1/stats` gives them.
+    """Return the proxy's totals since its start (`GET /api/v1/stats`).
 
     Raises:
-        ReplayError: as `control` does.
+        ReplayError: See `control`.
     """
     return await control(client, "GET", "/api/v1/stats")
 
 
 async def control(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    """Make one request of the control plane and return its JSON object.
+    """Send a request to the control plane and return the JSON object of the response.
 
     Raises:
-        ReplayError: no proxy is there, or it refused.
+        ReplayError: The proxy cannot be reached, or it refused the request.
     """
     try:
         response = await client.request(method, path, json=body)
     except httpx.TransportError as error:
         raise ReplayError(
             f"no proxy answers at {client.base_url} ({type(error).__name__} {error}). "
-            "Start one with `forkpoint serve`, or leave --url out for a private one."
+            "Start one with `forkpoint serve`, or omit --url to use a temporary proxy."
         ) from error
     if not response.is_success:
         raise ReplayError(f"{method} {path} was refused: {problem(response)}")
-    found = response.json() if response.content else {}
-    return found if isinstance(found, dict) else {}
+    result = response.json() if response.content else {}
+    return result if isinstance(result, dict) else {}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from sandboxes.upstream.driver import HttpDriver
 from tests.agents.elsewhere import Elsewhere, elsewhere
 from tests.proxy.serving import Running, serving
@@ -304,7 +304,7 @@ def test_an_upload_that_outgrows_memory_passes_by_way_of_the_disk(tmp_path: Path
 
 
 def test_large_bodies_and_long_streams_pass_in_constant_memory(there: Elsewhere) -> None:
-    with private_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=120, trust_env=False) as client:
+    with ephemeral_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=120, trust_env=False) as client:
         server = {"upstream": f"{there.url}/api", "answer_bytes": 1 << 20, "mode": "pass"}
         client.put("/api/v1/tasks/t", json={"driver": "http", "servers": {"api": server}}).raise_for_status()
         client.get("/t/t/r/a/api/big?2")

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Page
 
-from proxy.workloads.ephemeral_proxy import private_proxy
+from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 from tests.proxy.serving import serving
 from tests.ui.browser import chromium
 from tests.ui.demo import populate
@@ -82,7 +82,7 @@ def audit(base: str) -> None:
 
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with private_proxy() as proxy:
+    with ephemeral_proxy() as proxy:
         populate(proxy.url)
         audit(proxy.url)
         for scheme in ("light", "dark"):

@@ -42,7 +42,7 @@ def nodes(proxy: Running) -> list[str]:
     return [node["id"] for node in as_json(proxy, "tree", "demo")["nodes"]]
 
 
-def test_a_rollout_is_a_waterfall_of_its_calls(proxy: Running) -> None:
+def test_rollout_lists_its_calls_with_bars(proxy: Running) -> None:
     text = typed(proxy, "rollout", "demo", "second")
     assert "demo / second: 3 calls, 0.03 s saved" in text
     assert text.count("hit") == 3
@@ -50,15 +50,15 @@ def test_a_rollout_is_a_waterfall_of_its_calls(proxy: Running) -> None:
     assert [step["outcome"] for step in as_json(proxy, "rollout", "demo", "first")["steps"]] == ["miss"] * 3
 
 
-def test_a_node_shows_what_led_there_and_why_it_is_kept(proxy: Running) -> None:
+def test_node_shows_call_and_snapshot_reason(proxy: Running) -> None:
     _, one, _ = nodes(proxy)
     text = typed(proxy, "node", "demo", one)
-    for part in ("echo one > f", "kept", "first", "1 calls that changed nothing", "cat f"):
+    for part in ("echo one > f", "kept", "first", "1 read-only calls", "cat f"):
         assert part in text
     assert as_json(proxy, "node", "demo", one)["id"] == one
 
 
-def test_a_diff_shows_files_and_sessions(proxy: Running) -> None:
+def test_diff_shows_files_and_sessions(proxy: Running) -> None:
     _, one, two = nodes(proxy)
     text = typed(proxy, "diff", "demo", one, two)
     for part in ("~ /root/f", "+\\x1b[31mtwo", "+ 1"):
@@ -66,13 +66,13 @@ def test_a_diff_shows_files_and_sessions(proxy: Running) -> None:
     assert as_json(proxy, "diff", "demo", one, one)["same"]
 
 
-def test_verify_says_how_sure_it_is(proxy: Running) -> None:
+def test_verify_prints_confidence_interval(proxy: Running) -> None:
     view = as_json(proxy, "verify", "demo", "--all")
     assert (view["bounds"][0]["checked"], view["findings"], view["running"]) == (3, [], None)
     assert "3" in typed(proxy, "verify", "demo", "--sample", "1", "--seed", "7")
 
 
-def test_a_tree_goes_out_to_a_file_and_comes_back(proxy: Running, tmp_path: Path) -> None:
+def test_tree_is_exported_and_imported(proxy: Running, tmp_path: Path) -> None:
     file = tmp_path / "demo.tar"
     assert as_json(proxy, "export", "demo", str(file)) == {
         "task": "demo", "file": str(file), "bytes": file.stat().st_size,
@@ -85,25 +85,25 @@ def test_a_tree_goes_out_to_a_file_and_comes_back(proxy: Running, tmp_path: Path
     as_json(proxy, "export", "demo", str(with_states), "--snapshots")
     with tarfile.open(with_states) as listed:
         assert any(name.startswith("snapshot/") for name in listed.getnames())
-    assert "kept states (0 more were left out)" in typed(proxy, "import", str(with_states), "with-states")
+    assert "snapshots (0 more were left out)" in typed(proxy, "import", str(with_states), "with-states")
     damaged = bytearray(file.read_bytes())
     damaged[3000] ^= 1
     file.write_bytes(damaged)
-    said = CliRunner().invoke(app, ["import", str(file), "again"], env={"FORKPOINT_URL": str(proxy.client.base_url)})
-    assert said.exit_code == 1
-    assert "this file is not imported" in said.output
+    result = CliRunner().invoke(app, ["import", str(file), "again"], env={"FORKPOINT_URL": str(proxy.client.base_url)})
+    assert result.exit_code == 1
+    assert "the file cannot be imported" in result.output
 
 
-def test_top_shows_the_last_minute_and_the_busiest_tasks(proxy: Running) -> None:
+def test_top_shows_last_minute_and_busiest_tasks(proxy: Running) -> None:
     text = typed(proxy, "top", "--once")
     for part in ("calls", "demo", "hits", "sandboxes:"):
         assert part in text
     assert as_json(proxy, "top", "--once")["stats"]["calls"] >= 6
 
 
-def test_gc_says_what_it_freed(proxy: Running) -> None:
+def test_gc_prints_what_it_freed(proxy: Running) -> None:
     assert as_json(proxy, "gc")["evicted"] == 0
-    assert "forgotten nodes swept" in typed(proxy, "gc")
+    assert "forgotten nodes deleted" in typed(proxy, "gc")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_gc_says_what_it_freed(proxy: Running) -> None:
         ["verify", "nothing"],
     ],
 )
-def test_what_is_not_there_is_said_and_ends_with_1(
+def test_unknown_names_exit_with_1(
     proxy: Running, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,20 +124,20 @@ def test_what_is_not_there_is_said_and_ends_with_1(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_token_comes_from_the_environment(tmp_path: Path) -> None:
+def test_token_comes_from_environment(tmp_path: Path) -> None:
     token = "some-token-0123456789"
     with serving(tmp_path, token=SecretStr(token)) as proxy:
         typed(proxy, "gc", code=1)
         assert json.loads(typed(proxy, "gc", "--json", FORKPOINT_TOKEN=token))["evicted"] == 0
 
 
-def test_shells_can_complete_it() -> None:
+def test_shell_completion_can_be_installed() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert "--install-completion" in result.output
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=60))
-def test_bars_are_as_many_as_values_and_only_nothing_is_blank(values: list[float]) -> None:
+def test_each_value_has_a_bar(values: list[float]) -> None:
     bars = spark(values)
     assert len(bars) == len(values)
     assert [bar == " " for bar in bars] == [value <= 0 for value in values]

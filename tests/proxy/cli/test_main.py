@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from proxy.cli.main import app
 from proxy.cli.render_tree import render_tree
-from proxy.cli.replay import parting
+from proxy.cli.replay import first_difference
 from proxy.cli.text import printable, shortened
 from proxy.workloads.ephemeral_proxy import free_port
 from proxy.workloads.report import CallId, Difference, ShellAnswer
@@ -47,11 +47,11 @@ def test_each_command_explains_itself(command: str) -> None:
     assert "Usage" in output
 
 
-def test_the_version_is_that_of_the_distribution() -> None:
+def test_version_is_the_distributions() -> None:
     assert typed("--version") == (0, "forkpoint 0.1.0\n")
 
 
-def test_a_tree_indents_only_where_rollouts_part() -> None:
+def test_tree_indents_only_at_branches() -> None:
     lines = drawn(
         node("n1", None, None, 1),
         node("n2", "n1", "make", 2),
@@ -62,7 +62,7 @@ def test_a_tree_indents_only_where_rollouts_part() -> None:
     assert column["n1"] == column["n2"] < column["n3"] == column["n4"]
 
 
-def test_a_tree_shows_what_a_call_did_and_who_stands_there() -> None:
+def test_tree_shows_effects_and_rollouts() -> None:
     *_, line, _legend = drawn(
         node("n1", None, None, 1),
         node("n2", "n1", "pytest", effect=["files", "session"], exit_code=1, snapshot=True, rollouts=["a", "b"]),
@@ -71,7 +71,7 @@ def test_a_tree_shows_what_a_call_did_and_who_stands_there() -> None:
         assert mark in line
 
 
-def test_a_long_command_is_cut_to_the_width_and_its_marks_stay() -> None:
+def test_long_command_is_cut_before_its_marks() -> None:
     for width in (60, 100):
         line = next(line for line in drawn(node("n1", None, "x" * 500), width=width) if "n1" in line)
         assert len(line.rstrip()) <= width
@@ -79,7 +79,7 @@ def test_a_long_command_is_cut_to_the_width_and_its_marks_stay() -> None:
         assert line.rstrip().endswith("2 hits")
 
 
-def test_read_only_calls_hang_below_their_node_the_most_hit_first() -> None:
+def test_read_only_calls_are_listed_by_hits() -> None:
     call = {"endpoint": "shell", "tool": "exec"}
     seen = [{"call": {**call, "arguments": {"command": f"cat {n}"}}, "seconds": 0, "hits": n} for n in range(5)]
     lines = [line.strip(" │└├─") for line in drawn(node("n1", None, None, observations=seen))]
@@ -91,23 +91,23 @@ def test_read_only_calls_hang_below_their_node_the_most_hit_first() -> None:
     ]
 
 
-def test_a_tree_that_goes_on_says_how_to_see_the_rest() -> None:
+def test_cut_subtree_names_its_node() -> None:
     assert any("3 more below: --node n1" in line for line in drawn(node("n1", None, None, 3)))
 
 
-def test_a_tree_that_was_cut_says_so() -> None:
+def test_truncated_tree_has_a_note() -> None:
     console = Console(width=100)
     with console.capture() as capture:
         console.print(render_tree({"task": "t", "root": "n1", "nodes": [node("n1", None, None)], "truncated": True}))
     assert "too large to show at once" in capture.get()
 
 
-def test_a_trajectory_of_thousands_of_calls_is_drawn_as_a_list() -> None:
+def test_trajectory_of_thousands_of_calls_is_a_list() -> None:
     nodes = [node(f"n{at}", f"n{at - 1}" if at else None, f"step {at}", 1) for at in range(2000)]
     assert len(drawn(*nodes)) == 2003
 
 
-def test_the_tree_command_asks_the_proxy_for_the_part_it_shows() -> None:
+def test_tree_command_requests_only_its_subtree() -> None:
     with stub_proxy() as stub:
         stub.view = {"task": "demo", "root": "n1", "nodes": [node("n7", "n2", "ls")]}
         code, output = typed("tree", "demo", "--url", stub.url, "--node", "n7", "--depth", "2")
@@ -116,13 +116,13 @@ def test_the_tree_command_asks_the_proxy_for_the_part_it_shows() -> None:
     assert "n7 ls" in output
 
 
-def test_a_task_that_is_not_there_is_the_proxys_own_answer_without_its_control_characters() -> None:
+def test_error_of_proxy_is_printed_escaped() -> None:
     with stub_proxy() as stub:
         code, output = typed("tree", "nothing", "--url", stub.url)
     assert (code, output) == (1, "404 Unknown task: No task has this name.\\x1b[2J\n")
 
 
-def test_a_proxy_that_is_not_there_says_what_to_do() -> None:
+def test_unreachable_proxy_error_names_remedy() -> None:
     code, output = typed("tree", "demo", "--url", f"http://127.0.0.1:{free_port()}")
     assert code == 1
     assert "Start one with `forkpoint serve`" in output
@@ -135,7 +135,7 @@ def a_workload(folder: Path, *commands: str) -> str:
     return str(file)
 
 
-def test_a_replay_prints_its_figures_and_every_answer_that_differs(tmp_path: Path) -> None:
+def test_replay_prints_figures_and_differences(tmp_path: Path) -> None:
     with stub_proxy() as stub:
         file = a_workload(tmp_path, "ls", "random", "\x1b[31mred")
         code, output = typed("replay", file, "--url", stub.url, "--rollouts", "1", "--noise")
@@ -146,7 +146,7 @@ def test_a_replay_prints_its_figures_and_every_answer_that_differs(tmp_path: Pat
     assert "\x1b[31m" not in output
 
 
-def test_a_replay_with_errors_shows_them_and_fails(tmp_path: Path) -> None:
+def test_replay_with_errors_fails(tmp_path: Path) -> None:
     with stub_proxy() as stub:
         code, output = typed("replay", a_workload(tmp_path, "ls", "fail"), "--url", stub.url, "--no-compare")
     assert code == 1
@@ -154,7 +154,7 @@ def test_a_replay_with_errors_shows_them_and_fails(tmp_path: Path) -> None:
     assert "503 The sandbox failed: It died." in output
 
 
-def test_a_baseline_runs_without_cache_only(tmp_path: Path) -> None:
+def test_baseline_makes_only_uncached_runs(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with stub_proxy() as stub:
         code, _ = typed("replay", a_workload(tmp_path, "ls"), "--url", stub.url, "--baseline", "--json", str(report))
@@ -168,12 +168,12 @@ def test_a_baseline_runs_without_cache_only(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["nothing.jsonl"], "cannot be read"),
-        (["FILE", "--task", "other*"], "no rollout of these files matches"),
-        (["FILE", "--baseline", "--no-compare"], "leaves nothing to run"),
+        (["FILE", "--task", "other*"], "no rollout in these files matches"),
+        (["FILE", "--baseline", "--no-compare"], "cannot be combined with"),
         (["FILE", "--url", "ftp://x"], "no proxy answers"),
     ],
 )
-def test_a_replay_that_cannot_be_made_says_why(tmp_path: Path, words: list[str], said: str) -> None:
+def test_impossible_replay_is_refused_with_reason(tmp_path: Path, words: list[str], said: str) -> None:
     file = a_workload(tmp_path, "ls")
     code, output = typed("replay", *(file if word == "FILE" else word for word in words))
     assert code != 0
@@ -181,22 +181,22 @@ def test_a_replay_that_cannot_be_made_says_why(tmp_path: Path, words: list[str],
 
 
 @given(st.text())
-def test_nothing_that_a_terminal_acts_on_is_printed(text: str) -> None:
+def test_control_characters_are_escaped(text: str) -> None:
     assert printable(text).isprintable()
     assert len(shortened(text, 20)) <= 20
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
-def test_two_answers_are_shown_where_they_part(one: str, other: str) -> None:
+def test_answers_are_shown_around_first_difference(one: str, other: str) -> None:
     difference = Difference(
         CallId("t", "r", 0), "ls", ShellAnswer(f"same {one}", "", 0), ShellAnswer(f"same {other}", "", 0)
     )
     if one != other:
-        left, right = parting(difference, 1000)
+        left, right = first_difference(difference, 1000)
         assert left != right
         assert left.startswith("stdout ")
 
 
-def test_an_exit_code_is_shown_before_output() -> None:
+def test_exit_codes_are_compared_before_output() -> None:
     difference = Difference(CallId("t", "r", 0), "ls", ShellAnswer("a", "", 0), ShellAnswer("b", "", 1))
-    assert parting(difference, 40) == ("exit_code 0", "exit_code 1")
+    assert first_difference(difference, 40) == ("exit_code 0", "exit_code 1")

@@ -1,17 +1,18 @@
-"""A private proxy comes and goes with its block."""
+"""A temporary proxy comes and goes with its block."""
 
 from pathlib import Path
 
 import pytest
 
-from proxy.workloads.ephemeral_proxy import PrivateProxyError, private_proxy
+from proxy.workloads.ephemeral_proxy import EphemeralProxyError, ephemeral_proxy
 
 
-def test_a_private_proxy_that_does_not_start_says_why_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_start_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("FORKPOINT_LOG", "loud")
-    with pytest.raises(PrivateProxyError, match=r"ended with code 1:\nThe settings cannot be used"), private_proxy():
+    with (
+        pytest.raises(EphemeralProxyError, match=r"ended with code 1:\nThe settings are invalid"),
+        ephemeral_proxy(),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []

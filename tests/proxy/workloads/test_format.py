@@ -43,7 +43,7 @@ def in_a_session(command: str) -> tuple[str, str, int, str, str]:
     return run.stdout, "\n".join(stderr), int(code), cwd, left
 
 
-def test_calls_go_to_the_shell_endpoint_with_the_arguments_they_have() -> None:
+def test_calls_keep_their_arguments() -> None:
     call = {"tool": "shell", "args": {"command": "ls", "timeout_s": 2, "session": "b"}}
     request = request_of(call, 4)
     assert request is not None
@@ -51,17 +51,17 @@ def test_calls_go_to_the_shell_endpoint_with_the_arguments_they_have() -> None:
     assert request.arguments == {"command": "ls", "timeout_s": 2, "session": "b"}
 
 
-def test_a_task_without_a_spec_has_the_default_one() -> None:
+def test_task_without_spec_has_the_default() -> None:
     task, spec, rollout = parse_rollout(line("a/b", "r", "ls", "pwd"), folder=Path("/"))
     assert (task, spec, rollout.name) == ("a/b", EnvironmentSpec(), "r")
     assert [request.shown for request in rollout.requests] == ["ls", "pwd"]
 
 
-def test_a_recorded_process_is_sent_as_one_command_line() -> None:
+def test_recorded_argv_becomes_a_command_line() -> None:
     assert as_sent("echo 'a b'", ["/bin/bash", "-c", "echo a b"]) == "/bin/bash -c 'echo a b'"
 
 
-def test_a_call_that_could_not_be_parsed_is_skipped_and_counted(tmp_path: Path) -> None:
+def test_unparsed_calls_are_skipped_and_counted(tmp_path: Path) -> None:
     calls = [recorded("ls", ["ls"]), recorded('echo "', None), recorded("pwd", ["pwd"])]
     file = write(tmp_path, json.dumps({"task": "t", "rollout": "r", "calls": calls}))
     workload = read_workload([file])
@@ -74,21 +74,21 @@ def test_a_call_that_could_not_be_parsed_is_skipped_and_counted(tmp_path: Path) 
     ("script", "cwd", "code"),
     [("cd /usr && echo out && echo err >&2", "/usr", 0), ("cd $(echo /etc)", "/etc", 0), ("cd /usr; exit 3", "/", 3)],
 )
-def test_a_cd_that_succeeds_moves_the_session_and_keeps_its_output(script: str, cwd: str, code: int) -> None:
+def test_successful_cd_moves_the_session(script: str, cwd: str, code: int) -> None:
     alone = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     stdout, stderr, exit_code, where, left = in_a_session(as_sent("cd x", ["/bin/bash", "-c", script]))
     assert (stdout, stderr, exit_code) == (alone.stdout, alone.stderr.rstrip("\n"), code)
     assert (where, left) == (cwd, "nothing")
 
 
-def test_a_cd_whose_quotes_were_lost_fails_as_it_did_and_moves_nothing() -> None:
+def test_failed_cd_does_not_move_the_session() -> None:
     sent = as_sent('cd "$(ls -1 /)"', ["/bin/bash", "-c", "cd /$(ls", "-1", "/)"])
     _, stderr, code, where, left = in_a_session(sent)
     assert "unexpected EOF" in stderr
     assert (code, where, left) == (2, "/", "nothing")
 
 
-def test_a_fixture_is_unpacked_at_the_root_with_the_environment_of_the_recording(tmp_path: Path) -> None:
+def test_fixture_is_unpacked_at_the_root(tmp_path: Path) -> None:
     (tmp_path / "fs.tar.gz").touch()
     _, spec, _ = parse_rollout(line("t", "r", "ls", fixture="fs.tar.gz"), folder=tmp_path)
     (archive,) = spec.archives
@@ -97,7 +97,7 @@ def test_a_fixture_is_unpacked_at_the_root_with_the_environment_of_the_recording
     assert {**spec.env, "PATH": ""} == {"PATH": "", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
-def test_rollouts_of_one_task_meet_whichever_file_they_stand_in(tmp_path: Path) -> None:
+def test_rollouts_of_a_task_may_be_in_several_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     one, two = write(tmp_path, line("t", "r", "ls")), write(tmp_path / "b", line("t", "r", "pwd"), line("u", "r", "id"))
     workload = read_workload([one, two])
@@ -107,7 +107,7 @@ def test_rollouts_of_one_task_meet_whichever_file_they_stand_in(tmp_path: Path) 
     ]
 
 
-def test_a_selection_keeps_matching_tasks_and_the_first_rollouts(tmp_path: Path) -> None:
+def test_selection_keeps_matching_tasks_and_first_rollouts(tmp_path: Path) -> None:
     workload = read_workload(
         [write(tmp_path, *(line(task, rollout, "ls") for task in ("a/1", "b/1", "a/2") for rollout in "xy"))]
     )
@@ -120,17 +120,17 @@ def test_a_selection_keeps_matching_tasks_and_the_first_rollouts(tmp_path: Path)
     ("bad", "said"),
     [
         ("{", "line 2: not JSON"),
-        ('["a"]', "`task` must be there and be a JSON string"),
+        ('["a"]', "`task` is required and must be a JSON string"),
         (line(), None),
-        ('{"task": "t", "rollout": "r", "calls": [{"tool": "shell"}]}', "`args` must be there and be a JSON object"),
+        ('{"task": "t", "rollout": "r", "calls": [{"tool": "shell"}]}', "`args` is required and must be a JSON object"),
         ('{"task": "t", "rollout": "r", "calls": [{"tool": "sql", "args": {}}]}', "call 0 needs the sql endpoint"),
         ('{"task": "t", "rollout": "r", "calls": [{"tool": "book", "args": {}}]}', "an endpoint for the tool 'book'"),
         (line("t", "r", "ls", spec={"bas": "host"}), "`spec` is not an environment spec"),
-        (line("t", "r", "ls", fixture="nowhere.tar"), "nowhere.tar is not there"),
-        (line("start", "r", "ls", spec={"workdir": "/x"}), "different environment specs"),
+        (line("t", "r", "ls", fixture="nowhere.tar"), "nowhere.tar does not exist"),
+        (line("start", "r", "ls", spec={"workdir": "/x"}), "different environments"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_with_its_place(tmp_path: Path, bad: str, said: str | None) -> None:
+def test_malformed_workload_is_refused_with_its_line(tmp_path: Path, bad: str, said: str | None) -> None:
     file = write(tmp_path, line("start", "r0", "ls"), bad)
     if said is None:
         assert read_workload([file]).rollouts == 2
@@ -139,7 +139,7 @@ def test_what_cannot_be_replayed_is_refused_with_its_place(tmp_path: Path, bad: 
         read_workload([file])
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"nothing\.jsonl: cannot be read"):
         read_workload([tmp_path / "nothing.jsonl"])
 
@@ -152,7 +152,7 @@ names = (
 
 
 @given(names, names)
-def test_names_are_fit_for_a_path_and_different_ones_stay_different(one: str, other: str) -> None:
+def test_safe_names_stay_distinct(one: str, other: str) -> None:
     made = safe_name(one, "-1f")
     assert made[0].isascii()
     assert made[0].isalnum()
@@ -161,6 +161,6 @@ def test_names_are_fit_for_a_path_and_different_ones_stay_different(one: str, ot
     assert (made == safe_name(other, "-1f")) == (one == other)
 
 
-def test_a_name_that_is_safe_stays_as_it_is() -> None:
+def test_safe_name_is_unchanged() -> None:
     assert safe_name("fs1-1.a_b") == "fs1-1.a_b"
     assert shlex.quote(safe_name("a b")) == safe_name("a b")

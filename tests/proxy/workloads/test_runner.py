@@ -48,7 +48,7 @@ def run(stub: Stub, work: Workload, *, cached: bool = True, at_once: int = 1, na
     )
 
 
-def test_a_second_rollout_is_answered_from_what_the_first_did() -> None:
+def test_second_rollout_hits_records_of_first() -> None:
     with stub_proxy() as stub:
         found = figures(run(stub, workload(["ls", "pwd"], ["ls", "pwd", "id"])))
     assert (found.calls, found.hits, found.misses, found.errors) == (5, 2, 3, 0)
@@ -56,14 +56,14 @@ def test_a_second_rollout_is_answered_from_what_the_first_did() -> None:
     assert (found.executed_s, found.saved_s, found.replays) == (1.5, 1.0, 0)
 
 
-def test_a_shared_run_counts_as_a_wait_and_not_as_a_miss() -> None:
+def test_shared_execution_counts_as_a_wait() -> None:
     with stub_proxy() as stub:
         found = figures(run(stub, workload(["shared"])))
     assert (found.hits, found.waits, found.misses, found.hit_rate) == (0, 1, 0, 1.0)
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 64])
-def test_calls_of_a_rollout_go_out_in_their_order_however_many_run_at_once(at_once: int) -> None:
+def test_calls_of_a_rollout_are_sent_in_order(at_once: int) -> None:
     rollouts = [[f"step {number}.{at}" for at in range(5)] for number in range(12)]
     with stub_proxy() as stub:
         found = run(stub, workload(*rollouts), at_once=at_once)
@@ -73,7 +73,7 @@ def test_calls_of_a_rollout_go_out_in_their_order_however_many_run_at_once(at_on
     ]
 
 
-def test_an_uncached_run_says_so_in_its_specs_and_leaves_no_task_behind() -> None:
+def test_uncached_run_deletes_its_tasks() -> None:
     with stub_proxy() as stub:
         found = run(stub, workload(["ls"], ["ls"]), cached=False)
         ((task, spec),) = stub.specs.items()
@@ -82,13 +82,13 @@ def test_an_uncached_run_says_so_in_its_specs_and_leaves_no_task_behind() -> Non
     assert figures(found).bypasses == 2
 
 
-def test_a_cached_run_finishes_its_rollouts_and_keeps_its_task() -> None:
+def test_cached_run_finishes_rollouts_and_keeps_tasks() -> None:
     with stub_proxy() as stub:
         run(stub, workload(["ls"], task="t"))
         assert stub.deleted == ["/api/v1/tasks/t-x/rollouts/r0-y"]
 
 
-def test_with_names_kept_a_second_replay_meets_the_tree_of_the_first() -> None:
+def test_kept_names_share_the_tree_between_replays() -> None:
     with stub_proxy() as stub:
         first = run(stub, workload(["ls"], task="t"), names=Names("", "-1"))
         again = run(stub, workload(["ls"], task="t"), names=Names("", "-2"))
@@ -96,7 +96,7 @@ def test_with_names_kept_a_second_replay_meets_the_tree_of_the_first() -> None:
     assert (figures(first).hits, figures(again).hits) == (0, 1)
 
 
-def test_an_error_is_kept_and_shown_and_the_rollout_goes_on() -> None:
+def test_rollout_continues_after_an_error() -> None:
     with stub_proxy() as stub:
         found = run(stub, workload(["ls", "fail", "garbage", "pwd"]))
     assert [outcome.answer is not None for outcome in found.outcomes.values()] == [True, False, False, True]
@@ -107,13 +107,13 @@ def test_an_error_is_kept_and_shown_and_the_rollout_goes_on() -> None:
     assert figures(found).errors == 2
 
 
-def test_a_refused_call_comes_again_and_the_refusal_is_counted() -> None:
+def test_refused_call_is_retried_and_counted() -> None:
     with stub_proxy() as stub:
         found = run(stub, workload(["busy"]))
     assert (figures(found).errors, figures(found).refusals) == (0, 1)
 
 
-def test_answers_that_differ_between_two_runs_are_found_and_only_those() -> None:
+def test_comparison_lists_only_different_answers() -> None:
     work = workload(["ls", "random", "pwd"], ["ls", "random"], ["fail"])
     with stub_proxy() as stub:
         found = compare(run(stub, work), run(stub, work, cached=False, names=Names("-u", "-u")))
@@ -124,16 +124,16 @@ def test_answers_that_differ_between_two_runs_are_found_and_only_those() -> None
     assert (found.compared, found.rate) == (5, 0.4)
 
 
-def test_a_proxy_that_is_not_there_says_what_to_do() -> None:
+def test_unreachable_proxy_error_names_remedy() -> None:
     nowhere = Stub(url=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ReplayError, match=r"no proxy answers at .* Start one with `forkpoint serve`"):
         run(nowhere, workload(["ls"]))
 
 
-def test_a_rollout_that_loses_the_proxy_ends_there_and_its_other_calls_are_counted() -> None:
+def test_rollout_ends_when_proxy_is_lost() -> None:
     lost = {CallId("t", "r", 0): ReplayedCall("ls", 0.0, error="no answer from the proxy")}
     found = ReplayRun(cached=True, wall_s=1.0, outcomes=lost, spent=spent({}, {}), unsent=2)
-    assert errors_of(found)[-1] == "2 calls were not sent, because their rollouts lost the proxy"
+    assert errors_of(found)[-1] == "2 calls were not sent, because the proxy could not be reached any more"
     assert (figures(found).errors, figures(found).calls, figures(found).median_ms) == (3, 1, 0.0)
 
 
@@ -148,20 +148,20 @@ def test_a_rollout_that_loses_the_proxy_ends_there_and_its_other_calls_are_count
         ("forkpoint; detail=hit-or-miss", None),
     ],
 )
-def test_the_cache_status_says_where_an_answer_came_from(header: str, source: Source | None) -> None:
+def test_cache_status_gives_the_source(header: str, source: Source | None) -> None:
     assert read_source(header) is source
 
 
-def test_server_timing_is_read_in_milliseconds() -> None:
+def test_server_timing_is_in_milliseconds() -> None:
     assert read_timing("tool;dur=12.5, restore; dur=3, wait") == {"tool": 12.5, "restore": 3.0}
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     assert percentile([], 0.5) == 0.0
     assert [percentile([1.0, 2.0, 3.0, 4.0], share) for share in (0.0, 0.5, 0.95)] == [1.0, 2.0, 4.0]
 
 
-def test_the_json_report_keeps_both_answers_whole() -> None:
+def test_json_report_has_both_answers() -> None:
     call = CallId("t", "r", 0)
     runs = {
         name: ReplayRun(
