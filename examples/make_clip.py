@@ -40,6 +40,7 @@ class Scene:
 
     @property
     def subtitle(self) -> str:
+        """Text of the scene's subtitle."""
         return f"Scene of {self.name}, tone {self.tone_hz} Hz."
 
 
@@ -144,6 +145,7 @@ def truth(scene_s: float) -> dict[str, object]:
 
 
 def main() -> None:
+    """Make the clip that the command line describes."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("--scene-s", type=float, default=15.0)

@@ -40,6 +40,7 @@ class ForkpointSandbox:
 
     @property
     def sandbox_id(self) -> str:
+        """Name of the rollout."""
         return self._rollout
 
     async def send_heartbeat(self, timeout: int = 30) -> None:
@@ -48,6 +49,7 @@ class ForkpointSandbox:
     async def run_command(
         self, command: str, workdir: str | None = None, timeout: int = 60, max_output_bytes: int | None = None
     ) -> SandboxResult:
+        """Run a command in a shell of its own; a timeout is exit code 124."""
         line = f"bash -c {shlex.quote(command)}"
         if workdir is not None:
             line = f"(cd {shlex.quote(workdir)} && exec {line})"
@@ -60,6 +62,7 @@ class ForkpointSandbox:
         )
 
     async def read_file(self, path: str, max_bytes: int | None = None, timeout: int = 60) -> SandboxResult:
+        """Return the content of a file as standard output; exit code 1 if the file cannot be read."""
         status, content = await self._ask("GET", self._file(path), None, timeout)
         if status != 200:
             return SandboxResult(stdout="", stderr=content.decode(), exit_code=1)
@@ -68,6 +71,7 @@ class ForkpointSandbox:
     async def write_file(
         self, path: str, content: str | bytes, executable: bool = False, timeout: int = 60
     ) -> SandboxResult:
+        """Write a file; exit code 1 if the file cannot be written."""
         data = content.encode() if isinstance(content, str) else content
         status, error = await self._ask("PUT", self._file(path), data, timeout)
         if status >= 400:

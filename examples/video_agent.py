@@ -60,6 +60,7 @@ def describe(tools: Tools, video: str, description: str) -> tuple[str, bytes]:
 
 
 def main() -> None:
+    """Run the agent that the command line describes."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("video", type=Path)
     parser.add_argument("description")

@@ -51,6 +51,7 @@ def missing(page: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_names_on_page_exist(page: Path) -> None:
+    """A page that names code changes together with the code."""
     assert missing(page.read_text()) == []
 
 

@@ -18,6 +18,7 @@ TASK = "docker-sdk-example"
 
 
 def main() -> None:
+    """Run four rollouts. From the second on, their shared part takes no time."""
     api = f"{HOST.replace('tcp', 'http', 1)}/api/v1/tasks/{TASK}"
     body = json.dumps({"driver": "local"}).encode()
     request = urllib.request.Request(api, data=body, method="PUT", headers={"content-type": "application/json"})

@@ -47,6 +47,7 @@ def rollout(name: str) -> str:
 
 
 def main() -> None:
+    """Run three agents and print how each of their commands was answered."""
     control("PUT", f"tasks/{TASK}", {"driver": "local"})
     for name in ("one", "two", "three"):
         submitted = rollout(name)
