@@ -1,4 +1,4 @@
-"""What can be said of compose.yaml and docker/ without a registry: their form, and that they fit together."""
+"""compose.yaml and docker/ are well-formed and fit together. Their images are not built: that needs a registry."""
 
 from pathlib import Path
 from typing import Any
@@ -17,24 +17,24 @@ def compose() -> dict[str, Any]:
     return loaded
 
 
-def test_compose_s_settings_are_settings_of_the_proxy(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compose_sets_known_settings(compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     proxy = compose["services"]["proxy"]
     for name, value in proxy["environment"].items():
         monkeypatch.setenv(name, value)
     settings = Settings.load()
     assert settings.drivers == ("container",)
     assert settings.default_spec.image == compose["services"]["sandbox"]["image"]
-    # The daemon is told of directories below `data` by their names here: they must be its own too.
+    # The daemon mounts directories below `data` by the proxy's paths, so both must have the same paths.
     volumes = [volume.split(":") for volume in proxy["volumes"]]
     assert [str(settings.data)] * 2 in volumes
-    assert all(ours == its for ours, its in volumes)
+    assert all(inside == outside for outside, inside in volumes)
 
 
-def test_the_port_is_published_on_loopback_only(compose: dict[str, Any]) -> None:
+def test_port_is_published_on_loopback_only(compose: dict[str, Any]) -> None:
     assert all(port.startswith("127.0.0.1:") for port in compose["services"]["proxy"]["ports"])
 
 
-def test_each_image_is_built_of_a_dockerfile_that_is_there_and_debian_s_packages(compose: dict[str, Any]) -> None:
+def test_images_are_built_from_debian_packages(compose: dict[str, Any]) -> None:
     for service in compose["services"].values():
         build = service["build"]
         file = (ROOT / build["context"] / build["dockerfile"]).read_text()
@@ -44,7 +44,8 @@ def test_each_image_is_built_of_a_dockerfile_that_is_there_and_debian_s_packages
             assert "pip install" not in file
 
 
-def test_docker_is_no_package_that_would_hide_the_sdk() -> None:
+def test_docker_folder_does_not_hide_the_sdk() -> None:
+    """With a Python module in it, the folder would be imported as `docker`."""
     import docker  # noqa: PLC0415
 
     assert not list((ROOT / "docker").glob("*.py"))

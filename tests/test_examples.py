@@ -1,4 +1,4 @@
-"""The examples do what they say."""
+"""The clip and the video agent of examples/ do what their docstrings say."""
 
 import os
 import shutil
@@ -28,19 +28,19 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_clip_holds_what_it_says(tmp_path: Path, clip: Path) -> None:
-    told = truth(SCENE_S)
+def test_clip_shows_its_scenes(tmp_path: Path, clip: Path) -> None:
+    expected = truth(SCENE_S)
 
     async def test(driver: VideoDriver) -> None:
         sandbox = await prepared(driver, spec_of(clip))
         info = (await ask(sandbox, "video_info")).json
         assert [info[name] for name in ("duration_s", "width", "height", "fps")] == [
-            told[name] for name in ("duration_s", "width", "height", "fps")
+            expected[name] for name in ("duration_s", "width", "height", "fps")
         ]
         shots = (await ask(sandbox, "detect_shots")).json["shots"]
         assert [shot["start_s"] for shot in shots] == pytest.approx([n * SCENE_S for n in range(len(SCENES))])
-        heard = (await ask(sandbox, "audio_profile")).json["segments"]
-        assert [each["tone_hz"] for each in heard] == pytest.approx([scene.tone_hz for scene in SCENES], abs=5)
+        sounds = (await ask(sandbox, "audio_profile")).json["segments"]
+        assert [each["tone_hz"] for each in sounds] == pytest.approx([scene.tone_hz for scene in SCENES], abs=5)
         texts = (await ask(sandbox, "get_subtitles")).json["subtitles"]
         assert [each["text"] for each in texts] == [scene.subtitle for scene in SCENES]
         captions = (await ask(sandbox, "caption_retrieval", start=0, end=len(SCENES) - 1)).json["captions"]
@@ -50,9 +50,8 @@ def test_the_clip_holds_what_it_says(tmp_path: Path, clip: Path) -> None:
     driven(tmp_path, test)
 
 
-def test_the_agent_finds_its_scene_and_the_second_run_is_all_hits(
-    tmp_path: Path, clip: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_run_of_video_agent_is_all_hits(tmp_path: Path, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent reports the right scene and a frame of it. Its second run reports the same without a miss."""
     monkeypatch.setenv("FORKPOINT_DRIVERS", '["video"]')
     with ephemeral_proxy() as proxy:
         command = [

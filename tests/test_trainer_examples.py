@@ -1,7 +1,7 @@
-"""The shims in examples/, run as their trainers run them, which are too heavy to install here.
+"""The shims for veRL and TRL in examples/ run as their trainers run them. The trainers are too heavy to install here.
 
-What stands in for veRL has its interfaces as they are in the wheel of 0.9.1 (`verl/tools/base_tool.py`, `schemas.py`),
-and calls as its `tool_agent_loop.py` does; TRL's calls are those of `grpo_trainer.py` of 1.16.
+The stand-in for veRL has the interfaces of the wheel of 0.9.1 (`verl/tools/base_tool.py`, `schemas.py`) and calls like
+its `tool_agent_loop.py`. TRL's calls are the calls of `grpo_trainer.py` of 1.16.
 """
 
 import asyncio
@@ -58,19 +58,21 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 async def _verl_calls(tool: Any, rollout: str, *commands: str) -> list[str]:
-    """Call as the tool agent loop does: an instance for each call."""
-    said = []
+    """Run commands as the tool agent loop does, with an instance for each call; return their outputs."""
+    outputs = []
     for command in commands:
         instance, _ = await tool.create(create_kwargs={"task": "t"})
         agent_data = SimpleNamespace(request_id=rollout)
         response, reward, _ = await tool.execute(instance, {"command": command}, agent_data=agent_data)
         await tool.release(instance)
         assert reward == 0.0
-        said.append(response.text)
-    return said
+        outputs.append(response.text)
+    return outputs
 
 
-def test_a_verl_group_shares_its_prefix_and_parts(proxy: Running, verl: ModuleType) -> None:
+def test_verl_group_shares_its_prefix(proxy: Running, verl: ModuleType) -> None:
+    """Three trajectories begin with the same commands and diverge; two of them hit twice."""
+
     async def go() -> list[list[str]]:
         tool = verl.ForkpointShell({"url": str(proxy.client.base_url)}, None)
         async with tool._client:
@@ -81,7 +83,9 @@ def test_a_verl_group_shares_its_prefix_and_parts(proxy: Running, verl: ModuleTy
     assert proxy.engine.counts.outcomes[Outcome.HIT] == 4
 
 
-def test_a_verl_call_that_fails_raises_as_the_loop_expects(proxy: Running, verl: ModuleType) -> None:
+def test_failed_verl_call_raises(proxy: Running, verl: ModuleType) -> None:
+    """The tool agent loop expects an exception and makes an observation of it."""
+
     async def go() -> None:
         tool = verl.ForkpointShell({"url": str(proxy.client.base_url)}, None)
         async with tool._client:
@@ -91,7 +95,8 @@ def test_a_verl_call_that_fails_raises_as_the_loop_expects(proxy: Running, verl:
         asyncio.run(go())
 
 
-def test_trl_environments_share_and_part_and_are_reset(proxy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_group_shares_its_prefix_until_reset(proxy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three environments begin with the same commands and diverge. A reset begins a new rollout at the root."""
     monkeypatch.setenv("FORKPOINT_URL", str(proxy.client.base_url))
     factory = loaded("trl_environment").ForkpointShell
     group = [factory() for _ in range(3)]
@@ -108,7 +113,7 @@ def test_trl_environments_share_and_part_and_are_reset(proxy: Running, monkeypat
         environment._client.close()
 
 
-def test_trl_finds_one_tool_with_its_description() -> None:
+def test_trl_sees_one_described_tool() -> None:
     factory = loaded("trl_environment").ForkpointShell
     tools = [n for n, _ in inspect.getmembers(factory, inspect.isfunction) if n != "reset" and not n.startswith("_")]
     assert tools == ["bash"]

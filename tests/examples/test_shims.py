@@ -1,7 +1,7 @@
-"""The shims of `examples/` before a real proxy; the frameworks they belong to are stood in for by their interfaces.
+"""The shims for SkyRL and tinker-cookbook in examples/ work with a real proxy and stand-ins for their frameworks.
 
-Read in the wheels of skyrl-gym 0.4.0 (`tools/core.py`, `tools/sql.py`) and tinker-cookbook 0.6.1
-(`sandbox/sandbox_interface.py`, `recipes/harbor_rl/harbor_env.py`).
+The stand-ins follow the interfaces in the wheels of skyrl-gym 0.4.0 (`tools/core.py`, `tools/sql.py`) and
+tinker-cookbook 0.6.1 (`sandbox/sandbox_interface.py`, `recipes/harbor_rl/harbor_env.py`).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def proxy() -> Iterator[Proxy]:
 
 
 class SkyrlTool:
-    """`skyrl_gym.tools.core.tool`."""
+    """Stands in for `skyrl_gym.tools.core.tool`."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func, self.name = func, func.__name__
@@ -40,7 +40,7 @@ class SkyrlTool:
 
 
 class SkyrlGroup:
-    """`skyrl_gym.tools.sql.SQLCodeExecutorToolGroup`, which says what it would have run."""
+    """Stands in for `skyrl_gym.tools.sql.SQLCodeExecutorToolGroup`, and returns what the original would run."""
 
     def __init__(self, db_file_path: str) -> None:
         self.db_path = db_file_path
@@ -60,7 +60,7 @@ class SkyrlGroup:
 
 @dataclass
 class SandboxResult:
-    """`tinker_cookbook.sandbox.sandbox_interface.SandboxResult`."""
+    """Stands in for `tinker_cookbook.sandbox.sandbox_interface.SandboxResult`."""
 
     stdout: str
     stderr: str
@@ -77,14 +77,13 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
-def test_skyrls_queries_are_run_once_and_its_writes_stay_in_process(
-    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skyrl_queries_run_once(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two environments share a query through the proxy. Statements that write stay in the trainer's process."""
     shim = example(
         "skyrl_sql", monkeypatch, skyrl_gym={}, skyrl_gym__tools={}, skyrl_gym__tools__core={"tool": SkyrlTool},
         skyrl_gym__tools__sql={"SQLCodeExecutorToolGroup": SkyrlGroup},
@@ -94,11 +93,11 @@ def test_skyrls_queries_are_run_once_and_its_writes_stay_in_process(
         database.executescript("CREATE TABLE t (x); INSERT INTO t VALUES (1), (2);")
     database.close()
     first, second = (shim.ForkpointSQL(str(tmp_path), proxy.url) for _ in range(2))
-    told = first.execute_tool("sql", "shop", "SELECT x FROM t", 3, 5)
+    observation = first.execute_tool("sql", "shop", "SELECT x FROM t", 3, 5)
     reminder = "<reminder>You have 3 turns left to complete the task.</reminder>"
-    assert told == f"\n\n<observation> x\n 1\n 2\n{reminder}</observation>\n\n"
+    assert observation == f"\n\n<observation> x\n 1\n 2\n{reminder}</observation>\n\n"
     hits = proxy.client.get("/api/v1/stats").json()["hits"]
-    assert second.execute_tool("sql", "shop", "SELECT x FROM t", 3, 5) == told
+    assert second.execute_tool("sql", "shop", "SELECT x FROM t", 3, 5) == observation
     assert proxy.client.get("/api/v1/stats").json()["hits"] == hits + 1
     wrong = first.execute_tool("sql", "shop", "SELECT y FROM t", 2, 5)
     assert "Error executing SQL: no such column: y, db file: " in wrong
@@ -106,9 +105,10 @@ def test_skyrls_queries_are_run_once_and_its_writes_stay_in_process(
         assert first.execute_tool("sql", "shop", statement, 1, 5) == f"in process: shop {statement} 1 5"
 
 
-def test_a_sandbox_for_tinker_is_a_rollout_of_its_tasks_folder(
+def test_tinker_sandboxes_of_one_folder_share_calls(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two sandboxes of a task's folder are two rollouts of one task; the second is answered from the tree."""
     shim = example(
         "tinker_sandbox", monkeypatch, tinker_cookbook={}, tinker_cookbook__sandbox={},
         tinker_cookbook__sandbox__sandbox_interface={"SandboxResult": SandboxResult},
@@ -116,9 +116,9 @@ def test_a_sandbox_for_tinker_is_a_rollout_of_its_tasks_folder(
 
     async def go() -> None:
         make = shim.factory(proxy.url, lambda folder: {"files": {"/root/name": folder.name}})
-        one, two = [await make(tmp_path / "task-1", 60) for _ in range(2)]
-        assert one.sandbox_id != two.sandbox_id
-        for sandbox in (one, two):
+        first, second = [await make(tmp_path / "task-1", 60) for _ in range(2)]
+        assert first.sandbox_id != second.sandbox_id
+        for sandbox in (first, second):
             assert (await sandbox.run_command("cat name; x=1; exit 3")).exit_code == 3
             assert (await sandbox.run_command("pwd; echo $x", workdir="/tmp")).stdout == "/tmp\n\n"
             assert (await sandbox.write_file("/root/run.sh", "#!/bin/sh\necho ran\n", executable=True)).exit_code == 0
@@ -126,8 +126,8 @@ def test_a_sandbox_for_tinker_is_a_rollout_of_its_tasks_folder(
             assert (await sandbox.read_file("/root/run.sh", max_bytes=9)).stdout == "#!/bin/sh"
             assert (await sandbox.read_file("/root/none")).exit_code == 1
             assert (await sandbox.run_command("sleep 60", timeout=1)).exit_code == 124
-        await one.cleanup()
-        await two.cleanup()
+        await first.cleanup()
+        await second.cleanup()
 
     hits = proxy.client.get("/api/v1/stats").json()["hits"]
     asyncio.run(go())
