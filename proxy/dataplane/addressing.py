@@ -43,15 +43,21 @@ class Addressing:
             RefusalError: 400 to 404 for a malformed address, 401 for an unknown token, 403 for a page of another site.
         """
         headers, raw_path = scope["headers"], scope["raw_path"]
+        # The Host header is checked once for each name: a page whose own name was rebound to this address sends
+        # that name (DNS rebinding).
         if not self._is_familiar(headers):
             refuse_foreign(scope["method"], headers, tool=True, names=self._engine.names)
+            # Only after the check passed: a refused name is checked again each time and cannot push accepted names
+            # out.
             self._hosts.update((value, True) for name, value in headers if name == b"host")
         address = self._addresses.get(raw_path)
         if address is None:
+            # A malformed path raises here, so only well-formed addresses are remembered.
             address = address_of(raw_path, headers)
             # `/e/` names its rollout in headers. Docker's paths name one exec instance each, so they do not come again.
             if raw_path.startswith((b"/t/", b"/ng-rollout/")) and address.endpoint != "docker":
                 self._addresses[raw_path] = address
+        # A token is resolved on each request, because the rollout that it stands for may have ended.
         return self._with_rollout_of_token(address) if address.token else address
 
     def dialect(self, rollout: Rollout, endpoint: str) -> Dialect:
@@ -60,6 +66,8 @@ class Addressing:
         Raises:
             RefusalError: 404, the environment has no such endpoint.
         """
+        # By tree and not by task: a PUT may give the task another environment while this rollout stays in its old
+        # tree.
         key = (rollout.tree.id, endpoint)
         dialect = self._dialects.get(key)
         if dialect is None:
@@ -68,6 +76,8 @@ class Addressing:
 
     def _is_familiar(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Return whether no browser sent these headers and their host name was accepted before. 0.3 us of a hit."""
+        # A browser's request never counts as familiar, so each one goes through `refuse_foreign`, whatever its host
+        # name.
         return all(not (name in BROWSERS or (name == b"host" and value not in self._hosts)) for name, value in headers)
 
     def _with_rollout_of_token(self, address: Address) -> Address:
@@ -86,5 +96,6 @@ def request_of(scope: Mapping[str, Any], address: Address, body: bytes) -> Reque
     host = next((value for name, value in headers if name == "host"), "")
     target = address.raw.decode("latin-1") + (f"?{query}" if query else "")
     base = f"{scope.get('scheme', 'http')}://{host}{address.prefix.decode('latin-1')}"
+    # Requests without a rollout in their address may begin one, which then gets this random name.
     fresh = "" if address.rollout and address.endpoint != "e2b" else secrets.token_hex(12)
     return Request(scope["method"], target, headers, body, address.rollout, base, fresh)

@@ -52,9 +52,11 @@ class DataPlane:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
         agents = scope["type"] != "lifespan" and scope["path"].startswith(_AGENTS_PATHS)
+        # The server's start and stop (`lifespan`) are no requests: they carry no headers to authorise.
         refusal = None if scope["type"] == "lifespan" else self._authorise(scope)
         if refusal is None and not agents:
             await self._behind(scope, receive, send)
+        # A refused WebSocket of the control plane ends here too, so the application behind never sees it.
         elif scope["type"] == "websocket":
             await self._converse(scope, receive, send, refusal)
         elif refusal is not None:
@@ -64,6 +66,7 @@ class DataPlane:
             try:
                 await self._dispatch.serve(scope, receive, exchange)
             except ClientDisconnectedError:
+                # No response can be sent any more, and it is no error: clients may close at any time.
                 pass
             except Exception as error:  # noqa: BLE001 - every error of a request becomes its response
                 await self._report(scope, error, exchange)
@@ -73,9 +76,12 @@ class DataPlane:
 
         Malformed requests and errors also return None: the regular path reports them.
         """
+        # The grant is in the scope from here on: the look-ups below may rely on it, as the regular path does.
         if self._authorise(scope) is not None:
             return None
         streaming = self.streaming
+        # Docker's endpoint reads its own paths. The cheap test of one path segment comes first, because every hit
+        # passes here.
         if streaming is not None and streaming.path_part in scope["raw_path"] and streaming.owns(scope):
             return streaming.known(scope, body)
         return self._hit_path.known(scope, body)
@@ -87,6 +93,7 @@ class DataPlane:
 
     def _authorise(self, scope: Scope) -> RefusalError | None:
         """Note in the scope what a request may see; return why it may see nothing, or None. Idempotent."""
+        # `may_stream` and `known` may get the same scope, so the second of them finds the grant of the first.
         if GRANT in scope:
             return None
         try:
@@ -96,12 +103,15 @@ class DataPlane:
         return None
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError | None) -> None:
+        # WebSocket scopes of ASGI have no method, but the check for foreign pages reads one. A handshake is a GET
+        # (RFC 6455, 4.1).
         scope = {**scope, "method": "GET"}
         try:
             if refusal is not None:
                 raise refusal
             address = self._addressing.address(scope)
         except RefusalError as error:
+            # ASGI delivers `websocket.connect` first, and a server accepts no response before it was received.
             await receive()
             problem = problem_of(error)
             self._count(problem)
@@ -113,6 +123,7 @@ class DataPlane:
         problem = problem_of(error)
         self._count(problem)
         if problem.status >= 500:
+            # Only a defect of the proxy gets a stack trace: other errors have their cause outside this code.
             trace = error if problem.slug == "defect" else None
             log.error("call failed", path=scope["path"], problem=problem.slug, error=repr(error), exc_info=trace)
         await exchange.problem(problem)
@@ -121,6 +132,7 @@ class DataPlane:
 def _address_of(scope: Scope) -> Address:
     """Return a request's address; one without an endpoint for the control plane and for a malformed path."""
     if scope["path"].startswith(("/t/", "/e/")):
+        # This address only chooses the form of a refusal, so its own errors do not matter.
         with suppress(RefusalError):
             return address_of(scope["raw_path"], scope["headers"])
     return Address("", "", "", "")

@@ -1,13 +1,7 @@
 """The regular path of an agent's request: read it, find out what it means, do that, send the answer.
 
-Theory of operation. A request passes four methods, each once, downwards:
-
-1. `serve` checks framing, browser and limits, resolves the address and reads the body. A body beyond
-   `max_body_bytes` goes to a file if the endpoint forwards it as it is.
-2. `_respond` lets the endpoint's dialect say what the request means. Endpoints that are whole APIs (Docker, E2B) answer
-   their requests themselves. A request may name another task than its URL; `_respond` then starts over with that task.
-3. `_act` does what the request means: a reply of the proxy's own, a rollout's begin or end, a cancellation, a call.
-4. `_call` answers a call: from a retry's first attempt, from the tree, or by running it in a sandbox.
+A request passes four methods downwards, numbered below: `serve`, `_respond`, `_act`, `_call`. Only a request that
+names another task than its URL passes `_respond` again, with that task.
 """
 
 import asyncio
@@ -80,22 +74,28 @@ class Dispatch:
             ClientDisconnectedError: The client closed its connection before its request was complete.
             Exception: Any error of the request; the caller reports it through `exchange`.
         """
+        # 1. Framing, browser and limits. Everything runs on one event loop, so a plain counter needs no lock.
         self._in_flight += 1
         try:
             if self._in_flight > self._engine.settings.max_requests:
                 raise RefusalError(
                     429, "too-many-requests", "more calls are in flight than max_requests allows. Try again soon."
                 )
+            # Before the body is read: with two possible ends, the body's last bytes could be the next request for a
+            # proxy in front.
             _refuse_smuggling(scope)
             address = self._addressing.address(scope)
             message, settings = await receive(), self._engine.settings
             # Most bodies are complete in the first message, and need neither a file nor a copy.
             if not message.get("more_body") and len(message.get("body", b"")) <= settings.max_body_bytes:
+                # Otherwise the client disconnected before it sent its body, and no response can reach it.
                 if message["type"] == "http.request":
                     await self._respond(scope, address, message.get("body", b""), exchange)
                 return
+            # Only a forwarded body may exceed the limit, because it is never put into a record and needs no memory.
             spools = _is_forwarded(self._engine.tasks.spec(address.task), address.endpoint)
             with uploading(settings.data, max_bytes=settings.max_body_bytes, spools=spools) as upload:
+                # Beyond the limit this raises 413, or spools to a file that the end of the block deletes.
                 body = await upload.receive(receive, message)
                 await self._respond(scope, address, body, exchange, upload.path)
         finally:
@@ -105,6 +105,8 @@ class Dispatch:
         self, scope: Scope, address: Address, body: bytes, exchange: Exchange, upload: Path | None = None
     ) -> None:
         """Answer a request whose body is there: in `body`, or in the file `upload`."""
+        # 2. The dialect says what the request means. Endpoints that are whole APIs (Docker, E2B) answer for
+        # themselves.
         own = self._endpoints.get(address.endpoint)
         if own is not None:
             await own.serve(scope, address, body, exchange)
@@ -116,12 +118,16 @@ class Dispatch:
         spec = tasks.spec(address.task) if rollout is None else rollout.tree.spec
         endpoint = address.endpoint
         dialect = dialect_of(spec, endpoint) if rollout is None else self._addressing.dialect(rollout, endpoint)
+        # From here on errors are reported in the dialect's own form, so that the client's library can read them.
         exchange.understood(dialect, request)
         if isinstance(dialect, Declared) and (task := dialect.task(request)) not in ("", address.task):
+            # The grant was checked for the URL's task only. Without this line a token for one task could name any
+            # other.
             scope.get(GRANT, ALL).require(task)
             await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
             return
         meaning = dialect.read(request)
+        # Before the client's rollout is begun: a list of tools is no step of it.
         if isinstance(meaning, Call) and meaning.constant:
             await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
             return
@@ -133,10 +139,12 @@ class Dispatch:
                 exchange.understood(dialect, request)
                 meaning = dialect.read(request)
         meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
+        # 3. Act: a reply of the proxy's own, a rollout's begin or end, a cancellation, or a call.
         await self._act(address.task, meaning, exchange, rollout)
 
     async def _routed(self, address: Address, task: str, spec: EnvironmentSpec) -> Address:
         """Return the address of the task that a request names; a new task gets the environment of the URL's task."""
+        # Two requests may both find the task missing. `put` is serialised by name, so at worst it is written twice.
         if self._engine.store.tasks.get(task) is None:
             await self._engine.tasks.put(task, spec)
         return replace(address, task=task)
@@ -144,6 +152,7 @@ class Dispatch:
     async def _rollout(self, task: str, call: Call, name: str) -> Rollout:
         """Return the rollout of a call. A new one begins, unless only the proxy gives such names (`Call.existing`)."""
         if not call.existing:
+            # Without `existing` the name is the client's own, so an unknown one is simply a new rollout.
             return await self._engine.tasks.rollout(task, call.rollout or name)
         rollout = await self._engine.tasks.running(task, call.rollout)
         if rollout is None:
@@ -157,6 +166,7 @@ class Dispatch:
         calls do not wait for one another.
         """
         engine = self._engine
+        # Keyed by tree: another environment of the task lists other tools.
         key = ((await engine.tasks.open(task)).tree.id, call.key)
         answer = self._constants.get(key)
         if answer is not None:
@@ -168,8 +178,10 @@ class Dispatch:
         try:
             answer = await exchange.until(start(engine.step.run(rollout, call.call, call.key, listener)), call)
         finally:
+            # A second first call may wait in this rollout meanwhile; the last of them ends it.
             if not rollout.waiting:
                 await engine.tasks.finish(rollout)
+        # A private answer holds for one rollout only (the server asked its client something, for example).
         if not answer.record.private:
             self._constants[key] = answer
         await self._send(answer, exchange)
@@ -182,10 +194,12 @@ class Dispatch:
             case Close():
                 rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
                 if rollout is not None:
+                    # The call in flight ends first. Otherwise its sandbox would be closed or given away under it.
                     await tasks.finish_in_turn(rollout)
                 await exchange.local(meaning.answer)
             case Cancel():
                 rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
+                # A call that has ended has no entry any more, so a late cancellation changes nothing.
                 events = None if rollout is None else self._cancellable.get((rollout.id, meaning.name))
                 if events is not None:
                     events.cancel()
@@ -193,6 +207,7 @@ class Dispatch:
             case Open():
                 opened = await tasks.open_rollout(task, meaning.rollout, meaning.parent, meaning.spec)
                 exchange.extra = meaning.headers
+                # The request also means something within the rollout that it opens.
                 await self._act(task, meaning.then, exchange, opened)
             case Call():
                 assert rollout is not None
@@ -200,12 +215,14 @@ class Dispatch:
 
     async def _call(self, rollout: Rollout, call: Call, exchange: Exchange) -> None:
         step, endpoints = self._engine.step, self._engine.counts.endpoints
+        # 4. The call: from a retry's first attempt, from the tree, or by running it.
         first_attempt = self._retries.answer(rollout, call)
         if first_attempt is not None:
             # Shielded: a client that hangs up must not cancel the answer that the first attempt waits for.
             answer = await asyncio.shield(first_attempt)
             await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
             return
+        # Requests with an ID, or whose body came slowly, were not looked up on the hit path.
         record = step.known(rollout, call.key)
         if record is not None:
             endpoints[call.call.endpoint][Outcome.HIT] += 1
@@ -215,6 +232,7 @@ class Dispatch:
             return
         listener = exchange.listener(call)
         running = start(step.run(rollout, call.call, call.key, listener, commutes=call.commutes))
+        # Remembered before the first await, so a retry that comes while the call runs shares its answer.
         self._retries.remember(rollout, call, running)
         with self._cancellable_as(call.cancel, rollout, exchange.events):
             answer = await exchange.until(running, call)
@@ -231,9 +249,11 @@ class Dispatch:
     def _cancellable_as(self, name: str, rollout: Rollout, events: ServerEvents | None) -> Iterator[None]:
         """Let the client cancel its call under the name that it gave the call, while the context lasts."""
         key = (rollout.id, name)
+        # Only a call with a listener for events can be cancelled, and only under a name.
         if not name or events is None:
             yield
             return
+        # The rollout's number is part of the key: two clients may choose the same name for their calls.
         self._cancellable[key] = events
         try:
             yield
@@ -260,6 +280,7 @@ def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
     """
     if upload is None:
         return meaning
+    # The body went to a file because its endpoint is forwarded, but the meaning may be of another kind.
     if not isinstance(meaning, Call) or not _is_forwarded(spec, meaning.call.endpoint):
         raise RefusalError(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
     arguments = {**meaning.call.arguments, "upload": str(upload)}
@@ -273,6 +294,8 @@ def _refuse_smuggling(scope: Scope) -> None:
         RefusalError: 400.
     """
     names = [name for name, _ in scope["headers"]]
+    # A parser that prefers either header reads another end than a proxy in front of it, which lets a request hide
+    # in a body.
     if (b"transfer-encoding" in names and b"content-length" in names) or names.count(b"content-length") > 1:
         raise RefusalError(400, "framing", "Content-Length and Transfer-Encoding exclude each other. Send one, once.")
 

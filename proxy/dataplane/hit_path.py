@@ -1,13 +1,8 @@
 """The hit path: a whole request becomes a whole response, without an await.
 
-Theory of operation. A hit does four look-ups, each in a memory that earlier requests filled:
+A hit does four look-ups (numbered below), each in a memory that earlier requests filled. If any of them fails, the
+request takes the regular path (`dispatch`), which parses, checks, opens and reports errors.
 
-1. URL -> `Address` (`Addressing`): the rollout and the endpoint.
-2. endpoint -> `Dialect` (`Addressing`): how the bytes of a request become a call.
-3. bytes of the request -> `Call`: rollouts of a group send the same bytes, so most requests need no parsing.
-4. call key at the rollout's node -> record -> response bytes (`Step.known` and `Answers`).
-
-If any of them fails, the request takes the regular path (`dispatch`), which parses, checks, opens and reports errors.
 The hit path never reports an error and changes nothing except the step that it takes in the tree. Nothing can run
 between the look-up and the step, because nothing here awaits.
 """
@@ -43,6 +38,7 @@ class HitPath:
 
     def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str] = frozenset()) -> None:
         self._engine, self._addressing = engine, addressing
+        # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
         self._answers, self._rollouts = engine.answers, engine.tasks.rollouts
         self._max_body_bytes = engine.settings.max_body_bytes
         self._endpoints = engine.counts.endpoints
@@ -54,13 +50,17 @@ class HitPath:
 
         Malformed requests and errors also return None: the regular path reports them.
         """
+        # 1. URL -> `Address`: the rollout and the endpoint. An unfamiliar host name or a browser's header also ends
+        # here, so foreign pages never get a hit.
         address = self._addressing.remembered(scope)
         if address is None or address.endpoint in self._apis or len(body) > self._max_body_bytes:
             return None
+        # An ended or unknown rollout is the regular path's business: it may have to be read back from the store.
         rollout = self._rollouts.get((address.task, address.rollout))
         if rollout is None:
             return None
         try:
+            # A bytearray cannot be part of a key below; `bytes` of bytes makes no copy.
             return self._response(scope, address, bytes(body), rollout)
         except Exception as error:  # noqa: BLE001 - the regular path meets the same error and reports it
             log.debug("hit path failed", error=repr(error))
@@ -71,11 +71,13 @@ class HitPath:
         # A request with an ID may be a retry, a constant call belongs to no rollout, and a routed one to another task.
         if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
             return None
+        # 4. The record at the rollout's node. `known` writes the step to the journal before this response is sent.
         record = self._engine.step.known(rollout, call.key)
         if record is None:
             return None
         self._endpoints[call.call.endpoint][Outcome.HIT] += 1
         ready = self._answers.of(record)
+        # Most answers are the same bytes for every client, whole response included.
         if not (ready.has_location or call.bound):
             return ready.hit
         # The recorded answer names a URL or a rollout, so this client gets its own form of it.
@@ -83,15 +85,20 @@ class HitPath:
         return response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)
 
     def _meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
+        # 2. Endpoint -> `Dialect` of the rollout's tree: how the bytes of a request become a call.
         dialect = self._addressing.dialect(rollout, address.endpoint)
+        # The request's meaning depends on headers, which differ from client to client: remembering calls would hit
+        # too rarely.
         if dialect.headers_matter:
             return dialect.read(request_of(scope, address, body))
-        # What the dialect may look at, and the tree: its environment decides what a request means.
+        # 3. Bytes -> `Call`: rollouts of a group send the same bytes, so most need no parsing. The key holds all that
+        # decides the meaning, so equal keys mean equal calls.
         key = (address.endpoint, address.path, scope["method"], scope["query_string"], body, rollout.tree.id)
         call = self._calls.get(key)
         if call is not None:
             return call
         meaning = dialect.read(request_of(scope, address, body))
+        # Only calls: other meanings (begin, end, cancel) change something and are not hits.
         if isinstance(meaning, Call) and len(body) <= MAX_REMEMBERED_BODY_BYTES:
             self._calls[key] = meaning
         return meaning

@@ -69,11 +69,13 @@ def report_responses(application: AsgiApp) -> AsgiApp:
 
     async def reporting(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            # WebSockets need no count: their connections are PASSED and never come back to READING.
             await application(scope, receive, send)
             return
         connection: HitFirst = scope["state"][_CONNECTION]
 
         async def sending(message: AsgiMessage) -> None:
+            # Counted after the write, because a connection that is back in READING may write the next hit at once.
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 connection.response_ended()
@@ -100,6 +102,7 @@ class HitFirst(asyncio.Protocol):
         self._answered = 0
         self._idle_since, self._idle_timer = 0.0, cast("asyncio.TimerHandle | None", None)
         self._writable = asyncio.Event()
+        # Starts writable: asyncio reports only the changes of a transport's buffer.
         self._writable.set()
         self._body_at: int | None = None
         self._inner: HttpToolsProtocol | None = None
@@ -119,6 +122,7 @@ class HitFirst(asyncio.Protocol):
     @override
     def data_received(self, data: bytes) -> None:
         if self._state is _State.READING:
+            # One packet mostly holds one request, so the common case keeps the received bytes without a copy.
             self._held = self._held + data if self._held else data
             self._read(data)
         elif self._state is _State.STREAM:
@@ -126,6 +130,8 @@ class HitFirst(asyncio.Protocol):
             self._stream.feed(data)
         else:
             assert self._inner is not None
+            # The reader counts first: if a response ends within uvicorn's call, the requests in these bytes must be
+            # counted.
             if self._state is _State.SERVED and not self._read_along(data):
                 return
             self._inner.data_received(data)
@@ -135,12 +141,14 @@ class HitFirst(asyncio.Protocol):
         if self._stream is not None:
             # The client has closed its stdin and still reads the output.
             self._stream.end_input()
+            # True keeps the transport open for writing (`asyncio.Protocol.eof_received`).
             return True
         return False
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        # A stream may wait in `_drain`, and nothing will drain a lost connection.
         self._writable.set()
         if self._stream is not None:
             self._stream.lose()
@@ -163,6 +171,7 @@ class HitFirst(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """Close a connection on which no request is unanswered. uvicorn's protocol closes it after the response."""
+        # In SERVED, uvicorn's own protocol is in the server's set as well. A STREAM ends through its task.
         if self._state is _State.READING:
             self._transport.close()
 
@@ -170,6 +179,7 @@ class HitFirst(asyncio.Protocol):
         """Note that uvicorn has written the end of a response."""
         self._uvicorn_transport.begin_response()
         self._count_response()
+        # All three are equal only between two requests: none half read, none half answered, none pipelined behind.
         if self._state is _State.SERVED and self._reader.begun == self._reader.ended == self._answered:
             self._state, self._reader.keeps_body = _State.READING, True
 
@@ -188,21 +198,29 @@ class HitFirst(asyncio.Protocol):
     def _read(self, data: bytes) -> None:
         """Read the last of the held bytes, and decide who answers once there is enough to decide on."""
         reader = self._reader
+        # After an upgrade the parser takes no more bytes; what follows its head only collects in the held bytes.
         if self._body_at is None and not self._parse(data):
             return
+        # A head that is not complete has no scope: its last header may still be cut in half.
         scope = reader.scope(self._scheme) if reader.has_head else None
         unanswered = reader.begun - self._answered
         if unanswered == 0:
             # Only the blank lines that clients may send between requests (RFC 9112, 2.2).
             self._held = b""
+        # A stream takes the connection over, so it must be the only request on it.
         elif scope is not None and unanswered == 1 and self._may_stream(scope):
             self._stream_when_whole(scope)
         elif self._body_at is not None:
+            # A WebSocket, or another upgrade: the parser cannot follow what comes after it.
             self._serve(_State.PASSED)
         elif unanswered == 1 and reader.ended == reader.begun:
             if scope is None or not self._answer(scope):
+                # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
+                # bytes that arrived.
                 self._serve(_State.SERVED)
         elif unanswered > 1 or reader.has_head or len(self._held) > MAX_HELD_BYTES:
+            # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a body may
+            # come too slowly to hold.
             self._serve(_State.SERVED)
 
     def _parse(self, data: bytes) -> bool:
@@ -210,8 +228,10 @@ class HitFirst(asyncio.Protocol):
         try:
             self._reader.feed(data)
         except httptools.HttpParserUpgrade as upgrade:
+            # The offset counts within the last piece, but the body is cut from all held bytes.
             self._body_at = len(self._held) - len(data) + upgrade.args[0]
         except httptools.HttpParserError:
+            # Bytes that break a rule of ours may be valid for uvicorn, so it must not see them.
             if self._reader.is_refused:
                 self._refuse()
             else:
@@ -224,6 +244,7 @@ class HitFirst(asyncio.Protocol):
         reader = self._reader
         # A client that does not read gets no more: uvicorn waits until it does.
         if not reader.is_plain or not self._writable.is_set() or self._transport.is_closing():
+            # `known` has no await, so no other request of the rollout can come between this check and the write.
             return False
         began = perf_counter()
         response = self.data_plane.known(scope, reader.body)
@@ -238,12 +259,17 @@ class HitFirst(asyncio.Protocol):
 
     def _serve(self, state: _State) -> None:
         """Give the held bytes to uvicorn."""
+        # The state changes before uvicorn sees the bytes: it may close the connection from within `data_received`,
+        # and `close` is ignored in READING.
         held, self._held, self._state = self._held, b"", state
+        # uvicorn collects the body itself now; keeping it here too would hold each upload twice.
         self._body_at, self._reader.keeps_body, self._reader.body = None, False, b""
         if self._inner is None:
+            # The scope's `state` is the only thing that uvicorn passes from a connection to its application.
             state_of_scopes = {**self._app_state, _CONNECTION: self}
             self._inner = HttpToolsProtocol(self._config, self._server_state, state_of_scopes)
             self._inner.connection_made(cast("asyncio.Transport", self._uvicorn_transport))
+            # asyncio reports a full buffer once, before this protocol existed, so it has to learn of it here.
             if not self._writable.is_set():
                 self._inner.pause_writing()
         self._inner.data_received(held)
@@ -253,6 +279,7 @@ class HitFirst(asyncio.Protocol):
         try:
             self._reader.feed(data)
         except httptools.HttpParserUpgrade:
+            # The request asks for another protocol: from its head on, the bytes are no longer HTTP.
             self._state = _State.PASSED
         except httptools.HttpParserError:
             if self._reader.is_refused:
@@ -273,11 +300,13 @@ class HitFirst(asyncio.Protocol):
         self._answered += 1
         self._idle_since = self._loop.time()
         # One timer serves many responses: setting one for each would cost a hit 2 us.
+        # The timer stays: it finds out itself how long the connection has really been idle.
         if self._idle_timer is None:
             self._idle_timer = self._loop.call_later(self._config.timeout_keep_alive, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
         rest_s = self._idle_since + self._config.timeout_keep_alive - self._loop.time()
+        # Held bytes are half a request. Its client is slow but not idle.
         if rest_s <= 0 and self.is_idle and not self._held:
             self._transport.close()
         elif self._state in {_State.READING, _State.SERVED}:
@@ -285,6 +314,7 @@ class HitFirst(asyncio.Protocol):
             self._idle_timer = self._loop.call_later(rest_s, self._close_if_idle)
 
     def _leave(self) -> None:
+        # Without this, a shutdown would wait for a connection that no longer exists.
         self._server_state.connections.discard(cast("Any", self))
         if self._idle_timer is not None:
             self._idle_timer.cancel()
@@ -302,10 +332,12 @@ class HitFirst(asyncio.Protocol):
         """Turn the connection into a stream once the request's body has come."""
         reader, upgrade = self._reader, self._body_at is not None
         rest = b""
+        # Only a request whose head asks for an upgrade has this offset; Docker's client also streams without one.
         if self._body_at is not None:
             # For the parser a request with an upgrade ends with its head; its body is what follows.
             length = min(reader.content_length, MAX_STREAM_REQUEST_BYTES)
             body, rest = self._held[self._body_at :][:length], self._held[self._body_at + length :]
+            # The rest of the body is on its way: the next `data_received` comes here again.
             if len(body) < length:
                 return
         elif reader.ended < reader.begun:
@@ -316,6 +348,8 @@ class HitFirst(asyncio.Protocol):
             body = reader.body
         streaming = self.data_plane.streaming
         if streaming is None or not streaming.takes_connection(scope, body):
+            # No parser reads a body behind an upgrade. The rewritten request also closes the connection, because
+            # the reader stopped at the upgrade.
             self._held = reader.without_upgrade(body) if upgrade else self._held
             self._serve(_State.SERVED)
             return
@@ -352,6 +386,8 @@ class UvicornTransport:
 
     def write(self, data: bytes) -> None:
         """Write data, after a head that is held."""
+        # The first write after `begin_response` is uvicorn's head. The flush is for a body that comes later, as
+        # from a slow tool.
         if self._is_head_due:
             self._is_head_due, self._head = False, data
             self._loop.call_soon(self.flush)
@@ -370,6 +406,7 @@ class UvicornTransport:
         self._is_head_due = True
 
     def close(self) -> None:
+        # A response that is complete for uvicorn may have its head still held.
         """Close the connection, unless uvicorn has nothing to do on it; see the module."""
         self.flush()
         if not self._connection.is_idle:
@@ -377,6 +414,7 @@ class UvicornTransport:
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         """Let a WebSocket protocol have the connection."""
+        # The WebSocket's protocol has pings of its own; the idle timer of this one must not close its connection.
         self._connection.hand_over()
         self._transport.set_protocol(protocol)
 

@@ -21,6 +21,7 @@ class RequestReader:
         keeps_body: Whether the body of the current request is kept in `body`.
     """
 
+    # httptools calls the methods `on_…` from within `feed_data`, so after `feed` the attributes are up to date.
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
         self.begun = self.ended = 0
@@ -41,6 +42,7 @@ class RequestReader:
 
     def scope(self, scheme: str) -> Scope | None:
         """Return what the hit path reads of an ASGI scope; None for a target that only uvicorn interprets."""
+        # A fragment is not part of a request target (RFC 9112, 3.2). uvicorn decides what it makes of one.
         if not self.url.isascii() or b"#" in self.url:
             return None
         raw_path, _, query = self.url.partition(b"?")
@@ -60,6 +62,7 @@ class RequestReader:
         dropped = (b"connection", b"upgrade", b"content-length")
         lines = [b"%b %b HTTP/1.1" % (self._parser.get_method(), self.url)]
         lines += [b"%b: %b" % header for header in self.headers if header[0] not in dropped]
+        # The body may have been cut to the limit, so its own length is announced.
         lines += [b"content-length: %d" % len(body), b"connection: close", b"", body]
         return b"\r\n".join(lines)
 
@@ -70,6 +73,7 @@ class RequestReader:
 
     # -- called by the parser ----------------------------------------------------------------------------------------
 
+    # Reset here and not at the end: the ended request stays readable until the next begins.
     def on_message_begin(self) -> None:
         """Count a request that begins."""
         self.begun += 1
@@ -79,10 +83,12 @@ class RequestReader:
 
     def on_url(self, url: bytes) -> None:
         """Add a piece of the target."""
+        # Several calls: a target may be cut in half by a packet.
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header."""
+        # Field names are case-insensitive (RFC 9110, 5.1), and ASGI promises lower case.
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -104,6 +110,7 @@ class RequestReader:
 
     def on_body(self, body: bytes) -> None:
         """Add a piece of the body."""
+        # uvicorn collects the bodies of its own requests; a second copy of an upload would only cost memory.
         if self.keeps_body:
             self.body += body
 

@@ -29,6 +29,7 @@ class Retries:
 
     def answer(self, rollout: Rollout, call: Call) -> "asyncio.Future[Answer] | None":
         """Return the answer of the first attempt; None if this is the first, or the ID was used for another call."""
+        # The key is compared too: a client that reuses an ID for another call gets its own answer, not a wrong one.
         key, answer = self._answers.get((rollout.id, call.request_id), (None, None))
         return answer if call.request_id and key == call.key else None
 
@@ -37,9 +38,11 @@ class Retries:
         if not call.request_id:
             return
         name = (rollout.id, call.request_id)
+        # The future itself is kept, so a retry that comes while the first attempt runs waits for the same result.
         self._answers[name] = (call.key, answer)
 
         def forget_failure(done: "asyncio.Future[Answer]") -> None:
+            # The entry may have been evicted meanwhile.
             if (done.cancelled() or done.exception() is not None) and name in self._answers:
                 del self._answers[name]
 
@@ -48,6 +51,7 @@ class Retries:
     def remember_hit(self, rollout: Rollout, call: Call, record: Record) -> None:
         """Remember a request that the tree answered."""
         if call.request_id:
+            # A hit has no task to remember; a future that is done already looks the same to the retry.
             answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
             answer.set_result(Answer(record, Outcome.HIT, Timing()))
             self.remember(rollout, call, answer)

@@ -3,11 +3,7 @@
 Theory of operation. A message's call is looked up, shared and recorded like any other call. The connection to the
 server is made inside the sandbox, and only when a call must run: while the tree knows the answers there is none. So a
 call's arguments say which connection of its rollout it belongs to (`connection`), and whether it is the first message
-there (`first`), so that the sandbox opens the connection before it.
-
-1. `serve` accepts the connection. One task always waits for the next message, and puts it into a queue.
-2. `_handle` answers one message after the other. An error becomes a message in the server's own form, or a close.
-3. A connection whose URL names no rollout has a rollout of its own, which ends with it.
+there (`first`), so that the sandbox opens the connection before it. The steps are numbered below.
 """
 
 import asyncio
@@ -104,16 +100,20 @@ class Sockets:
             receive: Returns the client's next ASGI message.
             send: Sends an ASGI message to the client.
         """
+        # ASGI delivers `websocket.connect` first; no answer is accepted before it.
         await receive()
         try:
+            # 1. Before the handshake is accepted, a refusal can still be an HTTP response, which clients show.
             self._admit(address)
         except Exception as error:  # noqa: BLE001 - every error of a handshake becomes its response
             await refuse(problem_of(error), send)
             return
         headers = tuple(header for header in request.headers if header[0] not in _HANDSHAKE_HEADERS)
+        # A URL without a rollout gets one under a name of its own, so that the rollout can end with the connection.
         name = address.rollout or secrets.token_hex(12)
         handshake = replace(request, headers=headers, method="WS")
         connection = _Connection(address, name, handshake, scope["subprotocols"], send)
+        # No await between the count and `try`: whatever ends the connection takes it back.
         self._open += 1
         try:
             await self._converse(connection, receive)
@@ -130,6 +130,7 @@ class Sockets:
         """
         if self._open >= self._engine.settings.max_requests:
             raise RefusalError(429, "too-many-requests", "more connections are open than max_requests allows.")
+        # The task is not opened yet, so a refused handshake writes nothing to the store.
         spec = self._engine.tasks.spec(address.task)
         dialect_of(spec, address.endpoint)
         if address.endpoint not in spec.hosted:
@@ -139,7 +140,9 @@ class Sockets:
 
     async def _converse(self, connection: _Connection, receive: Receive) -> None:
         offered = connection.subprotocols
+        # The client must get an answer before a sandbox is there, so the first offered subprotocol is promised.
         accept = {"type": "websocket.accept", "subprotocol": offered[0] if offered else None}
+        # Bounded: a full queue stops `read`, then the server's buffer fills, then TCP holds the client up.
         queue: asyncio.Queue[AsgiMessage] = asyncio.Queue(MAX_QUEUED)
 
         async def read() -> None:
@@ -147,19 +150,24 @@ class Sockets:
             while True:
                 message = await receive()
                 await queue.put(message)
+                # The disconnect goes through the queue as well, behind the messages that the client still sent.
                 if message["type"] != "websocket.receive":
                     return
 
         reading = start(read())
         try:
             await connection.send(accept)
+            # 2. One after the other: the second message is looked up at the node that the first one led to.
             while (message := await queue.get())["type"] == "websocket.receive":
                 await self._handle(connection, message)
         except _CloseConnectionError as close:
             await _send(connection, {"type": "websocket.close", "code": close.code, "reason": close.reason})
+        # The connection is lost, so no close frame can be sent.
         except _ClientDisconnectedError:
             pass
         finally:
+            # The reader may wait in `receive` or in `put`; both end with the cancellation, and the server's task
+            # waits for that.
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
 
@@ -197,8 +205,10 @@ class Sockets:
             meaning = meaning.then if isinstance(meaning, Open) else meaning
         elif isinstance(meaning, Call):
             rollout = await self._engine.tasks.rollout(task, name)
+            # The tree may be another than the one that the first reading assumed.
             meaning = self._dialect(connection).read(request)
         if isinstance(meaning, Close):
+            # In turn: a call of the same rollout on another connection may be in flight.
             await self._finish(self._engine.tasks.rollouts.get((task, name)))
             await self._send_local(connection, meaning.answer)
             raise _CloseConnectionError(1000, "")
@@ -207,6 +217,7 @@ class Sockets:
             return
         assert isinstance(meaning, Call)
         call, key = self._call(connection, rollout, meaning, binary=text is None)
+        # Names that the client chose are recorded under ours, and replies are turned back by this mapping.
         connection.aliases.update((ours, theirs) for theirs, ours in meaning.aliases)
         result = orjson.loads(await self._result(rollout, call, key))
         for reply in result["messages"]:
@@ -215,6 +226,8 @@ class Sockets:
             raise _CloseConnectionError(*result["close"])
 
     def _dialect(self, connection: _Connection) -> Declared:
+        # Looked up for each message: while the connection is open, its rollout may begin, or begin again in another
+        # tree.
         task = connection.address.task
         rollout = self._engine.tasks.rollouts.get((task, connection.name))
         spec = self._engine.tasks.spec(task) if rollout is None else rollout.tree.spec
@@ -226,6 +239,7 @@ class Sockets:
         """Begin the rollout that a message opens; a rollout of the same name that has made calls ends before."""
         tasks, task = self._engine.tasks, connection.address.task
         before = tasks.rollouts.get((task, connection.name))
+        # A rollout without calls is still at its start and need not end first.
         if before is not None and before.calls:
             await self._finish(before)
         connection.aliases.clear()
@@ -243,6 +257,7 @@ class Sockets:
         The connections of a rollout to one URL are numbered in the order of their first messages.
         """
         counted = (rollout.id, connection.request.target)
+        # A connection that goes on in another rollout (`Open`) is a new one for the sandbox.
         first = connection.numbered is None or connection.numbered[0] != rollout.id
         if first:
             number = self._connections.get(counted, 0)
@@ -250,6 +265,7 @@ class Sockets:
             connection.numbered = (rollout.id, number)
         assert connection.numbered is not None
         number, subprotocols = connection.numbered[1], connection.subprotocols
+        # The content type was added for the dialect alone; a message has none.
         headers = [header for header in meaning.call.arguments["headers"] if header[0] != "content-type"]
         more = {
             "headers": headers,
@@ -259,19 +275,23 @@ class Sockets:
             "subprotocols": subprotocols,
         }
         call = replace(meaning.call, arguments={**meaning.call.arguments, **more})
+        # `first` is not part of the key: which messages came before on this connection follows from the node.
         identity = {"message": meaning.key.hex(), "connection": number, "binary": binary, "subprotocols": subprotocols}
         return call, call_key(ToolCall(call.endpoint, call.tool, identity))
 
     async def _result(self, rollout: Rollout, call: ToolCall, key: CallKey) -> bytes:
         """Return the result of a call, from the tree or from its server."""
         step = self._engine.step
+        # A known message costs no await: the look-up takes the step.
         record = step.known(rollout, key)
         tries = 0
         while record is None:
             tries += 1
             try:
                 record = (await step.run(rollout, call, key)).record
+            # A sandbox that failed was closed by the lease, so the next try restores or replays into another one.
             except SandboxError as error:
+                # A silent server is not tried again: it took the message, and a second sandbox would wait as long.
                 if tries == MAX_TRIES or (isinstance(error, ServerError) and error.silent):
                     raise
         return self._answers.of(record).body
@@ -317,6 +337,7 @@ async def _send(connection: _Connection, message: AsgiMessage) -> None:
     """
     try:
         await connection.send(message)
+    # The server raises `OSError` (`ClientDisconnected`) for a send after the connection was lost.
     except OSError as error:
         raise _ClientDisconnectedError from error
 
@@ -324,14 +345,17 @@ async def _send(connection: _Connection, message: AsgiMessage) -> None:
 async def refuse(problem: Problem, send: Send) -> None:
     """Answer a handshake with a problem instead of accepting it."""
     headers = list(problem.headers())
+    # An extension of ASGI; without it, a close before the accept is a bare 403.
     await send({"type": "websocket.http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": problem.body()})
 
 
 def _with_names(text: str, aliases: dict[str, str]) -> str:
     """Return a JSON text with the client's names in place of ours; only whole strings are replaced."""
+    # Most messages hold none of our names, and one search is cheaper than encoding each of them.
     if not any(ours in text for ours in aliases):
         return text
     for ours, theirs in aliases.items():
+        # With its quotes: a name within a longer string is left as it is.
         text = text.replace(orjson.dumps(ours).decode(), orjson.dumps(theirs).decode())
     return text
