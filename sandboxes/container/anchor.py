@@ -54,9 +54,13 @@ class ContainerAnchor:
         self.pids: set[int] = set()
         self.pid = 0
         self.bash = False
+        # Numbers of directories rise and are not used twice by this keeper, so a late reply for an earlier shell
+        # matches no later one.
         self._numbers = itertools.count(1)
         self._started: int | None = None
         self._news = b""
+        # Linux opens a FIFO for reading and writing without waiting for the other end (fifo(7)). As this process is a
+        # reader of its own, a write never meets EPIPE while pid 1 starts another anchor.
         self._orders_fd, self._news_fd, self._again_fd = (
             os.open(box / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW) for name in FIFOS
         )
@@ -68,11 +72,17 @@ class ContainerAnchor:
             ShellStartError: No anchor responds in time.
         """
         _, kind, inner, parent = self._hear("ready", within_s)
+        # The anchor prints its own numbers and those of its parent, which are inner ones. Only pids of the control
+        # group are accepted, so a forged line cannot point at a process of the host.
         pids = [self.members.find(int(pid)) for pid in (inner, parent)]
         self.bash = kind == "bash"
         self.pids = {pid for pid in pids if pid is not None}
         self.pid = pids[0] or 0
+        # Pid and start time together name a process: the kernel may give a pid to another process, but not at the same
+        # clock tick (proc_pid_stat(5)).
         self._started = start_time(self.pid)
+        # Children inherit this score, so each shell sets its own back to 0 first (`posix_session.restore_script`). A
+        # process may raise its own score without a right.
         for pid in (self.members.pid, *self.pids):
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/oom_score_adj").write_text(PROTECTED_OOM_SCORE)
@@ -95,21 +105,28 @@ class ContainerAnchor:
         Raises:
             ShellStartError: No anchor responds.
         """
+        # This runs before each start and each list of processes, so its usual case is one read of /proc.
         if start_time(self.pid) == self._started and self._started is not None:
             return
         # The init goes too, with whatever it has left, so that pid 1 reads `again`.
         for pid in self.pids - {self.members.pid}:
             kill(pid)
+        # Before `again`: lines of the dead anchor must not be taken for the reply of the next one.
         self._drop_news()
         os.write(self._again_fd, b"\n")
+        # An image whose /bin/sh was deleted starts no anchor. The next order raises ShellStartError, which the call
+        # reports.
         with contextlib.suppress(ShellStartError):
             self.ready(ANSWER_S if self._has_shell() else NO_SHELL_S)
 
     def _has_shell(self) -> bool:
+        # Only the existence is of interest. The link is not followed, because its target would be looked up on the host
+        # if it is absolute.
         return os.path.lexists(f"/proc/{self.members.pid}/root/bin/sh")
 
     def new_folder(self) -> Path:
         """Return a directory in the box that does not exist yet. Restored shells bring directories of other numbers."""
+        # The box is read-only in the container, so no process of the agent can make a directory of this name first.
         return next(path for number in self._numbers if not (path := self.box / str(number)).exists())
 
     def start(self, name: str) -> tuple[int, int]:
@@ -124,8 +141,11 @@ class ContainerAnchor:
         self._order(f"start {name}")
         while True:
             _, started, inner = self._hear("started", ANSWER_S)
+            # Replies to an earlier start whose deadline has passed, and forged lines, name another directory.
             if started == name:
                 break
+        # The reply is translated through the control group: a shell that has ended already, or a forged number, is not
+        # in it.
         pid = self.members.find(int(inner)) if inner else None
         if pid is None:
             raise ShellStartError("no shell can be started in this sandbox: the process ended at once")
@@ -134,6 +154,7 @@ class ContainerAnchor:
     def status(self, inner: int, *, otherwise: int) -> int:
         """Return the exit status of a shell that ends; `otherwise` if the anchor does not know it."""
         try:
+            # Only the parent can wait for a process (wait(2)), and the parent of every shell is the anchor.
             self._order(f"wait {inner}")
             while True:
                 _, pid, code = self._hear("ended", ANSWER_S)
@@ -145,6 +166,8 @@ class ContainerAnchor:
     def _order(self, line: str) -> None:
         if self._started is None or start_time(self.pid) != self._started:
             raise ShellStartError("no shell can be started in this sandbox: its anchor has been killed")
+        # A line is shorter than PIPE_BUF, so the kernel writes it in one piece, and lines of several writers do not mix
+        # (pipe(7)).
         os.write(self._orders_fd, f"{line}\n".encode())
 
     def _hear(self, kind: str, within_s: float) -> list[str]:
@@ -153,6 +176,8 @@ class ContainerAnchor:
         Raises:
             ShellStartError: None comes in time, or the anchor or the container ends.
         """
+        # The deadline is for the reply as a whole: forged lines of other kinds arrive in between, but they do not
+        # extend it.
         deadline = time.monotonic() + within_s
         expected = {"ready": 4, "started": 3, "ended": 3}[kind]
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -162,6 +187,8 @@ class ContainerAnchor:
                 # A process of the agent's may have written the line, so its form is checked.
                 if fields[:1] == [kind] and len(fields) == expected and all(f.isdigit() for f in fields[-2:]):
                     return fields
+            # The descriptor of pid 1 becomes readable when it ends (pidfd_open(2)). The anchor is polled by its start
+            # time instead, five times a second.
             readable, _, _ = select.select([self._news_fd, self.members.init], [], [], min(remaining_s, 0.2))
             if self._news_fd in readable:
                 self._news += os.read(self._news_fd, 1 << 16)
@@ -177,5 +204,7 @@ class ContainerAnchor:
             while os.read(self._news_fd, 1 << 16):
                 pass
         with contextlib.suppress(BlockingIOError):
+            # An order that the dead anchor did not read must not start a shell in the next one: its caller has given
+            # up.
             while os.read(self._orders_fd, 1 << 16):
                 pass

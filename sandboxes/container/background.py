@@ -14,6 +14,7 @@ from sandboxes.guest.process_io import death_of
 NAMES = {0: "go", 1: "out", 2: "err"}
 """The FIFOs of a process, by its stream numbers."""
 
+# Without O_NONBLOCK these opens would wait for a process at the other end (fifo(7)), which may have closed its stream.
 _READS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _WRITES = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -52,6 +53,8 @@ class ContainerBackgroundProcess(BackgroundProcess):
 
     def close(self) -> None:
         """Close the keeper's descriptors, and remove the directory."""
+        # The process keeps its open FIFOs after the names are gone; its next write then meets a FIFO without a reader,
+        # and gets SIGPIPE (pipe(7)).
         super().close()
         remove(self._folder)
 
@@ -60,6 +63,7 @@ def remove(folder: Path) -> None:
     """Remove a process's directory. Processes that have the FIFOs open keep them."""
     for path in folder.glob("*"):
         path.unlink()
+    # A directory that is not empty stays until the box is removed with its container.
     with contextlib.suppress(OSError):
         folder.rmdir()
 
@@ -78,6 +82,7 @@ class PendingRestore:
         self._folder.mkdir(mode=0o755)
         for name in NAMES.values():
             os.mkfifo(self._folder / name)
+            # The process may run as any user of the image, and the umask applies to mkfifo but not to chmod.
             (self._folder / name).chmod(0o666)
         # Open at both ends, so that CRIU's opens do not block.
         self._held = {number: os.open(self._folder / name, RIGHTS) for number, name in NAMES.items()}
@@ -86,16 +91,20 @@ class PendingRestore:
         """Return the process after CRIU has restored it."""
         ends = {}
         for number in self._stored["places"]:
-            # Opening fails for a stream that the process had closed: the FIFO has no other end then.
+            # `_held` still has both ends open, so no open waits, and none fails for want of another end (fifo(7)).
+            # Closing it below puts a stream that the process had closed at its end.
             with contextlib.suppress(OSError):
                 ends[number] = os.open(self._folder / NAMES[number], _WRITES if number == 0 else _READS)
         for fd in self._held.values():
             os.close(fd)
+        # The inner pid is the only number that a restore keeps; the pid on this machine is another one.
         inner = self._stored["inner"]
         pid = members.find(inner) or 0
+        # A process that ended in between has no descriptor. An event that is readable at once makes it count as ended.
         death = death_of(pid) if pid else os.eventfd(1, os.EFD_CLOEXEC)
         process = ContainerBackgroundProcess(
             self._stored["told"], ends, death, pid, lambda: status(inner), inner=inner, folder=self._folder
         )
+        # Output that was read but not polled before the checkpoint comes from the stored text, not from the FIFO.
         process.recall(self._stored)
         return process

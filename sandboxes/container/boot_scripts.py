@@ -22,6 +22,10 @@ SHELL_FIFOS = ("out", "err", "go", "dump")
 SHELL_TEXTS = ("restore", "loop", "command")
 """The programs of one shell: what restores its session, its loop, and the next command."""
 
+# `tini -s` registers as a subreaper, so orphans become its children and stay in the tree that CRIU dumps (prctl(2),
+# PR_SET_CHILD_SUBREAPER). Without tini an orphan goes to pid 1, and a freeze with it is refused.
+# The `read` blocks until the keeper writes to `again`. So a dead anchor is replaced only when the keeper has cleaned up
+# after it.
 START = f"""\
 while :; do
     if [ -x {BOX}/tini ]; then {BOX}/tini -s -- /bin/sh {BOX}/anchor; else /bin/sh {BOX}/anchor; fi
@@ -29,10 +33,16 @@ while :; do
 done
 """
 
+# The anchor's own FIFOs (3 and 4) are closed first: a shell must not read the orders. `exec -c` starts bash with an
+# empty environment, because the restore script sets all variables of the session.
 _BASH = f"""( exec 3>&- 4>&- 0</dev/null 1>$d/out 2>$d/err {sessions.RESTORE_FD}<$d/restore {sessions.LOOP_FD}<$d/loop \
 {sessions.COMMAND_FD}<$d/command {sessions.GO_FD}<$d/go {sessions.DUMP_FD}>$d/dump
             exec -c -a bash /bin/bash --noprofile --norc -c '{sessions.START}' bash ) &"""
+# The loop sources itself again at its end (`posix_session.loop`). Errors of the restore script are hidden, because they
+# would count as output of the first command.
 _SH = """( exec 3>&- 4>&- 0</dev/null 1>$d/out 2>$d/err; exec /bin/sh -c ". $d/restore 2>/dev/null; . $d/loop" sh ) &"""
+# `$!` is the shell's inner pid. `wait N` returns 127 for a pid that this anchor did not start (POSIX, wait), as after
+# the death of an earlier anchor.
 _LOOP = """\
 while read -r verb n <&3; do
     d=%(box)s/$n
@@ -44,6 +54,8 @@ while read -r verb n <&3; do
     esac
 done
 """
+# `<>` opens a FIFO at both ends, so the anchor neither waits for the keeper nor reads end of file when the keeper's end
+# closes (fifo(7)).
 ANCHOR = (
     f"""\
 if [ -z "$BASH_VERSION" ] && [ -x /bin/bash ]; then exec /bin/bash --noprofile --norc {BOX}/anchor; fi

@@ -39,6 +39,8 @@ class ContainerProcesses:
             OSError: The container is gone, or the pid belongs to another process by now.
         """
         self.pid = pid
+        # The descriptor comes before the check of the control group: from here on it names this process, even if the
+        # pid is given away.
         self.init = os.pidfd_open(pid)
         self._procs = _members_file(pid, container)
 
@@ -59,6 +61,7 @@ class ContainerProcesses:
 
     def find(self, inner: int) -> int | None:
         """Return the pid of the process with an inner pid; None if there is none."""
+        # A container has few processes, so the search is linear. A table would be stale after each fork.
         for pid in self.pids():
             if inner_of(pid) == inner:
                 return pid
@@ -71,10 +74,14 @@ class ContainerProcesses:
             spared: Pids that are not killed.
             first: A pid that is killed before the others; None if the order does not matter.
         """
+        # The caller's `first` is the shell of a call that timed out: it must not start another command while the others
+        # are killed.
         if first is not None:
             kill(first)
         deadline = time.monotonic() + KILL_S
         while time.monotonic() < deadline:
+            # The list is taken again in each round: a process that forked before its SIGSTOP has a child that no
+            # earlier list had. Zombies are left out, as only their parent can remove them.
             doomed = {pid for pid, _ in self.running()} - spared
             if not doomed:
                 return
@@ -82,6 +89,7 @@ class ContainerProcesses:
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in doomed:
                     kill(pid, number)
+            # SIGKILL is delivered when the process next runs, so a killed process stays in the group for a moment.
             time.sleep(0.0005)
 
     def written_paths(self) -> set[str]:
@@ -93,6 +101,7 @@ def inner_of(pid: int) -> int:
     """Return the inner pid of a process; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:  # noqa: PTH123 - many times a call
+            # NSpid lists the numbers from the outermost namespace to the innermost one (proc_pid_status(5)).
             return int(next(line for line in file if line.startswith(b"NSpid:")).split()[-1])
     except (OSError, StopIteration):
         return 0
@@ -100,6 +109,8 @@ def inner_of(pid: int) -> int:
 
 def join(pid: int) -> None:
     """Move this process into all control groups of another one, so that the limits of these groups apply to it."""
+    # Version 1 has a hierarchy for each set of controllers, version 2 has a single one with an empty name (cgroups(7)).
+    # Machines may mount both.
     mount_points = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, kind = line.partition(" - ")
@@ -112,6 +123,7 @@ def join(pid: int) -> None:
         _, kinds, path = line.split(":", 2)
         if path == "/" or (mount_point := mount_points.get(kinds.split(",")[0])) is None:
             continue
+        # 0 stands for the process that writes (cgroups(7)).
         (Path(mount_point) / path.lstrip("/") / "cgroup.procs").write_text("0")
 
 
@@ -119,6 +131,8 @@ def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            # The name in field 2 is chosen by the process and may hold spaces and parentheses; the last parenthesis
+            # ends it. Field 22 is the start time, which is index 19 after the name (proc_pid_stat(5)).
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -132,12 +146,15 @@ def exiting(pid: int) -> bool:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return True
+    # Field 9, the kernel's flags of the process.
     return bool(int(fields[6]) & _PF_EXITING)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a process that may have ended."""
     try:
+        # A pid is signalled here, not a descriptor, because opening a descriptor for each member would cost two more
+        # system calls a process.
         os.kill(pid, number)
     except ProcessLookupError:
         return
@@ -145,6 +162,8 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def environment(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with, as latin-1 text."""
+    # This is the environment at exec; later changes of the process do not show (proc_pid_environ(5)). Latin-1 keeps
+    # every byte.
     entries = Path(f"/proc/{pid}/environ").read_bytes().decode("latin-1").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -152,12 +171,15 @@ def environment(pid: int) -> dict[str, str]:
 def ids(pid: int) -> tuple[int, int, list[int]]:
     """Return the user id, the group id and the further group ids of a process."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    # The second number is the effective id (proc_pid_status(5)).
     return int(fields["Uid"].split()[1]), int(fields["Gid"].split()[1]), [int(gid) for gid in fields["Groups"].split()]
 
 
 def _members_file(pid: int, container: str) -> str:
     """Return the path of `cgroup.procs` in a container's group, of cgroup version 1 or 2."""
     lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    # Docker puts the container's id into the path. A pid that was given to another process meanwhile has a path without
+    # it.
     groups = {kind: path for _, kind, path in lines if container in path}
     for mount, kinds in _hierarchies():
         for kind in kinds:
@@ -179,4 +201,5 @@ def _hierarchies() -> Iterable[tuple[str, list[str]]]:
             options = kind.split()[2].split(",")
             if "pids" in options or "memory" in options:
                 hierarchies.append((mount.split()[4], [",".join(sorted(options)), *options]))
+    # sorted() is stable and False sorts before True, so the hierarchy with `pids` comes first.
     return sorted(hierarchies, key=lambda entry: "pids" not in entry[1])

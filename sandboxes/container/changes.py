@@ -36,6 +36,8 @@ class ContainerChanges:
         self._born_ns = 0
         self.now: delta.Delta | None = {}
         self._signatures: dict[str, delta.Signature] = {}
+        # The last copy's path, and the signatures of that moment: a file that has the same signature now has the same
+        # content as in the copy.
         self._copied: tuple[str, dict[str, delta.Signature]] = ("", {})
 
     def begin(self, born_ns: int, copy: str) -> None:
@@ -50,6 +52,9 @@ class ContainerChanges:
             self.look()
             return
         meta = json.loads((Path(copy) / "meta.json").read_bytes())
+        # The target is reached through pid 1's root link, that is through the container's overlay (proc_pid_root(5)). A
+        # write into the upper directory itself, below a live mount, has undefined results (overlayfs.rst, "Changes to
+        # underlying filesystems").
         source, target = os.open(f"{copy}/diff", FOLDER), os.open(f"/proc/{self._members.pid}/root", FOLDER)
         try:
             copies.lay_over(source, target, meta["links"])
@@ -59,17 +64,22 @@ class ContainerChanges:
         stored = meta["delta"]
         # JSON has no tuples.
         self.now = None if stored is None else {path: (what, at) for path, (what, at) in stored.items()}
+        # Laying over has changed inodes and times, so the signatures are taken afterwards. The delta is stored, because
+        # computing it would read all files.
         self._signatures = delta.signatures(self._roots.upper)
         self._copied = (copy, self._signatures)
 
     def look(self) -> bool:
         """Update the delta; return whether anything differs from before."""
         signatures = delta.signatures(self._roots.upper)
+        # Most calls write nothing. A walk of the upper directory costs far less than a delta, which reads contents.
         if signatures == self._signatures:
             return False
         before, self._signatures = self.now, signatures
         try:
             self.now = delta.merge({}, self._roots, copies.OPAQUE)
+        # None counts as a change: it is not known what differs, and a wrong "nothing" would record the call as one
+        # without effects.
         except delta.DeltaTooLargeError:
             self.now = None
             return True
@@ -90,6 +100,7 @@ class ContainerChanges:
             The bytes that no earlier copy shares.
         """
         (folder / "diff").mkdir(parents=True)
+        # A kill -9 from here on leaves a `.part` directory; `StateCopies.open` removes it at the next start.
         target = os.open(folder / "diff", FOLDER)
         copy = copies.Copy(self._unchanged)
         try:
@@ -97,7 +108,10 @@ class ContainerChanges:
         finally:
             os.close(target)
         meta = {"delta": self.now, "links": copy.links, "added_bytes": copy.added_bytes}
+        # Last: a state without `meta.json` does not exist (`StateCopies.exists`).
         (folder / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
+        # The path after the proxy's rename. If the proxy throws the copy away instead, linking fails and the file is
+        # copied (`Copy._leaf`).
         self._copied = (becomes, self._signatures)
         return copy.added_bytes
 

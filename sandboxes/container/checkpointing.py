@@ -97,6 +97,8 @@ class ContainerFreezer:
 
     def dump(self, program: list[str], fds: list[int]) -> None:
         """Start CRIU, to dump the container's processes. The descriptors are closed here."""
+        # 2. The fork has copies of these descriptors. CRIU's conversation runs over `reply`, between the fork and the
+        # proxy.
         reply, host_root, *files = fds
         if os.fork() == 0:
             # `operate` never returns: it ends the fork together with CRIU.

@@ -60,12 +60,16 @@ class Copy:
 
     def take(self, source: int, target: int, prefix: str = "") -> None:
         """Copy the directory `source` into `target`, both descriptors; 0.1 ms a file."""
+        # The listing is complete and closed before anything is copied, so a level of the recursion holds two
+        # descriptors only.
         for entry in _entries(source):
             path = prefix + entry.name
             status = entry.stat(follow_symlinks=False)
             if not prefix and entry.name in _SPECIAL:
                 continue
             if stat.S_ISDIR(status.st_mode):
+                # Private until `_copy_facts` sets the mode: the content of a directory with mode 0700 must not be
+                # readable for a moment.
                 os.mkdir(entry.name, 0o700, dir_fd=target)
                 with _opened(entry.name, source) as inner, _opened(entry.name, target) as copy:
                     self.take(inner, copy, path + "/")
@@ -78,6 +82,7 @@ class Copy:
                 if status.st_ino in self._seen:
                     self.links[path] = self._seen[status.st_ino]
                     continue
+                # Inode numbers suffice as keys, because an upper directory lies on one file system.
                 self._seen[status.st_ino] = path
             self._leaf(entry.name, path, status, source, target)
 
@@ -86,9 +91,12 @@ class Copy:
         if known is not None:
             # Linking fails when the earlier copy was collected meanwhile, or its file has the maximum of links.
             with contextlib.suppress(OSError):
+                # A hard link shares all that an inode has: content, mode, owner and times. So it is only right for a
+                # file whose signature is unchanged.
                 os.link(known, name, dst_dir_fd=target, follow_symlinks=False)
                 return
         _make(name, status, source, target)
+        # st_blocks counts units of 512 bytes, whatever the file system's block size is (stat(2)). Holes take none.
         self.added_bytes += status.st_blocks * 512
 
 
@@ -102,6 +110,7 @@ def lay_over(source: int, target: int, links: Mapping[str, str]) -> None:
     """
     _lay(source, target, "")
     for path, first in links.items():
+        # `_lay` has not made this path, but the image may have a file here.
         _remove(path, target)
         os.link(first, path, src_dir_fd=target, dst_dir_fd=target, follow_symlinks=False)
         # Linking and unlinking changed the directory's time after it was set.
@@ -124,6 +133,8 @@ def _lay(source: int, target: int, prefix: str, *, fresh: bool = False) -> None:
             continue
         status = entry.stat(follow_symlinks=False)
         if _whiteout(status):
+            # A whiteout of the copy removes the name through the container's overlay, which makes a whiteout of its own
+            # in the upper directory.
             _remove(entry.name, target)
         elif stat.S_ISDIR(status.st_mode):
             with _opened(entry.name, source) as inner:
@@ -138,6 +149,7 @@ def _lay_folder(name: str, status: os.stat_result, sources: tuple[int, int], tar
     inner, source = sources
     below = _status(name, target)
     # The copy's directory replaces what the image has there if that is no directory, or if it was made opaque.
+    # Removing through the overlay and making the directory again makes overlayfs set its own opaque mark.
     if below is not None and (not stat.S_ISDIR(below.st_mode) or is_opaque(inner)):
         _remove(name, target)
         below = None
@@ -163,6 +175,8 @@ def _make(name: str, status: os.stat_result, source: int, target: int) -> None:
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
     else:
+        # Only whiteouts, FIFOs and sockets come here in practice: the container lacks the capability MKNOD
+        # (`daemon.CAPABILITIES`).
         os.mknod(name, status.st_mode, status.st_rdev, dir_fd=target)
         if _whiteout(status):
             return
@@ -173,10 +187,13 @@ def _make_file(name: str, status: os.stat_result, source: int, target: int) -> N
     """Copy a regular file with as few system calls as possible: a restore spends most of its time here."""
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
     try:
+        # O_EXCL never opens what is there already, a symlink included (open(2)).
         writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
         try:
             # A file with fewer blocks than bytes has holes, which a plain read would fill.
             if status.st_size <= _SMALL and status.st_blocks * 512 >= status.st_size:
+                # A regular file is read and written in one piece up to this size; the container's processes stand still
+                # or do not exist yet.
                 os.write(writing, os.read(reading, _SMALL + 1))
             else:
                 _copy_content(reading, writing, status.st_size)
@@ -184,6 +201,8 @@ def _make_file(name: str, status: os.stat_result, source: int, target: int) -> N
                 os.fchown(writing, status.st_uid, status.st_gid)
             # After fchown, which clears set-user-id bits.
             os.fchmod(writing, stat.S_IMODE(status.st_mode))
+            # After fchown too: a change of owner makes the kernel remove `security.capability` (Linux, fs/open.c,
+            # chown_common).
             for attribute in os.listxattr(reading):
                 if not attribute.startswith(MARKS):
                     os.setxattr(writing, attribute, os.getxattr(reading, attribute))
@@ -205,10 +224,12 @@ def _copy_content(reading: int, writing: int, size: int) -> None:
             if error.errno != errno.ENXIO:
                 raise
             break
+        # Each file has a virtual hole at its end, so this finds one always (lseek(2)).
         end = os.lseek(reading, start, os.SEEK_HOLE)
         at = start
         while at < end:
             copied = _copy_range(reading, writing, at, min(end - at, _CHUNK))
+            # The file became shorter meanwhile. ftruncate below restores the length that the status had.
             if not copied:
                 break
             at += copied
@@ -231,6 +252,8 @@ def _copy_facts(name: str, status: os.stat_result, source: int, target: int) -> 
     if not stat.S_ISLNK(status.st_mode):
         # After chown, which clears set-user-id bits. Linux has no chmod without following links; this is no link.
         os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=target)
+    # There are no *at() forms of these calls in Python. The path through the descriptor names the same directory,
+    # whatever its parents are renamed to.
     _copy_attributes(f"/proc/self/fd/{source}/{name}", f"/proc/self/fd/{target}/{name}")
     os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
@@ -247,6 +270,8 @@ def _copy_attributes(source: str, target: str) -> None:
 
 def _copy_marks(source: int, target: int) -> None:
     if is_opaque(source):
+        # Only root of the first user namespace can set `trusted.` attributes (xattr(7)), so no agent can forge the
+        # mark.
         os.setxattr(target, OPAQUE, b"y")
 
 
@@ -255,6 +280,7 @@ def _remove(name: str, folder: int) -> None:
     if status is None:
         return
     if stat.S_ISDIR(status.st_mode):
+        # With dir_fd, rmtree opens each directory relative to its parent and follows no link.
         shutil.rmtree(name, dir_fd=folder)
     else:
         os.unlink(name, dir_fd=folder)

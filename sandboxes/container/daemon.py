@@ -76,6 +76,8 @@ class Daemon:
         if self._client is None:
             self._check_listener()
             try:
+                # 32 connections, because each thread that starts or removes a container holds one; the default of 10
+                # would drop the others after use.
                 self._client = docker.DockerClient.from_env(timeout=int(TIMEOUT_S), max_pool_size=32)
             except DockerException as error:
                 # The client asked for the daemon's version. If that failed, the cause says why.
@@ -85,6 +87,7 @@ class Daemon:
 
     def _check_listener(self) -> None:
         """Connect for a moment, because the SDK leaves its socket open if no daemon listens."""
+        # TCP and SSH addresses are left to the SDK.
         kind, _, path = self.where.partition("://")
         if kind == "unix":
             with socket.socket(socket.AF_UNIX) as end:
@@ -142,11 +145,15 @@ class Daemon:
             SandboxError: Docker failed.
         """
         with self._errors(image):
+            # Not `_retried`: a request that timed out may have succeeded, and its repetition would make a second
+            # container. The sweep removes the first one by its label.
             container = self._docker().containers.create(image, **_flags(name, box, limits, labels))
         try:
             with self._errors(image):
                 container.start()
+                # Only a running container has a pid, and the overlay directories are known once it is created.
                 container.reload()
+        # The caller does not know this container yet, so no other code would remove it before the next sweep.
         except BaseException:
             with contextlib.suppress(SandboxError, SpecError):
                 self.remove(str(container.id))
@@ -163,6 +170,7 @@ class Daemon:
             SandboxError: Docker failed, or the container is still there after `GONE_S`.
         """
         deadline = time.monotonic() + GONE_S
+        # The request returns early if the daemon itself is removing the container, so the end is checked.
         while time.monotonic() < deadline:
             with contextlib.suppress(NotFound), self._errors():
                 try:
@@ -186,6 +194,7 @@ class Daemon:
 
     def labelled(self) -> list[tuple[str, dict[str, str]]]:
         """Return all containers that any Forkpoint instance made, with their labels."""
+        # The label's existence, not its value: containers of other instances whose process died are removed as well.
         filters = {"label": INSTANCE}
         listed = self._retried(lambda: self._docker().api.containers(all=True, filters=filters))
         return [(entry["Id"], dict(entry.get("Labels") or {})) for entry in listed]
@@ -197,6 +206,8 @@ class Daemon:
         repository, tag = name
         changes = [f'LABEL {key}="{value}"' for key, value in labels.items()]
         with self._errors():
+            # Not paused: pausing needs the freezer control group, and only set-up's own processes can run in this
+            # container.
             made = self._docker().api.commit(container, repository=repository, tag=tag, changes=changes, pause=False)
         return str(made["Id"])
 
@@ -219,6 +230,7 @@ class Daemon:
 
     def _retried(self, request: Callable[[], Any], image: str = "") -> Any:
         """Send a request that changes nothing; repeat it if the daemon seems to be away for a moment."""
+        # Only SandboxError is repeated. A SpecError, such as a missing image, is the daemon's answer.
         for pause in PAUSES_S:
             try:
                 with self._errors(image):
@@ -237,6 +249,7 @@ class Daemon:
             raise SpecError(
                 f"Docker has no image {image!r}: `docker pull {image}` it, or `docker import` or `docker build` it."
             ) from error
+        # ImageNotFound is a subclass of NotFound, so it has to come first.
         except NotFound:
             raise
         except requests.exceptions.Timeout as error:
@@ -268,6 +281,7 @@ def _error_of(explanation: str, image: str) -> SandboxError | SpecError:
 
 def _flags(name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> dict[str, Any]:
     """Return the options that limit a container; tests/sandboxes/container/test_security.py attacks them."""
+    # Equal limits for memory and memory with swap mean no swap. A process that swaps would be slow instead of failing.
     memory = f"{limits.memory_mb}m"
     return {
         "command": [f"{BOX}/start"],
@@ -275,15 +289,21 @@ def _flags(name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> di
         "name": name,
         "hostname": "sandbox",
         "labels": dict(labels),
+        # A network would be an effect that no snapshot holds. Only loopback exists in the container.
         "network_mode": "none",
         "cap_drop": ["ALL"],
         "cap_add": list(CAPABILITIES),
+        # Programs with a set-user-id bit get no further rights (prctl(2), PR_SET_NO_NEW_PRIVS).
         "security_opt": ["no-new-privileges"],
         "mem_limit": memory,
         "memswap_limit": memory,
         "pids_limit": limits.pids + ANCHOR_PIDS,
+        # Read-only protects the names and the programs. A FIFO can be written to all the same, because its data is not
+        # on the file system.
         "mounts": [Mount(BOX, box, type="bind", read_only=True)],
+        # The keeper reads all output. Docker's log would keep a second copy on the disk, without a limit.
         "log_config": LogConfig(type="none"),
+        # An image's health check would run commands at times of its own, and each would look like an effect of a call.
         "healthcheck": {"test": ["NONE"]},
         # A container whose proxy was killed ends with its keeper; Docker then removes it without us.
         "auto_remove": True,

@@ -84,6 +84,8 @@ class ContainerDriver:
             SandboxError: Another process uses this data directory, or no suitable Docker daemon responds.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        # The kernel drops this lock when the process dies, however it dies. The sweeps of other instances test it
+        # (`is_unowned`).
         self._ownership.acquire()
         try:
             await asyncio.to_thread(self._prepare)
@@ -114,10 +116,13 @@ class ContainerDriver:
             )
         instance_file = self.data_dir / "instance"
         if not instance_file.exists():
+            # The id is made once and stays with the directory, so that a restarted proxy recognizes its own containers.
             instance_file.write_text(secrets.token_hex(8))
         self._instance = instance_file.read_text()
         # Containers reach their boxes below it, as any user; everything else in it is private.
         self.data_dir.chmod(0o711)
+        # The sweep comes after these and before `Spares.open`, which empties the directory of the boxes: orphans are
+        # known by boxes in it.
         self.states.open()
         self.roots.open()
         self._sweep()
@@ -131,18 +136,23 @@ class ContainerDriver:
                 # before it reported the start, or it has forgotten the container itself.
                 dead = labels.get(SANDBOX) not in self.spares.names
             else:
+                # Another machine may share the Docker daemon. Its locks cannot be tested from here, so its containers
+                # are left alone.
                 dead = labels.get(HOST) == socket.gethostname() and is_unowned(Path(labels.get(PLACE, "/")))
             if dead:
                 with contextlib.suppress(SandboxError):
                     self.daemon.remove(container)
         kill_orphans(self.spares.boxes, self.spares.names)
         for image, labels in self.daemon.images():
+            # Unlike a container, an image is kept while its data directory exists: the next process of that instance
+            # uses it.
             if labels.get(HOST) == socket.gethostname() and not Path(labels.get(PLACE, "/")).exists():
                 with contextlib.suppress(SandboxError):
                     self.daemon.forget_image(image)
 
     def _sweep_images(self) -> None:
         """Remove images that an earlier process committed but was killed before it saved them as root states."""
+        # Between `commit` and the saved root state a kill -9 leaves an image that no file names.
         known = {root.image for root in self.roots.all()}
         for image, labels in self.daemon.images():
             if labels.get(INSTANCE) == self._instance and image not in known:
@@ -160,9 +170,12 @@ class ContainerDriver:
         """Close every sandbox, the spares and the keeper launcher. Idempotent."""
         if self._reaper is not None:
             self._reaper.cancel()
+            # wait() does not raise the task's CancelledError here.
             await asyncio.wait([self._reaper])
             self._reaper = None
         await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
+        # After the sandboxes, because a sandbox that closes has its box removed by `Spares`. The lock comes last:
+        # everything above still writes.
         await self.spares.close()
         await asyncio.to_thread(self.daemon.close)
         self._ownership.release()
@@ -182,6 +195,7 @@ class ContainerDriver:
             SpecError: Docker has no such image, or a source is missing or cannot be read.
         """
         image = await asyncio.to_thread(self.daemon.image, _image(spec))
+        # The image's id is a digest of its content, so equal images give equal identities on every machine.
         digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
         for source in spec.copied_sources:
             digest.update((await asyncio.to_thread(self._sources.of, Path(source))).encode())
@@ -225,6 +239,7 @@ class ContainerDriver:
             SandboxError: Docker or the machine failed.
         """
         copy, image = frozen.payload["copy"], frozen.payload["image"]
+        # Held before the check: a collection between the check and the restore would delete the copy.
         with self.states.holding(copy):
             images = frozen.payload.get("images")
             if not self.states.exists(copy) or not (images is None or images in self.checkpointer.names()):
@@ -255,6 +270,8 @@ class ContainerDriver:
         await asyncio.to_thread(self.states.drop, unneeded - self.checkpointer.names())
         await asyncio.to_thread(self.checkpointer.drop, unneeded)
         needed = {sandbox.image for sandbox in self.sandboxes.values()}
+        # Docker refuses to remove an image that a container uses. Open sandboxes are left out all the same, because
+        # their frozen states need the image later.
         for image in {root.image for root in await asyncio.to_thread(self.roots.unused)} - needed:
             with contextlib.suppress(SandboxError):
                 await asyncio.to_thread(self.daemon.forget_image, image)
@@ -288,6 +305,7 @@ class ContainerDriver:
             await furnish(sandbox, spec)
             state = await sandbox.freeze()
             # The copy is not needed: only its digest is, beside the committed image.
+            # A kill -9 before this line leaves a state that no record names; the next `collect` deletes it.
             await asyncio.to_thread(self.states.drop, state.parts)
             labels = {**self.spares.labels, ROOT: key}
             made = await asyncio.to_thread(
@@ -306,6 +324,7 @@ class ContainerDriver:
         born_with = variables(await self.config(image))
         box = await (self.spares.take if spare else self.spares.make)(image, spec.limits)
         sandbox = ContainerSandbox(box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with)
+        # Known before `begin`, so that `aclose` and `collect` see a sandbox that is still starting.
         self._sandboxes.add(sandbox)
         try:
             await sandbox.begin(frozen)

@@ -57,6 +57,7 @@ class Launch:
         """
         self._anchor, self._members, self._uid = anchor, members, uid
         self.folder = anchor.new_folder()
+        # By file name; `end` closes what is still in it, so a launch that fails halfway leaks no descriptor.
         self._held: dict[str, int] = {}
         self._pid = self.inner = 0
         self.keeps_folder = False
@@ -75,6 +76,7 @@ class Launch:
             if arguments.get("tty"):
                 ends[1], terminal = self._terminal(arguments.get("size"))
             else:
+                # Opened while `_held` has both ends, so that a write end does not fail with ENXIO (fifo(7)).
                 ends = self._ends(stdin=bool(stdin or keeps_in))
             redirections = self._redirections(terminal, stdin=bool(stdin or keeps_in))
             script = text(
@@ -117,6 +119,7 @@ class Launch:
                 redirections=self._redirections(terminal, stdin=False),
                 ready=self._ready,
             )
+            # The end of a terminal is seen at its master, which returns EIO, so this process needs no descriptor.
             os.close(self._start(script, session))
         except BaseException:
             os.close(master)
@@ -135,15 +138,20 @@ class Launch:
             A descriptor that is readable once the process has ended.
         """
         self._write({"restore": script, "command": command})
+        # The anchor may have been killed since the last call. Another one reads the same FIFOs.
         self._anchor.look_after()
         self._pid, self.inner = self._anchor.start(self.folder.name)
+        # The process cannot have ended without the keeper's knowledge: it waits for its start line (step 2).
         death = death_of(self._pid)
         self._await_open(death)
+        # Step 2: the keeper holds the descriptor, so the process may run.
         os.write(self._held[_START], b"\n")
         return death
 
     def end(self) -> None:
         """Close the held descriptors, and remove the directory unless the process keeps it."""
+        # A FIFO loses its unread data when its last descriptor closes (pipe(7)), and the shell has opened `start`
+        # perhaps not yet.
         self._await_start()
         for fd in self._held.values():
             os.close(fd)
@@ -154,6 +162,8 @@ class Launch:
         """Wait until the process has read its start line, which would be lost with the keeper's end of the FIFO."""
         deadline = time.monotonic() + ANSWER_S
         while self._pid and time.monotonic() < deadline and Path(f"/proc/{self._pid}").exists():
+            # FIONREAD counts the unread bytes of a pipe (pipe(7)). There is no event for "the reader took it", so this
+            # is polled.
             unread = struct.unpack("i", fcntl.ioctl(self._held[_START], termios.FIONREAD, bytes(4)))[0]
             if not unread:
                 return
@@ -164,6 +174,7 @@ class Launch:
         self.folder.mkdir(mode=0o755)
         for name in (*SHELL_FIFOS, _START):
             os.mkfifo(self.folder / name)
+            # The process may become any user of the image, and the umask does not apply to chmod.
             (self.folder / name).chmod(0o666)
             self._held[name] = os.open(self.folder / name, RIGHTS)
 
@@ -178,9 +189,12 @@ class Launch:
 
     def _terminal(self, size: object) -> tuple[int, str]:
         """Return the keeper's end of a new terminal of the container, and its path in the container."""
+        # The container has a devpts instance of its own. A terminal of the host's would be visible to the container
+        # only as a broken path.
         master, path = open_terminal(f"/proc/{self._members.pid}/root/dev/pts/ptmx", size)
         if self._uid:
             # A terminal belongs to the user that opened it, which is root here.
+            # The ioctl opens the other end by the master. A path could lead to what an agent put there.
             other = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
             os.fchown(other, self._uid, -1)
             os.close(other)
@@ -189,6 +203,7 @@ class Launch:
     def _redirections(self, terminal: str, *, stdin: bool) -> str:
         """Return the shell redirections that open the process's streams."""
         if terminal:
+            # A session leader that opens a terminal without O_NOCTTY gets it as its controlling terminal (open(2)).
             return f"0<>{terminal} 1>&0 2>&0"
         here = f"{BOX}/{self.folder.name}"
         return f"0<{f'{here}/go' if stdin else '/dev/null'} 1>{here}/out 2>{here}/err"
@@ -210,6 +225,7 @@ class Launch:
         deadline = time.monotonic() + ANSWER_S
         dump = self._held["dump"]
         while time.monotonic() < deadline:
+            # Step 1. Whichever comes first: the shell's line, its death, or the container's end.
             readable, _, _ = select.select([dump, death, self._members.init], [], [], ANSWER_S)
             if dump in readable:
                 break
@@ -217,4 +233,6 @@ class Launch:
                 os.close(death)
                 raise ShellStartError("no process can be started in this sandbox: it ended at once")
         for name in SHELL_FIFOS:
+            # With these ends open, reading would never see the end of a stream, because this process would count as a
+            # writer.
             os.close(self._held.pop(name))

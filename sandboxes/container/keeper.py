@@ -82,6 +82,8 @@ def run(channel: int, order: ForkKeeper) -> None:
         channel: The socket to the proxy.
         order: What the keeper has to know of the container.
     """
+    # The launcher ignores SIGCHLD, and a fork inherits that. With SIG_IGN, waitpid() would lose the exit codes of
+    # children (wait(2)).
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     link = DriverLink(socket.socket(fileno=channel))
     members = cgroup_processes.ContainerProcesses(order.pid, order.container)
@@ -92,12 +94,16 @@ def run(channel: int, order: ForkKeeper) -> None:
         # The container's tool servers listen on its loopback. The keeper has no other use for a network.
         _enter(members.pid, "net", kernel.CLONE_NEWNET)
         _narrow(members.pid)
+        # After `_narrow`, in which a child works: this process has to stay in the launcher's mount namespace, where the
+        # view is mounted.
         lower = mounts.view(order.lowers, order.view)
         roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
         Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order).serve()
     finally:
         # However this process ends, the container must not go on without its keeper.
         with contextlib.suppress(ProcessLookupError):
+            # The death of pid 1 makes the kernel kill every process of its pid namespace (pid_namespaces(7)). Docker
+            # then removes the container (`auto_remove`).
             signal.pidfd_send_signal(members.init, signal.SIGKILL)
 
 
@@ -126,6 +132,7 @@ def _end_with_parent(init: int) -> None:
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
+    # After the handler is set: the launcher may be dead at this moment already.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -173,6 +180,7 @@ class ContainerProcess:
         """Turn it into a background process, which keeps its directory of FIFOs."""
         launch, inner, shells = self.launch, self.pid, self.shells
         launch.keeps_folder = True
+        # The descriptors change owners here; `close` of the launch must not close them.
         ends, death = self.running.hand_over()
         return ContainerBackgroundProcess(
             description, ends, death, self.members.find(inner) or 0, lambda: shells.status_of(inner),
@@ -196,6 +204,7 @@ class Keeper:
         order: ForkKeeper,
     ) -> None:
         self._link, self._members, self._anchor = link, members, anchor
+        # Read before any process of the agent runs: pid 1 is still what Docker started.
         self._user = cgroup_processes.ids(members.pid)
         self._inherited = cgroup_processes.environment(members.pid)
         self._shells = shells = ContainerShells(anchor, members, set(self._inherited))
@@ -210,6 +219,7 @@ class Keeper:
         """Report that the container is ready; then answer until the proxy is gone, or the container."""
         bash = self._anchor.ready(READY_S)
         for pid in self._shells.anchor_pids:
+            # Children inherit resource limits, and all processes descend from pid 1 or the anchor (getrlimit(2)).
             limit(pid, self._changes.disk_bytes)
         self._link.send(KeeperReady(bash))
         while (envelope := self._supervisor.next_request()) is not None:
@@ -250,6 +260,7 @@ class Keeper:
         # Every shell counts SHLVL by itself, and a sandbox's host name is the same in all containers.
         given = {name: value for name, value in self._inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
         self._shells.begin(order, {**order.defaults, **given, **order.environment})
+        # The files come before any shell: no process may run over files that are being replaced.
         self._changes.begin(order.born_ns, order.copy)
         if order.checkpoint is not None:
             self._freezer.restore(order.checkpoint, order.program, fds, self._await_restored)
@@ -292,6 +303,7 @@ class Keeper:
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
+        # Survivors of earlier calls are not part of this command; a timeout must not kill them.
         spared = self._shells.anchor_pids | {pid for pid, _ in self._survivors.processes}
         try:
             shell = self._shells.ready(request.session)
@@ -305,6 +317,7 @@ class Keeper:
 
     def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> ContainerProcess:
         """Start a process of its own under the anchor."""
+        # Taken before the start, so that a timeout kills exactly what this process has started.
         spared = {pid for pid, _ in self._members.running()}
         launch = Launch(self._anchor, self._members, self._user[0])
         try:
@@ -316,12 +329,14 @@ class Keeper:
 
     def become_agent(self) -> None:
         """Move a child into the container's files, confine it, and make it the container's user."""
+        # First the mount namespace, then confinement: `confine` gives up the right that setns needs.
         _enter(self._members.pid, "mnt", kernel.CLONE_NEWNS)
         os.umask(0o022)
         confine.limit_resources(self._changes.disk_bytes, None, None)
         confine.confine()
         uid, gid, groups = self._user
         if uid:
+            # Groups before the user: after setresuid this process has no right to change them (credentials(7)).
             os.setgroups(groups)
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
@@ -340,6 +355,8 @@ class Keeper:
 
     def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:
         """Send the answer, unless the container ended during the call."""
+        # The result of a call that the container's end cut short would be recorded as if the command had failed by
+        # itself.
         self.require_sandbox()
         self._link.send(answer, body)
         if not self._survivors and session is not None:

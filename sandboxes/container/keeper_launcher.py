@@ -27,6 +27,8 @@ def _serve(driver: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             driver.close()
+            # Without the launcher's own socket: a keeper that held it would keep the driver from seeing the launcher's
+            # end.
             _become_keeper(request, fds[0])
         for fd in fds:
             os.close(fd)
@@ -53,11 +55,14 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         kernel.unshare(kernel.CLONE_NEWNS)
+        # A new mount namespace still shares its mounts' events with the old one until they are private
+        # (mount_namespaces(7)).
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     except OSError as error:
         driver.sendall(pack_message(Failed(str(error))))
         return
     prepare()
+    # Garbage collection in a fork would write to pages that it shares with this process, and so copy them.
     freeze_heap()
     gc.disable()
     driver.sendall(pack_message(LauncherReady()))

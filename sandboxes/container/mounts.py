@@ -38,6 +38,7 @@ def narrow(pid: int) -> None:
     Raises:
         OSError: The kernel refuses.
     """
+    # Read before setns: afterwards /proc is the container's.
     mount_points = [_unescaped(line.split()[4]) for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines()]
     namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     kernel.setns(namespace, kernel.CLONE_NEWNS)
@@ -46,8 +47,10 @@ def narrow(pid: int) -> None:
     for path in reversed(mount_points):
         if path not in _KEPT_EXACTLY and not any(path == kept or path.startswith(f"{kept}/") for kept in _KEPT):
             kernel.unmount(path)
+    # A process that is root in the container could otherwise raise its own limits, or move between groups.
     if "/sys/fs/cgroup" in mount_points:
         _read_only("/sys/fs/cgroup", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    # The tmpfs at /dev/shm was unmounted above; the directory below it lies in Docker's /dev, which no snapshot holds.
     _share_memory()
     for path, text in _OWN_TEXTS.items():
         _write(path, text)
@@ -72,6 +75,7 @@ def _write(path: str, text: str) -> None:
     folder = os.path.dirname(path)  # noqa: PTH120
     if not os.path.isdir(folder):  # noqa: PTH112
         return
+    # Unlinked, not overwritten: the name may be a link, and its target must not be written to.
     if os.path.lexists(path):
         os.unlink(path)  # noqa: PTH108
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -104,6 +108,8 @@ def view(lowers: list[str], mount_point: str) -> int:
         return os.open(lowers[0], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.mount("overlay", mount_point, "overlay", kernel.MS_RDONLY, options)
     try:
+        # The descriptor keeps the file system alive after the lazy unmount below (umount2(2), MNT_DETACH). A kill -9 in
+        # between leaves a mount in the launcher's private namespace only, which goes with the launcher.
         return os.open(mount_point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
         kernel.unmount(mount_point)

@@ -56,6 +56,7 @@ def _first_processes() -> Iterator[int]:
         if name.isdigit():
             with contextlib.suppress(OSError, StopIteration), open(f"/proc/{name}/status", "rb") as file:  # noqa: PTH123
                 inner = next(line for line in file if line.startswith(b"NSpid:")).split()[1:]
+                # One number only means a process of this pid namespace itself, such as the machine's init.
                 if len(inner) > 1 and inner[-1] == b"1":
                     yield int(name)
 
@@ -64,6 +65,7 @@ def _box(mounts: Path) -> DevicePath | None:
     """Return what is mounted as the box in a mount namespace; None if it has none."""
     for line in mounts.read_text().splitlines():
         _, _, device, root, mount_point, *_ = line.split()
+        # A device and a path on it: the path of the mount point on the host does not show in another mount namespace.
         if mount_point == BOX:
             return device, root
     return None

@@ -40,9 +40,12 @@ def loop(name: str) -> str:
     fields = ["set", "export -p", "readonly -p", "alias", "umask", "pwd", "jobs -l"]
     dumped = " ".join(f"command {field}; command printf '\\0';" for field in fields)
     return (
+        # `set +aefuvx` makes the dump itself safe: `-e` would end the shell at a failing line, `-x` would write to the
+        # agent's stderr, `-u` would fail at `$!`.
         "{ { command printf '%s\\0' \"$-\"; command trap; command printf '\\0'; command set +aefuvxC; "
         f"{dumped} command printf '%s\\0' \"$!\" \"$@\"; command printf '%s\\0' {END.decode()[:-1]}; }} "
         f">{here}/dump; }} 2>/dev/null\n"
+        # The shell blocks here between calls, without a CPU. If the FIFO is gone, the container is, so it exits.
         f"command read -r __forkpoint <{here}/go || exit; command unset __forkpoint\n"
         f". {here}/command\n"
         f"{{ command printf '%s\\0' \"$?\" >{here}/dump; }} 2>/dev/null\n"
@@ -61,12 +64,14 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     Raises:
         MalformedDumpError: A command has interfered with the dump.
     """
+    # Bounds the work below; the agent decides how long its variables are.
     if len(data) > MAX_DUMP_BYTES:
         raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
     fields = data[: -len(END)].decode("latin-1").split("\0")[:-1]
     if len(fields) < _FIELDS:
         raise MalformedDumpError(f"{len(fields)} fields")
     status, options, traps, variables, exported, read_only, aliases, umask, cwd, jobs, last, *arguments = fields
+    # A command may write to the dump's FIFO itself. A wrong form ends the session's shell instead of becoming a state.
     if not (status.isdigit() and re.fullmatch(r"[0-7]{3,4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
     session: ShellSession = {
@@ -88,6 +93,7 @@ def _statements(text: str) -> list[str]:
     """Return the statements of a text, one a line; a quoted newline does not end a statement."""
     statements, start = [], 0
     for token in _TOKEN.finditer(text):
+        # A newline inside quotes is part of its token, so only newlines between statements come as tokens of their own.
         if token[0] == "\n":
             statements.append(text[start : token.start()])
             start = token.end()
@@ -121,6 +127,8 @@ def restore_script(
         inherited: Names of the variables that the shell inherits from the anchor.
         ready: The script's last line.
     """
+    # The shell is born with the anchor's protected score. A process may raise its own score, but not lower it
+    # (proc_pid_oom_score_adj(5)).
     lines = ["command printf 0 >/proc/self/oom_score_adj"]
     if session is None:
         lines += [f"export {name}={quote(value)}" for name, value in environment.items()]
@@ -130,6 +138,7 @@ def restore_script(
     # Read-only variables and positional parameters come last: an assignment to a read-only variable ends the shell.
     have = {match[0] for line in session["variables"] if (match := _NAME.match(line))}
     lines.append(f"command cd -- {quote(session['cwd'])} || command cd /")
+    # A variable that the session has unset would come back from the anchor's environment.
     lines += [f"unset {name}" for name in sorted({*inherited, "OLDPWD"} - have)]
     lines += session["variables"]
     lines += [f"export {name}" for name in session["exported"]]

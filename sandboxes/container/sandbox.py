@@ -106,10 +106,12 @@ class ContainerSandbox(MachineSandbox):
         )
         if frozen is not None:
             self.parts = frozen.parts
+            # A sandbox that was restored from files equals its state until a call changes something.
             self._frozen = frozen if order.checkpoint is None else None
         if frozen is None or order.checkpoint is None:
             begun = (await self.link.ask(order)).message
             if begun.shell_error is not None:
+                # Without a first shell, no later call could run either.
                 self.link.die(begun.shell_error)
                 raise SandboxError(f"sandbox {self.id} died: {begun.shell_error}")
             return
@@ -161,6 +163,8 @@ class ContainerSandbox(MachineSandbox):
         known = self._frozen
         if known is not None and self._states.exists(known.payload["copy"]):
             return known
+        # The keeper writes to `<name>.part`. If this process is killed before `keep`, the next start removes that
+        # directory.
         name, folder = self._states.allocate()
         possible = await self._checkpointer.is_available()
         images: tuple[str, ...] = ()
@@ -175,6 +179,7 @@ class ContainerSandbox(MachineSandbox):
         if isinstance(frozen, NotFreezable):
             why = "" if possible else f"; {self._checkpointer.unavailable_reason}"
             raise NotFreezableError(f"sandbox {self.id}: {frozen.reason}{why}")
+        # The rename makes the state exist, as a whole (rename(2)).
         self._states.keep(name)
         self.parts = (name, *images)
         payload = {
@@ -208,11 +213,13 @@ class ContainerSandbox(MachineSandbox):
             await self.link.ask(DumpProcesses(program), fds=files)
 
         async def copy_files(mapped: MappedFiles) -> None:
+            # CRIU holds all processes of the tree at this moment, so memory and files belong together.
             copied.append((await self.link.ask(copy)).message)
             if mapped:
                 raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
         images = await self._checkpointer.dump(start_criu, tree, copy_files)
+        # A dump may take several attempts; the last copy is of the same moment as the images.
         return copied[-1], (images,)
 
     # -- closing -----------------------------------------------------------------------------------------------------
@@ -222,6 +229,7 @@ class ContainerSandbox(MachineSandbox):
         if self._closing is None:
             self.link.death = self.link.death or "it was closed"
             self._closing = start(self._close(), name=f"close {self.id}")
+        # A cancelled caller must not leave a container half removed; `_closing` is awaited by the next `close`, too.
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:

@@ -42,6 +42,7 @@ _LIMITS = {
 }
 """Lines of /proc/PID/limits (proc(5)), with the limits that they show."""
 
+# Columns are separated by two or more spaces, and names contain single ones, so the name is matched lazily.
 _LIMIT = re.compile(r"(Max [a-z ]+?) +(\d+|unlimited) +(\d+|unlimited)")
 
 Inode = tuple[int, int]
@@ -86,6 +87,8 @@ class ContainerShell(Shell):
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep of an idle shell, with its files; a disk format."""
+        # CRIU restores a descriptor of a file by its path, size and offset, so the files must come back with the same
+        # bytes.
         texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
         facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
         return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
@@ -99,6 +102,7 @@ class ContainerShell(Shell):
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
         """Set the shell's process and its inherited limits, and apply the limits that the session has changed."""
         self._is_process(pid, inner)
+        # The anchor's limits: a dump stores only what differs from them.
         self.limits = limits
         if self.session is not None and self.session["limits"]:
             changed = {_LIMITS[name]: (soft, hard) for name, (soft, hard) in self.session["limits"].items()}
@@ -117,6 +121,7 @@ class ContainerShell(Shell):
 
     def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
         status, session, jobs = (sessions if self.bash else posix).parse_dump(dump)
+        # The shell waits for its next command here, so its limits are those that the command has left.
         now = read_limits(self.pid)
         session["limits"] = {name: list(value) for name, value in now.items() if value != self.limits.get(name)}
         return status, session, jobs
@@ -124,6 +129,7 @@ class ContainerShell(Shell):
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
         opened = _open_files(self.pid)
+        # The shell has ended meanwhile.
         if opened is None:
             return False
         ours = {name: _inode(os.fstat(fd)) for name, fd in self._fds.items()}
@@ -142,6 +148,7 @@ class ContainerShell(Shell):
 
     def close(self) -> None:
         """Close the keeper's ends and remove the directory. The caller kills the process."""
+        # Closing wakes a shell that still waits: its read of `go` then returns end of file, and it exits.
         for fd in (*self._fds.values(), self.death):
             os.close(fd)
         self._fds.clear()
@@ -219,6 +226,7 @@ def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -
         code = 1
         try:
             uid, gid, groups = user
+            # Groups first, the user last: afterwards this process has no right to change the others (credentials(7)).
             os.setgroups(groups)
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)

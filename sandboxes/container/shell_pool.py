@@ -35,6 +35,7 @@ class ContainerShells(Shells):
             order: The sandbox.
             environment: The variables of new sessions.
         """
+        # A keeper waits in a spare container before it knows its spec; this is where it learns it.
         self.environment, self.workdir = environment, order.workdir
         self.sessions, self.pristine = order.sessions, order.pristine
 
@@ -77,6 +78,7 @@ class ContainerShells(Shells):
     def adopt_prepared(self, shells: list[ContainerShell], stored: list[dict[str, Any]]) -> None:
         """Adopt the shells that CRIU restored."""
         for shell, entry in zip(shells, stored, strict=True):
+            # 0 stands for a shell that is not there any more: it counts as ended, and the next call starts another.
             shell.came_back(entry, self._members.find(entry["inner"]) or 0)
             self._shells[shell.name] = shell
 
@@ -87,11 +89,13 @@ class ContainerShells(Shells):
     def _start(self, name: str) -> Shell:
         self._anchor.look_after()
         session, folder = self.sessions.get(name), self._anchor.new_folder()
+        # The shell's whole past is in this script: a session is its dump (docs/decisions/0004-sessions-are-dumps.md).
         script = restore_script(
             session, self.workdir, self.environment, self._inherited, bash=self.bash, ready=posix.ready(folder.name)
         )
         loop = sessions.LOOP if self.bash else posix.loop(folder.name)
         texts = dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True))
+        # FIFOs and texts exist before the anchor gets its order, because the shell opens them at once.
         shell = ContainerShell(name, session, folder, texts, bash=self.bash)
         try:
             pid, inner = self._anchor.start(folder.name)

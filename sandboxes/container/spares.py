@@ -98,6 +98,7 @@ class Spares:
         self.background = TaskOwner()
         self._spares_per_kind = spares
         self._spares: OrderedDict[SpareKind, list[Box]] = OrderedDict()
+        # Waiting here costs nothing; waiting in dockerd makes all starts slower (`MAX_STARTS`).
         self._starts = asyncio.Semaphore(MAX_STARTS)
         self._restocking: asyncio.Task[None] | None = None
         self._launcher = ForkServer(
@@ -123,6 +124,7 @@ class Spares:
         await self._launcher.start()
 
     def _clear_boxes(self) -> None:
+        # The lock on the data directory is held, so a box that is here belongs to a dead process.
         remove_tree(self.boxes)
         self.boxes.mkdir(parents=True)
         # Any user of a container must be able to pass through to its own box.
@@ -130,6 +132,7 @@ class Spares:
 
     async def close(self) -> None:
         """Remove the spares, wait for all background tasks, and end the keeper launcher. Idempotent."""
+        # From here on `_fill` and `restock` make no container, so the list below is complete.
         self._closing = True
         spares = [box for boxes in self._spares.values() for box in boxes]
         self._spares.clear()
@@ -151,6 +154,7 @@ class Spares:
         self._spares.move_to_end(kind)
         while waiting:
             box = waiting.pop(0)
+            # A spare's keeper may have died since, and its container with it.
             if box.channel.lost is None:
                 return box
             self._discard(box)
@@ -196,9 +200,12 @@ class Spares:
             raise
 
     async def _make(self, image: str, limits: Limits, name: str, folder: Path) -> Box:
+        # Step 1 of making a container; the steps are in the docstring of the module.
         await asyncio.to_thread(_make_box, folder)
         self.names.add(name)
         try:
+            # Step 2, with the name in `names` first: a sweep in between must not take the container for a dead
+            # process's.
             async with self._starts:
                 labels = {**self.labels, SANDBOX: name}
                 started = await asyncio.to_thread(
@@ -208,6 +215,8 @@ class Spares:
             self.names.discard(name)
             await asyncio.to_thread(remove_tree, folder)
             raise
+        # Step 3. The keeper gets one end and this process the other; when this process dies, the kernel closes its end,
+        # and the keeper kills the container.
         ours, theirs = socket.socketpair()
         box = Box(name, started.id, Channel(ours), folder)
         order = ForkKeeper(
@@ -228,6 +237,7 @@ class Spares:
             await self.throw_away(box)
             raise SandboxError(f"a container could not be set up: {error or 'no response in time'}") from error
         finally:
+            # The keeper has its own copy. With this copy open, the end of the keeper would not be seen.
             theirs.close()
         box.bash = ready.message.bash
         return box
@@ -250,6 +260,7 @@ class Spares:
         with contextlib.suppress(SandboxError):
             await asyncio.to_thread(self.daemon.remove, box.container)
         self.names.discard(box.id)
+        # The box comes last: processes of the container use it until the container is gone.
         await asyncio.to_thread(remove_tree, box.folder)
 
 

@@ -36,8 +36,11 @@ class StateCopies:
     def open(self) -> None:
         """Make the directory, and remove states that a killed process wrote or deleted halfway."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        # The copies keep the modes and owners of the container's files, so only this directory keeps other users out.
         self.folder.chmod(0o700)
         for path in self.folder.iterdir():
+            # A killed process leaves either form: `.part` while a keeper wrote, a directory without `meta.json` while
+            # `drop` deleted.
             if not (path / "meta.json").exists() or path.suffix == ".part":
                 remove_tree(path)
 
@@ -83,6 +86,8 @@ class StateCopies:
         shared: dict[int, int] = {}
         for name in names:
             if name not in self._inodes:
+                # A state never changes, so it is walked only once. Inode numbers are comparable because all states lie
+                # on one file system.
                 self._inodes[name] = dict(_inodes(self.folder / name / "diff"))
             shared |= self._inodes[name]
         return sum(shared.values())

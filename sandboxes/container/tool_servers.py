@@ -78,6 +78,7 @@ class ContainerServers(Servers):
 
     def adopt_prepared(self) -> None:
         """Adopt the servers that CRIU restored."""
+        # After CRIU: the servers have opened the FIFOs under the same names by their paths.
         for stored, fds in self._prepared:
             pid = self._members.find(stored["inner"]) or 0
             folder = self._anchor.box / stored["folder"]
@@ -104,11 +105,13 @@ class ContainerServers(Servers):
             pid, inner = self._anchor.start(folder.name)
         except ShellStartError as error:
             # Usually the server ended at once, and its log says why.
+            # The FIFO still holds what the server wrote, because the keeper has its reading end open.
             output = Log(fds["out"]).tail()
             for fd in fds.values():
                 os.close(fd)
             what = f"server {order.name!r} ended when it was started: {output}"
             raise ToolServerError("crashed", f"{what} ({error})") from error
+        # Only after the new server runs: if it does not start, the log of the old one still says why that one ended.
         before = self._servers.pop(order.name, None)
         if before is not None:
             before.close()
