@@ -58,7 +58,7 @@ def shots(page: Page, base: str, scheme: str) -> None:
     go("/t/fix-ledger/rollouts", "tbody tr")
     save("rollouts")
     go("/t/fix-ledger/r/policy-a-1/vs/policy-b-2", ".compare tbody tr")
-    page.get_by_role("link", name="What differs now").click()
+    page.get_by_role("link", name="Compare states").click()
     page.wait_for_selector(".changes")
     save("changes")
     go("/t/fix-ledger", "main[data-ready]")

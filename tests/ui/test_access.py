@@ -66,7 +66,7 @@ ATTACKS = """async (base) => {
 }"""
 
 
-def test_a_page_of_another_origin_changes_nothing(proxy: Running, browser: BrowserContext) -> None:
+def test_page_of_another_origin_changes_nothing(proxy: Running, browser: BrowserContext) -> None:
     before = proxy.client.get("/api/v1/stats").json()
     page = browser.new_page()
     with somebody_else() as url:
@@ -80,7 +80,7 @@ def test_a_page_of_another_origin_changes_nothing(proxy: Running, browser: Brows
     assert proxy.exec("r", "cat f").json()["stdout"] == "1\n"
 
 
-def test_the_page_cannot_be_framed_and_runs_no_script_but_its_own(proxy: Running, browser: BrowserContext) -> None:
+def test_page_cannot_be_framed_or_run_other_scripts(proxy: Running, browser: BrowserContext) -> None:
     page = browser.new_page()
     page.goto(f"{proxy.client.base_url}/ui/")
     blocked = page.evaluate(
@@ -96,7 +96,7 @@ def test_the_page_cannot_be_framed_and_runs_no_script_but_its_own(proxy: Running
     page.close()
 
 
-def test_a_browser_is_shown_no_page_that_a_tool_wrote(proxy: Running, browser: BrowserContext) -> None:
+def test_tool_output_is_never_shown_as_page(proxy: Running, browser: BrowserContext) -> None:
     proxy.client.put("/t/task/r/web/shell/files/root/page.html", content=b"<script>fetch('/api/v1/tasks')</script>")
     page = browser.new_page()
     answer = page.goto(f"{proxy.client.base_url}/t/task/r/web/shell/files/root/page.html")
@@ -107,7 +107,7 @@ def test_a_browser_is_shown_no_page_that_a_tool_wrote(proxy: Running, browser: B
     assert proxy.client.get("/t/task/r/web/shell/files/root/page.html").content.startswith(b"<script>")
 
 
-def test_a_token_is_asked_for_once_and_goes_with_everything(
+def test_token_is_requested_once_and_always_sent(
     page: Page, browser: BrowserContext, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     right = "right-token-0123456789"
@@ -129,7 +129,7 @@ def test_a_token_is_asked_for_once_and_goes_with_everything(
             page.get_by_role("button", name="Export").click()
         assert download.value.suggested_filename == "task.forkpoint.tar"
         page.evaluate("location.hash = '#/t/task/n/n2/terminal'")
-        expect(page.get_by_role("status").filter(has_text="open no terminals")).to_be_visible()
+        expect(page.get_by_role("status").filter(has_text="offers no terminals")).to_be_visible()
         # Another tab has not been told it.
         another = browser.new_page()
         another.goto(f"{proxy.client.base_url}/ui/")
@@ -138,7 +138,7 @@ def test_a_token_is_asked_for_once_and_goes_with_everything(
         page.goto("about:blank")
 
 
-def test_a_token_for_some_tasks_shows_those(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_task_token_shows_only_its_tasks(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
     data = tmp_path_factory.mktemp("some")
     file = data / "tokens"
     file.write_text("alice-token-012345678 alice-*\nroot-token-0123456789\n")
@@ -156,7 +156,7 @@ def test_a_token_for_some_tasks_shows_those(page: Page, tmp_path_factory: pytest
         page.goto("about:blank")
 
 
-def test_the_page_says_when_the_proxy_does_not_answer(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_page_shows_when_proxy_does_not_answer(page: Page, tmp_path_factory: pytest.TempPathFactory) -> None:
     with serving(tmp_path_factory.mktemp("gone")) as running:
         page.goto(f"{running.client.base_url}/ui/")
         expect(page.locator(".pulse")).to_have_text("live")

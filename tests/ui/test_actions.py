@@ -36,7 +36,7 @@ def press(panel: Locator, name: str) -> None:
     panel.get_by_role("button", name=name, exact=True).click()
 
 
-def test_a_rollout_is_forked_at_a_node(proxy: Running, page: Page) -> None:
+def test_rollout_is_forked_at_a_node(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "fork", "echo 1 > f")
     proxy.exec("agent", "echo 2 > f", task="fork")
     press(panel, "Fork")
@@ -51,7 +51,7 @@ def test_a_rollout_is_forked_at_a_node(proxy: Running, page: Page) -> None:
     assert node == proxy.client.get("/api/v1/tasks/fork/rollouts/branch").json()["start"]
 
 
-def test_a_fork_under_a_name_that_runs_is_refused_in_words(proxy: Running, page: Page) -> None:
+def test_fork_with_running_name_is_refused(proxy: Running, page: Page) -> None:
     _, panel = at(proxy, page, "twice", "echo 1 > f")
     press(panel, "Fork")
     page.get_by_label("Name").fill("agent")
@@ -59,7 +59,7 @@ def test_a_fork_under_a_name_that_runs_is_refused_in_words(proxy: Running, page:
     expect(page.get_by_role("status").filter(has_text="is running")).to_be_visible()
 
 
-def test_a_node_is_pinned_and_unpinned(proxy: Running, page: Page) -> None:
+def test_node_is_pinned_and_unpinned(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "pin", "echo 1 > f")
     press(panel, "Pin")
     expect(panel.get_by_role("button", name="Unpin")).to_be_visible()
@@ -69,17 +69,17 @@ def test_a_node_is_pinned_and_unpinned(proxy: Running, page: Page) -> None:
     assert detail(proxy, "pin", node)["flags"] == []
 
 
-def test_a_snapshot_is_taken_or_it_is_said_why_not(proxy: Running, page: Page) -> None:
+def test_snapshot_is_taken_or_refused_with_reason(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "snapshot", "echo 1 > f")
     press(panel, "Snapshot")
-    expect(page.get_by_role("status").filter(has_text="is kept")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="has a snapshot now")).to_be_visible()
     assert detail(proxy, "snapshot", node)["snapshot"]
     _, panel = at(proxy, page, "unkept", "sleep 60 &")
     press(panel, "Snapshot")
-    expect(page.get_by_role("status").filter(has_text="cannot be frozen")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="no snapshot of")).to_be_visible()
 
 
-def test_an_answer_is_downloaded_byte_for_byte(proxy: Running, page: Page) -> None:
+def test_answer_is_downloaded_unchanged(proxy: Running, page: Page) -> None:
     _, panel = at(proxy, page, "download", "echo 1 > f")
     answer = proxy.exec("other", "echo 1 > f", task="download")
     with page.expect_download() as download:
@@ -88,7 +88,7 @@ def test_an_answer_is_downloaded_byte_for_byte(proxy: Running, page: Page) -> No
     assert download.value.suggested_filename.endswith(".json")
 
 
-def test_a_command_is_tried_in_a_fork_and_nothing_is_recorded(proxy: Running, page: Page) -> None:
+def test_tried_command_is_not_recorded(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "try", "echo 1 > f")
     before = proxy.client.get("/api/v1/tasks/try/columns").json()
     press(panel, "Try")
@@ -96,7 +96,7 @@ def test_a_command_is_tried_in_a_fork_and_nothing_is_recorded(proxy: Running, pa
     dialog.get_by_label("Command").fill("echo tried > f; cat f")
     dialog.get_by_label("Command").press("Enter")
     expect(dialog.locator(".output")).to_have_text("tried")
-    expect(dialog).to_contain_text("the tree does not know this call")
+    expect(dialog).to_contain_text("the tree has no record of this call")
     dialog.get_by_role("button", name="Done").click()
     after = proxy.client.get("/api/v1/tasks/try/columns").json()
     assert (before["columns"]["id"], before["columns"]["seen"]) == (after["columns"]["id"], after["columns"]["seen"])
@@ -104,30 +104,32 @@ def test_a_command_is_tried_in_a_fork_and_nothing_is_recorded(proxy: Running, pa
     assert node in page.url
 
 
-def test_forgetting_asks_first_and_rollouts_that_stand_there_go_on(proxy: Running, page: Page) -> None:
+def test_forget_asks_first_and_rollouts_continue(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "forget", "echo 1 > f", "echo 2 > f")
     press(panel, "Forget")
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert detail(proxy, "forget", node)["id"] == node
     press(panel, "Forget")
     page.get_by_role("dialog").get_by_role("button", name="Forget").click()
-    expect(page.get_by_role("status").filter(has_text="1 node forgotten, 1 rollout going on alone")).to_be_visible()
+    expect(
+        page.get_by_role("status").filter(has_text="1 node forgotten, 1 rollout continuing without shared records")
+    ).to_be_visible()
     expect(panel).to_be_hidden()
     listed = proxy.client.get("/api/v1/tasks/forget/tree").json()["nodes"]
     assert node not in [shown["id"] for shown in listed]
 
 
-def test_forgetting_can_end_the_rollouts_that_stand_there(proxy: Running, page: Page) -> None:
+def test_forget_can_end_rollouts(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "end", "echo 1 > f", "echo 2 > f")
     press(panel, "Forget")
-    page.get_by_role("dialog").get_by_label("End the rollouts that stand there").check()
+    page.get_by_role("dialog").get_by_label("End the rollouts in the subtree").check()
     page.get_by_role("dialog").get_by_role("button", name="Forget").click()
     expect(page.get_by_role("status").filter(has_text="1 node forgotten, 1 rollout ended")).to_be_visible()
     expect(panel).to_be_hidden()
     assert proxy.client.get(f"/api/v1/tasks/end/nodes/{node}").status_code == 404
 
 
-def test_two_people_forget_the_same_and_the_second_is_told(proxy: Running, page: Page) -> None:
+def test_second_forget_of_same_node_is_refused(proxy: Running, page: Page) -> None:
     node, panel = at(proxy, page, "both", "echo 1 > f", "echo 2 > f")
     proxy.client.delete(f"/api/v1/tasks/both/nodes/{node}?end_rollouts=true")
     press(panel, "Forget")
@@ -135,7 +137,7 @@ def test_two_people_forget_the_same_and_the_second_is_told(proxy: Running, page:
     expect(page.get_by_role("status").filter(has_text=f"has no node {node}")).to_be_visible()
 
 
-def test_a_terminal_that_cannot_be_says_why(proxy: Running, page: Page) -> None:
+def test_unavailable_terminal_shows_reason(proxy: Running, page: Page) -> None:
     node, _ = at(proxy, page, "none", "echo 1 > f")
     page.goto(f"{proxy.client.base_url}/ui/#/t/none/n/{node}/terminal")
-    expect(page.get_by_role("status").filter(has_text="open no terminals")).to_be_visible()
+    expect(page.get_by_role("status").filter(has_text="offers no terminals")).to_be_visible()

@@ -11,9 +11,7 @@ from sandboxes.spec import EnvironmentSpec
 
 
 @given(st.sets(st.integers(2, 60), max_size=20), st.integers(0, 61), st.integers(1, 25))
-def test_the_nodes_after_a_node_come_in_order_and_it_is_said_whether_there_are_more(
-    ids: set[int], after: int, limit: int
-) -> None:
+def test_columns_after_a_node_are_ordered(ids: set[int], after: int, limit: int) -> None:
     tree = Tree(1, Node(1), EnvironmentSpec(driver="memory"))
     for number in sorted(ids):
         tree.add_node(Node(number))

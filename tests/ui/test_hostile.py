@@ -96,14 +96,14 @@ def harmless(page: Page) -> None:
 
 
 @pytest.mark.parametrize("name", list(ANSWERS))
-def test_nothing_of_an_answer_runs(planted: Planted, page: Page, name: str) -> None:
+def test_no_script_in_an_answer_runs(planted: Planted, page: Page, name: str) -> None:
     shown(planted, page, name)
     for tab in page.get_by_role("tab").all():
         tab.click()
     harmless(page)
 
 
-def test_markup_is_shown_as_it_was_said(planted: Planted, page: Page) -> None:
+def test_markup_is_shown_as_text(planted: Planted, page: Page) -> None:
     expect(shown(planted, page, "script").locator(".answer .output")).to_have_text(SCRIPT)
     expect(page.locator(".command").first).to_have_text(SCRIPT)
     expect(shown(planted, page, "html").locator(".answer .output")).to_contain_text(SCRIPT)
@@ -112,7 +112,7 @@ def test_markup_is_shown_as_it_was_said(planted: Planted, page: Page) -> None:
     harmless(page)
 
 
-def test_escapes_colour_text_and_steer_nothing(planted: Planted, page: Page) -> None:
+def test_escapes_only_colour_text(planted: Planted, page: Page) -> None:
     output = shown(planted, page, "escapes").locator(".answer .output")
     expect(output.locator(".f-1")).to_have_text("red")
     expect(output).to_contain_text("␛[2J")
@@ -121,30 +121,30 @@ def test_escapes_colour_text_and_steer_nothing(planted: Planted, page: Page) -> 
     assert page.title().endswith("Forkpoint")
 
 
-def test_text_cannot_turn_its_direction(planted: Planted, page: Page) -> None:
+def test_text_cannot_change_its_direction(planted: Planted, page: Page) -> None:
     expect(shown(planted, page, "bidi").locator(".answer .output")).to_contain_text("⟨202E⟩")
     expect(page.locator(".command").first).to_contain_text("⟨202E⟩")
 
 
-def test_a_line_of_five_megabytes_is_shown_in_part_and_at_once(planted: Planted, page: Page) -> None:
+def test_line_of_five_megabytes_is_shown_in_part(planted: Planted, page: Page) -> None:
     page.goto(f"{planted.running.client.base_url}/ui/")
     page.evaluate("performance.mark('asked')")
     shown(planted, page, "line")
     took = page.evaluate("performance.now() - performance.getEntriesByName('asked').at(-1).startTime")
     assert took < 5000
-    expect(page.get_by_text("download it for all of it")).to_be_visible()
+    expect(page.get_by_text("cut: download the whole answer")).to_be_visible()
     assert len(page.locator(".answer .output").inner_text()) == 20_000
     page.get_by_role("button", name=re.compile("Show more")).click()
     assert len(page.locator(".answer .output").inner_text()) > 60_000
 
 
-def test_bytes_that_are_no_text_are_shown_and_said_to_be(planted: Planted, page: Page) -> None:
+def test_invalid_utf8_is_shown_and_marked(planted: Planted, page: Page) -> None:
     output = shown(planted, page, "binary").locator(".answer .output")
     expect(output).to_have_text("��<b>␀� end")
     expect(page.get_by_text("not UTF-8")).to_be_visible()
 
 
-def test_a_picture_is_shown_and_what_only_says_so_is_not(planted: Planted, page: Page) -> None:
+def test_only_real_images_are_shown(planted: Planted, page: Page) -> None:
     picture = shown(planted, page, "png").locator("img.picture")
     expect(picture).to_have_js_property("naturalWidth", 4)
     expect(shown(planted, page, "no-png").locator("img.picture")).to_have_js_property("naturalWidth", 0)
@@ -152,7 +152,7 @@ def test_a_picture_is_shown_and_what_only_says_so_is_not(planted: Planted, page:
     expect(shown(planted, page, "mcp").locator("img.picture")).to_have_count(1)
 
 
-def test_rows_are_a_table(planted: Planted, page: Page) -> None:
+def test_rows_are_shown_as_table(planted: Planted, page: Page) -> None:
     table = shown(planted, page, "sql").get_by_role("table")
     expect(table.get_by_role("cell").nth(1)).to_have_text(SCRIPT)
     expect(shown(planted, page, "records").get_by_role("row")).to_have_count(4)

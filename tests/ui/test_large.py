@@ -29,7 +29,7 @@ def ui(proxy: Running, page: Page) -> Page:
     return page
 
 
-def test_it_opens_and_pans_at_any_distance(proxy: Running, page: Page) -> None:
+def test_large_tree_opens_and_pans(proxy: Running, page: Page) -> None:
     opened = open_tree(page, str(proxy.client.base_url), "big")
     expect(page.locator(".counts")).to_contain_text("50,000 nodes")
     assert opened["ready"] < 10
@@ -39,14 +39,14 @@ def test_it_opens_and_pans_at_any_distance(proxy: Running, page: Page) -> None:
         assert frames_per_s(page, 1.5) > 12
 
 
-def test_a_call_deep_in_it_is_found_and_shown(ui: Page) -> None:
+def test_search_shows_a_deep_call(ui: Page) -> None:
     ui.get_by_label("Search calls").fill("git commit -am 'step 77")
     expect(ui.locator(".finds li").first).to_be_visible()
     ui.keyboard.press("Enter")
     expect(ui.locator(".side .command")).to_contain_text("git commit -am 'step 77")
 
 
-def test_only_the_rows_that_are_seen_are_in_the_document(ui: Page) -> None:
+def test_only_visible_rows_are_in_document(ui: Page) -> None:
     ui.get_by_role("button", name="Table", exact=True).click()
     grid = ui.get_by_role("treegrid")
     grid.focus()
@@ -76,7 +76,7 @@ _LAYOUT = """async ({ parents, fold }) => {
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("fold", [True, False])
-def test_every_node_has_a_place_of_its_own(proxy: Running, page: Page, seed: int, fold: bool) -> None:
+def test_nodes_do_not_overlap(proxy: Running, page: Page, seed: int, fold: bool) -> None:
     """The layout, on trees drawn at random: nothing is lost, and no two things lie on one another."""
     page.goto(f"{proxy.client.base_url}/ui/")
     state = seed * 7919 + 1

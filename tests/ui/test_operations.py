@@ -24,16 +24,16 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def test_an_audit_says_how_far_answers_can_be_trusted(proxy: Running, page: Page) -> None:
+def test_audit_shows_confidence_interval(proxy: Running, page: Page) -> None:
     page.goto(f"{proxy.client.base_url}/ui/#/t/good/audit")
-    expect(page.get_by_text("No call has been found that did not come again.")).to_be_visible()
+    expect(page.get_by_text("No recorded call differs.")).to_be_visible()
     page.get_by_role("button", name="Verify").click()
     row = page.get_by_role("row", name=re.compile("recorded calls 3 0"))
     expect(row).to_contain_text("0 % and")
-    expect(page.get_by_text("Nothing: every byte counts.")).to_be_visible()
+    expect(page.get_by_text("Nothing is ignored.")).to_be_visible()
 
 
-def test_a_call_that_does_not_come_again_is_shown_with_its_quarantine(proxy: Running, page: Page) -> None:
+def test_differing_call_is_shown_as_quarantined(proxy: Running, page: Page) -> None:
     page.goto(f"{proxy.client.base_url}/ui/#/t/wrong?view=table")
     page.get_by_role("treegrid").get_by_text("echo 1").click()
     page.locator(".side").get_by_role("button", name="Verify").click()
@@ -44,7 +44,7 @@ def test_a_call_that_does_not_come_again_is_shown_with_its_quarantine(proxy: Run
     expect(page.get_by_role("treegrid").get_by_role("row", name=re.compile("echo 1"))).to_contain_text("diverged")
 
 
-def test_a_tree_is_saved_and_taken_by_another_proxy(
+def test_exported_tree_is_imported_elsewhere(
     proxy: Running, page: Page, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     page.goto(f"{proxy.client.base_url}/ui/#/t/good")
@@ -62,7 +62,7 @@ def test_a_tree_is_saved_and_taken_by_another_proxy(
 
 
 @pytest.mark.parametrize("content", [b"", b"<script>alert(1)</script>" * 100, b"\0" * 10_240])
-def test_a_file_that_is_no_tree_is_refused_in_words(proxy: Running, page: Page, tmp_path: Path, content: bytes) -> None:
+def test_import_of_other_file_is_refused(proxy: Running, page: Page, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "broken.forkpoint.tar"
     file.write_bytes(content)
     page.goto(f"{proxy.client.base_url}/ui/")

@@ -24,7 +24,7 @@ def number(answer: Any) -> int:
     return int(answer.headers["x-forkpoint-node"][1:])
 
 
-def test_columns_tell_the_tree_and_who_stands_in_it(proxy: Running) -> None:
+def test_columns_have_tree_and_rollouts(proxy: Running) -> None:
     one = number(proxy.exec("a", "echo 1 > f", task="columns"))
     proxy.exec("b", "echo 1 > f", task="columns")
     proxy.exec("b", "cat f", task="columns")
@@ -38,7 +38,7 @@ def test_columns_tell_the_tree_and_who_stands_in_it(proxy: Running) -> None:
     assert (view["nodes"], view["more"]) == (3, False)
 
 
-def test_columns_come_in_parts_and_then_as_news(proxy: Running) -> None:
+def test_columns_are_paged_and_updated(proxy: Running) -> None:
     made = [number(proxy.exec("r", f"echo {n} > f", task="parts")) for n in range(5)]
     first = get(proxy, "parts/columns?limit=3")
     assert first["more"]
@@ -50,7 +50,7 @@ def test_columns_come_in_parts_and_then_as_news(proxy: Running) -> None:
     assert get(proxy, f"parts/columns?after={made[-1]}")["columns"]["id"] == [new]
 
 
-def test_histories_that_meet_are_told(proxy: Running) -> None:
+def test_columns_have_merged_paths(proxy: Running) -> None:
     proxy.exec("a", "echo 1 > f", task="meet")
     away = number(proxy.exec("a", "export X=1", task="meet"))
     back = proxy.exec("a", "cd /root", task="meet")
@@ -61,7 +61,7 @@ def test_histories_that_meet_are_told(proxy: Running) -> None:
     assert all(pair[0] in view["columns"]["id"] and pair[1] in view["columns"]["id"] for pair in view["meets"])
 
 
-def test_labels_say_a_call_in_one_line(proxy: Running) -> None:
+def test_label_is_a_call_in_one_line(proxy: Running) -> None:
     node = number(proxy.exec("r", "echo 1 > f;\n\n  false", task="labels"))
     [label] = get(proxy, f"labels/labels?nodes={node},999999")
     assert (label["text"], label["exit_code"]) == ("echo 1 > f;\n\n  false", 1)
@@ -70,7 +70,7 @@ def test_labels_say_a_call_in_one_line(proxy: Running) -> None:
     get(proxy, "labels/labels?nodes=n1", 422)
 
 
-def test_failures_are_told_apart_by_whether_they_led_somewhere(proxy: Running) -> None:
+def test_failures_separate_nodes_and_observations(proxy: Running) -> None:
     led = number(proxy.exec("r", "echo 1 > f; false", task="failures"))
     proxy.exec("r", "cat nothing", task="failures")
     proxy.exec("r", "cat f", task="failures")
@@ -81,7 +81,7 @@ def test_failures_are_told_apart_by_whether_they_led_somewhere(proxy: Running) -
     assert get(proxy, f"failures/failures?after={found['upto']}")["nodes"] == [more]
 
 
-def test_a_call_is_shown_with_its_answer_and_who_made_it(proxy: Running) -> None:
+def test_call_has_answer_and_rollouts(proxy: Running) -> None:
     answer = proxy.exec("a", "echo 1 > f", task="call")
     proxy.exec("b", "echo 1 > f", task="call")
     node = answer.headers["x-forkpoint-node"]
@@ -92,7 +92,7 @@ def test_a_call_is_shown_with_its_answer_and_who_made_it(proxy: Running) -> None
     get(proxy, f"call/nodes/{node}/calls/0", 404)
 
 
-def test_reads_are_listed_with_most_hits_first(proxy: Running) -> None:
+def test_observations_are_listed_by_hits(proxy: Running) -> None:
     proxy.exec("a", "ls", task="reads")
     for rollout in ("a", "b", "c"):
         proxy.exec(rollout, "pwd", task="reads")
@@ -100,7 +100,7 @@ def test_reads_are_listed_with_most_hits_first(proxy: Running) -> None:
     assert [read["text"] for read in get(proxy, f"reads/nodes/{root}/observations")] == ["pwd", "ls"]
 
 
-def test_a_rollout_is_forked_at_a_node_that_nobody_stands_at(proxy: Running) -> None:
+def test_rollout_is_forked_at_any_node(proxy: Running) -> None:
     node = proxy.exec("a", "echo 1 > f", task="fork").headers["x-forkpoint-node"]
     proxy.exec("a", "echo 2 > f", task="fork")
     proxy.client.delete("/api/v1/tasks/fork/rollouts/a")
@@ -110,7 +110,7 @@ def test_a_rollout_is_forked_at_a_node_that_nobody_stands_at(proxy: Running) -> 
     assert proxy.client.post(f"/api/v1/tasks/fork/nodes/{node}/fork", json={"name": "again"}).status_code == 409
 
 
-def test_the_timings_of_calls_that_were_run_are_remembered(proxy: Running) -> None:
+def test_timings_of_executed_calls_are_kept(proxy: Running) -> None:
     proxy.exec("a", "echo 1 > f", task="timings")
     proxy.exec("b", "echo 1 > f", task="timings")
     proxy.exec("b", "cat f", task="timings")
@@ -120,7 +120,7 @@ def test_the_timings_of_calls_that_were_run_are_remembered(proxy: Running) -> No
     assert set(timing) == {"wait_s", "restore_s", "replay_s", "tool_s", "replayed_calls"}
 
 
-def test_the_page_is_served_with_a_policy_under_which_nothing_else_runs(proxy: Running) -> None:
+def test_page_has_a_strict_content_policy(proxy: Running) -> None:
     page = proxy.client.get("/ui/")
     assert page.status_code == 200
     policy = page.headers["content-security-policy"]

@@ -31,7 +31,7 @@ def recorded(proxy: Running) -> dict[str, list[int]]:
     return {name: columns[name] for name in ("id", "parent", "hits", "seen", "seen_hits", "passes")}
 
 
-def test_a_terminal_opens_in_a_fork_and_leaves_the_tree_alone(proxy: Running, page: Page) -> None:
+def test_terminal_does_not_change_the_tree(proxy: Running, page: Page) -> None:
     node = proxy.exec("agent", "cd /tmp; echo here > f", task="term").headers["x-forkpoint-node"]
     before = recorded(proxy)
     page.goto(f"{proxy.client.base_url}/ui/#/t/term?node={node}")

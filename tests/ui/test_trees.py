@@ -22,7 +22,7 @@ def go(proxy: Running, page: Page, address: str) -> Page:
     return page
 
 
-def test_one_of_two_trees_is_chosen_by_keys_and_the_address_remembers_it(proxy: Running, page: Page) -> None:
+def test_tree_is_chosen_by_keyboard(proxy: Running, page: Page) -> None:
     root, _, other_root, other = two_trees(proxy, "chosen")
     go(proxy, page, "chosen?view=table")
     grid, choice = page.get_by_role("treegrid"), page.get_by_role("combobox", name="Environment")
@@ -55,7 +55,7 @@ def test_one_of_two_trees_is_chosen_by_keys_and_the_address_remembers_it(proxy: 
     expect(choice).to_have_value(root)
 
 
-def test_news_are_those_of_the_tree_that_is_shown(proxy: Running, page: Page) -> None:
+def test_updates_belong_to_the_shown_tree(proxy: Running, page: Page) -> None:
     _, _, other_root, _ = two_trees(proxy, "news")
     proxy.exec("other", "cat nothing", task="news")
     go(proxy, page, f"news?view=table&root={other_root}")
@@ -70,7 +70,7 @@ def test_news_are_those_of_the_tree_that_is_shown(proxy: Running, page: Page) ->
     expect(grid).not_to_contain_text("elsewhere")
 
 
-def test_links_to_nodes_and_rollouts_lead_into_their_tree(proxy: Running, page: Page) -> None:
+def test_links_open_the_tree_of_their_node(proxy: Running, page: Page) -> None:
     root, one, other_root, other = two_trees(proxy, "links")
     go(proxy, page, f"links?node={other}")
     expect(page.locator(".side .command")).to_have_text("echo $X > f")
@@ -95,13 +95,13 @@ def test_links_to_nodes_and_rollouts_lead_into_their_tree(proxy: Running, page: 
     page.get_by_role("button", name=f"Compare with {other_root}").click()
     expect(page.locator(".changes")).to_contain_text("/root/f")
     go(proxy, page, f"links/diff/{one}/{other}")
-    expect(page.locator("main")).to_contain_text("lie in different trees")
+    expect(page.locator("main")).to_contain_text("are in different trees")
     go(proxy, page, "links/r/own/vs/other")
-    expect(page.locator("tr.fork")).to_contain_text(f"They began at different states, {root} and {other_root}")
-    expect(page.get_by_role("link", name="What differs now")).to_have_count(0)
+    expect(page.locator("tr.fork")).to_contain_text(f"They began at different nodes, {root} and {other_root}")
+    expect(page.get_by_role("link", name="Compare states")).to_have_count(0)
 
 
-def test_where_the_tasks_own_tree_is_empty_the_other_is_shown(proxy: Running, page: Page) -> None:
+def test_empty_current_tree_gives_way(proxy: Running, page: Page) -> None:
     begin(proxy, "docker", "a", "X=1")
     go(proxy, page, "docker?view=table")
     current, other = get(proxy, "docker/trees")
@@ -118,7 +118,7 @@ def test_where_the_tasks_own_tree_is_empty_the_other_is_shown(proxy: Running, pa
     expect(page.get_by_role("treegrid")).not_to_contain_text("echo $X > f")
 
 
-def test_where_there_is_one_tree_there_is_nothing_to_choose(proxy: Running, page: Page) -> None:
+def test_single_tree_has_no_select_box(proxy: Running, page: Page) -> None:
     proxy.exec("a", "echo 1 > f", task="one")
     go(proxy, page, "one?view=table")
     expect(page.get_by_role("treegrid")).to_contain_text("echo 1 > f")
@@ -129,7 +129,7 @@ def test_where_there_is_one_tree_there_is_nothing_to_choose(proxy: Running, page
     expect(page.get_by_role("columnheader", name="Environment")).to_be_hidden()
 
 
-def test_another_tree_is_audited_from_its_node(proxy: Running, page: Page) -> None:
+def test_other_tree_is_audited_from_its_node(proxy: Running, page: Page) -> None:
     root, _, other_root, other = two_trees(proxy, "audited")
     go(proxy, page, f"audited?node={other}")
     page.locator(".side").get_by_role("button", name="Verify").click()
@@ -142,7 +142,7 @@ def test_another_tree_is_audited_from_its_node(proxy: Running, page: Page) -> No
     expect(page.get_by_role("row", name=re.compile("recorded calls 1 0"))).to_be_visible()
 
 
-def test_another_tree_is_saved_and_shown_where_it_arrives(
+def test_other_tree_is_exported_and_imported(
     proxy: Running, page: Page, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _, _, other_root, _ = two_trees(proxy, "saved")

@@ -9,7 +9,7 @@ from tests.proxy.serving import serving
 from tests.sandboxes.videos import make
 
 
-def test_the_overview_shows_how_far_videos_are_prepared(tmp_path: Path, page: Page) -> None:
+def test_overview_shows_progress_of_videos(tmp_path: Path, page: Page) -> None:
     clip = make(tmp_path / "clip.mp4")
     with serving(tmp_path / "data", drivers={"video": VideoDriver(tmp_path / "video")}) as proxy:
         page.goto(f"{proxy.client.base_url}/ui/")

@@ -38,7 +38,7 @@ def figure(ui: Page, title: str) -> str:
     return ui.locator(".figure", has=ui.get_by_text(title, exact=True)).locator(".value").inner_text()
 
 
-def test_the_overview_shows_each_task_and_follows_its_rollouts(proxy: Running, ui: Page) -> None:
+def test_overview_shows_tasks_live(proxy: Running, ui: Page) -> None:
     row = ui.locator("tr[data-task=demo]")
     expect(row).to_contain_text("25 %")
     expect(ui.locator(".figure", has_text="Calls").first).to_contain_text("8")
@@ -50,7 +50,7 @@ def test_the_overview_shows_each_task_and_follows_its_rollouts(proxy: Running, u
     expect(ui.locator("svg.timeline rect").first).to_be_attached()
 
 
-def test_tasks_are_filtered_and_sorted_and_the_address_remembers_it(ui: Page) -> None:
+def test_filter_and_order_are_in_the_address(ui: Page) -> None:
     expect(ui.locator("tr[data-task=live]")).to_be_visible()
     ui.keyboard.press("/")
     ui.keyboard.type("dem")
@@ -64,7 +64,7 @@ def test_tasks_are_filtered_and_sorted_and_the_address_remembers_it(ui: Page) ->
     expect(ui.locator("tbody tr")).to_have_count(1)
 
 
-def test_the_map_is_walked_by_keys_and_pointer(ui: Page) -> None:
+def test_map_is_used_by_keys_and_pointer(ui: Page) -> None:
     go(ui, "#/t/demo")
     canvas = ui.locator("canvas")
     expect(ui.locator("main[data-ready]")).to_be_visible()
@@ -79,7 +79,7 @@ def test_the_map_is_walked_by_keys_and_pointer(ui: Page) -> None:
     expect(ui).to_have_url(re.compile(r"node=n\d+"))
 
 
-def test_a_label_on_the_map_leaves_out_what_does_not_fit_whole(ui: Page) -> None:
+def test_map_label_omits_parts_that_do_not_fit(ui: Page) -> None:
     told = ui.evaluate(
         """async () => {
             const { whole } = await import("/ui/js/tree/near.js");
@@ -91,7 +91,7 @@ def test_a_label_on_the_map_leaves_out_what_does_not_fit_whole(ui: Page) -> None
     assert told == [every, two, two, "12 ms", "12 ms", "12 ms", "", ""]
 
 
-def test_the_table_says_what_the_map_draws(ui: Page) -> None:
+def test_table_has_the_nodes_of_the_map(ui: Page) -> None:
     go(ui, "#/t/demo?view=table")
     rows = ui.get_by_role("treegrid").get_by_role("row")
     expect(rows).to_have_count(5)
@@ -112,7 +112,7 @@ def test_the_table_says_what_the_map_draws(ui: Page) -> None:
     expect(ui.locator(".side")).to_contain_text(re.compile("echo [23] > "))
 
 
-def test_a_tree_grows_on_the_page_while_rollouts_run(proxy: Running, ui: Page) -> None:
+def test_tree_grows_while_rollouts_run(proxy: Running, ui: Page) -> None:
     proxy.exec("a", "echo 1 > f", task="growing")
     go(ui, "#/t/growing?view=table")
     grid = ui.get_by_role("treegrid")
@@ -132,7 +132,7 @@ def test_a_tree_grows_on_the_page_while_rollouts_run(proxy: Running, ui: Page) -
     expect(grid).not_to_contain_text("echo new > file")
 
 
-def test_chains_fold_and_open(proxy: Running, ui: Page) -> None:
+def test_chains_fold_and_unfold(proxy: Running, ui: Page) -> None:
     for number in range(30):
         proxy.exec("walker", f"echo {number} > f", task="chain")
     go(ui, "#/t/chain?view=table")
@@ -147,14 +147,14 @@ def test_chains_fold_and_open(proxy: Running, ui: Page) -> None:
     expect(grid).to_have_attribute("aria-rowcount", "4")
 
 
-def test_a_link_to_a_folded_node_opens_its_chain(proxy: Running, ui: Page) -> None:
+def test_link_to_folded_node_unfolds_chain(proxy: Running, ui: Page) -> None:
     nodes = [proxy.exec("w", f"echo {n} > f", task="link").headers["x-forkpoint-node"] for n in range(20)]
     go(ui, f"#/t/link?node={nodes[9]}&view=table")
     expect(ui.locator(".side")).to_contain_text("echo 9 > f")
     expect(ui.locator(".trow.on")).to_contain_text("echo 9 > f")
 
 
-def test_calls_are_found_by_their_text(ui: Page) -> None:
+def test_search_finds_calls_by_text(ui: Page) -> None:
     go(ui, "#/t/demo")
     expect(ui.locator("main[data-ready]")).to_be_visible()
     ui.keyboard.press("/")
@@ -164,10 +164,10 @@ def test_calls_are_found_by_their_text(ui: Page) -> None:
     expect(ui.locator(".side .command")).to_have_text("echo 3 > g")
     ui.keyboard.press("/")
     ui.get_by_label("Search calls").fill("no such call")
-    expect(ui.get_by_text("No call has this text.")).to_be_visible()
+    expect(ui.get_by_text("No call contains this text.")).to_be_visible()
 
 
-def test_a_node_shows_its_answer_state_and_who_passed(ui: Page) -> None:
+def test_node_shows_answer_state_and_rollouts(ui: Page) -> None:
     go(ui, "#/t/demo?view=table")
     ui.get_by_role("treegrid").get_by_text("echo 1 > f").click()
     side = ui.locator(".side")
@@ -177,10 +177,10 @@ def test_a_node_shows_its_answer_state_and_who_passed(ui: Page) -> None:
     expect(side.get_by_role("link", name="second")).to_have_attribute("href", re.compile("#/t/demo/r/second"))
     expect(side.locator(".reads li")).to_have_count(1)
     side.get_by_role("button", name="cat f").click()
-    expect(side.locator(".part", has_text="Read here").locator(".output")).to_have_text("1")
+    expect(side.locator(".part", has_text="Read-only calls").locator(".output")).to_have_text("1")
 
 
-def test_what_changed_is_shown_beside_the_parent(ui: Page) -> None:
+def test_changes_since_parent_are_shown(ui: Page) -> None:
     go(ui, "#/t/demo?view=table")
     ui.get_by_role("treegrid").get_by_text("echo 3 > g").click()
     ui.get_by_role("button", name=re.compile("Compare with n")).click()
@@ -188,7 +188,7 @@ def test_what_changed_is_shown_beside_the_parent(ui: Page) -> None:
     expect(ui.locator(".changes .add", has_text="+3")).to_be_visible()
 
 
-def test_a_rollout_is_a_waterfall_of_its_calls(proxy: Running, ui: Page) -> None:
+def test_rollout_is_a_waterfall_of_calls(proxy: Running, ui: Page) -> None:
     go(ui, "#/t/demo/r/second")
     rows = ui.locator(".waterfall tbody tr")
     expect(rows).to_have_count(4)
@@ -199,24 +199,26 @@ def test_a_rollout_is_a_waterfall_of_its_calls(proxy: Running, ui: Page) -> None
     expect(rows).to_have_count(5)
 
 
-def test_two_rollouts_stand_side_by_side_with_their_fork(ui: Page) -> None:
+def test_two_rollouts_are_compared(ui: Page) -> None:
     go(ui, "#/t/demo/rollouts")
     ui.get_by_label("Compare first").check()
     ui.get_by_label("Compare second").check()
     ui.get_by_role("button", name="Compare").click()
     expect(ui.get_by_text("2 calls in common")).to_be_visible()
     rows = ui.locator("table.compare tbody tr")
-    expect(rows.nth(2)).to_contain_text("They part here, at n")
+    expect(rows.nth(2)).to_contain_text("They diverge at n")
     expect(rows.nth(1)).to_have_class("same")
     expect(rows.nth(3)).to_contain_text("echo 2 > f")
     expect(rows.nth(3)).to_contain_text("echo 3 > g")
 
 
-def test_sandboxes_and_snapshots_say_why_they_are_there(ui: Page) -> None:
+def test_sandboxes_and_snapshots_show_reasons(ui: Page) -> None:
     go(ui, "#/snapshots")
     expect(ui.locator("tbody tr", has_text="demo").first).to_contain_text("uses expected")
     go(ui, "#/sandboxes")
-    expect(ui.locator("tbody tr", has_text="demo").first).to_contain_text(re.compile("may go on in it|may have it"))
+    expect(ui.locator("tbody tr", has_text="demo").first).to_contain_text(
+        re.compile("reserved for rollout|available to any rollout")
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,15 +230,15 @@ def test_sandboxes_and_snapshots_say_why_they_are_there(ui: Page) -> None:
         ("#/t/demo/n/n999999", "has no node n999999"),
         ("#/t/demo?node=n999999", "The tree has no node n999999."),
         ("#/t/demo/n/%3Cscript%3E", "string_pattern_mismatch|should match"),
-        ("#/nowhere", "There is nothing under this address."),
+        ("#/nowhere", "There is no page at this address."),
     ],
 )
-def test_an_address_of_nothing_says_so(ui: Page, address: str, told: str) -> None:
+def test_unknown_address_has_a_message(ui: Page, address: str, told: str) -> None:
     go(ui, address)
     expect(ui.locator("body")).to_contain_text(re.compile(told))
 
 
-def test_keys_are_listed_and_the_theme_is_kept(ui: Page) -> None:
+def test_shortcuts_are_listed_and_theme_is_kept(ui: Page) -> None:
     ui.keyboard.press("?")
     expect(ui.get_by_role("dialog", name="Keys")).to_contain_text("map or table")
     ui.keyboard.press("Escape")
@@ -257,7 +259,7 @@ def test_keys_are_listed_and_the_theme_is_kept(ui: Page) -> None:
 @pytest.mark.parametrize(
     "address", ["#/", "#/t/demo", "#/t/demo?view=table&node=n1", "#/t/demo/rollouts", "#/t/demo/r/first"]
 )
-def test_everything_that_can_be_used_has_a_name(ui: Page, address: str) -> None:
+def test_every_control_has_a_name(ui: Page, address: str) -> None:
     go(ui, address)
     expect(ui.locator("main > *").first).to_be_visible()
     for landmark in ("banner", "main", "navigation"):

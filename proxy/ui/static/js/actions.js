@@ -1,11 +1,11 @@
-// What can be done at a node, and with a task's whole tree.
+// The actions of a node: fork, terminal, try, pin, snapshot, verify, download and forget.
 
 import { download, names, send } from "./api.js";
 import { h, put, toast } from "./dom.js";
 import { plural, seconds } from "./format.js";
 import { answer } from "./answer.js";
 
-/** The buttons of a node. */
+/** Return the buttons of a node. */
 export function actions(task, detail, call, on, signal) {
   const path = `tasks/${names(task)}/nodes/${detail.id}`;
   const root = detail.parent === null;
@@ -13,33 +13,33 @@ export function actions(task, detail, call, on, signal) {
   const act = (text, title, run, kind = "") => h("button", { class: kind, title, data: { act: text.toLowerCase() }, on: { click: (event) => busy(event.currentTarget, run) } }, text);
   return h(
     "div",
-    { class: "actions", role: "group", "aria-label": `What can be done at ${detail.id}` },
-    act("Fork", "Begin a rollout that stands here", () => fork(task, detail)),
-    h("a", { class: "button", href: `#/t/${names(task)}/n/${detail.id}/terminal`, title: "A shell in a throw-away fork of this state; the tree is not touched" }, "Terminal"),
-    act("Try", "Run a call in a throw-away fork; nothing is recorded", () => attempt(path, detail, signal)),
-    act(pinned ? "Unpin" : "Pin", "Keep this state's snapshot whatever the budget says", async () => {
+    { class: "actions", role: "group", "aria-label": `Actions at ${detail.id}` },
+    act("Fork", "Begin a rollout at this node", () => fork(task, detail)),
+    h("a", { class: "button", href: `#/t/${names(task)}/n/${detail.id}/terminal`, title: "Open a shell in a scratch fork of this state; the tree does not change" }, "Terminal"),
+    act("Try", "Run a call in a scratch fork; nothing is recorded", () => attempt(path, detail, signal)),
+    act(pinned ? "Unpin" : "Pin", "Never evict this state's snapshot", async () => {
       await send("POST", `${path}/pin`, { pinned: !pinned });
       toast(pinned ? `${detail.id} is no longer pinned` : `${detail.id} is pinned`);
       await on.again();
     }),
-    act("Snapshot", "Keep this state now", async () => {
+    act("Snapshot", "Take a snapshot of this state now", async () => {
       const kept = await send("POST", `${path}/snapshot`);
-      toast(kept.snapshot ? `The state ${detail.id} is kept` : `The state ${detail.id} could not be kept`);
+      toast(kept.snapshot ? `${detail.id} has a snapshot now` : `No snapshot of ${detail.id} could be taken`);
       await on.again();
     }),
-    root ? null : act("Verify", "Run this call and those after it again, in fresh sandboxes, and compare", async () => {
-      const found = await send("POST", `tasks/${names(task)}/verify`, { node: detail.id, sample: 100 });
-      toast(`${plural(found.of, "call")} at ${detail.id} and after it: being run again`);
+    root ? null : act("Verify", "Run this call and its subtree again in fresh sandboxes, and compare the results", async () => {
+      const audit = await send("POST", `tasks/${names(task)}/verify`, { node: detail.id, sample: 100 });
+      toast(`Running ${plural(audit.of, "call")} at ${detail.id} and below again`);
       location.hash = `#/t/${names(task)}/audit?root=${detail.id}`;
     }),
-    call ? act("Download answer", "The answer's bytes as they were recorded", () => download(`${path}/answer?record=${call.record}`, `${task}-${detail.id}${suffix(call.answer.media_type)}`)) : null,
-    root ? null : act("Forget", "Forget this call and all that came after it", () => forget(path, detail, on), "danger"),
+    call ? act("Download answer", "Download the recorded bytes of the answer", () => download(`${path}/answer?record=${call.record}`, `${task}-${detail.id}${suffix(call.answer.media_type)}`)) : null,
+    root ? null : act("Forget", "Forget this call and its subtree", () => forget(path, detail, on), "danger"),
   );
 }
 
 const suffix = (type) => ({ "application/json": ".json", "text/plain": ".txt", "image/png": ".png", "image/jpeg": ".jpg" })[type.split(";")[0].trim()] ?? ".bin";
 
-/** Run what a button stands for; it waits, and what goes wrong is told. */
+/** Run a button's action: the button is disabled meanwhile, and an error is shown. */
 export async function busy(button, run) {
   button.disabled = true;
   try {
@@ -51,7 +51,7 @@ export async function busy(button, run) {
   }
 }
 
-/** Ask for something; resolves with the field's text, or null. */
+/** Show a dialog with a question. Resolves with the field's text, "yes" without a field, or null if cancelled. */
 export function question({ title, text, field, value = "", yes, danger = false, extra = null, wide = false }) {
   return new Promise((resolve) => {
     const input = field ? h("input", { type: "text", value, required: true, spellcheck: "false", "aria-label": field }) : null;
@@ -65,11 +65,11 @@ export function question({ title, text, field, value = "", yes, danger = false, 
       h("div", { class: "row" }, h("button", { type: "button", on: { click: () => dialog.close() } }, "Cancel"), h("button", { class: danger ? "danger primary" : "primary", value: "yes" }, yes)),
     );
     const dialog = h("dialog", { "aria-label": title, class: wide ? "wide" : "" }, form);
-    let told = null;
-    form.addEventListener("submit", () => (told = input ? input.value.trim() : "yes"));
+    let reply = null;
+    form.addEventListener("submit", () => (reply = input ? input.value.trim() : "yes"));
     dialog.addEventListener("close", () => {
       dialog.remove();
-      resolve(told);
+      resolve(reply);
     });
     document.body.append(dialog);
     dialog.showModal();
@@ -80,27 +80,27 @@ export function question({ title, text, field, value = "", yes, danger = false, 
 async function fork(task, detail) {
   const name = await question({
     title: `Fork a rollout at ${detail.id}`,
-    text: "A new rollout stands here; point an agent's tool base URL at it.",
+    text: "The new rollout begins at this node. Set its URL as the tool base URL of an agent.",
     field: "Name", value: `fork-${detail.id}-${Math.random().toString(36).slice(2, 6)}`, yes: "Fork",
   });
   if (!name) return;
   const rollout = await send("POST", `tasks/${names(task)}/nodes/${detail.id}/fork`, { name });
   const url = h("input", { type: "text", value: rollout.base_url, readonly: true, "aria-label": "Base URL" });
-  const copy = await question({ title: `Rollout ${rollout.rollout} stands at ${detail.id}`, text: "Its agent's tool base URL:", yes: "Show it", extra: url });
+  const copy = await question({ title: `Rollout ${rollout.rollout} began at ${detail.id}`, text: "Tool base URL for its agent:", yes: "Show it", extra: url });
   if (copy) location.hash = `#/t/${names(task)}/r/${names(rollout.rollout)}`;
 }
 
-/** A call in a throw-away fork, answered in the dialog. */
+/** Run calls in scratch forks, with the answers in the dialog. */
 async function attempt(path, detail, signal) {
   const stage = h("div", { class: "stack" });
   const input = h("input", { type: "text", spellcheck: "false", "aria-label": "Command", placeholder: "ls -la" });
   const run = h("button", { type: "button", class: "primary" }, "Run");
   const go = () =>
     busy(run, async () => {
-      put(stage, h("p", { class: "dim" }, "A fork is being made …"));
+      put(stage, h("p", { class: "dim" }, "Making a scratch fork …"));
       try {
-        const found = await send("POST", `${path}/exec`, { command: input.value }, { signal });
-        put(stage, answer({ exact: true, ...found.answer }, "", signal), h("p", { class: "dim" }, [found.effect.join() === "none" ? "changed nothing" : `changed ${found.effect.join(", ")}`, seconds(found.seconds), found.known ? `the tree knows this call: it leads to ${found.leads_to}` : "the tree does not know this call"].join(" · ")));
+        const trial = await send("POST", `${path}/exec`, { command: input.value }, { signal });
+        put(stage, answer({ exact: true, ...trial.answer }, "", signal), h("p", { class: "dim" }, [trial.effect.join() === "none" ? "changed nothing" : `changed ${trial.effect.join(", ")}`, seconds(trial.seconds), trial.known ? `the tree has a record of this call, which leads to ${trial.leads_to}` : "the tree has no record of this call"].join(" · ")));
       } catch (error) {
         put(stage);
         throw error;
@@ -113,7 +113,7 @@ async function attempt(path, detail, signal) {
     go();
   });
   await question({
-    title: `Try a command at ${detail.id}`, text: "It runs in a throw-away fork: the tree is not touched, nothing is recorded.", yes: "Done", wide: true,
+    title: `Try a command at ${detail.id}`, text: "It runs in a scratch fork: the tree does not change, and nothing is recorded.", yes: "Done", wide: true,
     extra: h("div", { class: "stack" }, h("div", { class: "split" }, input, run), stage),
   });
 }
@@ -121,13 +121,13 @@ async function attempt(path, detail, signal) {
 async function forget(path, detail, on) {
   const end = h("input", { type: "checkbox" });
   const sure = await question({
-    title: `Forget ${detail.id} and all that came after it?`,
-    text: "Their calls run again when a rollout makes them. This cannot be undone.", yes: "Forget", danger: true,
-    extra: h("label", { class: "inline" }, end, "End the rollouts that stand there"),
+    title: `Forget ${detail.id} and its subtree?`,
+    text: "The forgotten calls run again when a rollout makes them. This cannot be undone.", yes: "Forget", danger: true,
+    extra: h("label", { class: "inline" }, end, "End the rollouts in the subtree"),
   });
   if (!sure) return;
-  const gone = await send("DELETE", `${path}${end.checked ? "?end_rollouts=true" : ""}`);
-  const told = [`${plural(gone.nodes, "node")} forgotten`, gone.rollouts.length ? `${plural(gone.rollouts.length, "rollout")} ended` : "", gone.going_on.length ? `${plural(gone.going_on.length, "rollout")} going on alone` : ""];
-  toast(told.filter(Boolean).join(", "));
+  const result = await send("DELETE", `${path}${end.checked ? "?end_rollouts=true" : ""}`);
+  const parts = [`${plural(result.nodes, "node")} forgotten`, result.rollouts.length ? `${plural(result.rollouts.length, "rollout")} ended` : "", result.going_on.length ? `${plural(result.going_on.length, "rollout")} continuing without shared records` : ""];
+  toast(parts.filter(Boolean).join(", "));
   on.gone(detail.parent);
 }

@@ -1,15 +1,15 @@
-// Terminal text as elements: colours and weights are shown, all else that would steer a terminal is made visible.
+// Terminal output as elements: colours and weights are rendered, and every other control sequence is made visible.
 
 import { h } from "./dom.js";
 import { symbol } from "./format.js";
 
-// A colour or weight; any other sequence of a terminal (they end with a letter, or are strings up to BEL or ESC \);
-// a control character; a mark that turns the direction of text.
+// Alternatives in order: a colour or weight; any other escape sequence (up to a letter, or a string up to BEL or ESC \);
+// a control character; a character that changes the direction of text.
 // eslint-disable-next-line no-control-regex
 const TOKEN = /\u001b\[([0-9;:]*)m|\u001b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\^_a-z])|[\u0000-\u0008\u000b-\u001f\u007f-\u009f]|[\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 const MAX_PIECES = 4000;
 
-/** Return text as nodes. Of text with more than 4,000 colour changes the rest is plain. */
+/** Return terminal output as nodes. After 4,000 pieces the rest is plain text, because each piece is an element. */
 export function terminalText(text) {
   const pieces = [];
   let style = {};

@@ -1,4 +1,4 @@
-// An answer as what it is: terminal text, a table, a picture, JSON. Never as markup.
+// Shows an answer by its type: terminal output, table, image or JSON. Answers are never rendered as markup.
 
 import { ask } from "./api.js";
 import { h, put } from "./dom.js";
@@ -9,7 +9,7 @@ const FIRST = 20_000;
 const MORE = 100_000;
 const ROWS = 200;
 
-/** Show an answer. path: where its bytes are. */
+/** Return an answer as an element. path: the API path of its bytes. */
 export function answer(shown, path, signal) {
   const views = viewsOf(shown, path, signal);
   const stage = h("div", { class: "stack" });
@@ -24,7 +24,7 @@ export function answer(shown, path, signal) {
   choose(0);
   const notes = [
     shown.media_type, bytes(shown.size_bytes), shown.status !== 200 && `status ${shown.status}`,
-    shown.truncated && "cut: download it for all of it", !shown.exact && "not UTF-8: � stands for what cannot be read",
+    shown.truncated && "cut: download the whole answer", !shown.exact && "not UTF-8: � replaces unreadable bytes",
   ].filter(Boolean);
   return h("div", { class: "stack answer" }, tabs.length > 1 ? h("div", { class: "group", role: "tablist", "aria-label": "Show as" }, tabs) : null, stage, h("p", { class: "faint" }, notes.join(" · ")));
 }
@@ -32,7 +32,7 @@ export function answer(shown, path, signal) {
 function viewsOf(shown, path, signal) {
   const kind = shown.media_type.split(";")[0].trim().toLowerCase();
   const views = [];
-  if (/^image\/(png|jpeg|gif|webp|avif|bmp)$/.test(kind)) views.push(["Picture", () => picture(path, kind, signal)]);
+  if (/^image\/(png|jpeg|gif|webp|avif|bmp)$/.test(kind)) views.push(["Image", () => picture(path, kind, signal)]);
   const value = shown.json;
   if (value !== undefined && value !== null) {
     if (typeof value.stdout === "string") views.push(["Output", () => shell(value)]);
@@ -42,7 +42,7 @@ function viewsOf(shown, path, signal) {
     views.push(["JSON", () => json(value)]);
   } else if (kind.endsWith("json") && shown.text === null) views.push(["JSON", () => json(value)]);
   if (typeof shown.text === "string") views.push(["Text", () => text(shown.text)]);
-  return views.length ? views : [["Bytes", () => h("p", { class: "dim" }, `${bytes(shown.size_bytes)} of ${shown.media_type}. Download them to look at them.`)]];
+  return views.length ? views : [["Bytes", () => h("p", { class: "dim" }, `${bytes(shown.size_bytes)} of ${shown.media_type}. Download them to see them.`)]];
 }
 
 function shell(value) {
@@ -50,18 +50,18 @@ function shell(value) {
   if (value.stdout) parts.push(text(value.stdout));
   if (value.stderr) parts.push(h("h3", {}, "stderr"), text(value.stderr));
   if (!parts.length) parts.push(h("p", { class: "dim" }, "No output."));
-  const ends = [value.exit_code !== undefined && value.exit_code !== 0 && `exit code ${value.exit_code}`, value.timed_out && "time was up", value.truncated && "cut by the limits of the task"].filter(Boolean);
+  const ends = [value.exit_code !== undefined && value.exit_code !== 0 && `exit code ${value.exit_code}`, value.timed_out && "timed out", value.truncated && "cut at the task's output limit"].filter(Boolean);
   if (ends.length) parts.push(h("div", { class: "chips" }, ends.map((end) => h("span", { class: "chip bad" }, end))));
   return parts;
 }
 
-/** Long text, at first its beginning: a line of megabytes would hold the page up. */
+/** Return text as an element that shows its beginning first: megabytes in one line would block the page. */
 export function text(whole) {
   const block = h("pre", { class: "output", tabindex: "0" });
   const more = h("button", { class: "quiet", on: { click: () => grow() } });
   let shown = FIRST;
   const draw = () => {
-    // Not through a pair of surrogates.
+    // Do not cut between the two halves of a surrogate pair.
     const end = /[\ud800-\udbff]/.test(whole[shown - 1] ?? "") ? shown + 1 : shown;
     put(block, terminalText(whole.slice(0, end)));
     more.hidden = whole.length <= shown;
@@ -91,13 +91,13 @@ export function json(value) {
   return h("pre", { class: "output json", tabindex: "0" }, pieces.map((piece) => (typeof piece === "string" ? terminalText(piece) : piece)));
 }
 
-function table(columns, rows, told) {
+function table(columns, rows, result) {
   const shown = rows.slice(0, ROWS);
   const cells = (row) => (Array.isArray(row) ? row : columns.map((name) => row?.[name]));
   return [
-    told.error ? h("div", { class: "chips" }, h("span", { class: "chip bad" }, typeof told.error === "string" ? told.error : (told.error.message ?? JSON.stringify(told.error)))) : null,
+    result.error ? h("div", { class: "chips" }, h("span", { class: "chip bad" }, typeof result.error === "string" ? result.error : (result.error.message ?? JSON.stringify(result.error)))) : null,
     h("div", { class: "scroll bytable", tabindex: "0" }, h("table", {}, h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col" }, String(typeof name === "object" && name ? (name.name ?? JSON.stringify(name)) : name))))), h("tbody", {}, shown.map((row) => h("tr", {}, cells(row).map(tableCell)))))),
-    h("p", { class: "faint" }, rows.length > ROWS ? `${ROWS} of ${plural(rows.length, "row")}` : plural(told.row_count ?? rows.length, "row")),
+    h("p", { class: "faint" }, rows.length > ROWS ? `${ROWS} of ${plural(rows.length, "row")}` : plural(result.row_count ?? rows.length, "row")),
   ];
 }
 

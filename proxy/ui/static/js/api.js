@@ -1,8 +1,8 @@
-// The proxy's API: JSON in, JSON out, problems as errors; a token where one is asked for.
+// Client of the proxy's REST API: JSON requests and responses, problem details as errors, and the token.
 
 import { h } from "./dom.js";
 
-/** Where the proxy is: one above the page, so that a prefix of a reverse proxy does no harm. */
+/** The proxy's base URL, relative to the page, so that it works behind a reverse proxy's path prefix. */
 export const root = new URL("..", document.baseURI);
 const TOKEN = "forkpoint-token";
 let asking = null;
@@ -11,14 +11,14 @@ export class Problem extends Error {
   constructor(status, problem) {
     super(problem.detail || problem.title || `The proxy answered ${status}.`);
     this.status = status;
-    this.title = problem.title ?? "That did not work";
+    this.title = problem.title ?? "Request failed";
     this.slug = String(problem.type ?? "").replace("urn:forkpoint:", "");
   }
 }
 
 export const token = () => sessionStorage.getItem(TOKEN);
 
-/** Ask the proxy; paths begin below /api/v1. Returns the Response of a success. */
+/** Send a request to a path below /api/v1. Returns the response; throws an ApiError for a failure. */
 export async function ask(method, path, { body, signal, headers = {} } = {}) {
   for (;;) {
     const sent = { ...headers };
@@ -46,7 +46,7 @@ export async function send(method, path, body, options) {
   return response.status === 204 ? null : response.json();
 }
 
-/** Save a file that the proxy has. */
+/** Download a file from the proxy. */
 export async function download(path, name) {
   save(await (await ask("GET", path)).blob(), name);
 }
@@ -57,7 +57,7 @@ export function save(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** A websocket of the proxy. Browsers send no header of ours with one, so the token is a subprotocol. */
+/** Open a WebSocket. Browsers cannot add headers to one, so the token is sent as a subprotocol. */
 export function socket(path) {
   const url = new URL(`api/v1/${path}`, root);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
@@ -66,15 +66,15 @@ export function socket(path) {
 
 export const names = (...segments) => segments.map((segment) => encodeURIComponent(segment)).join("/");
 
-/** Ask the person for the token, once for all who wait for it. */
+/** Show the token dialog; all requests that need the token share it. */
 function askForToken(detail) {
   asking ??= new Promise((resolve) => {
     const field = h("input", { type: "password", name: "token", autocomplete: "off", required: true, "aria-label": "Token" });
     const form = h(
       "form",
       { method: "dialog" },
-      h("h2", {}, "This proxy asks for a token"),
-      h("p", {}, detail ?? "It is in the proxy's environment or in the file that its settings name."),
+      h("h2", {}, "This proxy requires a token"),
+      h("p", {}, detail ?? "The token is set by FORKPOINT_TOKEN or FORKPOINT_TOKEN_FILE of the proxy."),
       h("label", { class: "field" }, "Token", field),
       h("div", { class: "row" }, h("button", { class: "primary" }, "Use it")),
     );

@@ -1,4 +1,4 @@
-// What audits saw of a task: how far answers can be trusted, which calls did not come again, what is not compared.
+// The results of a task's audits: rates of wrong answers, the calls that differ, and the noise masks.
 
 import { get, names, send } from "./api.js";
 import { h, put, thead, toast } from "./dom.js";
@@ -10,12 +10,12 @@ export async function auditView({ main, params, signal, setParams }, task) {
   const path = `tasks/${names(task)}`;
   const bounds = h("tbody");
   const findings = h("tbody");
-  const none = h("p", { class: "empty" }, "No call has been found that did not come again.");
+  const none = h("p", { class: "empty" }, "No recorded call differs.");
   const state = h("span", { class: "note", role: "status" });
   const trees = await treesOf(task, signal);
   let tree = params.get("root") ?? preferred(trees);
   const masks = h("div", { class: "body" });
-  const sample = h("input", { type: "text", inputmode: "numeric", value: "100", size: "6", "aria-label": "How many calls" });
+  const sample = h("input", { type: "text", inputmode: "numeric", value: "100", size: "6", "aria-label": "Number of calls" });
   const act = (run) => async () => {
     try {
       await run();
@@ -35,7 +35,7 @@ export async function auditView({ main, params, signal, setParams }, task) {
     const asked = tree;
     const view = await get(`${path}/audit?root=${encodeURIComponent(tree)}`, { signal });
     if (asked !== tree) return;
-    // Any node names its tree; what is checked is all of it.
+    // The address may name any node of the tree; the audit covers the whole tree.
     tree = view.root;
     choice.show(trees, tree);
     put(bounds, view.bounds.map(boundRow));
@@ -44,7 +44,7 @@ export async function auditView({ main, params, signal, setParams }, task) {
     const { running } = view;
     begin.hidden = Boolean(running);
     stop.hidden = !running;
-    state.textContent = running ? `${count(running.checked)} of ${plural(running.of, "call")} run again, ${count(running.differing)} differ` : `quarantine is ${view.quarantine ? "on: a call that differs runs again for everybody" : "off"}`;
+    state.textContent = running ? `${count(running.checked)} of ${plural(running.of, "call")} run again, ${count(running.differing)} differ` : `quarantine is ${view.quarantine ? "on: a record that differs no longer answers calls" : "off"}`;
     put(masks, maskList(view.masks));
   };
   await look();
@@ -57,10 +57,10 @@ export async function auditView({ main, params, signal, setParams }, task) {
         "section",
         { class: "panel" },
         h("header", {}, h("h1", {}, "Audit"), state, h("span", { class: "gap" }), choice.element, h("label", { class: "inline" }, "sample of", sample, "calls"), begin, stop),
-        h("div", { class: "scroll" }, h("table", {}, thead([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["The rate is between", "num"], ["Confidence", "num"], ["Not reachable", "num"], ["Last", "num"]]), bounds)),
+        h("div", { class: "scroll" }, h("table", {}, thead([["Checked"], ["Calls", "num"], ["Differ", "num"], ["Rate", "num"], ["Confidence interval", "num"], ["Confidence", "num"], ["Unreachable", "num"], ["Last", "num"]]), bounds)),
       ),
       h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Calls that differ")), h("div", { class: "scroll" }, h("table", {}, thead([["Call"], ["From"], ["Leads to"], ["Why"], ["State"], ["Found", "num"]]), findings)), none),
-      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "What is not compared")), masks),
+      h("section", { class: "panel" }, h("header", {}, h("h2", {}, "Ignored in comparisons")), masks),
     ),
   );
   watch(look, signal, 1000);
@@ -68,8 +68,8 @@ export async function auditView({ main, params, signal, setParams }, task) {
 
 function boundRow(bound) {
   const words = { hits: "hits that were given", records: "recorded calls" };
-  const told = (x) => (x > 0 && x < 0.001 ? `${(x * 100).toPrecision(2)} %` : percent(x));
-  return h("tr", {}, h("td", {}, words[bound.kind] ?? bound.kind), [count(bound.checked), count(bound.differing), told(bound.rate), `${told(bound.low)} and ${told(bound.high)}`, percent(bound.confidence), count(bound.unreachable), bound.last_at ? ago(bound.last_at) : "–"].map((text) => h("td", { class: "num" }, text)));
+  const exact = (x) => (x > 0 && x < 0.001 ? `${(x * 100).toPrecision(2)} %` : percent(x));
+  return h("tr", {}, h("td", {}, words[bound.kind] ?? bound.kind), [count(bound.checked), count(bound.differing), exact(bound.rate), `${exact(bound.low)} and ${exact(bound.high)}`, percent(bound.confidence), count(bound.unreachable), bound.last_at ? ago(bound.last_at) : "–"].map((text) => h("td", { class: "num" }, text)));
 }
 
 function findingRow(task, found) {
@@ -77,8 +77,8 @@ function findingRow(task, found) {
   return h("tr", {}, h("td", { class: "cut mono", title: oneLine(found.title) }, oneLine(found.title)), h("td", {}, link(found.node)), h("td", {}, link(found.leads_to)), h("td", { class: "wide dim" }, found.why), h("td", {}, h("span", { class: found.quarantined ? "chip diverged" : "chip" }, found.quarantined ? "quarantined" : "served")), h("td", { class: "num" }, ago(found.found_at)));
 }
 
-/** Masks, whatever they are made of: names that are on, and patterns. */
+/** Return the noise masks: built-in names and patterns. */
 function maskList(masks) {
   const on = Object.entries(masks).flatMap(([name, value]) => (value === true ? [name] : Array.isArray(value) ? value.map((part) => (typeof part === "string" ? part : JSON.stringify(part))) : []));
-  return on.length ? h("div", { class: "chips" }, on.map((name) => h("span", { class: "chip mono" }, name))) : h("p", { class: "dim" }, "Nothing: every byte counts. PUT …/audit/masks says what noise does not.");
+  return on.length ? h("div", { class: "chips" }, on.map((name) => h("span", { class: "chip mono" }, name))) : h("p", { class: "dim" }, "Nothing is ignored. Set noise masks with PUT …/audit/masks.");
 }

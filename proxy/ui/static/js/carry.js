@@ -1,23 +1,23 @@
-// Trees travel: a task's tree as one file, and back.
+// Export and import of trees as files.
 
 import { download, names, root, send, token } from "./api.js";
 import { busy, question } from "./actions.js";
 import { h, toast } from "./dom.js";
 import { plural } from "./format.js";
 
-/** What saves a tree with its answers: a link, written to disk as it comes, or where a token must go along, a button. */
+/** Return the export control: a link that streams to disk, or a button if the request needs a token. */
 export function exportLink(task, tree) {
   const path = `tasks/${names(task)}/export?root=${tree}`;
   const file = `${task}.forkpoint.tar`;
-  const title = "Save this tree with its answers as one file";
+  const title = "Export this tree with its answers to a file";
   if (!token()) return h("a", { class: "button", href: new URL(`api/v1/${path}`, root).href, download: file, title }, "Export");
   return h("button", { title, on: { click: (event) => busy(event.currentTarget, () => download(path, file)) } }, "Export");
 }
 
-/** A button that takes such a file as the tree of a new task. */
+/** Return the button that imports a file into a new task. */
 export function importButton() {
   const file = h("input", { type: "file", accept: ".tar", hidden: true, "aria-label": "File to import" });
-  const button = h("button", { title: "Take an exported tree as that of a new task", on: { click: () => file.click() } }, "Import");
+  const button = h("button", { title: "Import an exported tree into a new task", on: { click: () => file.click() } }, "Import");
   file.addEventListener("change", () => busy(button, () => take(file)));
   return [file, button];
 }
@@ -26,7 +26,7 @@ async function take(file) {
   const [chosen] = file.files;
   file.value = "";
   if (!chosen) return;
-  const task = await question({ title: `Import ${chosen.name}`, text: "It becomes the tree of a task which has none yet.", field: "Task", value: chosen.name.split(".")[0], yes: "Import" });
+  const task = await question({ title: `Import ${chosen.name}`, text: "The tree is imported into a task that has no tree yet.", field: "Task", value: chosen.name.split(".")[0], yes: "Import" });
   if (!task) return;
   const found = await send("POST", `tasks/${names(task)}/import`, chosen);
   toast(`${plural(found.nodes, "node")} imported`);

@@ -1,4 +1,4 @@
-// Two rollouts side by side: the calls that they share, where they part, and what each did then.
+// Two rollouts side by side: their common calls, where they diverge, and the calls after that.
 
 import { get, names } from "./api.js";
 import { h, put } from "./dom.js";
@@ -22,7 +22,7 @@ export async function compareView({ main, signal }, task, a, b) {
       h(
         "section",
         { class: "panel" },
-        h("header", {}, h("h1", {}, link(one), " beside ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), parts && rest.every(Boolean) && one.root === other.root ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "What differs now") : null),
+        h("header", {}, h("h1", {}, link(one), " and ", link(other)), h("span", { class: "note" }, `${plural(fork, "call")} in common`), h("span", { class: "gap" }), parts && rest.every(Boolean) && one.root === other.root ? h("a", { class: "button", href: `#/t/${names(task)}/diff/${one.node}/${other.node}` }, "Compare states") : null),
         h(
           "div",
           { class: "scroll" },
@@ -38,7 +38,7 @@ export async function compareView({ main, signal }, task, a, b) {
   );
 }
 
-/** How many calls two rollouts share from their beginning: the same records, so the same answers. */
+/** Return the number of calls that two rollouts have in common from the beginning: the same records. */
 export function forkPoint(one, other, together = true) {
   let shared = 0;
   if (together) while (shared < one.length && shared < other.length && one[shared].record === other[shared].record) shared++;
@@ -46,8 +46,8 @@ export function forkPoint(one, other, together = true) {
 }
 
 function forkRow(task, node, one, other, rest) {
-  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ They began at different states, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
-  const text = rest.every(Boolean) ? "They part here, at " : rest.some(Boolean) ? `${rest[0] ? other.rollout : one.rollout} stops here, at ` : "Both stand here, at ";
+  if (one.start !== other.start) return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ They began at different nodes, ", nodeLink(task, one.start), " and ", nodeLink(task, other.start))));
+  const text = rest.every(Boolean) ? "They diverge at " : rest.some(Boolean) ? `${rest[0] ? other.rollout : one.rollout} ends at ` : "Both are at ";
   return h("tr", { class: "fork" }, h("td", { colspan: 7 }, h("span", {}, "⑂ ", text, nodeLink(task, node))));
 }
 
@@ -67,7 +67,7 @@ function side(step, kind) {
   if (!step) return [h("td", { class: kind, colspan: 3 })];
   return [
     h("td", { class: kind }, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
-    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten since")),
+    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten")),
     h("td", { class: "num" }, seconds(step.seconds)),
   ];
 }

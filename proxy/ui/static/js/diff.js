@@ -1,4 +1,4 @@
-// What differs between two states: files, sessions, databases.
+// The difference between two states: files, shell sessions and databases.
 
 import { get, names } from "./api.js";
 import { h, put } from "./dom.js";
@@ -6,14 +6,14 @@ import { bytes, count, plural, visible } from "./format.js";
 
 export async function diffView({ main, signal }, task, a, b) {
   const link = (node) => h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node);
-  const body = h("div", { class: "body" }, h("p", { class: "dim" }, "Two forks are being compared …"));
+  const body = h("div", { class: "body" }, h("p", { class: "dim" }, "Comparing two scratch forks …"));
   put(main, h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "What changed from ", link(a), " to ", link(b))), body)));
   put(body, changes(await get(`tasks/${names(task)}/nodes/${a}/diff/${b}`, { signal })));
 }
 
-/** The answer of `…/diff/…` as elements. */
+/** Return a response of `…/diff/…` as elements. */
 export function changes(view) {
-  if (view.same) return h("p", { class: "dim" }, "Nothing: both are the same state.");
+  if (view.same) return h("p", { class: "dim" }, "Nothing changed: both nodes have the same state.");
   const parts = [files(view), (view.sessions ?? []).map(session), (view.databases ?? []).map(database)].flat(Infinity).filter(Boolean);
   const notes = view.unshown.map((text) => h("p", { class: "faint" }, text));
   return h("div", { class: "stack changes" }, parts.length ? parts : h("p", { class: "dim" }, "No difference can be shown."), notes);
@@ -45,28 +45,28 @@ function attributes({ before, after }) {
   return ["kind", "mode", "uid", "gid", "size_bytes", "target"].filter((name) => before[name] !== after[name]).map((name) => `${name} ${before[name]} → ${after[name]}`).join(", ");
 }
 
-/** A unified diff, its lines coloured. */
+/** Return a unified diff with coloured lines. */
 export function unified(text) {
   const kind = (row) => (row.startsWith("@@") ? "at" : row.startsWith("+") ? "add" : row.startsWith("-") ? "del" : "");
   return h("pre", { class: "output diff", tabindex: "0" }, text.replace(/\n$/, "").split("\n").map((row) => h("span", { class: kind(row) }, `${visible(row)}\n`)));
 }
 
-function session(told) {
-  const rows = [told.cwd, ...told.variables, ...told.functions].filter(Boolean);
+function session(change) {
+  const rows = [change.cwd, ...change.variables, ...change.functions].filter(Boolean);
   return [
-    h("h3", {}, `Session ${told.session}`),
+    h("h3", {}, `Session ${change.session}`),
     h("dl", { class: "kv mono" }, rows.map((row) => [h("dt", {}, visible(row.name)), h("dd", { class: "diff" }, row.before === null ? null : h("span", { class: "del" }, visible(row.before)), row.before !== null && row.after !== null ? " → " : "", row.after === null ? null : h("span", { class: "add" }, visible(row.after)))])),
   ];
 }
 
-function database(told) {
+function database(change) {
   return [
-    h("h3", {}, `Database ${told.database}`),
-    told.tables.map((table) => [
+    h("h3", {}, `Database ${change.database}`),
+    change.tables.map((table) => [
       h("p", { class: "mono" }, `${visible(table.table)} `, h("span", { class: "faint" }, `${table.before_rows ?? "?"} → ${table.after_rows ?? "?"} rows ${table.unshown}`)),
       table.schema_ ?? table.schema ? unified([(table.schema_ ?? table.schema).before && `-${(table.schema_ ?? table.schema).before}`, (table.schema_ ?? table.schema).after && `+${(table.schema_ ?? table.schema).after}`].filter(Boolean).join("\n")) : null,
       table.removed.length + table.added.length ? unified([...table.removed.map((row) => `- ${JSON.stringify(row)}`), ...table.added.map((row) => `+ ${JSON.stringify(row)}`)].join("\n")) : null,
     ]),
-    told.unshown ? h("p", { class: "faint" }, told.unshown) : null,
+    change.unshown ? h("p", { class: "faint" }, change.unshown) : null,
   ];
 }

@@ -1,8 +1,8 @@
-// Elements out of values. Text is always text: nothing here, nor anywhere in the page, parses markup.
+// Makes elements from values. Text always stays text: no part of the page parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Make an element. Members of `options`: `class`, `on` (listeners), `data`, `style` (of CSSOM), others are attributes. */
+/** Make an element. Options: `on` (listeners), `data`, `style` (CSS properties); all others are attributes. */
 export function h(tag, options = {}, ...children) {
   return fill(document.createElement(tag), options, children);
 }
@@ -16,39 +16,39 @@ function fill(element, options, children) {
     if (value === undefined || value === null || value === false) continue;
     if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
     else if (name === "data") Object.assign(element.dataset, value);
-    else if (name === "style") for (const [property, told] of Object.entries(value)) element.style.setProperty(property, told);
+    else if (name === "style") for (const [property, setting] of Object.entries(value)) element.style.setProperty(property, setting);
     else element.setAttribute(name, value === true ? "" : String(value));
   }
   element.append(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));
   return element;
 }
 
-/** Make the head of a table: of each column its title, and its class if it has one. */
+/** Make a table's head from the title and optional class of each column. */
 export function thead(columns) {
   return h("thead", {}, h("tr", {}, columns.map(([text, kind]) => h("th", { scope: "col", class: kind ?? "" }, text))));
 }
 
-/** Put children in the place of all that an element holds. */
+/** Replace an element's children. */
 export function put(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== undefined && child !== null && child !== false));
   return element;
 }
 
-/** Set an element's text only where it differs: a live page is not laid out anew for nothing. */
+/** Set an element's text if it differs, to avoid needless layout on a live page. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Tell something for a few seconds, to screen readers too. */
+/** Show a message for a few seconds; screen readers read it too. */
 export function toast(text, bad = false) {
   const note = h("div", { class: bad ? "toast bad" : "toast" }, text);
-  document.getElementById("said").append(note);
+  document.getElementById("messages").append(note);
   setTimeout(() => note.remove(), bad ? 9000 : 4500);
 }
 
-/** A problem, where a view would have been. */
+/** Return an error notice that replaces a view. */
 export function notice(error) {
-  return h("div", { class: "notice", role: "alert" }, h("strong", {}, error.title ?? "That did not work"), h("p", {}, error.message));
+  return h("div", { class: "notice", role: "alert" }, h("strong", {}, error.title ?? "Request failed"), h("p", {}, error.message));
 }
 
 export const ICONS = {

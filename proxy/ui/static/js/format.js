@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Formats numbers, times and calls for people.
 
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -39,20 +39,20 @@ export function ago(unixSeconds) {
 
 export const moment = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleString("sv-SE");
 
-/** A call in one line: a command or a statement as it is, of any other its tool and arguments. */
+/** Return a call in one line: the command or statement, or else the tool and its arguments. */
 export function line(call) {
   if (!call) return "start";
-  const told = call.arguments ?? {};
-  const text = typeof told.command === "string" ? told.command : typeof told.sql === "string" ? told.sql : null;
+  const args = call.arguments ?? {};
+  const text = typeof args.command === "string" ? args.command : typeof args.sql === "string" ? args.sql : null;
   if (text !== null) return oneLine(text);
-  const inner = Object.keys(told).length ? JSON.stringify(told) : "";
+  const inner = Object.keys(args).length ? JSON.stringify(args) : "";
   return visible(`${call.endpoint} ${call.tool} ${inner}`.trim());
 }
 
-/** Text of more lines in one. */
+/** Return text of several lines in one line. */
 export const oneLine = (text) => visible(text.replace(/\s+/g, " ").trim());
 
-/** Text of one line with what controls a display, or turns its direction, made visible. */
+/** Make control characters and characters that change the text direction visible. */
 export function visible(text) {
   // eslint-disable-next-line no-control-regex
   return text.replace(/[\u0000-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, symbol);

@@ -1,4 +1,4 @@
-// The keys, and what the marks mean.
+// The list of keyboard shortcuts.
 
 import { h } from "./dom.js";
 
@@ -6,14 +6,14 @@ const KEYS = [
   [["/"], "search, or filter the list"],
   [["o"], "overview"],
   [["t"], "tree of this task"],
-  [["↑", "↓"], "next or previous call that the tree shows"],
-  [["←", "→"], "towards the root; into the tree. In the table: close or open"],
+  [["↑", "↓"], "next or previous visible call"],
+  [["←", "→"], "to the parent; to the child. In the table: collapse or expand"],
   [["Enter"], "show the node, or unfold a chain"],
-  [["Space"], "collapse or expand what lies below"],
+  [["Space"], "collapse or expand the subtree"],
   [["Home", "End"], "root; last row"],
   [["+", "−", "0"], "zoom in, zoom out, show all"],
   [["m"], "map or table"],
-  [["Esc"], "close what is open"],
+  [["Esc"], "close the open panel or dialog"],
   [["?"], "this list"],
 ];
 

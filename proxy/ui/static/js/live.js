@@ -1,5 +1,5 @@
-// What goes on: views are asked to look again when the proxy's stream says that something happened, or from time to
-// time; never while nobody sees the page, more rarely while the proxy does not answer.
+// Live updates: views reload when the proxy's event stream reports activity, and at long intervals without it. They do not
+// reload while the page is hidden, and reload more rarely while the proxy does not answer.
 
 import { root, token } from "./api.js";
 
@@ -10,11 +10,11 @@ const COUNTED = ["hits", "misses", "waits", "bypasses", "replays", "errors", "re
 const listeners = new Set();
 const beats = new Set();
 let state = "live";
-let heard = performance.now();
+let lastEventAt = performance.now();
 let active = 0;
 let sandboxes = -1;
 
-/** Hear of the connection: "live", "paused" (nobody looks) or "lost". */
+/** Listen to the state of the connection: "live", "paused" (the page is hidden) or "lost". */
 export function onState(listener) {
   listeners.clear();
   listeners.add(listener);
@@ -27,13 +27,13 @@ function become(next) {
   for (const listener of listeners) listener(state);
 }
 
-/** Hear of each second: what happened in it. */
+/** Listen to the `second` events. */
 export function onSecond(listener, signal) {
   beats.add(listener);
   signal.addEventListener("abort", () => beats.delete(listener));
 }
 
-/** Connect to the worker that reads the stream; without one, views look from time to time all the same. */
+/** Connect to the worker that reads the stream. Without a worker, views still reload at long intervals. */
 function connect() {
   if (typeof SharedWorker === "undefined") return;
   const worker = new SharedWorker(new URL("stream.js", import.meta.url), { name: "forkpoint-events" });
@@ -48,14 +48,14 @@ function connect() {
 }
 
 function beat(second) {
-  heard = performance.now();
-  if (COUNTED.some((name) => second[name] > 0) || second.sandboxes !== sandboxes) active = heard;
+  lastEventAt = performance.now();
+  if (COUNTED.some((name) => second[name] > 0) || second.sandboxes !== sandboxes) active = lastEventAt;
   sandboxes = second.sandboxes;
   for (const listener of beats) listener(second);
 }
 
-/** Whether nothing happened in the last seconds; what is written a moment later has been seen too. */
-const quiet = () => heard - active > 4000 && performance.now() - heard < SILENT_MS;
+/** Whether nothing happened in the last seconds, so that the last reload has seen everything. */
+const quiet = () => lastEventAt - active > 4000 && performance.now() - lastEventAt < SILENT_MS;
 
 /**
  * Call `look` while something happens, at most once in `every` ms, and now and then while nothing does, until `signal`

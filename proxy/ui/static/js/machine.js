@@ -1,4 +1,4 @@
-// Live sandboxes and kept snapshots: where each is, and why.
+// Live sandboxes and snapshots, with the reason why each exists.
 
 import { get } from "./api.js";
 import { h, put, thead } from "./dom.js";
@@ -9,8 +9,8 @@ export function sandboxes(context) {
   return list(context, {
     title: "Live sandboxes",
     path: "sandboxes",
-    empty: "No sandbox lives. One is started with the first call that the tree does not know.",
-    heads: [["State"], ["Task"], ["Node"], ["Rollout"], ["Why it lives"], ["Calls", "num"], ["Age", "num"], ["Idle", "num"]],
+    empty: "No sandbox is running. The first miss starts one.",
+    heads: [["State"], ["Task"], ["Node"], ["Rollout"], ["Purpose"], ["Calls", "num"], ["Age", "num"], ["Idle", "num"]],
     row: (s) => [
       h("span", { class: s.warm ? "chip live" : "chip" }, s.warm ? "warm" : s.state),
       s.task ? h("a", { href: `#/t/${encodeURIComponent(s.task)}`, class: "mono" }, s.task) : "–",
@@ -27,10 +27,10 @@ export function sandboxes(context) {
 
 export function snapshots(context) {
   return list(context, {
-    title: "Kept snapshots",
+    title: "Snapshots",
     path: "snapshots?limit=1000",
-    empty: "No state is kept. A snapshot is taken where it saves more seconds than it costs.",
-    heads: [["Task"], ["Node"], ["Holds"], ["Why it is kept"], ["Size", "num"], ["Took", "num"], ["Restores in", "num"], ["Uses", "num"], ["Expected", "num"]],
+    empty: "There are no snapshots. One is taken when it is expected to save more seconds than it costs.",
+    heads: [["Task"], ["Node"], ["Holds"], ["Why kept"], ["Size", "num"], ["Took", "num"], ["Restores in", "num"], ["Uses", "num"], ["Expected", "num"]],
     row: (s) => [
       h("a", { href: `#/t/${encodeURIComponent(s.task)}`, class: "mono" }, s.task || "–"),
       place(s.task, s.node),
@@ -63,15 +63,15 @@ async function list({ main, params, signal, setParams }, { title, path, heads, r
     type: "search", placeholder: "Filter", "aria-label": "Filter", value: params.get("q") ?? "",
     on: { input: () => { setParams({ q: search.value }); draw(); } },
   });
-  let told = "";
+  let summary = "";
   const draw = () => {
     const chosen = found.filter((entry) => about(entry).toLowerCase().includes(search.value.toLowerCase()));
     put(body, chosen.map((entry) => h("tr", {}, row(entry).map((cell, i) => h("td", { class: heads[i][1] ?? (heads[i][0].startsWith("Why") ? "wide" : "") }, cell)))));
-    note.textContent = [count(found.length), told].filter(Boolean).join(" · ");
+    note.textContent = [count(found.length), summary].filter(Boolean).join(" · ");
     none.hidden = found.length > 0;
   };
   const look = async () => {
-    [found, told] = await Promise.all([get(path, { signal }), above ? above(signal) : ""]);
+    [found, summary] = await Promise.all([get(path, { signal }), above ? above(signal) : ""]);
     if (!body.contains(document.activeElement)) draw();
   };
   await look();

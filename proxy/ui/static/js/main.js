@@ -1,4 +1,4 @@
-// The frame: which view the address names, the theme, the keys.
+// The frame of the page: navigation, theme and keyboard shortcuts.
 
 import { h, icon, notice, put } from "./dom.js";
 import { onState } from "./live.js";
@@ -32,7 +32,7 @@ const THEMES = ["auto", "light", "dark"];
 let leaving = new AbortController();
 let current = null;
 
-/** Show what the address names. Where only its query changed, a view that can takes it. */
+/** Show the view that the address names. If only the query changed, the view may update itself. */
 function route() {
   const [path, query = ""] = decodeHash();
   const params = new URLSearchParams(query);
@@ -46,7 +46,7 @@ function route() {
   const main = document.getElementById("main");
   put(main);
   main.className = "";
-  const [match, view, title] = found ?? [[], lost, "Nothing here"];
+  const [match, view, title] = found ?? [[], lost, "Not found"];
   const args = match.slice(1).map(decodeURIComponent);
   document.title = [...args.slice(0, 2).reverse(), title].slice(0, 2).join(" · ") + " · Forkpoint";
   frame(path, args[0]);
@@ -71,7 +71,7 @@ function decodeHash() {
   return location.hash.replace(/^#/, "").split("?");
 }
 
-/** Change the address's query in place: what is shown can be linked, and the way back stays short. */
+/** Replace the address's query, so that the view can be linked without a history entry for each change. */
 function setParams(path, changes) {
   const [now, query = ""] = decodeHash();
   if (now !== path) return;
@@ -85,7 +85,7 @@ function setParams(path, changes) {
 }
 
 function lost({ main }) {
-  put(main, h("p", { class: "empty" }, "There is nothing under this address. ", h("a", { href: "#/" }, "Overview")));
+  put(main, h("p", { class: "empty" }, "There is no page at this address. ", h("a", { href: "#/" }, "Overview")));
 }
 
 function frame(path, task) {
@@ -93,7 +93,7 @@ function frame(path, task) {
   const inTask = path.startsWith("/t/");
   const rest = path.replace(/^\/t\/[^/]+/, "");
   const under = inTask ? `#/t/${encodeURIComponent(task)}` : "";
-  const pulse = h("span", { class: "pulse", title: "Live: asked for every second while the page is seen" }, "live");
+  const pulse = h("span", { class: "pulse", title: "Live: updates every second while the page is visible" }, "live");
   onState((state) => {
     pulse.dataset.state = state;
     pulse.textContent = { live: "live", paused: "paused", lost: "no answer" }[state];

@@ -1,4 +1,4 @@
-// A node: the call that led there, its answer, what it changed, who passed, what was read there, why its state is kept.
+// A node: its call and answer, what changed, past rollouts, observations, and why it has a snapshot or not.
 
 import { get, names } from "./api.js";
 import { actions } from "./actions.js";
@@ -9,14 +9,14 @@ import { bytes, count, moment, oneLine, plural, seconds, visible } from "./forma
 
 const READS = 200;
 
-/** A node as a view of its own. */
+/** Show a node as a whole page. */
 export async function nodeView({ main, signal }, task, node) {
   const panel = h("div", { class: "panel" });
   put(main, h("div", { class: "wrap" }, panel));
   await nodePanel(panel, task, node, signal, { gone: (parent) => (location.hash = `#/t/${names(task)}?root=${parent}`), whole: true });
 }
 
-/** Fill an element with a node. on: `gone(parent)` after it was forgotten, `go(node)` to show another. */
+/** Show a node in an element. on: `gone(parent)` after it was forgotten, `go(node)` to show another node. */
 export async function nodePanel(element, task, node, signal, on) {
   const path = `tasks/${names(task)}`;
   const show = async () => {
@@ -68,7 +68,7 @@ function head(task, detail, call, on, signal) {
       "p",
       { class: "dim" },
       detail.parent ? ["from ", nodeLink(task, detail.parent, on), " · "] : "",
-      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : "leads nowhere yet",
+      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : "no call was made here yet",
     ),
     actions(task, detail, call, on, signal),
   );
@@ -76,10 +76,10 @@ function head(task, detail, call, on, signal) {
 
 const nodeLink = (task, node, on) => h("a", { class: "mono", href: on.whole ? `#/t/${names(task)}/n/${node}` : `#/t/${names(task)}?node=${node}`, on: on.go ? { click: (event) => { event.preventDefault(); on.go(node); } } : {} }, node);
 
-/** The call itself: a command or statement as it was sent, the rest as JSON. */
+/** Return the call: a command or statement as it was sent, other arguments as JSON. */
 function command({ call, upload_bytes: upload }) {
-  const { command: told, sql, ...others } = call.arguments;
-  const main = typeof told === "string" ? told : typeof sql === "string" ? sql : null;
+  const { command, sql, ...others } = call.arguments;
+  const main = typeof command === "string" ? command : typeof sql === "string" ? sql : null;
   const rest = main === null ? call.arguments : others;
   const extra = Object.entries(rest).filter(([, value]) => value !== null);
   return h(
@@ -91,7 +91,7 @@ function command({ call, upload_bytes: upload }) {
   );
 }
 
-/** Text of more lines, controls made visible. */
+/** Return text of several lines, with control characters made visible. */
 const lines = (text) => text.slice(0, 100_000).split("\n").map((row, i) => (i ? `\n${visible(row)}` : visible(row))).join("");
 
 function answerPart(task, node, call, signal) {
@@ -104,7 +104,7 @@ function changesPart(task, detail, signal) {
     on: {
       click: async () => {
         button.disabled = true;
-        put(stage, h("p", { class: "dim" }, "Two forks are being compared …"));
+        put(stage, h("p", { class: "dim" }, "Comparing two scratch forks …"));
         try {
           put(stage, changes(await get(`tasks/${names(task)}/nodes/${detail.parent}/diff/${detail.id}`, { signal })));
           button.remove();
@@ -115,8 +115,8 @@ function changesPart(task, detail, signal) {
       },
     },
   }, `Compare with ${detail.parent}`);
-  const told = detail.effect.filter((effect) => effect !== "none").join(", ") || "nothing";
-  return h("section", { class: "part" }, h("h2", {}, "What changed"), h("div", { class: "split" }, h("span", { class: "dim" }, told), h("span", { class: "gap" }), button), stage);
+  const effects = detail.effect.filter((effect) => effect !== "none").join(", ") || "nothing";
+  return h("section", { class: "part" }, h("h2", {}, "What changed"), h("div", { class: "split" }, h("span", { class: "dim" }, effects), h("span", { class: "gap" }), button), stage);
 }
 
 function readsPart(task, node, reads, total, signal) {
@@ -135,7 +135,7 @@ function readsPart(task, node, reads, total, signal) {
   return h(
     "section",
     { class: "part" },
-    h("h2", {}, "Read here ", h("span", { class: "faint" }, total > reads.length ? `${reads.length} of ${count(total)}` : count(total))),
+    h("h2", {}, "Read-only calls ", h("span", { class: "faint" }, total > reads.length ? `${reads.length} of ${count(total)}` : count(total))),
     h("ul", { class: "list reads" }, reads.map((read) => h("li", {}, h("button", { class: "row", title: oneLine(read.text), on: { click: () => open(read) } }, oneLine(read.text)), read.exit_code ? h("span", { class: "chip bad" }, `exit ${read.exit_code}`) : null, h("span", { class: "faint" }, [seconds(read.seconds), plural(read.hits, "hit")].join(" · "))))),
     stage,
   );
@@ -145,7 +145,7 @@ function statePart(task, detail) {
   const kept = detail.snapshot_detail;
   const rows = [];
   if (detail.kept) rows.push(["State", detail.kept]);
-  else rows.push(["State", kept ? `kept: ${kept.why}` : detail.unfreezable ? `not kept: ${detail.unfreezable}` : "not kept; it is rebuilt by replay"]);
+  else rows.push(["State", kept ? `kept: ${kept.why}` : detail.unfreezable ? `not kept: ${detail.unfreezable}` : "not kept: replay rebuilds it"]);
   if (kept) {
     rows.push(["Snapshot", `${kept.kind}, ${bytes(kept.size_bytes)}, taken in ${seconds(kept.cost_s)}${kept.restore_s ? `, restored in ${seconds(kept.restore_s)}` : ""}`]);
     rows.push(["Used", `${plural(kept.uses, "time")}; ${kept.expected_uses.toPrecision(2)} uses expected, each saves ${seconds(kept.saved_s)}`]);
@@ -160,7 +160,7 @@ function passedPart(task, detail, call) {
   return h(
     "section",
     { class: "part" },
-    h("h2", {}, "Who made this call ", h("span", { class: "faint" }, plural(detail.passes, "rollout"))),
+    h("h2", {}, "Rollouts that made this call ", h("span", { class: "faint" }, plural(detail.passes, "rollout"))),
     h("ul", { class: "list" }, passed.slice(0, 100).map((p) => h("li", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(p.rollout)}?turn=${p.turn}` }, p.rollout), h("span", { class: "faint" }, `call ${p.turn + 1}`), h("span", { class: `chip o-${p.outcome}` }, p.outcome)))),
   );
 }

@@ -1,4 +1,4 @@
-// All tasks, and what the proxy is doing: figures, a time line, a table; live.
+// The overview: live totals, a timeline, and a table of tasks.
 
 import { get } from "./api.js";
 import { importButton } from "./carry.js";
@@ -13,7 +13,7 @@ const FIGURES = [
   ["saved", "Saved"],
   ["executed", "Executed"],
   ["calls", "Calls"],
-  ["running", "Rollouts running"],
+  ["running", "Running rollouts"],
   ["sandboxes", "Sandboxes"],
   ["snapshots", "Snapshots"],
   ["checkpoints", "Checkpoints"],
@@ -24,7 +24,7 @@ export async function overview({ main, params, signal, setParams }) {
   const figures = new Map(FIGURES.map(([name, title]) => [name, figure(title)]));
   const line = timeline(signal);
   const table = taskTable(params, setParams);
-  // Who may see some tasks only has no totals of all.
+  // A token for some tasks may not see the totals of all.
   const hidden = (error) => {
     if (error.status !== 403) throw error;
     return null;
@@ -85,18 +85,18 @@ function figure(title) {
 }
 
 function showFigures(figures, s, totals) {
-  const show = (name, ...told) => figures.get(name).show(...told);
+  const show = (name, ...values) => figures.get(name).show(...values);
   const live = Object.values(s.sandboxes).reduce((a, b) => a + b, 0);
   const running = totals.reduce((sum, task) => sum + task.running, 0);
   const failures = Object.values(s.failures).reduce((a, b) => a + b, 0);
   show("hit_rate", percent(s.hit_rate), `${short(s.hits)} hits, ${short(s.waits)} waits`);
-  show("saved", seconds(s.saved_s), "not run again");
+  show("saved", seconds(s.saved_s), "of tool time");
   show("executed", seconds(s.executed_s), `${seconds(s.replayed_s)} replayed`);
   show("calls", short(s.calls), `${short(s.misses)} misses${s.bypasses ? `, ${short(s.bypasses)} bypasses` : ""}`);
   show("running", count(running), `${short(totals.reduce((sum, task) => sum + task.rollouts, 0))} in all`);
   const most = s.sandboxes_budget ?? null;
   const states = Object.entries(s.sandboxes).map(([name, n]) => `${n} ${name}`).join(", ");
-  show("sandboxes", most ? `${live} of ${most}` : String(live), states || "none live", most ? live / most : null);
+  show("sandboxes", most ? `${live} of ${most}` : String(live), states || "none", most ? live / most : null);
   budget(figures.get("snapshots"), s.snapshots, s.snapshot_bytes, s.snapshot_budget_bytes);
   budget(figures.get("checkpoints"), null, s.checkpoint_bytes, s.checkpoint_budget_bytes);
   show("trouble", `${short(s.divergences)} / ${short(failures)}`, Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ") || "since the start");
@@ -117,7 +117,7 @@ const COLUMNS = [
   ["executed", "Executed", (t) => t.executed_s],
   ["saved", "Saved", (t) => t.saved_s],
   ["nodes", "Nodes", (t) => t.nodes],
-  ["created", "Begun", (t) => t.created_at],
+  ["created", "Created", (t) => t.created_at],
 ];
 const rate = (t) => (t.calls ? (t.hits + t.waits) / t.calls : 0);
 const SHOWN = 500;
@@ -163,7 +163,7 @@ function taskTable(params, setParams) {
   };
   const empty = h(
     "p", { class: "empty", hidden: true },
-    "No task yet. Point an agent's tool base URL at ", h("code", {}, `${location.origin}/t/demo/r/1`), " and it appears here.",
+    "There is no task yet. Set an agent's tool base URL to ", h("code", {}, `${location.origin}/t/demo/r/1`), " and its task appears here.",
   );
   const element = h(
     "section",
@@ -181,15 +181,15 @@ function taskRow(name) {
   const row = h("tr", { class: "go", data: { task: name }, on: { click: (event) => { if (!event.target.closest("a")) location.hash = href; } } }, cells);
   put(cells[0], h("a", { href, class: "mono" }, name));
   const bar = h("span");
-  const told = h("span");
-  put(cells[4], h("span", { class: "rate" }, h("span", { class: "track", "aria-hidden": "true" }, bar), told));
+  const share = h("span");
+  put(cells[4], h("span", { class: "rate" }, h("span", { class: "track", "aria-hidden": "true" }, bar), share));
   return {
     show(t) {
       say(cells[1], t.running ? count(t.running) : "–");
       say(cells[2], count(t.rollouts));
       say(cells[3], count(t.calls));
       bar.style.width = `${rate(t) * 100}%`;
-      say(told, t.calls ? percent(rate(t)) : "–");
+      say(share, t.calls ? percent(rate(t)) : "–");
       say(cells[5], seconds(t.executed_s));
       say(cells[6], seconds(t.saved_s));
       say(cells[7], count(t.nodes));

@@ -1,4 +1,4 @@
-// The rollouts of a task, and one of them: its calls in order, how each was answered, and what that took or saved.
+// The list of a task's rollouts, and a single rollout with its calls and the time that each took or saved.
 
 import { get, names } from "./api.js";
 import { h, put, say } from "./dom.js";
@@ -45,7 +45,7 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
     found = listed;
     titles = new Map(trees.map((tree) => [tree.root, oneLine(tree.title)]));
     environment.hidden = trees.length < 2;
-    // What somebody is about to press is not taken from under the keys.
+    // Do not replace the rows while one of them has the focus.
     if (!body.contains(document.activeElement)) draw();
   };
   await look();
@@ -88,7 +88,7 @@ export async function rolloutView({ main, params, signal }, task, name) {
       h(
         "section",
         { class: "panel", "aria-label": "Calls" },
-        h("header", {}, h("h2", {}, "Calls"), h("span", { class: "gap" }), h("div", { class: "legend" }, [["var(--hit)", "hit: saved"], ["var(--wait)", "wait: another ran it"], ["var(--miss)", "miss: run"], ["var(--replay)", "restore, replay"], ["var(--bypass)", "bypass"]].map(([colour, text]) => h("span", { style: { "--c": colour } }, text)))),
+        h("header", {}, h("h2", {}, "Calls"), h("span", { class: "gap" }), h("div", { class: "legend" }, [["var(--hit)", "hit: saved time"], ["var(--wait)", "wait: shared execution"], ["var(--miss)", "miss: executed"], ["var(--replay)", "restore, replay"], ["var(--bypass)", "bypass"]].map(([colour, text]) => h("span", { style: { "--c": colour } }, text)))),
         h("div", { class: "scroll" }, h("table", { class: "waterfall" }, h("thead", {}, h("tr", {}, h("th", { class: "num", scope: "col" }, "#"), h("th", { scope: "col" }, "Answered"), h("th", { scope: "col" }, "Call"), h("th", { scope: "col" }, "Node"), h("th", { class: "num", scope: "col" }, "Seconds"), h("th", { scope: "col", class: "bars" }, axis))), body)),
         h("div", { class: "body" }, more),
       ),
@@ -122,12 +122,12 @@ function drawHead(head, task, shown, steps) {
   if (head.contains(document.activeElement)) return;
   put(
     head,
-    h("header", {}, h("h1", { class: "mono" }, shown.rollout), h("span", { class: shown.finished ? "chip" : "chip live" }, shown.finished ? "finished" : "running"), h("span", { class: "note" }, "stands at ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${shown.node}` }, shown.node), `, begun ${ago(shown.created_at)}`), h("span", { class: "gap" }), h("form", { class: "split", on: { submit: go } }, other, h("button", {}, "Compare"))),
+    h("header", {}, h("h1", { class: "mono" }, shown.rollout), h("span", { class: shown.finished ? "chip" : "chip live" }, shown.finished ? "finished" : "running"), h("span", { class: "note" }, "at ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${shown.node}` }, shown.node), `, began ${ago(shown.created_at)}`), h("span", { class: "gap" }), h("form", { class: "split", on: { submit: go } }, other, h("button", {}, "Compare"))),
     h("dl", { class: "figures" }, figures.map(([name, text]) => h("div", { class: "figure" }, h("dt", {}, name), h("dd", {}, h("div", { class: "value" }, text))))),
   );
 }
 
-/** Where each call's time lies when all are put one after another: what was spent, and what was saved. */
+/** Return the start and the parts of each call's time if all calls ran one after another. */
 export function waterfall(steps, timings) {
   let at = 0;
   const rows = steps.map((step) => {
@@ -139,11 +139,11 @@ export function waterfall(steps, timings) {
   return { rows, span: at || 1 };
 }
 
-function partsOf(step, told) {
+function partsOf(step, timing) {
   if (step.outcome === "hit") return [["saved o-hit", step.seconds]];
-  if (step.outcome === "wait") return [["o-wait", told?.wait_s ?? step.seconds]];
+  if (step.outcome === "wait") return [["o-wait", timing?.wait_s ?? step.seconds]];
   const kind = step.outcome === "bypass" ? "o-bypass" : "o-miss";
-  return told ? [["o-wait", told.wait_s], ["o-replay", told.restore_s + told.replay_s], [kind, told.tool_s]] : [[kind, step.seconds]];
+  return timing ? [["o-wait", timing.wait_s], ["o-replay", timing.restore_s + timing.replay_s], [kind, timing.tool_s]] : [[kind, step.seconds]];
 }
 
 function stepRow(task, step, { from, parts }, span, on) {
@@ -157,7 +157,7 @@ function stepRow(task, step, { from, parts }, span, on) {
     "tr", { class: on ? "on" : "", data: { turn: step.turn, outcome: step.outcome } },
     h("td", { class: "num faint" }, step.turn + 1),
     h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
-    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten since")),
+    h("td", { class: "cut mono", title: line(step.call) }, step.call ? line(step.call) : h("span", { class: "null" }, "forgotten")),
     h("td", {}, step.node ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${step.node}` }, step.node) : "–"),
     h("td", { class: "num" }, seconds(step.seconds)),
     h("td", { class: "bars", title: parts.map(([kind, length]) => `${WORDS[kind]} ${seconds(length)}`).join(", ") }, h("div", { class: "bars-track", "aria-hidden": "true" }, bars)),

@@ -1,5 +1,5 @@
-// The proxy's events, in a worker that all pages of a browser share: browsers open six connections to a server at once,
-// and a stream for each page would leave none for anything else.
+// Reads the event stream in a worker that all pages share. Browsers open at most six connections to a server, so a stream
+// per page would leave none for requests.
 
 const QUIET_MS = 40_000;
 const ports = new Set();
@@ -20,7 +20,7 @@ function serve(port) {
     const other = data.token !== token;
     token = data.token;
     if (other) reading?.abort();
-    // No reason to wait on.
+    // The token may be new: reconnect at once.
     wake();
     if (!reading) read(data.url);
   };

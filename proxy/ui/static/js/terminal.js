@@ -1,4 +1,4 @@
-// A terminal in a throw-away fork of a node: what is done there is recorded nowhere, and gone when it is closed.
+// A terminal in a scratch fork of a node. Nothing in it is recorded, and the fork is closed with the terminal.
 
 import { names, socket } from "./api.js";
 import { h, put } from "./dom.js";
@@ -6,15 +6,15 @@ import { h, put } from "./dom.js";
 export async function terminalView({ main, signal }, task, node) {
   const [{ Terminal }, { FitAddon }] = await Promise.all([import("../vendor/xterm.mjs"), import("../vendor/addon-fit.mjs")]);
   if (signal.aborted) return;
-  const box = h("div", { class: "term-box", "aria-label": `Terminal in a fork of ${node}` });
-  const state = h("span", { class: "note", role: "status" }, "a fork is being made …");
+  const box = h("div", { class: "term-box", "aria-label": `Terminal in a scratch fork of ${node}` });
+  const state = h("span", { class: "note", role: "status" }, "making a scratch fork …");
   main.className = "tree";
   put(
     main,
     h(
       "div",
       { class: "wrap", style: { flex: "1", "min-height": "0" } },
-      h("div", { class: "split" }, h("h1", {}, "Terminal in a fork of ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node)), state, h("span", { class: "gap" }), h("span", { class: "dim" }, "The tree is not touched; the fork is gone when you leave.")),
+      h("div", { class: "split" }, h("h1", {}, "Terminal in a scratch fork of ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${node}` }, node)), state, h("span", { class: "gap" }), h("span", { class: "dim" }, "The tree does not change. The fork is closed when you leave.")),
       box,
     ),
   );
@@ -22,7 +22,7 @@ export async function terminalView({ main, signal }, task, node) {
     cursorBlink: true, fontSize: 13, scrollback: 5000, allowProposedApi: false, documentOverride: styleless(signal),
     fontFamily: getComputedStyle(document.documentElement).getPropertyValue("--mono"),
     theme: { background: "#101113", foreground: "#e6e7e9", cursor: "#7aa7f5", selectionBackground: "#2c4570" },
-    // A link in output leads nowhere: what a tool wrote is not followed.
+    // Links in the output are disabled: a tool's output must not lead anywhere.
     linkHandler: { activate: () => {} },
   });
   const fit = new FitAddon();
@@ -46,12 +46,12 @@ function connect(terminal, fit, box, state, signal, task, node) {
       terminal.write(new Uint8Array(data));
       return;
     }
-    const told = JSON.parse(data);
-    state.textContent = told.exit ?? told.detail ?? told.title ?? "";
+    const message = JSON.parse(data);
+    state.textContent = message.exit ?? message.detail ?? message.title ?? "";
   };
   wire.onclose = (event) => {
     if (state.textContent === "connected") state.textContent = "the connection has ended";
-    else if (event.code === 1006) state.textContent = "no terminal could be opened here";
+    else if (event.code === 1006) state.textContent = "the terminal could not be opened";
     terminal.options.cursorBlink = false;
   };
   terminal.onData((text) => wire.readyState === WebSocket.OPEN && wire.send(encoder.encode(text)));
@@ -70,8 +70,8 @@ function connect(terminal, fit, box, state, signal, task, node) {
  * lets no markup set styles. All else is the document itself.
  */
 function styleless(signal) {
-  const create = (...told) => {
-    const element = document.createElement(...told);
+  const create = (...args) => {
+    const element = document.createElement(...args);
     element.appendChild = (child) => (child instanceof HTMLStyleElement ? asSheet(child, signal) : Node.prototype.appendChild.call(element, child));
     return element;
   };
@@ -84,13 +84,13 @@ function styleless(signal) {
   });
 }
 
-/** Let the text of a style element, which stays outside the document, be that of a style sheet. */
+/** Mirror the text of a style element outside the document into a constructed style sheet. */
 function asSheet(element, signal) {
   const sheet = new CSSStyleSheet();
   let text = "";
-  const set = (told) => {
-    text = told;
-    sheet.replaceSync(told);
+  const set = (content) => {
+    text = content;
+    sheet.replaceSync(content);
   };
   Object.defineProperty(element, "textContent", { get: () => text, set });
   document.adoptedStyleSheets = [...document.adoptedStyleSheets, sheet];

@@ -1,4 +1,4 @@
-// Hits, waits, misses and replays over time, as stacked columns; the newest at the right.
+// The timeline: hits, waits, misses and replays of each second as stacked columns, newest at the right.
 
 import { get } from "./api.js";
 import { h, put, svg } from "./dom.js";
@@ -18,7 +18,7 @@ const HEIGHT = 104;
 export function timeline(signal) {
   const chart = svg("svg", { class: "timeline", viewBox: `0 0 ${SLOTS * 10} 132`, preserveAspectRatio: "none", role: "img" });
   const labels = h("div", { class: "axis" });
-  const told = h("span", { class: "note" });
+  const peak = h("span", { class: "note" });
   const samples = new Map();
 
   const draw = () => {
@@ -43,7 +43,7 @@ export function timeline(signal) {
     );
     const sums = PARTS.map(([name]) => shown.reduce((sum, s) => sum + (s ? s[name] : 0), 0));
     chart.setAttribute("aria-label", `The last two minutes: ${PARTS.map(([, title], i) => `${sums[i]} ${title.toLowerCase()}`).join(", ")}`);
-    told.textContent = `most ${count(most)} in a second`;
+    peak.textContent = `at most ${count(most)} per second`;
   };
 
   put(labels, h("span", { style: { left: "0%" } }, "2 min ago"), h("span", { style: { left: "50%" } }, "1 min"), h("span", { style: { left: "100%" } }, "now"));
@@ -53,8 +53,8 @@ export function timeline(signal) {
     h(
       "header",
       {},
-      h("h2", { id: "line-h" }, "Calls in each second"),
-      told,
+      h("h2", { id: "line-h" }, "Calls per second"),
+      peak,
       h("span", { class: "gap" }),
       h("div", { class: "legend" }, [...PARTS].reverse().map(([, title, colour]) => h("span", { style: { "--c": colour } }, title))),
     ),
@@ -67,9 +67,9 @@ export function timeline(signal) {
     if (!document.hidden) draw();
   }, signal);
   draw();
-  // What the proxy remembers of the last minutes.
-  get(`timeline?span_s=${SLOTS}&step_s=1`, { signal }).then((told) => {
-    told.seconds.forEach(take);
+  // The proxy has the seconds before the page was opened.
+  get(`timeline?span_s=${SLOTS}&step_s=1`, { signal }).then((view) => {
+    view.seconds.forEach(take);
     draw();
   }, () => {});
   return { element };

@@ -1,4 +1,4 @@
-// The tree of a task: loaded in parts, drawn as a map or a table, followed live; what is chosen is shown beside it.
+// The tree of a task: loaded in parts, shown as a map or a table, updated live, with the chosen node beside it.
 
 import { get, names } from "./api.js";
 import { h, put, say, toast } from "./dom.js";
@@ -52,7 +52,7 @@ class TreeView {
     watch(() => this._news(), this.signal);
   }
 
-  /** The address's query changed: another node is chosen, or tree, or the other way to see it. */
+  /** React to a change of the address's query: another node, tree or mode. */
   async update(params) {
     this.params = params;
     this._mode(params.get("view") === "table" ? "table" : "map");
@@ -64,7 +64,7 @@ class TreeView {
     this._choose(node, false);
   }
 
-  /** Show another tree: the one that has a node. */
+  /** Show the tree that has a node. */
   async _show(node) {
     this.which.fixed = true;
     await this._load(this.which.part(0, node), true);
@@ -75,7 +75,7 @@ class TreeView {
 
   _frame() {
     const { params, signal } = this;
-    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": `Map of the tree of ${this.task}. Press m for a table that can be read.`, on: { keydown: (event) => this._key(event) } });
+    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": `Map of the tree of ${this.task}. Press m for an accessible table.`, on: { keydown: (event) => this._key(event) } });
     this.stage = h("div", { class: "stage" }, canvas);
     this.side = h("aside", { class: "side", "aria-label": "Chosen call", hidden: true });
     this.counts = h("span", { class: "counts" });
@@ -127,7 +127,7 @@ class TreeView {
     if (mode === "table") this.table.changed();
   }
 
-  /** Load a tree whose first part is coming, in the place of what is shown. anew: it is looked at from its beginning. */
+  /** Load a tree, beginning with its first part. anew: reset position and zoom. */
   async _load(coming, anew) {
     const mine = ++this.loads;
     let view = await coming;
@@ -137,7 +137,7 @@ class TreeView {
       this._begin(view);
       if (anew) this.focused = 0;
       for (;;) {
-        // The next part is on its way while this one is taken in.
+        // Load the next part while this part is processed.
         coming = view.more ? this.which.part(view.columns.id.at(-1)) : null;
         this.model.append(view.columns, view.meets);
         if (anew) {
@@ -154,7 +154,7 @@ class TreeView {
     } finally {
       if (mine === this.loads) this.loading = false;
     }
-    if (view.more) toast(`Shown are the first ${count(this.model.size)} calls.`);
+    if (view.more) toast(`Only the first ${count(this.model.size)} calls are shown.`);
     this._lay(view);
   }
 
@@ -170,7 +170,7 @@ class TreeView {
     this._name();
   }
 
-  /** Say which tree is shown: among the others, and in the address where it is not the one that it would mean anyway. */
+  /** Update the select box, and the address unless it is the default tree. */
   _name() {
     const { trees, root, usual } = this.which;
     if (!trees) return;
@@ -200,7 +200,7 @@ class TreeView {
     say(this.counts, `${plural(model.size, "node")} · ${plural(standing, "rollout")} here`);
   }
 
-  /** What was recorded since; all anew where something was forgotten. */
+  /** Load the nodes that are new; reload the tree if nodes were forgotten. */
   async _news() {
     if (this.loading) return;
     const mine = this.loads;
@@ -220,11 +220,11 @@ class TreeView {
     }
     if (added) this._failures();
     this._refresh();
-    // Who looks at an empty tree may wait for another to be begun.
+    // While the tree is empty, another tree may become the default.
     if (this.model.size === 1 || performance.now() - this.which.listed > TREES_MS) await this._others();
   }
 
-  /** Which trees there are by now; the one to show may be another. */
+  /** Reload the list of trees; the default tree may have changed. */
   async _others() {
     await this.which.list();
     this._name();
@@ -239,7 +239,7 @@ class TreeView {
     const { collapsed, opened, id } = this.model;
     const ids = [collapsed, opened].map((set) => [...set].map((v) => id[v]));
     await this._load(this.which.part(0), false);
-    [this.model.collapsed, this.model.opened] = ids.map((kept) => new Set(kept.map((n) => this.model.index.get(n)).filter((v) => v !== undefined)));
+    [this.model.collapsed, this.model.opened] = ids.map((old) => new Set(old.map((n) => this.model.index.get(n)).filter((v) => v !== undefined)));
     this._lay(null);
     this._choose(chosen, false);
     this._failures();
@@ -255,7 +255,7 @@ class TreeView {
     if (this.mode === "table") this.table.draw();
   }
 
-  /** Texts of what is seen, fetched once it stays seen for a moment. */
+  /** Fetch the labels of visible nodes after a short delay. */
   _want(nodes) {
     for (const v of nodes) this.wanted.add(v);
     this.fetching ??= setTimeout(() => this._fetch(), 60);
@@ -267,7 +267,7 @@ class TreeView {
     try {
       if (chosen.length) await this._labels(chosen);
     } catch {
-      // Asked for again when it is drawn again.
+      // The next draw requests the label again.
     } finally {
       this.fetching = undefined;
     }
@@ -292,7 +292,7 @@ class TreeView {
     if (this.mode === "table") this.table.draw();
   }
 
-  /** Hits of what is seen grow while rollouts run. */
+  /** Update the hits of visible nodes while rollouts run. */
   _refresh() {
     const { model, map } = this;
     if (this.refreshed && performance.now() - this.refreshed < 3000) return;
@@ -324,7 +324,7 @@ class TreeView {
     this._go(this.model.id[v], false);
   }
 
-  /** Choose a node by its number, as a link would. */
+  /** Choose a node by its number. */
   _go(id, centre = true) {
     this.which.fixed = true;
     this.setParams({ node: `n${id}` });
@@ -401,12 +401,12 @@ class TreeView {
     const { model } = this;
     const v = model.items.node[item];
     const fold = model.items.kind[item];
-    const told = fold ? { text: `${count(model.items.count[item])} calls, each the only one after the one before` } : v === 0 ? { text: "start: the task's root state" } : this.texts.get(v);
-    if (!told) this._want([v]);
+    const label = fold ? { text: `${count(model.items.count[item])} calls in a chain without branches` } : v === 0 ? { text: "start: the task's root state" } : this.texts.get(v);
+    if (!label) this._want([v]);
     const marks = marksOf(model.bits(item), model.names?.[model.id[v]]);
     put(
       this.tip,
-      h("div", { class: fold ? "" : "mono" }, told?.text ?? "…"),
+      h("div", { class: fold ? "" : "mono" }, label?.text ?? "…"),
       h("div", { class: "dim" }, [fold ? "" : `n${model.id[v]}`, seconds(model.sum(item, model.seconds)), plural(model.sum(item, model.hits), "hit"), plural(model.sum(item, model.seen), "read"), `${seconds(model.sum(item, model.saved))} saved`, `${short(model.below[fold ? model.items.last[item] : v])} below`].filter(Boolean).join(" · ")),
       marks.length ? h("div", { class: "chips" }, marks.map(([word, kind]) => h("span", { class: `chip ${kind}` }, word))) : null,
     );
@@ -414,7 +414,7 @@ class TreeView {
     this.tip.style.top = `${at[1] + 16 > this.map.height - 90 ? at[1] - 84 : at[1] + 16}px`;
   }
 
-  /** The part that is seen is in the address too, once it rests. */
+  /** Write the visible part into the address after it stops moving. */
   _moved() {
     clearTimeout(this.resting);
     this.resting = setTimeout(() => {

@@ -1,4 +1,4 @@
-// Videos being prepared, and the last that were: how far each is. Nothing of it where none ever was.
+// Progress of preprocessing: the videos in progress and the last that ended. Hidden until there is one.
 
 import { get } from "./api.js";
 import { h, put, thead } from "./dom.js";
@@ -7,7 +7,7 @@ import { watch } from "./live.js";
 
 const ENDED = ["done", "failed"];
 
-/** Return the panel; it shows itself once there is a preprocess, and looks each second while one is under way. */
+/** Return the panel. It appears with the first video, and reloads each second while one is in progress. */
 export function videos(signal) {
   const body = h("tbody");
   const head = thead([["Video"], ["Stage"], ["At", "num"], ["Stage done", "num"], ["Seconds", "num"]]);

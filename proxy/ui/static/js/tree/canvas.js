@@ -1,4 +1,4 @@
-// The map of a tree: what is seen of a model on a canvas, and how large. How it is drawn is in far.js and near.js.
+// The map of a tree: the visible part of the model, and its scale. far.js and near.js draw it.
 
 import { drawFar } from "./far.js";
 import { drawMinimap } from "./minimap.js";
@@ -12,7 +12,7 @@ const SHAPES_FROM = 11;
 const EFFECTS = ["--s1", "--accent", "--replay", "--miss", "--wait", "--bad"];
 
 export class TreeMap {
-  /** on: `choose(item)`, `hover(item, point)`, `labels(nodes)` for texts that are missing, `moved()`. */
+  /** on: `choose(item)`, `hover(item, point)`, `labels(nodes)` for missing labels, `moved()`. */
   constructor(canvas, model, on, signal) {
     this.canvas = canvas;
     this.context = canvas.getContext("2d", { alpha: false });
@@ -48,7 +48,7 @@ export class TreeMap {
     this.effects = EFFECTS.map(read);
     this.pixels = { ...Object.fromEntries(["panel", "line", "warm", "diverged", "bad"].map((name) => [name, pixel(this.paint[name])])) };
     this.pixels.of = new Map([...this.scale, ...this.effects].map((colour) => [colour, pixel(colour)]));
-    // What was never hit is seen all the same.
+    // Nodes without hits stay visible.
     this.pixels.of.set(this.scale[0], pixel(this.paint["line-strong"]));
     this.mono = read("--mono");
     this.sans = read("--sans");
@@ -67,13 +67,13 @@ export class TreeMap {
     this.draw();
   }
 
-  /** The model was laid out anew: keep what stands at the anchor where it was. */
+  /** After a new layout, keep the anchor's item at its position. */
   changed() {
     this.mini = null;
     this.draw();
   }
 
-  /** Show all of it, as large as it may be. */
+  /** Show the whole tree as large as possible. */
   fit() {
     const { items } = this.model;
     this.kx = Math.min(1, (this.width - 2 * MARGIN - 120) / Math.max(1, (items.columns - 1) * COL));
@@ -82,13 +82,13 @@ export class TreeMap {
     this.moved();
   }
 
-  /** Begin where the root can be read, or with all of it where that is small enough. */
+  /** Begin with the whole tree if it is small, or else with the root at a readable size. */
   begin() {
     const { items } = this.model;
     const fits = (this.width - 2 * MARGIN - 120) / Math.max(1, (items.columns - 1) * COL) > 0.56 && (this.height - 2 * MARGIN) / Math.max(1, items.rows * ROW) > 0.56;
     if (fits) {
       this.fit();
-      // A small tree has room for longer texts.
+      // A small tree has room for longer labels.
       this.kx = Math.min(1.7, Math.max(this.kx, (this.width - 2 * MARGIN - 220) / Math.max(1, (items.columns - 1) * COL)));
       return this.moved();
     }
@@ -125,7 +125,7 @@ export class TreeMap {
     this.on.moved();
   }
 
-  /** Bring an item into sight; with `centre` to the middle, and where it can be read. */
+  /** Scroll to an item; with `centre`, centre it at a readable size. */
   show(item, centre = false) {
     const { items } = this.model;
     if (centre && this.kx * COL < LABELS_FROM) this.kx = this.ky = 1;
@@ -163,7 +163,7 @@ export class TreeMap {
     return [items.col[item] * COL * this.kx + this.ox, items.row[item] * ROW * this.ky + this.oy];
   }
 
-  /** The colour of an item, by what is chosen. */
+  /** Return the colour of an item by the chosen measure. */
   colourOf(i) {
     const { model } = this;
     const v = model.items.node[i];
@@ -173,17 +173,17 @@ export class TreeMap {
     return this.scale[level(model.hits[v] + model.seen_hits[v], 1)];
   }
 
-  /** The radius of an item, by what is chosen. */
+  /** Return the radius of an item by the chosen measure. */
   radiusOf(i) {
     const { model } = this;
     const v = model.items.node[i];
-    const told = { saved: model.saved[v], hits: model.hits[v] + model.seen_hits[v], seconds: model.seconds[v], observations: model.seen[v] }[this.size];
+    const measure = { saved: model.saved[v], hits: model.hits[v] + model.seen_hits[v], seconds: model.seconds[v], observations: model.seen[v] }[this.size];
     const unit = { saved: 0.05, hits: 1, seconds: 0.05, observations: 1 }[this.size];
     const small = Math.min(1, Math.min(COL * this.kx, ROW * this.ky) / 34);
-    return (3.5 + Math.min(5.5, Math.log2(1 + told / unit) * 0.85)) * Math.max(0.5, small);
+    return (3.5 + Math.min(5.5, Math.log2(1 + measure / unit) * 0.85)) * Math.max(0.5, small);
   }
 
-  /** The item at a point of the canvas; -1 for none. */
+  /** Return the item at a point of the canvas; -1 for none. */
   hit(x, y) {
     const { items } = this.model;
     const row = (y - this.oy) / (ROW * this.ky);
@@ -203,7 +203,7 @@ export class TreeMap {
 
 }
 
-/** Which of the effects' colours: none, files, session, processes, database, unknown. */
+/** Return the index of an effect's colour: none, files, session, processes, database, unknown. */
 function effectOf(bits) {
   if (bits & 16) return 5;
   if (bits & 8) return 4;

@@ -1,9 +1,9 @@
-// Far away: a tree's nodes as blocks of a pixel or a few, written into the canvas's own pixels.
+// The map at small scales: nodes as blocks of a few pixels, written directly into the canvas's pixels.
 
 import { COL, ROW } from "./scale.js";
 import { MARK } from "./model.js";
 
-/** Far away: blocks of colour, at most one for each few pixels; what failed or diverged over them. */
+/** Draw nodes as blocks of colour; failed and diverged nodes are drawn on top. */
 export function drawFar(map, top, bottom) {
   const { model, raster, pixels, ratio } = map;
   const { items } = model;

@@ -1,16 +1,16 @@
-// Search by the text of calls: a list under the field, and marks in the picture.
+// Search by the text of calls: a list below the field, and marks in the map.
 
 import { get, names } from "../api.js";
 import { h, put } from "../dom.js";
 import { oneLine, plural } from "../format.js";
 
-/** tree: says which of the task's trees is looked through. look: searches it, for what stands in the field. */
+/** The search field, which searches the tree that is shown. */
 export function finder(task, signal, { tree, choose, found, query, setQuery }) {
   let at = -1;
   let hits = [];
   let timer = 0;
   let asked = 0;
-  const list = h("ul", { class: "finds", role: "listbox", id: "finds", hidden: true, "aria-label": "Calls found" });
+  const list = h("ul", { class: "finds", role: "listbox", id: "finds", hidden: true, "aria-label": "Matching calls" });
   const input = h("input", {
     type: "search", placeholder: "Search calls", "aria-label": "Search calls", value: query, role: "combobox", "aria-expanded": "false", "aria-controls": "finds", autocomplete: "off",
     on: {
@@ -51,7 +51,7 @@ export function finder(task, signal, { tree, choose, found, query, setQuery }) {
       hits.map((hit, i) =>
         h("li", { role: "option", id: `find-${i}`, "aria-selected": String(i === at), on: { mousedown: (event) => { event.preventDefault(); pick(i); } } }, h("span", { class: "mono" }, oneLine(hit.title)), h("span", { class: "faint" }, `${hit.node}${hit.observation ? " read" : ""} · ${plural(hit.hits, "hit")}`)),
       ),
-      hits.length === 0 ? h("li", { class: "none" }, view?.error ? view.error.message : "No call has this text.") : view?.truncated ? h("li", { class: "none" }, "There are more: search for a longer text.") : null,
+      hits.length === 0 ? h("li", { class: "none" }, view?.error ? view.error.message : "No call contains this text.") : view?.truncated ? h("li", { class: "none" }, "There are more matches: search for a longer text.") : null,
     );
   }
 

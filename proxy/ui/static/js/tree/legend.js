@@ -1,4 +1,4 @@
-// What the marks of the map mean.
+// The legend of the map.
 
 import { h, svg } from "../dom.js";
 

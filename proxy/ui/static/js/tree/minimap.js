@@ -1,10 +1,10 @@
-// All of a tree in a corner, where it is larger than the window.
+// The minimap: the whole tree in a corner, if it is larger than the window.
 
 import { COL, ROW } from "./scale.js";
 
 export const MINIMAP = { width: 168, height: 104, pad: 10 };
 
-/** All of it in a corner, where it is larger than the window. */
+/** Draw the minimap. */
 export function drawMinimap(map) {
   const { context: c, model, paint } = map;
   const { items } = model;

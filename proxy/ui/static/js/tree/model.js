@@ -1,7 +1,7 @@
-// The nodes of a tree as columns of numbers, and which of them are shown where: pure, no document.
+// The nodes of a tree as columns of numbers, and their layout. Pure: it does not use the document.
 //
-// A row of the picture is a way that rollouts went: a node's first child stands beside it, the others below. Ways that
-// more rollouts went come first. Ways that do not meet may share a row. A chain of calls, each the only one after the one before, is folded to one mark.
+// A row of the map is a path: a node's first child is to its right, the other children are below. Paths that more rollouts
+// took come first. Paths that do not overlap may share a row. A chain of only children is folded into one mark.
 
 export const MARK = { snapshot: 1, pinned: 2, diverged: 4, unreproducible: 8, private: 16, unfreezable: 32 };
 export const FOLD_FROM = 7;
@@ -36,7 +36,7 @@ export class Model {
     for (const [name, type] of Object.entries(COLUMNS)) this[name] = keep(this[name], type);
   }
 
-  /** Take the next nodes, in the order in which they were made: a parent always comes before its children. */
+  /** Append nodes in the order of their creation: parents come before their children. */
   append(columns, meets) {
     const more = columns.id.length;
     if (this.size + more > this.id.length) this._grow(Math.max(this.id.length * 2, this.size + more));
@@ -54,7 +54,7 @@ export class Model {
     return more;
   }
 
-  /** Take who stands where: rollouts by node id, and the nodes of warm forks and of sandboxes. */
+  /** Update the positions of rollouts, warm forks and sandboxes. */
   stand(view) {
     this.standing.fill(0, 0, this.size);
     this.places.fill(0, 0, this.size);
@@ -64,7 +64,7 @@ export class Model {
     for (const id of view.warm) this._set(this.places, id, 2);
   }
 
-  /** Take which calls failed: 1 for one that led to a node, 2 for one that was only read there. */
+  /** Update the failed calls: 1 for the call that led to a node, 2 for an observation. */
   fail({ nodes, reads }) {
     for (const [bit, ids] of [[1, nodes], [2, reads]]) {
       for (const id of ids) {
@@ -93,7 +93,7 @@ export class Model {
     items.index();
   }
 
-  /** Place the way that begins at v and follows first children, and put off the ways that leave it. */
+  /** Lay out the path of first children that begins at v, and defer the paths that branch off. */
   _way(stack, skyline, v, col, up, level) {
     const { items } = this;
     const from = items.size;
@@ -133,7 +133,7 @@ export class Model {
     }
   }
 
-  /** All children of an item but the first; the last one lies deepest in the stack. */
+  /** Return all children of an item except the first, in reverse order for the stack. */
   _putOff(stack, item) {
     const { items } = this;
     const v = items.node[item];
@@ -143,7 +143,7 @@ export class Model {
     for (const child of others.reverse()) stack.push([child, items.col[item] + 1, item, items.level[item] + 1]);
   }
 
-  /** The inner calls of the chain that begins at v, where they are folded; null elsewhere. */
+  /** Return the inner nodes of the folded chain that begins at v; null if there is none. */
   _run(v) {
     const begins = v === 0 || this.kids[this.parent[v]] !== 1;
     if (!this.folding || !begins || this.opened.has(v) || this.kids[v] !== 1) return null;
@@ -158,7 +158,7 @@ export class Model {
     return inner >= FOLD_FROM ? { first: this.head[v], last, after, count: inner } : null;
   }
 
-  /** Children by node, those that most rollouts passed first; and how much lies below each. */
+  /** Compute the children of each node, most visited first, and the size of each subtree. */
   _link() {
     const n = this.size;
     const { parent, passes } = this;
@@ -183,13 +183,13 @@ export class Model {
     }
   }
 
-  /** The first node of the chain that v is in. */
+  /** Return the first node of v's chain. */
   chainOf(v) {
     while (v !== 0 && this.kids[this.parent[v]] === 1) v = this.parent[v];
     return v;
   }
 
-  /** Open what hides a node; say whether anything did. */
+  /** Expand everything that hides a node; return whether anything did. */
   reveal(v) {
     let changed = false;
     for (let up = this.parent[v]; up >= 0; up = this.parent[up]) changed = this.collapsed.delete(up) || changed;
@@ -210,7 +210,7 @@ export class Model {
     return true;
   }
 
-  /** What an item shows of a column: a node's own, a chain's sum. */
+  /** Return an item's value of a column: the node's value, or the sum of a chain. */
   sum(item, column) {
     const { items } = this;
     if (items.kind[item] === 0) return column[items.node[item]];
@@ -221,7 +221,7 @@ export class Model {
     }
   }
 
-  /** The bits that any node of an item has. */
+  /** Return the union of the bits of an item's nodes. */
   bits(item) {
     const { items } = this;
     let all = 0;
@@ -238,7 +238,7 @@ export class Model {
   }
 }
 
-/** What is shown, parents first: nodes, and folded chains from `node` to `last`; and the same by rows. */
+/** The visible items, parents first: nodes, and folded chains from `node` to `last`; also sorted by row. */
 class Items {
   constructor(most) {
     const room = most * 2 + 2;
@@ -270,7 +270,7 @@ class Items {
     if (up >= 0 && row > this.lastRow[up]) this.lastRow[up] = row;
   }
 
-  /** Sort by rows: `byRow` from `start[row]` on. And those from which others go down. */
+  /** Sort the items by row: `byRow` from `start[row]` on. Also collect the items with several children. */
   index() {
     this.start = new Int32Array(this.rows + 1);
     for (let i = 0; i < this.size; i++) this.start[this.row[i] + 1]++;
@@ -285,12 +285,12 @@ class Items {
     this.forks = Int32Array.from(forks);
   }
 
-  /** Where the items of a row begin in `byRow`. */
+  /** Return the start of a row in `byRow`. */
   at(row) {
     return this.start[Math.max(0, Math.min(this.rows, Math.floor(row)))];
   }
 
-  /** The nearest item above (-1) or below (1) another. */
+  /** Return the nearest item above (-1) or below (1) an item. */
   beside(item, step) {
     for (let row = this.row[item] + step, seen = 0; row >= 0 && row < this.rows && seen < 2000; row += step, seen++) {
       let best = -1;

@@ -1,10 +1,10 @@
-// Near: nodes with their marks, what leads where, and from some width on the calls themselves.
+// The map at large scales: nodes with their marks, edges, and if there is room, the calls.
 
 import { seconds, short } from "../format.js";
 import { MARK } from "./model.js";
 import { COL, LABELS_FROM, ROW, level } from "./scale.js";
 
-/** Near: nodes with their marks, and from some width on their calls. */
+/** Draw nodes with their marks, and if there is room, their calls. */
 export function drawNear(map, top, bottom) {
   const { context: c, model, kx, ky, ox, oy } = map;
   const { items } = model;
@@ -25,7 +25,7 @@ export function drawNear(map, top, bottom) {
   if (wanted.length) map.on.labels(wanted);
 }
 
-/** What leads where: along a row to the first child, down and along to the others. */
+/** Draw the edges: along the row to the first child, down and along to the others. */
 function lines(map, top, bottom) {
   const { context: c, model, kx, ky, ox, oy, paint } = map;
   const { items } = model;
@@ -50,7 +50,7 @@ function lines(map, top, bottom) {
   }
 }
 
-/** Where another history comes to a node that was known: a dashed line. */
+/** Draw a dashed line where a call led to a node with another parent. */
 function meetings(map) {
   const { context: c, model, paint } = map;
   c.strokeStyle = paint.faint;
@@ -102,7 +102,7 @@ function node(map, i, x, y) {
   if (model.items.hidden[i]) more(map, x + r + 5, y, `+${short(model.items.hidden[i])}`);
 }
 
-/** The calls that changed nothing here: a smaller dot below left, by how many there are and how often they were hit. */
+/** Draw the observations of a node as a dot at its lower left, sized by their number and hits. */
 function reads(map, v, x, y, r) {
   const { context: c, model, paint } = map;
   if (!model.seen[v]) return;
@@ -116,7 +116,7 @@ function reads(map, v, x, y, r) {
   c.stroke();
 }
 
-/** A snapshot below right, a warm fork above right, rollouts that stand here above left. */
+/** Draw the marks: snapshot at the lower right, warm fork at the upper right, rollouts at the upper left. */
 function badges(map, x, y, r, marks, place, standing) {
   const { context: c, paint } = map;
   if (marks & MARK.snapshot) polygon(map, [[x + r, y + r - 4], [x + r + 4, y + r], [x + r, y + r + 4], [x + r - 4, y + r]], paint.snapshot);
@@ -190,8 +190,8 @@ function label(map, i, x, y, wanted) {
   const { context: c, model, paint, kx } = map;
   if (model.items.kind[i]) return;
   const v = model.items.node[i];
-  const told = v === 0 ? { text: "start" } : map.texts.get(v);
-  if (!told) {
+  const label = v === 0 ? { text: "start" } : map.texts.get(v);
+  if (!label) {
     wanted.push(v);
     return;
   }
@@ -199,10 +199,10 @@ function label(map, i, x, y, wanted) {
   const room = Math.floor((COL * kx - (left - x) - 14) / 6.65);
   if (room < 4) return;
   c.font = `11px ${map.mono}`;
-  // Any spacing keeps a font from drawing two signs of a command as one.
+  // Letter spacing disables ligatures, which would draw two characters of a command as one.
   c.letterSpacing = "0.01px";
   c.fillStyle = model.failed[v] & 1 ? paint.bad : paint.text;
-  c.fillText(told.text.length > room ? `${told.text.slice(0, room - 1)}…` : told.text, left, y - 6);
+  c.fillText(label.text.length > room ? `${label.text.slice(0, room - 1)}…` : label.text, left, y - 6);
   c.letterSpacing = "0px";
   if (v === 0) return;
   c.font = `10px ${map.sans}`;
@@ -212,7 +212,7 @@ function label(map, i, x, y, wanted) {
   c.fillText(whole(parts.filter(Boolean), (text) => c.measureText(text).width <= room * 6.65), left, y + 14);
 }
 
-/** Return the first parts that fit, joined: one that is cut would say something else. */
+/** Return the first parts that fit, joined. A part that was cut could have another meaning. */
 export function whole(parts, fits) {
   const line = (count) => parts.slice(0, count).join("  ·  ");
   let count = parts.length;

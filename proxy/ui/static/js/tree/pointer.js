@@ -1,4 +1,4 @@
-// The pointer's word: dragging, choosing, zooming, and jumping in the minimap.
+// Pointer input: drag, choose, zoom, and jump in the minimap.
 
 import { MINIMAP } from "./minimap.js";
 import { COL, ROW } from "./scale.js";

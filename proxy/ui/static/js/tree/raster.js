@@ -1,4 +1,4 @@
-// Plain rectangles written straight into pixels: ten thousand of them in a few milliseconds, with no graphics card.
+// Rectangles written directly into pixels: ten thousand in a few milliseconds, without a graphics card.
 
 export class Raster {
   resize(context, width, height) {
@@ -13,7 +13,7 @@ export class Raster {
     this.pixels.fill(colour);
   }
 
-  /** Fill a rectangle, in whole pixels; at least one wide and high where any of it is seen. */
+  /** Fill a rectangle in whole pixels; a visible rectangle is at least one pixel wide and high. */
   rect(x, y, w, h, colour) {
     const x0 = Math.max(0, Math.round(x));
     const y0 = Math.max(0, Math.round(y));
@@ -33,7 +33,7 @@ export class Raster {
   }
 }
 
-/** A colour as a pixel: "#rrggbb" or "#rgb". */
+/** Convert a colour ("#rrggbb" or "#rgb") to a pixel. */
 export function pixel(colour) {
   const hex = colour.length === 4 ? [...colour.slice(1)].map((digit) => digit + digit).join("") : colour.slice(1, 7);
   const [r, g, b] = [0, 2, 4].map((at) => Number.parseInt(hex.slice(at, at + 2), 16));

@@ -1,4 +1,4 @@
-// The same tree as a table that screen readers and keys can walk; only the rows that are seen are in the document.
+// The tree as a table for keyboards and screen readers. Only visible rows are in the document.
 
 import { h, put } from "../dom.js";
 import { count, seconds, short } from "../format.js";
@@ -120,7 +120,7 @@ export class TreeTable {
 
 const cell = (text) => h("div", { role: "gridcell", class: "cell num" }, text);
 
-/** What is special about a node, in words. */
+/** Return a node's marks as words. */
 export function marksOf({ marks, failed, standing, places }, names) {
   const words = MARKS.filter(([bit]) => marks & bit).map(([bit, word]) => [word, bit === MARK.diverged ? "diverged" : ""]);
   if (failed & 2) words.unshift(["a read failed", "bad"]);
