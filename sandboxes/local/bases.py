@@ -54,6 +54,7 @@ class Bases:
         self._folder = data_dir / "bases"
         self.host_view = data_dir / "host"
         self._privileged = privileged
+        # Methods run in threads, and two specs may name the same base at once. Only one of them builds it.
         self._making = threading.Lock()
         self.sources = SourceDigests()
         self._known: dict[str, Base] = {}
@@ -62,12 +63,16 @@ class Bases:
         """Make the directories, and remove bases that a killed process left half built."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.host_view.mkdir(exist_ok=True)
+        # A kill -9 while `_make` builds leaves a `.part`. The driver's lock is held, so no other process is building
+        # here.
         for unfinished in self._folder.glob("*.part"):
             remove_tree(unfinished)
+        # The number is part of the name, so that a changed skeleton gets another directory and old states keep theirs.
         self._make("skeleton-1", hostbase.skeleton)
 
     def base(self, name: str) -> Base:
         """Return a base by its name in specs, as `refresh` last saw it."""
+        # The known base, not a fresh look: a running task keeps its base even if the host changes meanwhile.
         return self._known.get(name) or self.refresh(name)
 
     def refresh(self, name: str) -> Base:
@@ -84,6 +89,7 @@ class Bases:
             self._known[name] = self._host() if name == "host" else self._named(Path(name))
             return self._known[name]
         except (OSError, tarfile.TarError) as error:
+            # A full disk is the machine's fault and stays an OSError; only the rest is the spec's.
             raise_machine_error(error)
             raise SpecError(
                 f"base {name!r} cannot be used: {error}. Name a directory or tarball that this proxy can read."
@@ -95,9 +101,11 @@ class Bases:
         hole = str(self._data).encode() if hostbase.in_sight(self._data) else b""
         identity = hashlib.blake2b(hostbase.fingerprint() + hole, digest_size=16).hexdigest()
         if self._privileged:
+            # Over the host's root: whiteouts in the mask hide what sandboxes must not see.
             mask = self._make(f"mask-{identity}", lambda target: hostbase.build_mask(target, [self._data]))
             return Base(f"host:{identity}", (str(mask), str(self.host_view / "root")))
         copy = self._make(f"host-{identity}", hostbase.build_copy)
+        # The kernel refuses an overlay of `/` in a user namespace, so these directories come as bind mounts.
         binds = tuple(folder for folder in hostbase.BOUND if Path(folder).is_dir())
         return Base(f"host-user:{identity}", (str(copy), self._skeleton), binds)
 
@@ -107,6 +115,7 @@ class Bases:
 
     def _named(self, path: Path) -> Base:
         if path.is_dir():
+            # A directory is used in place. Its digest is taken anew each time, because it may change between tasks.
             folder, identity = path, f"directory:{directory_digest(path)}"
         else:
             digest = self.sources.of_file(path)
@@ -123,6 +132,7 @@ class Bases:
                 remove_tree(part)
                 part.mkdir()
                 build(part)
+                # The rename is atomic (rename(2)), so a base exists completely or not at all.
                 part.rename(target)
         return target
 
@@ -144,10 +154,13 @@ def _exists_inside(root: Path, name: str) -> bool:
         part = parts.pop(0)
         if part in {"", "."}:
             continue
+        # `here` is relative to the root, and the parent of an empty path is itself, as `/..` is `/`.
         here = here.parent if part == ".." else here / part
         if (root / here).is_symlink():
             link = str((root / here).readlink())
             parts = [*link.split("/"), *parts]
+            # An absolute link starts at the base's root, not at the host's. The host's bash must not count as the
+            # base's.
             here = Path() if link.startswith("/") else here.parent
     return False
 
@@ -157,6 +170,7 @@ def _unpack(source: Path, target: Path) -> None:
 
     def keep_mode(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
         checked = tarfile.tar_filter(member, folder)
+        # A sandbox has its own /dev. A device node of the archive would otherwise work for whoever opens it.
         if member.isdev():
             return None
         # tar_filter checks paths, but it also drops mode bits that a root file system needs: 1777 and set-user-id.

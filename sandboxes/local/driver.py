@@ -76,10 +76,12 @@ class LocalDriver:
             SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
         """
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        # The kernel releases the lock with the process, even after kill -9 (flock(2)).
         self._ownership.acquire()
         try:
             await asyncio.to_thread(self._sweep)
             self.machine.cgroups.open()
+            # Before the first sandbox: the next process finds the control groups by this file if this one is killed.
             (self.data_dir / "instance.json").write_bytes(
                 orjson.dumps({"cgroups": sorted({str(path) for path in self.machine.cgroups.parents.values()})})
             )
@@ -95,7 +97,10 @@ class LocalDriver:
             for group in orjson.loads((self.data_dir / "instance.json").read_bytes())["cgroups"]:
                 if Path(group).name.startswith("forkpoint-"):
                     sweep(Path(group))
+        # Layers hold set-user-id programs and other users' files; only root, or this user, may reach them.
         self.data_dir.chmod(0o700)
+        # After the processes are dead: a file that a process has open keeps its disk space after it is removed
+        # (unlink(2)).
         self.machine.layers.open()
         self.bases.open()
         self.roots.open()
@@ -103,6 +108,7 @@ class LocalDriver:
     async def aclose(self) -> None:
         """Close every sandbox, the spares and the launcher. Idempotent."""
         await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
+        # The lock is released last, because everything above still deletes files.
         await self.machine.close()
         self._ownership.release()
 
@@ -137,6 +143,7 @@ class LocalDriver:
         """
         base = await asyncio.to_thread(self.bases.base, spec.base)
         root = await self._root(spec, base)
+        # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.machine.holding(root.layers):
             sandbox = await self._launch(spec, base, root, root.layers, _state({}, {}))
         try:
@@ -155,8 +162,10 @@ class LocalDriver:
         """
         payload = frozen.payload
         layers = tuple(payload["layers"])
+        # The root state's layers are the lowest ones; their number is stored with the state.
         root = RootLayers(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
         with self.machine.holding(frozen.parts):
+            # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
             if missing := self.machine.layers.missing(layers):
                 raise StateGoneError(f"layers {', '.join(missing)} of this state are gone. Replay its path instead.")
             base = await asyncio.to_thread(self.bases.base, spec.base)
@@ -167,6 +176,7 @@ class LocalDriver:
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
+            # The topmost layer's delta is that of the whole stack to the root state.
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)
@@ -186,6 +196,7 @@ class LocalDriver:
         # Both sets are read before the first await. A sandbox that freezes and ends meanwhile makes a state that `keep`
         # does not name: its parts are then either not in `present`, or still in `in_stacks`.
         present, in_stacks = self.machine.layers.all() | checkpointer.names(), self._in_stacks()
+        # The caller need not name root states in use, although each rollout of a task starts at one.
         roots = await asyncio.to_thread(self.roots.used)
         kept = set(keep).union(*(root.layers for root in roots))
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
@@ -217,6 +228,7 @@ class LocalDriver:
             return bare
         # Set-up makes the working directory, so its own sandbox starts at the root.
         at_top = spec.model_copy(update={"workdir": "/"})
+        # Without seals: all commands of the set-up become one layer, whose depth does not depend on their number.
         sandbox = await self._launch(at_top, base, bare, (), _state({}, {}), seals=False)
         try:
             await furnish(sandbox, spec)
@@ -283,12 +295,14 @@ class LocalDriver:
         except (ChannelClosedError, TimeoutError, OSError) as error:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
         sandbox = LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
+        # Known before `begin`: `aclose` and `collect` must see a sandbox that is still starting.
         self._sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(START_S):
                 await sandbox.begin(state, images)
         except BaseException as error:
             await sandbox.close()
+            # Cancellation passes unchanged; these three become the error that callers retry.
             if isinstance(error, ChannelClosedError | TimeoutError | OSError):
                 raise SandboxError(f"a sandbox could not be started: {error}") from error
             raise

@@ -72,14 +72,17 @@ def fingerprint(root: Path = Path("/")) -> bytes:
     with its own content: a host that rewrites its `resolv.conf` stays the same base.
     """
     digest = hashlib.blake2b(digest_size=32)
+    # Times and sizes stand for contents: reading all files of /usr would take minutes at each start.
     for path in sorted({*_software(root), *_settings(root / "etc")}):
         try:
             status = path.lstat()
+        # The file was removed between listing and looking, as package managers do with their temporary files.
         except OSError:
             continue
         digest.update(
             f"{path}\0{status.st_mtime_ns}\0{status.st_size}\0{status.st_mode}\0".encode(errors="surrogateescape")
         )
+    # By content, because an upgrade may replace it by a file of the same size with an old time.
     for name in ("etc/os-release", "usr/lib/os-release"):
         if (root / name).is_file():
             digest.update((root / name).read_bytes())
@@ -96,6 +99,7 @@ def _software(root: Path) -> Iterator[Path]:
 def _folders(top: Path, depth: int) -> Iterator[Path]:
     yield top
     if depth and top.is_dir() and not top.is_symlink():
+        # Adding or removing a file changes the time of its directory, so the directories suffice.
         with os.scandir(top) as entries:
             for entry in entries:
                 # Sandboxes do not see what not everybody may read.
@@ -105,6 +109,7 @@ def _folders(top: Path, depth: int) -> Iterator[Path]:
 
 def _settings(etc: Path) -> Iterator[Path]:
     for folder, _, files in os.walk(etc):
+        # Only at the top: a file of such a name in a subdirectory is a setting like any other.
         own = _OWN_TEXT.keys() | _PASSING if folder == str(etc) else set()
         for name in files:
             if name not in own:
@@ -120,17 +125,22 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
     """
     host = Path("/")
     for path in host.iterdir():
+        # An allow-list: a directory that an administrator adds to `/` tomorrow is hidden without a change here.
         if path.name not in VISIBLE and path.name not in {"var", *_EMPTY}:
             _whiteout(target / path.name)
+    # A directory of the upper layer gives the merged directory its attributes (overlayfs.rst), so the host's are
+    # copied.
     _copy_attributes(host, target)
     for name, mode in _EMPTY.items():
         _empty(target / name, mode)
     _mask_var(host / "var", target / "var")
     for name in SEARCHED:
         _mask_unreadable(host / name, target / name, target)
+    # After the walk above, which makes directories of the mask in which these whiteouts lie.
     for path in hidden:
         if path.parts[1:2] and path.parts[1] in {*VISIBLE, "var"}:
             _hide(path, target)
+    # Last, because `_mask_unreadable` may have hidden one of these files with a whiteout.
     _own_text(target / "etc")
 
 
@@ -173,9 +183,12 @@ def _mask_unreadable(host: Path, target: Path, mask: Path) -> None:
             status = (Path(folder) / name).lstat()
             if not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o005 != 0o005:
                 _hide(Path(folder) / name, mask)
+                # os.walk does not descend into names that are removed from its list. A hidden directory hides all below
+                # it.
                 names.remove(name)
         for name in files:
             status = (Path(folder) / name).lstat()
+            # The sandbox's root has DAC_OVERRIDE, so modes would not keep it from reading the host's keys.
             if not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o004:
                 _hide(Path(folder) / name, mask)
     if target.is_dir():
@@ -185,6 +198,8 @@ def _mask_unreadable(host: Path, target: Path, mask: Path) -> None:
 def _hide(path: Path, mask: Path) -> None:
     """Put a whiteout over a path of the host into the mask, with copies of its parents' attributes."""
     inside = path.relative_to("/")
+    # From the top downwards: a parent has to exist in the mask before its child, and a hidden parent hides all below
+    # it.
     for parent in reversed(inside.parents[:-1]):
         # In an opaque directory nothing of the host shows, and a whiteout itself would be visible as a device.
         if _is_whiteout(mask / parent) or _is_opaque(mask / parent):
@@ -199,6 +214,8 @@ def _hide(path: Path, mask: Path) -> None:
 def _empty(path: Path, mode: int) -> None:
     path.mkdir(parents=True)
     path.chmod(mode)
+    # Without this mark the merged directory would show the host's entries (overlayfs.rst, "whiteouts and opaque
+    # directories").
     os.setxattr(path, OPAQUE, b"y")
 
 
@@ -224,6 +241,7 @@ def _copy_attributes(source: Path, target: Path) -> None:
     status = source.lstat()
     os.chown(target, status.st_uid, status.st_gid)
     target.chmod(stat.S_IMODE(status.st_mode))
+    # Making an entry changes its directory's time, so the host's time is set after all entries.
     os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
@@ -248,6 +266,7 @@ def build_copy(target: Path) -> list[str]:
         (target / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
     for name in _EMPTY_STATE:
         (target / "var" / name).mkdir(exist_ok=True)
+    # Without root this copy is what protects the host: the proxy's user can read more of /etc than everybody may.
     shutil.copytree("/etc", target / "etc", symlinks=True, ignore=_unreadable, dirs_exist_ok=True)
     _own_text(target / "etc")
     return bound

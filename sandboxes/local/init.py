@@ -72,6 +72,8 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
         cgroups: Files of control groups that this process joins.
         privileged: Whether the proxy is root; otherwise this is root of a user namespace.
     """
+    # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
+    # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.set_process_name("init")
@@ -82,6 +84,7 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     # If a command takes all memory, the OOM killer should end the command and not the process that reports it.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("-900")
+    # The pid namespace is not in this list: the launcher's fork was born in it.
     kernel.unshare(NAMESPACES)
     # After the groups were joined: they become the root of what the sandbox sees of control groups.
     kernel.unshare(kernel.CLONE_NEWCGROUP)
@@ -99,8 +102,10 @@ def _start(link: DriverLink) -> None:
     order, _, (overlay, upper, lower, root, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
     for folder in order.binds:
+        # Bound here, before the root is switched: afterwards the host's directories have no path.
         mounts.bind_read_only(folder)
     mounts.switch(overlay, order.binds)
+    # The mount is attached by now. A descriptor of it would keep the layers of a state that the sandbox has left busy.
     os.close(overlay)
     restored: Restored | None = None
     if order.checkpoint is not None:
@@ -109,6 +114,7 @@ def _start(link: DriverLink) -> None:
         # The next message is `FinishRestore`: the proxy has seen CRIU succeed.
         link.wait()
         restored = restoring.finish()
+    # The launcher switches layers by this descriptor, which this process opens for it: after `confine` it cannot mount.
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     # From here on this process has no right that the agent's processes lack.
     confine.limit_resources(order.disk_bytes, order.memory_bytes, order.pids)
@@ -228,6 +234,8 @@ class Init:
 
     def start_process(self, request: RunProcess, stdin: bytes, to: socket.socket) -> LocalProcess:
         """Start a process of its own under the anchor."""
+        # A timeout kills what is not in this list. It is taken before the start, so no process that the start makes is
+        # spared.
         spared = processes.list_processes()
         arguments, terminal_path = request.arguments, ""
         if arguments.get("tty"):
@@ -238,6 +246,7 @@ class Init:
         # The script may be longer than an argument can be, so bash reads it from memory.
         theirs[TEXT_FD] = os.memfd_create("text", os.MFD_CLOEXEC)
         redirections = f"0<>{terminal_path} 1>&0 2>&0 {TEXT_FD}<&-" if terminal_path else f"{TEXT_FD}<&-"
+        # The terminal's path is one of this sandbox's /dev/pts, so the script can open it by name.
         script = text(
             arguments, request.environment, uid=os.getuid(), redirections=redirections, terminal=terminal_path
         )
@@ -283,6 +292,7 @@ class Init:
         discard = written and self._changes.undone
         seal = written and not discard and not self._changes.linked
         self._link.send(replace(answer, discard=discard, seal=seal), body)
+        # The answer comes first: the proxy waits for it, and takes the next message as the state that follows it.
         if discard or seal:
             # The proxy would ask for this next. Sending it unasked saves a round trip on each call that writes.
             self._pause(discard=discard)
@@ -311,6 +321,7 @@ class Init:
         if surviving and (not checkpoint or root or (reason := self._outside_the_tree())):
             self._link.send(NotFreezable(reason if checkpoint and not root else self._survivors.description))
             return
+        # Whatever was written since the last call was written by survivors.
         self._stillness.saw(wrote=self._changes.look())
         linked = self._changes.linked
         if linked and not discard and not root:
@@ -325,6 +336,7 @@ class Init:
             self._link.send(ProcessTree(self._shells.anchor.pid))
             return
         # Without writes the layers stay, and the shells can stay as well.
+        # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         if self._changes.written:
             self._shells.end()
         self._link.send(self._layer_state())
@@ -347,6 +359,7 @@ class Init:
                 "servers": [server.remember() for server in self._servers],
                 "left": [process.remember() for process in self._background],
                 "pids": sorted(pid for pid, _ in processes.list_processes()),
+                # A restored sandbox continues the numbering, because a command may print pids.
                 "last_pid": processes.last_pid(),
             })
         )  # fmt: skip

@@ -49,6 +49,7 @@ class Launcher:
         """
         self.driver = driver
         self.privileged = privileged
+        # Descriptors, not paths: in another mount namespace /proc is another one.
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -70,12 +71,17 @@ class Launcher:
                     answer, fds = Mounted(), self._switch(request, envelope.fds[0])
                 case RunCriu():
                     self._run_criu(request, envelope.fds)
+        # One request has failed, such as a mount with a missing layer. The launcher goes on, because all sandboxes
+        # depend on it.
         except OSError as error:
             answer = Failed(str(error))
         frame = pack_message(answer, fds=len(fds))
+        # The kernel passes the descriptors with the first byte (unix(7), SCM_RIGHTS), so the rest can follow without
+        # them.
         sent = socket.send_fds(self.driver, [frame], fds)
         if sent < len(frame):
             self.driver.sendall(frame[sent:])
+        # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         for fd in [*fds, *envelope.fds]:
             os.close(fd)
 
@@ -88,7 +94,10 @@ class Launcher:
             if pid == 0:
                 self._become_init(request, channel)
         finally:
+            # In the parent only: the child never returns from `_become_init`.
             kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+        # The kernel reaps children here (SIGCHLD is ignored), so the pid may be free already; then this raises and the
+        # driver gets the error.
         return os.pidfd_open(pid)
 
     def _become_init(self, request: ForkSandbox, channel: int) -> None:
@@ -111,11 +120,15 @@ class Launcher:
         """Move a sandbox, named by its mount namespace, to new layers; return its new upper and lower directories."""
         overlay, *rest = self._mount(request.stack)
         try:
+            # setns into a mount namespace needs a process that shares its root and directory with no other (setns(2));
+            # this one has a single thread.
             kernel.setns(namespace, kernel.CLONE_NEWNS)
             try:
                 rootfs.switch(overlay, request.binds)
             finally:
                 kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
+                # setns has moved the working directory to the root of the namespace that was entered. It must not hold
+                # a file of the sandbox.
                 os.chdir("/")
         except OSError:
             for fd in rest:
@@ -133,6 +146,8 @@ class Launcher:
         sandbox, reply, host_root, *files = fds
         try:
             self.driver.close()
+            # All namespaces by one descriptor of the process (setns(2), since Linux 5.8). Only a child of this fork,
+            # CRIU, is born in the pid namespace.
             kernel.setns(sandbox, init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
             os.chdir("/")
             operate(host_root, request.program, reply, files, survey=True)
@@ -153,6 +168,7 @@ class Launcher:
             fds.append(os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             fds.append(kernel.overlay(stack.lowers, None, None))
             if stack.root is not None:
+                # A sandbox at its root state needs no second mount of the same layers.
                 same = stack.root == stack.lowers
                 fds.append(os.dup(fds[2]) if same else kernel.overlay(stack.root, None, None))
         except OSError:
@@ -169,6 +185,7 @@ def _become_root_of_a_namespace() -> None:
     """
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
+    # Without "deny" the kernel refuses a gid_map of an unprivileged process (user_namespaces(7)).
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - pathlib is not loaded here
             file.write(text)
@@ -176,9 +193,11 @@ def _become_root_of_a_namespace() -> None:
     if pid:
         # The parent only waits: it is the process whose exit the driver sees. It must not hold the driver's socket.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # With a copy of the socket here, the driver would not see the child's end.
         os.closerange(3, 1 << 16)
         os.waitpid(pid, 0)
         os._exit(0)
+    # The child must not outlive the waiting parent, whose exit the driver takes for the launcher's.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -191,6 +210,7 @@ def _show_host(mount_point: str) -> None:
     kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=16k,nr_inodes=8")
     for name in ("empty", "root"):
         os.mkdir(f"{mount_point}/{name}")  # noqa: PTH102
+    # An overlay without an upper needs two lower layers (overlayfs.rst), so an empty one comes below.
     mounted = kernel.overlay(["/", f"{mount_point}/empty"], None, None)
     kernel.attach(mounted, f"{mount_point}/root")
     os.close(mounted)
@@ -207,6 +227,8 @@ def main() -> None:
             kernel.unshare(kernel.CLONE_NEWNS)
         else:
             _become_root_of_a_namespace()
+        # Otherwise mounts made here would appear on the host, because mounts are shared by default there
+        # (mount_namespaces(7)).
         kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         if privileged:
             _show_host(sys.argv[2])

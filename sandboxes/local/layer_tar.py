@@ -59,6 +59,7 @@ def pack(layer: Path, meta: dict[str, Any]) -> Iterator[bytes]:
         NotFreezableError: The layer has a socket or a device in it, or is too deep.
         OSError: The layer was deleted, or cannot be read.
     """
+    # Without the size: it depends on the file system, and equal layers must give equal bytes.
     text = json.dumps({"delta": meta["delta"]}, sort_keys=True, separators=(",", ":")).encode()
     info = tarfile.TarInfo("meta.json")
     info.size, info.mode = len(text), 0o644
@@ -67,6 +68,7 @@ def pack(layer: Path, meta: dict[str, Any]) -> Iterator[bytes]:
     links: dict[int, str] = {}
     for name in _names(layer, "diff"):
         yield from _entry(layer, name, links)
+    # Two blocks of zeros end an archive (POSIX, pax).
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
@@ -81,6 +83,7 @@ def _names(root: Path, top: str) -> Iterator[str]:
         if is_folder:
             with os.scandir(root / name) as entries:
                 below = [(f"{name}/{entry.name}", entry.is_dir(follow_symlinks=False)) for entry in entries]
+            # The last entry is popped first, so the stack is filled backwards.
             waiting.extend(sorted(below, reverse=True))
 
 
@@ -96,12 +99,14 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
     else:
         info.type = kind
         if kind != tarfile.DIRTYPE and status.st_nlink > 1:
+            # Inode numbers suffice, because a layer lies on one file system.
             first = links.setdefault(status.st_ino, name)
             if first != name:
                 info.type, info.linkname = tarfile.LNKTYPE, first
                 yield _head(info)
                 return
     info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
+    # The plain field has whole seconds and no negative ones; the pax header of our own has the exact time.
     info.mtime = max(0, status.st_mtime_ns // 10**9)
     info.pax_headers = {_TIME: str(status.st_mtime_ns), **_attributes(path)}
     if info.type == tarfile.SYMTYPE:
@@ -117,6 +122,7 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
         while remaining:
             data = file.read(min(_PIECE, remaining))
             if not data:
+                # The head has announced the size, so the archive cannot be continued.
                 raise OSError(f"{path} became shorter while it was read")
             remaining -= len(data)
             yield data
@@ -155,6 +161,7 @@ class _BoundedReader:
         self.seek, self.tell, self._file = file.seek, file.tell, file
 
     def read(self, size: int) -> bytes:
+        # tarfile reads a header with the size that the header itself claims.
         if size > _MAX_HEADER_BYTES:
             raise NotPortableError("one of its headers is too large")
         return self._file.read(size)
@@ -179,6 +186,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
         with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
             meta = _meta(archive, archive.next())
             writer = _Writer(target)
+            # One member at a time, in the order of the archive: `_Writer` relies on directories before their entries.
             while (member := archive.next()) is not None:
                 writer.add(member, archive)
                 # tarfile keeps every member; a million of them would take a gigabyte.
@@ -186,6 +194,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
             writer.finish()
             return meta
     except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError) as error:
+        # NotPortableError may be one of the listed kinds, and has its own text already.
         if isinstance(error, NotPortableError):
             raise
         raise NotPortableError(f"it is no tar of a layer: {error}") from error
@@ -235,6 +244,7 @@ class _Writer:
             self._folders[name] = member
             return
         if member.islnk():
+            # Only paths that this writer has made, so a link cannot lead to a file of the host.
             if member.linkname not in self._files:
                 raise NotPortableError(f"{name!r} is a hard link to a file that did not come before it")
             os.link(self._target / member.linkname, path, follow_symlinks=False)
@@ -248,6 +258,7 @@ class _Writer:
         """Refuse a member whose path, depth or attributes no layer has, or that comes twice."""
         name = member.name
         folder, _, last = name.rpartition("/")
+        # `_folders` has only directories that were made here. So no parent of a member is a symlink.
         if name != "diff" and (folder not in self._folders or last in ("", ".", "..")):
             raise NotPortableError(f"{name!r} leads out of the layer, or its directory did not come before it")
         if name in self._folders or name in self._files:
@@ -260,6 +271,7 @@ class _Writer:
 
     def _make(self, member: tarfile.TarInfo, path: Path, archive: tarfile.TarFile) -> None:
         if member.type == tarfile.REGTYPE:
+            # "x" is O_EXCL: it opens nothing that exists, not even a dangling link (open(2)).
             with path.open("xb") as file:
                 for piece in _content(archive, member):
                     file.write(piece)
@@ -276,11 +288,13 @@ class _Writer:
         """Set the attributes of directories, the inner ones first: adding an entry changes a directory's time."""
         if "diff" not in self._folders:
             raise NotPortableError("it has no diff")
+        # dicts keep the order of insertion, so the reverse order has inner directories first.
         for name, member in reversed(self._folders.items()):
             _set_attributes(self._target / name, member)
 
 
 def _set_attributes(path: Path, member: tarfile.TarInfo) -> None:
+    # Owner first, because chown clears set-user-id bits and file capabilities (chown(2), capabilities(7)).
     os.chown(path, member.uid, member.gid, follow_symlinks=False)
     if not member.issym():
         path.chmod(stat.S_IMODE(member.mode))

@@ -59,6 +59,7 @@ class Layers:
         """Make the directories; remove uppers of dead sandboxes and half-deleted layers. It takes seconds at worst."""
         for folder in (self.uppers, self.frozen):
             folder.mkdir(parents=True, exist_ok=True)
+        # The driver's lock is held, so each upper here belongs to a sandbox whose processes are dead.
         for upper in self.uppers.iterdir():
             remove_tree(upper)
         for layer in self.frozen.iterdir():
@@ -70,7 +71,9 @@ class Layers:
         upper = Upper(name := secrets.token_hex(8), self.uppers / name)
         upper.path.mkdir()
         for part in ("diff", "work"):
+            # overlayfs needs `work` on the same file system as the upper (overlayfs.rst).
             (upper.path / part).mkdir()
+        # The mode of the upper directory is the mode of the sandbox's root.
         (upper.path / "diff").chmod(0o755)
         return upper
 
@@ -84,8 +87,10 @@ class Layers:
         Returns:
             The layer's id.
         """
+        # A kill -9 between these lines leaves an upper with meta.json, which `open` removes like any other upper.
         (upper.path / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
         upper.path.rename(self.frozen / upper.id)
+        # A layer never changes, so its size is read from the disk at most once.
         self._sizes[upper.id] = int(meta["size_bytes"])
         return upper.id
 
@@ -135,6 +140,7 @@ class Layers:
     def sync(self, ids: Iterable[str]) -> None:
         """Wait until layers are on disk, which takes from 1 ms to minutes, depending on their size."""
         for layer in ids:
+            # fsync of a file does not write its directory's entry (fsync(2)), so directories are synced as well.
             for folder, _, files in os.walk(self.frozen / layer, topdown=False):
                 # Files before their directory: a directory's entries must not point to files that are not on disk yet.
                 for path in (*(Path(folder) / name for name in files), Path(folder)):
@@ -162,8 +168,10 @@ class Layers:
         Returns:
             The merged layer's id.
         """
+        # From the lowest to the topmost, so that later layers win as they do in the mount.
         for layer in reversed(ids):
             _lay_over(self.frozen / layer / "diff", upper.path / "diff")
+        # The topmost layer's delta covers everything below it.
         meta = self.meta(ids[0])
         meta["size_bytes"] = sum(self.size_bytes(layer) for layer in ids)
         return self.freeze(upper, meta)
@@ -183,6 +191,7 @@ def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
     run: list[str] = []
     total = 0
     for layer in ids:
+        # An unknown size counts as the maximum, so the layer is not merged with a neighbour that holds anything.
         size = sizes.get(layer, MERGE_BYTES)
         if total + size > MERGE_BYTES:
             run, total = [], 0
@@ -214,6 +223,7 @@ def _lay_entries(source: Path, target: Path, links: dict[int, Path]) -> None:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
             into = target / entry.name
+            # Directories have link counts of their own, so they never take part in hard links.
             if stat.S_ISDIR(status.st_mode):
                 _lay_directory(Path(entry.path), into, links)
                 continue
@@ -259,6 +269,7 @@ def _copy(source: Path, target: Path, status: os.stat_result) -> None:
     if stat.S_ISREG(status.st_mode):
         with source.open("rb") as reading, target.open("xb") as writing:
             # File systems with reflinks share the blocks instead of copying them.
+            # Without offsets both files advance, and 0 means the end of the file (copy_file_range(2)).
             while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
                 pass
     elif stat.S_ISLNK(status.st_mode):
@@ -271,6 +282,7 @@ def _copy(source: Path, target: Path, status: os.stat_result) -> None:
 
 def _copy_attributes(source: Path, target: Path) -> None:
     status = source.lstat()
+    # Owner before mode, because chown clears set-user-id bits (chown(2)).
     os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         target.chmod(stat.S_IMODE(status.st_mode))
@@ -279,6 +291,7 @@ def _copy_attributes(source: Path, target: Path) -> None:
         # Other attributes of overlayfs refer to the inode that a file was copied up from, which a copy does not have.
         if name == OPAQUE or not name.startswith("user.overlay."):
             os.setxattr(target, name, value, follow_symlinks=False)
+    # Last: entries that are made in a directory change its time.
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
 

@@ -75,6 +75,7 @@ class Machine:
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
+        # A random name: the groups of a killed instance may still exist while this one starts.
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
         self.checkpointer = checkpointer
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
@@ -88,6 +89,7 @@ class Machine:
         )
         self._spares: deque[Spare] = deque()
         self._restocking: asyncio.Task[None] | None = None
+        # A list, not a set: two restores may hold the same layers, and each releases its own entry.
         self._held: list[tuple[str, ...]] = []
 
     async def open(self) -> None:
@@ -116,6 +118,7 @@ class Machine:
         try:
             yield
         finally:
+            # By now the sandbox has them in its stack, or has failed and needs them no more.
             self._held.remove(layers)
 
     @property
@@ -132,6 +135,7 @@ class Machine:
         """
         while self._spares:
             spare = self._spares.popleft()
+            # A spare dies with the launcher, which shows as a lost channel.
             if spare.channel.lost is None:
                 return spare
             self._discard(spare)
@@ -140,6 +144,7 @@ class Machine:
     async def _new_spare(self) -> Spare:
         await self.launcher.ensure_running()
         name = secrets.token_hex(6)
+        # When this process dies, the kernel closes `ours`, and the pid 1 at the other end exits.
         ours, theirs = socket.socketpair()
         channel = Channel(ours)
         try:
@@ -148,12 +153,14 @@ class Machine:
             channel.close()
             raise
         finally:
+            # pid 1 has its own copy. With this one open, the end of pid 1 would not show as a lost channel.
             theirs.close()
         spare = Spare(name, channel, forked.fds[0])
         try:
             await channel.next(Ready)
         except BaseException as error:
             self._discard(spare)
+            # The process has reported why it ended, which is worth more than a closed channel.
             if isinstance(error, PeerFailedError):
                 raise SandboxError(
                     f"a sandbox could not be set up: {error}. Run `forkpoint doctor` to see why."
@@ -177,8 +184,10 @@ class Machine:
 
     async def _throw_away(self, spare: Spare) -> None:
         with contextlib.suppress(ProcessLookupError):
+            # A pidfd names this process for ever; a pid could belong to another one by now (pidfd_open(2)).
             signal.pidfd_send_signal(spare.process, signal.SIGKILL)
         spare.channel.close()
+        # The group can be removed only when the last process in it is gone (cgroups(7)).
         await ended(spare.process)
         os.close(spare.process)
         await self.forget_group(spare.id)

@@ -43,6 +43,7 @@ class LayerPorter:
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":
         """Import parts and states; nothing collects the parts before the end of the context."""
+        # Imported layers are in no record and no stack until the import ends, so they are held by name.
         with contextlib.ExitStack() as held:
             yield LayerUnpacking(self._layers, lambda layer: held.enter_context(self._holding((layer,))))
 
@@ -63,12 +64,14 @@ class LayerUnpacking:
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
         """Write one layer. If the process is killed meanwhile, the next start removes it like any other upper."""
+        # An upper, not a layer: until `freeze` renames it, a killed process leaves what `Layers.open` removes.
         upper = self._layers.allocate()
         try:
             meta = self._unpacked(upper, data, sha256)
         except BaseException:
             remove_tree(upper.path)
             raise
+        # Held before it exists as a layer: a collection may run in between.
         self._hold(upper.id)
         self._names[name] = self._layers.freeze(upper, meta)
 
@@ -92,10 +95,13 @@ class LayerUnpacking:
     def state(self, frozen: FrozenState) -> FrozenState:
         """Return a state with the new names of its layers."""
         payload = frozen.payload
+        # The payload comes from elsewhere. A member too many could change what a restore does, so the set must be
+        # exact.
         if set(payload) != _FIELDS or not _plain(payload) or tuple(payload["layers"]) != frozen.parts:
             raise NotPortableError("its payload does not have the members of a local state")
         if missing := [layer for layer in frozen.parts if layer not in self._names]:
             raise NotPortableError(f"its part {missing[0]} was not imported")
+        # Every name in the state is replaced, so a file from elsewhere cannot refer to a layer of this machine.
         layers = tuple(self._names[layer] for layer in frozen.parts)
         # States share most of their layers; a layer's bytes count for the first state that has it.
         size = sum(map(self._layers.size_bytes, set(layers) - self._counted))

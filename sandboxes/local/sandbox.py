@@ -79,6 +79,7 @@ class LocalSandbox(MachineSandbox):
             layers: The sandbox's layers, the topmost first; the root state's are the last of them.
             seals: Whether each call's changes become a layer; set-up needs one layer for all of its commands.
         """
+        # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
         super().__init__(
             spare.id, spare.channel, spec, machine.data_dir, machine.read_only,
@@ -96,6 +97,8 @@ class LocalSandbox(MachineSandbox):
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
+        # Held while the descriptors of the sandbox are in use for a move to other layers; `_close` takes it before it
+        # closes them.
         self._switching = asyncio.Lock()
 
     @property
@@ -118,6 +121,7 @@ class LocalSandbox(MachineSandbox):
         """
         limits, cgroups = self._spec.limits, self._machine.cgroups
         memory_bytes = limits.memory_mb << 20
+        # Before the order: the spare has run without limits, and the agent's first process must not.
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
         stack = replace(self._layer_stack(), root=self._lowers(self._root_layers))
         mounted = await self._machine.launcher.ask(MountLayers(stack))
@@ -174,6 +178,7 @@ class LocalSandbox(MachineSandbox):
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def _begin_after_call(self, done: CallDone) -> None:
+        # The last state is out of date as soon as a call has run, whether or not the call wrote.
         self._sealed = None
         if done.discard:
             self._pending = self._machine.background.spawn(
@@ -184,6 +189,7 @@ class LocalSandbox(MachineSandbox):
 
     async def _settle(self) -> None:
         if self._pending is not None:
+            # Shielded: if the next call is cancelled, the move to the new layer must not stop halfway.
             await asyncio.shield(self._pending)
             self._pending = None
 
@@ -195,6 +201,7 @@ class LocalSandbox(MachineSandbox):
         return f"at {self._machine.data_dir}"
 
     def _kill(self) -> None:
+        # The death of pid 1 ends every process of its pid namespace (pid_namespaces(7)).
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
@@ -237,6 +244,7 @@ class LocalSandbox(MachineSandbox):
     def _keep_stack(self) -> int:
         """Hand the sandbox's layers over to a frozen state; return the bytes of those that no state had before."""
         mine = self._unkept.intersection(self.stack)
+        # From here on the frozen state owns them: closing this sandbox deletes only what is still in `_unkept`.
         self._unkept -= mine
         return sum(map(self._machine.layers.size_bytes, mine))
 
@@ -264,7 +272,10 @@ class LocalSandbox(MachineSandbox):
             await self._machine.launcher.ask(RunCriu(program), [self._process, *files])
 
         async def copy_files(mapped: MappedFiles) -> None:
+            # CRIU holds the agent's processes, but not pid 1, which therefore still answers.
             state = (await self.link.ask(InspectHeld())).message
+            # A restore maps a file by its path. If a call has replaced the file since, the process would get other code
+            # or data.
             if (path := changed_since_mapped(mapped, state.delta)) is not None:
                 raise NotFreezableError(f"{path} may have been changed since it was mapped")
             # A restore opens mapped files by path, so their names are stored with the checkpoint.
@@ -355,6 +366,7 @@ class LocalSandbox(MachineSandbox):
                 self.stack = (frozen, *self.stack)
                 self._unkept.add(frozen)
                 await self._merge_when_deep()
+            # A kill -9 from here on leaves an upper without a sandbox; the next `Layers.open` removes it.
             self._upper = layers.allocate()
             order = SwitchLayers(self._layer_stack(), list(self._base.binds))
             # Only the launcher may mount. It enters the sandbox's mount namespace for this, by the descriptor.
@@ -412,7 +424,9 @@ class LocalSandbox(MachineSandbox):
                 os.close(self._namespace)
                 self._namespace = None
         if self._pending is not None:
+            # The seal ends by itself, with an error that it handles. Cancelling it would leave an upper half moved.
             await asyncio.wait([self._pending])
+        # Only now: the kernel refuses to remove a group that still has processes (cgroups(7)).
         await self._machine.forget_group(self.id)
         await asyncio.to_thread(remove_tree, self._upper.path)
         # No frozen state has these layers, so nothing else can refer to them.
