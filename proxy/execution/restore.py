@@ -172,9 +172,9 @@ class Restorer:
         assert isinstance(node, Node)
         await self._capture.give_back(slot, tree, node, freeze=self._value.worth_freezing(node, tree))
 
-    async def _rest(self, slot: Slot, age_s: float) -> None:
+    async def _rest(self, slot: Slot, dwell_s: float) -> None:
         assert slot.sandbox is not None
-        await rest(slot.sandbox, age_s)
+        await rest(slot.sandbox, dwell_s)
 
     async def _lease(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
         """Lease a sandbox in the node's state.

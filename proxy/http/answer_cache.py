@@ -25,7 +25,7 @@ _LOCATIONS = frozenset({"location", "content-location", "set-cookie"})
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedAnswer:
     """A recorded answer, ready to be sent.
 
     Attributes:
@@ -56,14 +56,16 @@ class Answers:
     def __init__(self, records: RecordStore, *, budget_bytes: int) -> None:
         self._records = records
         # Each answer holds its body twice: alone, and in the whole response.
-        self._ready: LruCache[int, Ready] = LruCache(budget_bytes, lambda ready: 2 * len(ready.body) + _OVERHEAD_BYTES)
+        self._ready: LruCache[int, PreparedAnswer] = LruCache(
+            budget_bytes, lambda ready: 2 * len(ready.body) + _OVERHEAD_BYTES
+        )
 
     @property
     def used_bytes(self) -> int:
         """The memory that cached answers use."""
         return self._ready.used
 
-    def of(self, record: Record) -> Ready:
+    def of(self, record: Record) -> PreparedAnswer:
         """Return the answer of a record. This takes 0.2 us from the cache, and 10 us for 2 kB from the store.
 
         Raises:
@@ -83,7 +85,7 @@ class Answers:
         headers.append((b"x-forkpoint-node", b"n%d" % record.target.id))
         hit = response(result.status, headers + HIT_HEADERS, result.body)
         has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)
-        ready = Ready(result.status, headers, result.body, hit, own, has_location)
+        ready = PreparedAnswer(result.status, headers, result.body, hit, own, has_location)
         self._ready[record.id] = ready
         return ready
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
 
 from proxy.dialects.base import Call, Dialect, Eventful, Local, Request, Response
-from proxy.http.answer_cache import RawHeaders, Ready
+from proxy.http.answer_cache import PreparedAnswer, RawHeaders
 from proxy.http.asgi import Receive, Send
 from proxy.http.streaming import COMMENT_S, ResponseRelay, ServerEvents
 from proxy.refusals import Problem
@@ -82,7 +82,7 @@ class Exchange:
         await self._relay.finish()
         return True
 
-    async def answer(self, ready: Ready, more: RawHeaders) -> None:
+    async def answer(self, ready: PreparedAnswer, more: RawHeaders) -> None:
         """Send a recorded answer.
 
         Args:
@@ -184,7 +184,7 @@ def raw(headers: Headers) -> RawHeaders:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
-def client_form(ready: Ready, dialect: Dialect, request: Request) -> Response:
+def client_form(ready: PreparedAnswer, dialect: Dialect, request: Request) -> Response:
     """Return a recorded answer in the form of the client that sent a request, with its length in the headers."""
     response = dialect.answer(_recorded(ready), request)
     has_length = any(name.lower() == "content-length" for name, _ in response.headers)
@@ -194,6 +194,6 @@ def client_form(ready: Ready, dialect: Dialect, request: Request) -> Response:
     return Response(response.status, (*response.headers, length), response.body)
 
 
-def _recorded(ready: Ready) -> Response:
+def _recorded(ready: PreparedAnswer) -> Response:
     own = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in ready.headers[: ready.own])
     return Response(ready.status, own, ready.body)

@@ -28,6 +28,7 @@ from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.host.source_digest import SourceDigests
 from sandboxes.linux.dir_lock import Ownership, is_unowned
+from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
@@ -69,7 +70,7 @@ class ContainerDriver:
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
         self._sources = SourceDigests()
-        self._sandboxes: set[ContainerSandbox] = set()
+        self.sandboxes = OpenSandboxes[ContainerSandbox]()
         self._ownership = Ownership(self.data_dir)
         self._instance = ""
         self._reaper: asyncio.Task[None] | None = None
@@ -83,10 +84,9 @@ class ContainerDriver:
         Raises:
             SandboxError: Another process uses this data directory, or no suitable Docker daemon responds.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
         # The kernel drops this lock when the process dies, however it dies. The sweeps of other instances test it
-        # (`is_unowned`).
-        self._ownership.acquire()
+        # (`is_unowned`). The mode lets containers reach their boxes, as any user; everything else in it is private.
+        self._ownership.acquire(0o711)
         try:
             await asyncio.to_thread(self._prepare)
             await self.spares.open(self._instance)
@@ -119,8 +119,6 @@ class ContainerDriver:
             # The id is made once and stays with the directory, so that a restarted proxy recognizes its own containers.
             instance_file.write_text(secrets.token_hex(8))
         self._instance = instance_file.read_text()
-        # Containers reach their boxes below it, as any user; everything else in it is private.
-        self.data_dir.chmod(0o711)
         # The sweep comes after these and before `Spares.open`, which empties the directory of the boxes: orphans are
         # known by boxes in it.
         self.states.open()
@@ -173,18 +171,12 @@ class ContainerDriver:
             # wait() does not raise the task's CancelledError here.
             await asyncio.wait([self._reaper])
             self._reaper = None
-        await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
+        await self.sandboxes.close()
         # After the sandboxes, because a sandbox that closes has its box removed by `Spares`. The lock comes last:
         # everything above still writes.
         await self.spares.close()
         await asyncio.to_thread(self.daemon.close)
         self._ownership.release()
-
-    @property
-    def sandboxes(self) -> dict[str, ContainerSandbox]:
-        """The sandboxes that are not closed yet, by id; dead ones included."""
-        self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
-        return {sandbox.id: sandbox for sandbox in self._sandboxes}
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -240,7 +232,7 @@ class ContainerDriver:
         """
         copy, image = frozen.payload["copy"], frozen.payload["image"]
         # Held before the check: a collection between the check and the restore would delete the copy.
-        with self.states.holding(copy):
+        with self.sandboxes.holding((copy,)):
             images = frozen.payload.get("images")
             if not self.states.exists(copy) or not (images is None or images in self.checkpointer.names()):
                 raise StateGoneError(f"state {copy} is gone. Replay its path instead.")
@@ -248,7 +240,7 @@ class ContainerDriver:
                 sandbox = await self._launch(spec, image, frozen.payload["born_ns"], frozen)
             except SpecError as error:
                 raise StateGoneError(f"the image of this state is gone: {error}") from error
-            sandbox.be_young(frozen.payload.get("young_s", 0.0))
+            sandbox.begin_settling(frozen.payload.get("young_s", 0.0))
             return sandbox
 
     async def collect(self, keep: Iterable[str]) -> int:
@@ -261,24 +253,21 @@ class ContainerDriver:
             The bytes that the kept parts occupy.
         """
         # Both sets are read before the first await, for the reason that `LocalDriver.collect` gives.
-        present, in_use = self.states.all() | self.checkpointer.names(), self._in_use()
+        present, in_use = self.states.all() | self.checkpointer.names(), self.sandboxes.parts_in_use()
         wanted = set(keep)
         kept = {name for name in wanted if self.states.exists(name)}
         size = await asyncio.to_thread(self.states.size_bytes, kept)
         size += await asyncio.to_thread(self.checkpointer.size_bytes, wanted)
-        unneeded = present - wanted - in_use - self._in_use() - set(self.states.held)
+        unneeded = present - wanted - in_use - self.sandboxes.parts_in_use()
         await asyncio.to_thread(self.states.drop, unneeded - self.checkpointer.names())
         await asyncio.to_thread(self.checkpointer.drop, unneeded)
-        needed = {sandbox.image for sandbox in self.sandboxes.values()}
+        needed = {sandbox.image for sandbox in self.sandboxes}
         # Docker refuses to remove an image that a container uses. Open sandboxes are left out all the same, because
         # their frozen states need the image later.
         for image in {root.image for root in await asyncio.to_thread(self.roots.unused)} - needed:
             with contextlib.suppress(SandboxError):
                 await asyncio.to_thread(self.daemon.forget_image, image)
         return size
-
-    def _in_use(self) -> set[str]:
-        return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
     async def _root(self, spec: EnvironmentSpec) -> RootImage:
         """Return a spec's root state; build it if its image is missing."""
@@ -325,7 +314,7 @@ class ContainerDriver:
         box = await (self.spares.take if spare else self.spares.make)(image, spec.limits)
         sandbox = ContainerSandbox(box, spec, image, born_ns, self.spares, self.states, self.checkpointer, born_with)
         # Known before `begin`, so that `aclose` and `collect` see a sandbox that is still starting.
-        self._sandboxes.add(sandbox)
+        self.sandboxes.add(sandbox)
         try:
             await sandbox.begin(frozen)
         except BaseException:

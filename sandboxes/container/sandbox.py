@@ -191,7 +191,7 @@ class ContainerSandbox(MachineSandbox):
         }
         added = frozen.added_bytes
         if images:
-            payload |= {"images": images[0], "checkpoint": frozen.checkpoint, "young_s": self.young_s}
+            payload |= {"images": images[0], "checkpoint": frozen.checkpoint, "young_s": self.settle_s}
             added += await asyncio.to_thread(self._checkpointer.size_bytes, images)
             return FrozenState("container", "processes", payload, added, None, self.parts)
         self._frozen = FrozenState("container", "files", payload, added, frozen.state.digest, self.parts)

@@ -12,7 +12,6 @@ long as it has `meta.json`.
 import contextlib
 import os
 import secrets
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,13 +23,11 @@ class StateCopies:
 
     Attributes:
         folder: The directory of all states.
-        held: How many restores use a state at the moment; such states are not collected.
     """
 
     def __init__(self, folder: Path) -> None:
         """Name the directory; `open` makes it."""
         self.folder = folder
-        self.held: Counter[str] = Counter()
         self._inodes: dict[str, dict[int, int]] = {}
 
     def open(self) -> None:
@@ -60,17 +57,6 @@ class StateCopies:
     def all(self) -> set[str]:
         """Return the names of all states."""
         return {path.name for path in self.folder.iterdir() if path.suffix != ".part"}
-
-    @contextlib.contextmanager
-    def holding(self, name: str) -> Iterator[None]:
-        """Keep a state from being collected while a restore lays it over a container."""
-        self.held[name] += 1
-        try:
-            yield
-        finally:
-            self.held[name] -= 1
-            # Adding an empty counter drops the entries that are zero.
-            self.held += Counter()
 
     def drop(self, names: Iterable[str]) -> None:
         """Delete states."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sandboxes.host.guest_link import GuestLink
-from sandboxes.ipc.codec import AnswerT, Envelope, Request
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
 from sandboxes.ipc.messages import CallDone
 
 
@@ -20,7 +20,7 @@ class Guest(Protocol):
         """The link to the supervisor."""
 
     async def ask(
-        self, request: Request[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
+        self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
         """Send a request that begins a call, once everything that the last call left to do is done.
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
-from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, Request
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest
 
 GRACE_S = 60.0
 """How long over a call's own time the supervisor may take, to kill and to compare files, until it counts as dead.
@@ -54,7 +54,7 @@ class GuestLink:
         self._channel.close(self.death)
 
     async def call(
-        self, request: Request[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
+        self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
         """Send a request that may change the sandbox, and return its answer.
 
@@ -76,7 +76,7 @@ class GuestLink:
             raise
 
     async def ask(
-        self, request: Request[AnswerT], body: bytes = b"", fds: Sequence[int] = (), *, within_s: float = GRACE_S
+        self, request: IpcRequest[AnswerT], body: bytes = b"", fds: Sequence[int] = (), *, within_s: float = GRACE_S
     ) -> Envelope[AnswerT]:
         """Send a request and return its answer, which the supervisor has to give within_s.
 

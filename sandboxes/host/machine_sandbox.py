@@ -21,7 +21,7 @@ from sandboxes.host.tool_calls import ToolCalls
 from sandboxes.host.translate import execution, refuse, request, sql_execution
 from sandboxes.inspection import FileEntry, StateView
 from sandboxes.ipc.channel import Channel
-from sandboxes.ipc.codec import AnswerT, Envelope, Request
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
 from sandboxes.ipc.messages import CallDone, DescribeState, OpenTerminal, RunFileOperation, TerminalFailed
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
@@ -122,7 +122,7 @@ class MachineSandbox(ABC):
         return sql_execution(done, call, self._spec) if call.endpoint == "sql" else execution(done)
 
     async def ask(
-        self, request: Request[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
+        self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
         """See `Guest.ask`."""
         await self._settle()
@@ -131,7 +131,7 @@ class MachineSandbox(ABC):
     def conclude(self, done: Envelope[CallDone]) -> Envelope[CallDone]:
         """See `Guest.conclude`."""
         if done.message.settling:
-            self.be_young(SETTLE_S)
+            self.begin_settling(SETTLE_S)
         if done.message.host_full:
             self.link.die("the machine's disk is full")
             raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free {self._disk}")
@@ -150,19 +150,19 @@ class MachineSandbox(ABC):
     # -- time --------------------------------------------------------------------------------------------------------
 
     @property
-    def young_s(self) -> float:
+    def settle_s(self) -> float:
         """Seconds until the processes that a call left running count as started."""
         return max(0.0, self._settled_at - time.monotonic())
 
-    def be_young(self, seconds: float) -> None:
-        """Note that processes were just started, which need so many seconds until they count as started."""
+    def begin_settling(self, settle_s: float) -> None:
+        """Note that processes were just started, which need `settle_s` seconds until they count as started."""
         self._stirred_at = time.monotonic()
-        self._settled_at = self._stirred_at + seconds
+        self._settled_at = self._stirred_at + settle_s
 
-    async def rest(self, age_s: float) -> None:
+    async def rest(self, dwell_s: float) -> None:
         """See `Resting.rest`."""
-        if (seconds := min(age_s - (time.monotonic() - self._stirred_at), self.young_s)) > 0:
-            await asyncio.sleep(seconds)
+        if (wait_s := min(dwell_s - (time.monotonic() - self._stirred_at), self.settle_s)) > 0:
+            await asyncio.sleep(wait_s)
 
     # -- inspection --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
-from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, Request, answers_of, decode, encode, pack_message
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest, answers_of, decode, encode, pack_message
 from sandboxes.ipc.frames import Inbox, MalformedFrameError, Message, pack, receive
 from sandboxes.ipc.messages import Failed
 
@@ -52,7 +52,7 @@ class Channel:
             await self._send(pack(fields, body, len(fds)), fds)
         return await answer
 
-    async def ask(self, request: Request[AnswerT], body: bytes = b"", fds: Sequence[int] = ()) -> Envelope[AnswerT]:
+    async def ask(self, request: IpcRequest[AnswerT], body: bytes = b"", fds: Sequence[int] = ()) -> Envelope[AnswerT]:
         """Send a typed request and return its answer; the caller closes the answer's descriptors.
 
         Raises:

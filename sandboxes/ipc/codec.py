@@ -52,7 +52,7 @@ MessageT_co = TypeVar("MessageT_co", covariant=True)
 AnswerT = TypeVar("AnswerT", bound=IpcMessage)
 
 
-class Request(IpcMessage, Generic[AnswerT]):
+class IpcRequest(IpcMessage, Generic[AnswerT]):
     """A message that is answered; the type argument is the class, or the union of classes, of its answer."""
 
 
@@ -94,11 +94,11 @@ def decode(frame: Message) -> Envelope[IpcMessage]:
         raise
 
 
-def answers_of(request: type[Request[Any]]) -> tuple[type[IpcMessage], ...]:
+def answers_of(request: type[IpcRequest[Any]]) -> tuple[type[IpcMessage], ...]:
     """Return the classes that an answer to a request may have."""
     if request not in _ANSWERS:
         bases = request.__dict__["__orig_bases__"]
-        answer = next(get_args(base)[0] for base in bases if get_origin(base) is Request)
+        answer = next(get_args(base)[0] for base in bases if get_origin(base) is IpcRequest)
         _ANSWERS[request] = get_args(answer) if _is_union(answer) else (answer,)
     return _ANSWERS[request]
 

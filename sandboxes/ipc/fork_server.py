@@ -14,7 +14,7 @@ from typing import Any, cast
 from sandboxes import IMPORT_ROOT
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.channel import Channel, ChannelClosedError
-from sandboxes.ipc.codec import AnswerT, Envelope, Request, answers_of, decode, encode
+from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest, answers_of, decode, encode
 from sandboxes.ipc.frames import Message
 
 START_S = 30.0
@@ -140,7 +140,7 @@ class ForkServer:
             raise SandboxError(f"{self._name}: the kernel refused: {response.fields['error']}")
         return response
 
-    async def ask(self, request: Request[AnswerT], fds: Sequence[int] = ()) -> Envelope[AnswerT]:
+    async def ask(self, request: IpcRequest[AnswerT], fds: Sequence[int] = ()) -> Envelope[AnswerT]:
         """Send the child a typed request and return its answer; see `request`.
 
         Raises:

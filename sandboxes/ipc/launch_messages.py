@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sandboxes.ipc.codec import IpcMessage, Request
+from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.ipc.messages import Done
 
 
@@ -17,7 +17,7 @@ class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
 
 
 @dataclass(frozen=True)
-class ForkSandbox(Request[Forked], op="fork", descriptors=(1, 1)):
+class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(1, 1)):
     """Fork a pid 1, which serves on the socket that accompanies this message.
 
     Attributes:
@@ -28,7 +28,7 @@ class ForkSandbox(Request[Forked], op="fork", descriptors=(1, 1)):
 
 
 @dataclass(frozen=True)
-class ForkKeeper(Request[Forked], op="fork_keeper", descriptors=(1, 1)):
+class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     """Fork a keeper, which serves on the socket that accompanies this message.
 
     Attributes:
@@ -75,14 +75,14 @@ class Mounted(IpcMessage, op="mounted", descriptors=(2, 4)):
 
 
 @dataclass(frozen=True)
-class MountLayers(Request[Mounted], op="mount"):
+class MountLayers(IpcRequest[Mounted], op="mount"):
     """Make a detached overlay mount."""
 
     stack: LayerStack
 
 
 @dataclass(frozen=True)
-class SwitchLayers(Request[Mounted], op="switch", descriptors=(1, 1)):
+class SwitchLayers(IpcRequest[Mounted], op="switch", descriptors=(1, 1)):
     """Put the sandbox whose mount namespace accompanies this message on other layers.
 
     Attributes:
@@ -95,7 +95,7 @@ class SwitchLayers(Request[Mounted], op="switch", descriptors=(1, 1)):
 
 
 @dataclass(frozen=True)
-class RunCriu(Request[Done], op="run_criu", descriptors=(5, 5)):
+class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
 
     program: list[str]

@@ -57,7 +57,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sandboxes.effects import StateDigest
-from sandboxes.ipc.codec import IpcMessage, Request
+from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.session_types import ShellSession
 
 FileDelta = dict[str, tuple[str, int]]
@@ -204,7 +204,7 @@ class CallDone(IpcMessage, op="call_done"):
 
 
 @dataclass(frozen=True)
-class RunCommand(Request[CallDone], op="exec"):
+class RunCommand(IpcRequest[CallDone], op="exec"):
     """Run a command, the body, in a session's shell.
 
     Attributes:
@@ -217,7 +217,7 @@ class RunCommand(Request[CallDone], op="exec"):
 
 
 @dataclass(frozen=True)
-class RunFileOperation(Request[CallDone], op="file", descriptors=(0, 1)):
+class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
     """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
 
     Attributes:
@@ -232,7 +232,7 @@ class RunFileOperation(Request[CallDone], op="file", descriptors=(0, 1)):
 
 
 @dataclass(frozen=True)
-class UseBackgroundProcess(Request[CallDone], op="background"):
+class UseBackgroundProcess(IpcRequest[CallDone], op="background"):
     """List, poll, write to, resize, signal or watch something that runs in the background; see `guest.background`."""
 
     tool: str
@@ -246,7 +246,7 @@ class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
 
 
 @dataclass(frozen=True)
-class RunProcess(Request[ProcessStarted], op="process"):
+class RunProcess(IpcRequest[ProcessStarted], op="process"):
     """Run a process of its own, outside any session; the body is its stdin.
 
     Attributes:
@@ -320,19 +320,19 @@ class ServerFailed(IpcMessage, op="server_failed"):
 
 
 @dataclass(frozen=True)
-class UseServer(Request[ServerConnected | ServerFailed], op="serve"):
+class UseServer(IpcRequest[ServerConnected | ServerFailed], op="serve"):
     """Begin a call to a tool server; the body is what to send to it at once."""
 
     server: ServerOrder
 
 
 @dataclass(frozen=True)
-class ReconnectServer(Request[ServerConnected | ServerFailed], op="reconnect"):
+class ReconnectServer(IpcRequest[ServerConnected | ServerFailed], op="reconnect"):
     """During a call to a tool server: give another connection to it."""
 
 
 @dataclass(frozen=True)
-class FinishServerCall(Request[CallDone], op="served"):
+class FinishServerCall(IpcRequest[CallDone], op="served"):
     """End a call to a tool server: its answer has come.
 
     Attributes:
@@ -347,7 +347,7 @@ class FinishServerCall(Request[CallDone], op="served"):
 
 
 @dataclass(frozen=True)
-class StartServers(Request[Done | ServerFailed], op="start_servers"):
+class StartServers(IpcRequest[Done | ServerFailed], op="start_servers"):
     """Start tool servers as part of the root state."""
 
     servers: list[ServerOrder]
@@ -372,7 +372,7 @@ class Described(IpcMessage, op="described"):
 
 
 @dataclass(frozen=True)
-class DescribeState(Request[Described], op="describe"):
+class DescribeState(IpcRequest[Described], op="describe"):
     """Describe the state of the sandbox."""
 
 
@@ -389,7 +389,7 @@ class TerminalFailed(IpcMessage, op="terminal_failed"):
 
 
 @dataclass(frozen=True)
-class OpenTerminal(Request[TerminalOpened | TerminalFailed], op="terminal"):
+class OpenTerminal(IpcRequest[TerminalOpened | TerminalFailed], op="terminal"):
     """Open an interactive shell in the main session's state, on a terminal of this size in characters."""
 
     columns: int

@@ -7,7 +7,7 @@ is part of a snapshot on disk, so its members are a disk format: they are carrie
 from dataclasses import dataclass
 from typing import Any
 
-from sandboxes.ipc.codec import IpcMessage, Request
+from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.ipc.messages import Done, FileDelta, StateSummary
 from sandboxes.session_types import ShellSession
 
@@ -54,7 +54,7 @@ class RestoreStarted(IpcMessage, op="restore_started"):
 
 
 @dataclass(frozen=True)
-class StartSandbox(Request[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(4, 8)):
+class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(4, 8)):
     """Become a sandbox.
 
     Attributes:
@@ -95,7 +95,7 @@ class StartSandbox(Request[SandboxStarted | RestoreStarted], op="start_sandbox",
 
 
 @dataclass(frozen=True)
-class FinishRestore(Request[SandboxStarted], op="restored"):
+class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
     """CRIU has restored the processes and ended."""
 
 
@@ -123,7 +123,7 @@ class LayerState(IpcMessage, op="layer_state"):
 
 
 @dataclass(frozen=True)
-class Pause(Request[NotFreezable | ProcessTree | LayerState], op="pause"):
+class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
     """Get ready to be frozen.
 
     Attributes:
@@ -136,12 +136,12 @@ class Pause(Request[NotFreezable | ProcessTree | LayerState], op="pause"):
 
 
 @dataclass(frozen=True)
-class InspectHeld(Request[LayerState], op="inspect_held"):
+class InspectHeld(IpcRequest[LayerState], op="inspect_held"):
     """Report the state while CRIU holds all processes still."""
 
 
 @dataclass(frozen=True)
-class LayersSwitched(Request[Done], op="layers_switched", descriptors=(2, 2)):
+class LayersSwitched(IpcRequest[Done], op="layers_switched", descriptors=(2, 2)):
     """The sandbox has a fresh upper layer; the descriptors are the new upper and lower directories.
 
     Attributes:
@@ -177,7 +177,7 @@ class SandboxBegun(IpcMessage, op="sandbox_begun"):
 
 
 @dataclass(frozen=True)
-class BeginSandbox(Request[SandboxBegun], op="begin", descriptors=(0, 4)):
+class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 4)):
     """Make a spare container a sandbox.
 
     Attributes:
@@ -206,7 +206,7 @@ class BeginSandbox(Request[SandboxBegun], op="begin", descriptors=(0, 4)):
 
 
 @dataclass(frozen=True)
-class FinishProcessRestore(Request[SandboxBegun], op="restored_processes"):
+class FinishProcessRestore(IpcRequest[SandboxBegun], op="restored_processes"):
     """CRIU has restored the container's processes and ended."""
 
 
@@ -230,7 +230,7 @@ class CopiedState(IpcMessage, op="copied_state"):
 
 
 @dataclass(frozen=True)
-class FreezeContainer(Request[NotFreezable | ProcessTree | CopiedState], op="freeze"):
+class FreezeContainer(IpcRequest[NotFreezable | ProcessTree | CopiedState], op="freeze"):
     """Copy the container's files, or name the tree of its running processes.
 
     Attributes:
@@ -245,7 +245,7 @@ class FreezeContainer(Request[NotFreezable | ProcessTree | CopiedState], op="fre
 
 
 @dataclass(frozen=True)
-class CopyFiles(Request[CopiedState], op="copy"):
+class CopyFiles(IpcRequest[CopiedState], op="copy"):
     """Copy the container's files while CRIU holds all processes still; see `FreezeContainer`."""
 
     folder: str
@@ -253,7 +253,7 @@ class CopyFiles(Request[CopiedState], op="copy"):
 
 
 @dataclass(frozen=True)
-class DumpProcesses(Request[Done], op="dump", descriptors=(4, 4)):
+class DumpProcesses(IpcRequest[Done], op="dump", descriptors=(4, 4)):
     """Start CRIU, with these arguments, to dump the container's processes."""
 
     program: list[str]

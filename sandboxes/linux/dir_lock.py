@@ -16,12 +16,16 @@ class Ownership:
         self._data_dir = data_dir
         self._lock: int | None = None
 
-    def acquire(self) -> None:
-        """Own the directory, which must exist, until `release`.
+    def acquire(self, mode: int = 0o700) -> None:
+        """Own the directory until `release`. It is made if it is missing.
+
+        Args:
+            mode: The permissions that the directory gets once it is owned.
 
         Raises:
             SandboxError: Another process owns it.
         """
+        self._data_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(self._data_dir / _NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         if not _locked(lock):
             os.close(lock)
@@ -29,6 +33,7 @@ class Ownership:
                 f"{self._data_dir} is in use by another process. Stop it, or choose another data directory."
             )
         self._lock = lock
+        self._data_dir.chmod(mode)
 
     def release(self) -> None:
         """Release the directory. Idempotent."""

@@ -2,7 +2,7 @@
 
 A state is a stack of layers and the dumps of its sessions; with live processes also a checkpoint. All of them are named
 in a `FrozenState`. Collecting deletes what is in none of these sets: the states that the caller keeps, the root states
-in use, the stacks of open sandboxes, and the layers of sandboxes that are being started (`Machine.holding`).
+in use, the stacks of open sandboxes, and the layers of sandboxes that are being started (`OpenSandboxes.holding`).
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from sandboxes.local.bases import Base, Bases
 from sandboxes.local.machine import START_S, Machine
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.sandbox import LocalSandbox
+from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.spec import EnvironmentSpec
 
 VERSION = 2
@@ -61,10 +62,12 @@ class LocalDriver:
         """
         self.data_dir = data_dir.resolve()
         self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
-        self.machine = Machine(self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer())
+        self.sandboxes = OpenSandboxes[LocalSandbox]()
+        self.machine = Machine(
+            self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
+        )
         self.roots = RootStates(self.data_dir / "roots", RootLayers)
-        self.porter = LayerPorter(self.machine.layers, self.machine.holding)
-        self._sandboxes: set[LocalSandbox] = set()
+        self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
         self._ownership = Ownership(self.data_dir)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -75,8 +78,8 @@ class LocalDriver:
         Raises:
             SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        # The kernel releases the lock with the process, even after kill -9 (flock(2)).
+        # The kernel releases the lock with the process, even after kill -9 (flock(2)). Layers hold set-user-id programs
+        # and other users' files; only root, or this user, may reach them.
         self._ownership.acquire()
         try:
             await asyncio.to_thread(self._sweep)
@@ -97,8 +100,6 @@ class LocalDriver:
             for group in orjson.loads((self.data_dir / "instance.json").read_bytes())["cgroups"]:
                 if Path(group).name.startswith("forkpoint-"):
                     sweep(Path(group))
-        # Layers hold set-user-id programs and other users' files; only root, or this user, may reach them.
-        self.data_dir.chmod(0o700)
         # After the processes are dead: a file that a process has open keeps its disk space after it is removed
         # (unlink(2)).
         self.machine.layers.open()
@@ -107,16 +108,10 @@ class LocalDriver:
 
     async def aclose(self) -> None:
         """Close every sandbox, the spares and the launcher. Idempotent."""
-        await asyncio.gather(*(sandbox.close() for sandbox in self.sandboxes.values()))
+        await self.sandboxes.close()
         # The lock is released last, because everything above still deletes files.
         await self.machine.close()
         self._ownership.release()
-
-    @property
-    def sandboxes(self) -> dict[str, LocalSandbox]:
-        """The sandboxes that are not closed yet, by id; dead ones included."""
-        self._sandboxes = {sandbox for sandbox in self._sandboxes if not sandbox.closed}
-        return {sandbox.id: sandbox for sandbox in self._sandboxes}
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -144,7 +139,7 @@ class LocalDriver:
         base = await asyncio.to_thread(self.bases.base, spec.base)
         root = await self._root(spec, base)
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
-        with self.machine.holding(root.layers):
+        with self.sandboxes.holding(root.layers):
             sandbox = await self._launch(spec, base, root, root.layers, _state({}, {}))
         try:
             await sandbox.start_servers()
@@ -164,7 +159,7 @@ class LocalDriver:
         layers = tuple(payload["layers"])
         # The root state's layers are the lowest ones; their number is stored with the state.
         root = RootLayers(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
-        with self.machine.holding(frozen.parts):
+        with self.sandboxes.holding(frozen.parts):
             # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
             if missing := self.machine.layers.missing(layers):
                 raise StateGoneError(f"layers {', '.join(missing)} of this state are gone. Replay its path instead.")
@@ -180,7 +175,7 @@ class LocalDriver:
             delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
             state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)
-            sandbox.be_young(payload.get("young_s", 0.0))
+            sandbox.begin_settling(payload.get("young_s", 0.0))
             return sandbox
 
     async def collect(self, keep: Iterable[str]) -> int:
@@ -194,23 +189,20 @@ class LocalDriver:
         """
         checkpointer = self.machine.checkpointer
         # Both sets are read before the first await. A sandbox that freezes and ends meanwhile makes a state that `keep`
-        # does not name: its parts are then either not in `present`, or still in `in_stacks`.
-        present, in_stacks = self.machine.layers.all() | checkpointer.names(), self._in_stacks()
+        # does not name: its parts are then either not in `present`, or still in `in_use`.
+        present, in_use = self.machine.layers.all() | checkpointer.names(), self.sandboxes.parts_in_use()
         # The caller need not name root states in use, although each rollout of a task starts at one.
         roots = await asyncio.to_thread(self.roots.used)
         kept = set(keep).union(*(root.layers for root in roots))
         size = sum(self.machine.layers.size_bytes(layer) for layer in kept if not self.machine.layers.missing([layer]))
         size += await asyncio.to_thread(checkpointer.size_bytes, kept)
-        unneeded = present - kept - in_stacks - self._in_stacks() - self.machine.held
+        unneeded = present - kept - in_use - self.sandboxes.parts_in_use()
         # Without an await in between: a restore that begins while the thread deletes must find the layers missing, not
         # half deleted.
         self.machine.layers.disown(unneeded)
         await asyncio.to_thread(self.machine.layers.drop, unneeded)
         await asyncio.to_thread(checkpointer.drop, unneeded)
         return size
-
-    def _in_stacks(self) -> set[str]:
-        return {part for sandbox in self.sandboxes.values() for part in sandbox.parts}
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
         """Return a spec's root state; build it if its layers are missing."""
@@ -296,7 +288,7 @@ class LocalDriver:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
         sandbox = LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
         # Known before `begin`: `aclose` and `collect` must see a sandbox that is still starting.
-        self._sandboxes.add(sandbox)
+        self.sandboxes.add(sandbox)
         try:
             async with asyncio.timeout(START_S):
                 await sandbox.begin(state, images)

@@ -19,7 +19,6 @@ import secrets
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from sandboxes.ipc.launch_messages import ForkSandbox
 from sandboxes.ipc.state_messages import Ready
 from sandboxes.linux.cgroups import Cgroups
 from sandboxes.local.layers import Layers
+from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
 
 START_S = 30.0
@@ -64,13 +64,14 @@ class Spare:
 class Machine:
     """The shared parts of one local driver, open for as long as the driver is."""
 
-    def __init__(self, data_dir: Path, host_view: Path, checkpointer: Checkpointer) -> None:
+    def __init__(self, data_dir: Path, host_view: Path, checkpointer: Checkpointer, holding: Holding) -> None:
         """Describe the machine; `open` starts the launcher.
 
         Args:
             data_dir: The driver's own directory.
             host_view: Where the launcher mounts the host's root, in its own mount namespace only.
             checkpointer: Saves the live processes of sandboxes.
+            holding: Keeps layers from being collected while no sandbox has them in its stack yet.
         """
         self.data_dir = data_dir
         self.host_view = host_view
@@ -78,6 +79,7 @@ class Machine:
         # A random name: the groups of a killed instance may still exist while this one starts.
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
         self.checkpointer = checkpointer
+        self.holding = holding
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}
         self.background = TaskOwner()
@@ -89,8 +91,6 @@ class Machine:
         )
         self._spares: deque[Spare] = deque()
         self._restocking: asyncio.Task[None] | None = None
-        # A list, not a set: two restores may hold the same layers, and each releases its own entry.
-        self._held: list[tuple[str, ...]] = []
 
     async def open(self) -> None:
         """Start the launcher, and the first spares.
@@ -110,21 +110,6 @@ class Machine:
         await self.launcher.close()
         await self.background.wait()
         await asyncio.to_thread(self.cgroups.close)
-
-    @contextlib.contextmanager
-    def holding(self, layers: tuple[str, ...]) -> Iterator[None]:
-        """Keep layers from being collected while no sandbox has them in its stack yet."""
-        self._held.append(layers)
-        try:
-            yield
-        finally:
-            # By now the sandbox has them in its stack, or has failed and needs them no more.
-            self._held.remove(layers)
-
-    @property
-    def held(self) -> set[str]:
-        """The layers that `holding` keeps."""
-        return {layer for layers in self._held for layer in layers}
 
     async def spare(self) -> Spare:
         """Return a spare sandbox, or a new one if there is none.

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -17,10 +17,8 @@ from sandboxes.guest.files import delta
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import layer_tar
 from sandboxes.local.layers import Layers, Upper
+from sandboxes.open_sandboxes import Holding
 from sandboxes.portability import NotPortableError
-
-Holding = Callable[[tuple[str, ...]], AbstractContextManager[None]]
-"""Keeps layers from being collected; see `Machine.holding`."""
 
 _FIELDS = {"layers", "root_layers", "born_ns", "base", "sessions", "pristine"}
 

@@ -302,7 +302,7 @@ class LocalSandbox(MachineSandbox):
         self._held = (*layer, images)
         stack = (*layer, *self.stack)
         payload = self._payload(states[-1], stack)
-        payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.young_s}
+        payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.settle_s}
         # Before any other await: a sandbox that is closed meanwhile deletes the layers that no frozen state has.
         added = self._keep_stack() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpointer.size_bytes, [images])

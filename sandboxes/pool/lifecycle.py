@@ -10,6 +10,8 @@ any of them --close--> closed
 
 from enum import Enum
 
+from sandboxes.state_table import StateTable
+
 
 class SandboxState(Enum):
     """What happens with a sandbox at the moment. A closed sandbox is in no list."""
@@ -32,7 +34,7 @@ class LifecycleEvent(Enum):
     CLOSE = "close"
 
 
-NEXT: dict[tuple[SandboxState, LifecycleEvent], SandboxState] = {
+NEXT: StateTable[SandboxState, LifecycleEvent] = {
     # The caller that started a sandbox has the first lease on it.
     (SandboxState.STARTING, LifecycleEvent.STARTED): SandboxState.LEASED,
     (SandboxState.LEASED, LifecycleEvent.RELEASE): SandboxState.IDLE,
@@ -45,16 +47,4 @@ NEXT: dict[tuple[SandboxState, LifecycleEvent], SandboxState] = {
     (SandboxState.FREEZING, LifecycleEvent.CLOSE): SandboxState.CLOSED,
     (SandboxState.IDLE, LifecycleEvent.CLOSE): SandboxState.CLOSED,
 }
-"""The state after an event. Pairs that are missing cannot happen."""
-
-
-def after(state: SandboxState, event: LifecycleEvent) -> SandboxState:
-    """Return the state that follows an event.
-
-    Raises:
-        ValueError: The table has no such step.
-    """
-    try:
-        return NEXT[state, event]
-    except KeyError:
-        raise ValueError(f"a sandbox that is {state.value} cannot {event.value}") from None
+"""The state after an event."""

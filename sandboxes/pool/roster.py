@@ -12,7 +12,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from sandboxes.driver import Sandbox
-from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState, after
+from sandboxes.pool.lifecycle import NEXT, LifecycleEvent, SandboxState
+from sandboxes.state_table import next_state
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +67,7 @@ class Roster:
         Raises:
             ValueError: The lifecycle has no such step.
         """
-        slot.state = after(slot.state, event)
+        slot.state = next_state(NEXT, slot.state, event)
         if slot.state is SandboxState.CLOSED:
             self._leave_position(slot)
             self.slots.remove(slot)

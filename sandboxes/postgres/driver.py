@@ -30,7 +30,7 @@ SPARES = 2
 """Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
 
 
-class RootState(NamedTuple):
+class RootDatabase(NamedTuple):
     """The last known state of a source database.
 
     Attributes:
@@ -63,7 +63,7 @@ class PostgresDriver:
         self._instance: dict[str, Any] = {}
         self._servers: dict[str, PostgresServer] = {}
         self._templates: dict[str, Template] = {}
-        self._roots: dict[tuple[str, str], RootState] = {}
+        self._roots: dict[tuple[str, str], RootDatabase] = {}
         self._rooting = asyncio.Lock()
         self._ownership = Ownership(self.data_dir)
 
@@ -77,8 +77,6 @@ class PostgresDriver:
         Raises:
             SandboxError: Another process uses this data directory, or no worker can be started.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        self.data_dir.chmod(0o700)
         self._ownership.acquire()
         try:
             self._instance = self._load_instance()
@@ -156,7 +154,7 @@ class PostgresDriver:
         self._templates[name] = template
         if record["source"]:
             source, fingerprint, behaviour = record["source"]
-            self._roots[server.dsn, source] = RootState(fingerprint, template, behaviour)
+            self._roots[server.dsn, source] = RootDatabase(fingerprint, template, behaviour)
 
     # -- root states -------------------------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class PostgresDriver:
             digest.update(f"\0{name}\0{root.behaviour}\0".encode() + root.template.digest.state().exact)
         return digest.hexdigest()
 
-    async def _root(self, database: Database) -> RootState:
+    async def _root(self, database: Database) -> RootDatabase:
         """Return the root state of a source database as it is now."""
         assert database.dsn is not None
         assert isinstance(database.source, str)
@@ -178,7 +176,7 @@ class PostgresDriver:
             root = self._roots.get((server.dsn, source))
             if root is None or root.fingerprint != fingerprint:
                 template, behaviour = await self._make_root(server, source), await behaviour_of(server, source)
-                root = self._roots[server.dsn, source] = RootState(fingerprint, template, behaviour)
+                root = self._roots[server.dsn, source] = RootDatabase(fingerprint, template, behaviour)
                 self._record(template, [source, fingerprint, behaviour])
             return root
 

@@ -31,7 +31,7 @@ from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.frames import Message
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_tools import READING
-from sandboxes.sqlite.counters import UNTOUCHED, Counters
+from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import Method
 from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
 from sandboxes.sqlite.worker_calls import CIRCUMSTANTIAL, CallAbortedError, CallOutcome, WorkerCalls
@@ -190,7 +190,7 @@ class SandboxDatabase:
             await self._undo(fields, session, new=new)
             return self._calls.outcome(answer)
         after = replace(
-            before, frames=fields["frames"], digest=fields["digest"], counters=Counters(*fields["counters"]),
+            before, frames=fields["frames"], digest=fields["digest"], counters=RowCounters(*fields["counters"]),
             settings=fields["settings"],
         )  # fmt: skip
         failed = fields["kind"] is not None
@@ -226,7 +226,7 @@ class SandboxDatabase:
     async def _undo(self, fields: Mapping[str, Any], session: bytes, *, new: bool) -> None:
         """Restore the state before a call that must not have an effect."""
         state = self.state
-        now = fields["digest"], Counters(*fields["counters"]), fields["settings"], fields["frames"]
+        now = fields["digest"], RowCounters(*fields["counters"]), fields["settings"], fields["frames"]
         same = now == (state.digest, state.counters, state.settings, state.frames)
         if session:
             # Session state has no copy to restore from: it is intact, or it is lost.

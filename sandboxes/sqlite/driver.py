@@ -4,13 +4,13 @@ import asyncio
 import hashlib
 import itertools
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError
 from sandboxes.linux.dir_lock import Ownership
+from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.database import SandboxDatabase
@@ -33,9 +33,8 @@ class SqliteDriver:
         self.store = SqliteStore(self.data_dir)
         self.worker_pool = WorkerPool("sqlite", self.data_dir)
         self._sources = Sources(self.store, self.worker_pool)
-        self._sandboxes: set[SqliteSandbox] = set()
+        self._sandboxes = OpenSandboxes[SqliteSandbox]()
         self._ids = itertools.count(1)
-        self._held: list[Iterable[str]] = []
         self._ownership = Ownership(self.data_dir)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -46,16 +45,13 @@ class SqliteDriver:
         Raises:
             SandboxError: Another process uses this data directory.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
         self._ownership.acquire()
-        self.data_dir.chmod(0o700)
         await asyncio.to_thread(self.store.open)
         self._sources.open()
 
     async def aclose(self) -> None:
         """Close all sandboxes, end all workers and release the data directory. Idempotent."""
-        for sandbox in list(self._sandboxes):
-            await sandbox.close()
+        await self._sandboxes.close()
         await self.worker_pool.aclose()
         self._ownership.release()
 
@@ -74,7 +70,7 @@ class SqliteDriver:
     async def start(self, spec: EnvironmentSpec) -> SqliteSandbox:
         """Start a sandbox at the root state. 0.3 ms, without a process or a file."""
         parts: dict[str, str] = {}
-        with self._holding(parts.values()):
+        with self._sandboxes.holding(parts.values()):
             for name, database in spec.databases.items():
                 parts[name] = await self._sources.part(_source(database))
             return self._adopt(spec, {name: self.store.root(part) for name, part in parts.items()})
@@ -82,7 +78,7 @@ class SqliteDriver:
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> SqliteSandbox:
         """Start a sandbox at a frozen state. As cheap as a start; the first change creates the fork."""
         states = {name: DatabaseState.from_json(value) for name, value in frozen.payload["databases"].items()}
-        with self._holding(frozen.parts):
+        with self._sandboxes.holding(frozen.parts):
             for state in states.values():
                 self.store.check(state)
             return self._adopt(spec, states)
@@ -91,28 +87,17 @@ class SqliteDriver:
         """Delete the states that neither `keep` names nor a sandbox needs; return the bytes of the rest."""
         # Read both sets before the first await: a sandbox may freeze and close meanwhile, and `keep` does not name the
         # state that it makes.
-        existing, used_before, kept = self.store.all(), self._in_use(), set(keep)
+        existing, used_before, kept = self.store.all(), self._sandboxes.parts_in_use(), set(keep)
         unneeded = existing - kept - used_before
         if unneeded:
             # Idle readers may hold deleted files open, which would keep the disk full.
             await self.worker_pool.renew()
-            await asyncio.to_thread(self.store.drop, unneeded - self._in_use())
+            await asyncio.to_thread(self.store.drop, unneeded - self._sandboxes.parts_in_use())
         return sum(self.store.size_bytes(part) for part in kept if self.store.has(part))
-
-    def _in_use(self) -> set[str]:
-        return {part for user in (*(s.parts for s in self._sandboxes), *self._held) for part in user}
-
-    @contextmanager
-    def _holding(self, parts: Iterable[str]) -> Iterator[None]:
-        self._held.append(parts)
-        try:
-            yield
-        finally:
-            self._held.remove(parts)
 
     def _adopt(self, spec: EnvironmentSpec, states: dict[str, DatabaseState]) -> SqliteSandbox:
         databases = {name: SandboxDatabase(self.store, self.worker_pool, spec, state) for name, state in states.items()}
-        sandbox = SqliteSandbox(f"sqlite-{next(self._ids)}", databases, self._sandboxes.discard)
+        sandbox = SqliteSandbox(f"sqlite-{next(self._ids)}", databases)
         self._sandboxes.add(sandbox)
         return sandbox
 

@@ -1,7 +1,6 @@
 """A sandbox that consists of one or several SQLite databases."""
 
 import contextlib
-from collections.abc import Callable
 from hashlib import blake2b
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
@@ -12,19 +11,22 @@ from sandboxes.sqlite.database import SandboxDatabase
 
 
 class SqliteSandbox:
-    """A sandbox of the `sqlite` driver."""
+    """A sandbox of the `sqlite` driver.
 
-    def __init__(
-        self, name: str, databases: dict[str, SandboxDatabase], on_close: Callable[["SqliteSandbox"], None]
-    ) -> None:
-        self.id = name
-        self._databases, self._on_close = databases, on_close
-        self._closed = False
+    Attributes:
+        id: Its name.
+        closed: Whether all its databases are closed.
+    """
+
+    def __init__(self, name: str, databases: dict[str, SandboxDatabase]) -> None:
+        self.id, self.closed = name, False
+        self._databases = databases
+        self._closing = False
 
     @property
     def alive(self) -> bool:
         """False once the sandbox is closed, or a database has lost its session."""
-        return not self._closed and all(database.alive for database in self._databases.values())
+        return not self._closing and all(database.alive for database in self._databases.values())
 
     @property
     def parts(self) -> set[str]:
@@ -57,13 +59,14 @@ class SqliteSandbox:
 
     async def close(self) -> None:
         """Close all databases. Idempotent."""
-        if not self._closed:
-            self._closed = True
+        if not self._closing:
+            self._closing = True
             for database in self._databases.values():
                 # A fork that cannot be deleted now goes at the next start.
                 with contextlib.suppress(OSError):
                     await database.close()
-            self._on_close(self)
+            # Only now: until here the databases need their parts.
+            self.closed = True
 
     def _state(self) -> tuple[StateDigest | None, bytes | None]:
         """Return the digest of all databases together as the state, or, if a session is open, as the witness."""

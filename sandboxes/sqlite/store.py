@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from sandboxes.errors import StateGoneError
-from sandboxes.sqlite.counters import UNTOUCHED, Counters
+from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import Method, best_copy, choose, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
 
@@ -42,7 +42,7 @@ class DatabaseState:
         root: Directory of the root state.
         frames: Length of its log in frames.
         digest: Digest of its content relative to the root, in hexadecimal.
-        counters: Counters that the rollout's statements left in its connection.
+        counters: The row counters that the rollout's statements left in its connection.
         settings: Pragmas that differ from their defaults.
     """
 
@@ -51,7 +51,7 @@ class DatabaseState:
     root: str
     frames: int
     digest: str
-    counters: Counters = UNTOUCHED
+    counters: RowCounters = UNTOUCHED
     settings: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class DatabaseState:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "DatabaseState":
         """Read what `to_json` returned."""
-        return cls(**value | {"counters": Counters(*value["counters"])})
+        return cls(**value | {"counters": RowCounters(*value["counters"])})
 
 
 class SqliteStore:

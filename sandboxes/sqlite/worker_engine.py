@@ -25,7 +25,7 @@ from sandboxes.sql.sqlite_connection import SqliteConnection
 from sandboxes.sql.sqlite_tools import READING, ToolRun, Tools
 from sandboxes.sql.sqlite_volatile import VolatileInputs
 from sandboxes.sqlite import build as sqlite_build
-from sandboxes.sqlite.counters import Counters, prime
+from sandboxes.sqlite.counters import RowCounters, prime
 from sandboxes.sqlite.pages import Pages, WalIndex, wal_bytes
 from sandboxes.workers.engine import Fields
 
@@ -100,7 +100,7 @@ class SqliteEngine:
         connection.raw.execute("CREATE TABLE t (a)")
         tool_run = Tools(connection, private=True, output_bytes=1 << 10).run("query", _WARM_UP)
         _fields(tool_run, 0.0, self._inputs)
-        Counters.read(connection.raw)
+        RowCounters.read(connection.raw)
         apply_settings(connection, read_settings(connection))
         connection.has_session()
         connection.close()
@@ -200,7 +200,7 @@ class ForkConnection:
         self._index = os.open(f"{self._path}-shm", os.O_RDONLY | os.O_CLOEXEC)
         self._wal = os.open(wal, os.O_RDONLY | os.O_CLOEXEC)
         # Counters before settings: priming changes rows, which `query_only` would forbid.
-        prime(self._connection.raw, Counters(*self._request["counters"]))
+        prime(self._connection.raw, RowCounters(*self._request["counters"]))
         self._defaults = read_settings(self._connection)
         apply_settings(self._connection, self._request["settings"])
         self._settings = dict(self._request["settings"])
@@ -233,7 +233,7 @@ class ForkConnection:
         return {
             "digest": self.pages.digest().hex(),
             "frames": frames,
-            "counters": Counters.read(self._connection.raw),
+            "counters": RowCounters.read(self._connection.raw),
             "settings": self._settings,
             "session": self._connection.has_session(),
             "wrote": bool(tool_run.acts - {Act.READ}),
@@ -246,7 +246,7 @@ class ForkConnection:
             The result, and whether the script failed and left changes that only the driver can undo.
         """
         raw = self._connection.raw
-        before = (self._take_commits(), Counters.read(raw), self._connection.has_session())
+        before = (self._take_commits(), RowCounters.read(raw), self._connection.has_session())
         nested = raw.in_transaction
         if nested:
             # The agent's transaction is open: undo the script alone, and keep the transaction.
@@ -259,7 +259,7 @@ class ForkConnection:
         if tool_run.failure is None:
             return tool_run, False
         # Statements before the failure may have committed, each in its own transaction.
-        after = (self._take_commits(), Counters.read(raw), self._connection.has_session())
+        after = (self._take_commits(), RowCounters.read(raw), self._connection.has_session())
         return tool_run, after != before or before[2]
 
     def _leave_savepoint(self, *, undo: bool) -> bool:

@@ -4,8 +4,7 @@ import asyncio
 import hashlib
 import itertools
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError
 from sandboxes.linux.dir_lock import Ownership
+from sandboxes.open_sandboxes import OpenSandboxes
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video.catalogue import Catalogue, Contents, catalogue_of
@@ -42,9 +42,8 @@ class VideoDriver:
         self.models = ModelClient(self._memo)
         self._contents = Contents(self.data_dir / "contents.json")
         self.pipeline = self._pipeline(self.store)
-        self._sandboxes: set[VideoSandbox] = set()
+        self._sandboxes = OpenSandboxes[VideoSandbox]()
         self._ids = itertools.count(1)
-        self._held: list[Iterable[str]] = []
         self._ownership = Ownership(self.data_dir)
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -55,9 +54,7 @@ class VideoDriver:
         Raises:
             SandboxError: Another process uses this data directory.
         """
-        self.data_dir.mkdir(parents=True, exist_ok=True)
         self._ownership.acquire()
-        self.data_dir.chmod(0o700)
         await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)
         await asyncio.to_thread(self.store.open)
         self._contents.open()
@@ -65,8 +62,7 @@ class VideoDriver:
 
     async def aclose(self) -> None:
         """Close all sandboxes, cancel all jobs, end the workers, and release the directory. Idempotent."""
-        for sandbox in list(self._sandboxes):
-            await sandbox.close()
+        await self._sandboxes.close()
         await self.pipeline.aclose()
         await self.models.aclose()
         await self.worker_pool.aclose()
@@ -100,7 +96,7 @@ class VideoDriver:
             StateGoneError: A part of the state is missing.
         """
         state = LoadedVideos(**frozen.payload)
-        with self._holding(state.parts):
+        with self._sandboxes.holding(state.parts):
             for part in state.parts:
                 self.store.check(part)
             return self._adopt(spec, state)
@@ -108,12 +104,12 @@ class VideoDriver:
     async def collect(self, keep: Iterable[str]) -> int:
         """Delete the parts that nothing keeps, uses or makes; return the bytes of the kept ones."""
         # Both are read before the first await: `keep` does not know parts that are made later.
-        existing, in_use, kept = self.store.all(), self._in_use(), set(keep)
+        existing, in_use, kept = self.store.all(), self._sandboxes.parts_in_use(), set(keep)
         unneeded = {part for part in existing - kept - in_use if not self.pipeline.makes(part)}
         if unneeded:
             # Idle readers may hold deleted files open, which would keep the disk full.
             await self.worker_pool.renew()
-            used = self._in_use()
+            used = self._sandboxes.parts_in_use()
             gone = [part for part in unneeded if part not in used and not self.pipeline.makes(part)]
             await asyncio.to_thread(self.store.drop, gone)
         return sum(self.store.size_bytes(part) for part in kept & existing)
@@ -149,22 +145,10 @@ class VideoDriver:
             # A baseline makes everything itself: with shared parts it would measure nothing.
             pipeline = self._pipeline(VideoStore(self._own / name), fresh=True)
             pipeline.store.open()
-        sandbox = VideoSandbox(name, spec, state, pipeline, partial(self._catalogue, spec), self._closed)
+        sandbox = VideoSandbox(name, spec, state, pipeline, partial(self._catalogue, spec), self._remove_own)
         self._sandboxes.add(sandbox)
         return sandbox
 
-    async def _closed(self, sandbox: VideoSandbox) -> None:
-        self._sandboxes.discard(sandbox)
+    async def _remove_own(self, sandbox: VideoSandbox) -> None:
         if (self._own / sandbox.id).exists():
             await asyncio.to_thread(shutil.rmtree, self._own / sandbox.id, ignore_errors=True)
-
-    def _in_use(self) -> set[str]:
-        return {part for user in (*(s.parts for s in self._sandboxes), *self._held) for part in user}
-
-    @contextmanager
-    def _holding(self, parts: Iterable[str]) -> Iterator[None]:
-        self._held.append(parts)
-        try:
-            yield
-        finally:
-            self._held.remove(parts)

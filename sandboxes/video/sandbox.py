@@ -83,6 +83,11 @@ class VideoSandbox:
         self._catalogue, self._gone = catalogue, gone
 
     @property
+    def closed(self) -> bool:
+        """Whether the sandbox was closed; nothing else ends it."""
+        return not self.alive
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The parts that the sandbox needs."""
         return self._state.parts

@@ -164,6 +164,22 @@ def send(client: Client, pid: int, data: bytes) -> httpx.Response:
     )
 
 
+def test_stream_of_input_is_one_write(proxy: Proxy) -> None:
+    """The pieces of a stream of input reach the process as one write; its response is one empty message."""
+    client = Client(proxy, "pieces")
+    reader = {"process": {"cmd": "/bin/bash", "args": ["-c", "read -r line; echo $line"]}, "stdin": True}
+    with client.stream(START, connect.envelope(reader)) as stream:
+        process = {"process": {"pid": next(stream)["start"]["pid"]}}
+        pieces = [{"input": {"stdin": base64.b64encode(piece).decode()}} for piece in (b"one ", b"two\n")]
+        body = connect.envelope({"start": process}) + b"".join(connect.envelope({"data": piece}) for piece in pieces)
+        with client.stream("process.Process/StreamInput", body) as response:
+            assert list(response) == [{}, {"last": {}}]
+        assert joined(stream) == ("one two\n", ENDED)
+    unknown = connect.envelope({"start": {"process": {"pid": 1}}})
+    with client.stream("process.Process/StreamInput", unknown) as response:
+        assert next(response)["last"]["error"]["code"] == "not_found"
+
+
 def test_terminal_is_private_to_its_rollout(proxy: Proxy) -> None:
     """Calls before a terminal are shared; the terminal and what follows belong to one rollout."""
     size = {"size": {"rows": 24, "cols": 80}}

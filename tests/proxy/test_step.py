@@ -261,8 +261,8 @@ def test_nth_poll_is_shared_between_rollouts(tmp_path: Path) -> None:
 def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ages: list[float] = []
 
-    async def rest(_sandbox: MemorySandbox, age_s: float) -> None:
-        ages.append(age_s)
+    async def rest(_sandbox: MemorySandbox, dwell_s: float) -> None:
+        ages.append(dwell_s)
 
     monkeypatch.setattr(MemorySandbox, "rest", rest, raising=False)
 

@@ -135,10 +135,9 @@ class Trouble:
             await self.running.pool.close_where(lambda _: True)
         if self.dice.random() < 0.3:
             await self.running.capture.drain()
-        if self.dice.random() < self.kill and self.driver.sandboxes:
-            living = list(self.driver.sandboxes.values())
+        if self.dice.random() < self.kill and (running := list(self.driver.sandboxes)):
             # One, or all: then whoever goes on needs a restore or a replay.
-            for victim in living if self.dice.random() < 0.5 else self.dice.sample(living, 1):
+            for victim in running if self.dice.random() < 0.5 else self.dice.sample(running, 1):
                 victim._kill()
         for snapshot in self.running.snapshots:
             node = self.running.trees.node(snapshot.tree, snapshot.node)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 from proxy.compat.docker.requests import ContainerSpec, ExecSpec
+from sandboxes.state_table import StateTable, next_state
 
 
 class ContainerState(StrEnum):
@@ -34,7 +35,7 @@ class ContainerChange(Enum):
     REMOVE = "remove"
 
 
-NEXT: dict[tuple[ContainerState, ContainerChange], ContainerState] = {
+NEXT: StateTable[ContainerState, ContainerChange] = {
     (ContainerState.CREATED, ContainerChange.START): ContainerState.RUNNING,
     (ContainerState.EXITED, ContainerChange.START): ContainerState.RUNNING,
     (ContainerState.RUNNING, ContainerChange.EXIT): ContainerState.EXITED,
@@ -45,7 +46,7 @@ NEXT: dict[tuple[ContainerState, ContainerChange], ContainerState] = {
     # Two requests may notice at the same time that the rollout is finished.
     (ContainerState.REMOVED, ContainerChange.REMOVE): ContainerState.REMOVED,
 }
-"""The state after each change. A pair that is missing is impossible."""
+"""The state after each change."""
 
 
 class ExecState(Enum):
@@ -100,10 +101,7 @@ class Container:
         Raises:
             ValueError: The table has no such transition.
         """
-        try:
-            self.state = NEXT[self.state, change]
-        except KeyError:
-            raise ValueError(f"A container that is {self.state.value} cannot {change.value}.") from None
+        self.state = next_state(NEXT, self.state, change)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
 from proxy.compat.e2b.control_requests import ControlRequest
 from proxy.compat.e2b.dir_watches import DirWatches
 from proxy.compat.e2b.event_stream import EventStream, StreamForm
-from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest
+from proxy.compat.e2b.file_requests import CallsRequest, WatchRequest
 from proxy.compat.e2b.processes import Processes
 from proxy.compat.e2b.requests import E2BRequest, ProcessRequest, ProcessStart
 from proxy.compat.e2b.responses import json_response
@@ -146,8 +146,13 @@ class E2bEndpoint:
                 await self._processes.start(rollout, replace(request, call=call), stream)
             elif isinstance(request, WatchRequest):
                 await self._watches.follow(rollout, request, stream)
-            else:
+            elif request.verb == "connect":
                 await self._processes.connect(rollout, request.pid, request.tag, stream)
+            else:
+                # A whole stream of input is one write. Its response is a stream too, of one empty message.
+                await self._processes.act(rollout, request)
+                stream.put({})
+                stream.end()
         except ConnectError as error:
             stream.end(error)
         except Exception as error:  # noqa: BLE001 - a request ends here
@@ -168,11 +173,11 @@ class E2bEndpoint:
                 return json_response({})
             case WatchRequest():
                 return json_response(await self._watches.answer(rollout, request))
-            case ToolCalls():
+            case CallsRequest():
                 return await self._run_calls(rollout, request)
         raise AssertionError(request)
 
-    async def _run_calls(self, rollout: Rollout, request: ToolCalls) -> Local:
+    async def _run_calls(self, rollout: Rollout, request: CallsRequest) -> Local:
         results = [await self._run_call(rollout, call) for call in request.calls]
         match request.form:
             case "entry":

@@ -21,7 +21,7 @@ MAX_UNZIPPED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCalls:
+class CallsRequest:
     """A request that runs calls and combines their results into one response.
 
     Attributes:
@@ -52,7 +52,7 @@ class WatchRequest:
     deadline_s: float | None = None
 
 
-def entries(method: str, message: dict[str, Any], request: Request) -> ToolCalls | WatchRequest:
+def entries(method: str, message: dict[str, Any], request: Request) -> CallsRequest | WatchRequest:
     """Parse a request to the Filesystem service.
 
     Args:
@@ -95,7 +95,7 @@ def _watch(streams: bool, message: dict[str, Any], path: str, user: str) -> Watc
     return WatchRequest("stream" if streams else "begin", ToolCall("process", "watch", arguments))
 
 
-def file_transfer(request: Request) -> ToolCalls:
+def file_transfer(request: Request) -> CallsRequest:
     """Parse a request that uploads or downloads files.
 
     Raises:
@@ -111,13 +111,13 @@ def file_transfer(request: Request) -> ToolCalls:
     body = _decompressed_body(request)
     content_type = request.header("content-type")
     if not content_type.lower().startswith("multipart/form-data"):
-        return ToolCalls((_upload(path, user, body),), "uploads")
+        return CallsRequest((_upload(path, user, body),), "uploads")
     files = multipart.files(body, content_type)
     if path and len(files) > 1:
         raise RefusalError(400, "multipart", "The form has several files but the query has one path. Leave path out.")
     if not files:
         raise RefusalError(400, "multipart", "The form contains no file.")
-    return ToolCalls(tuple(_upload(path or file.filename or "", user, file.data) for file in files), "uploads")
+    return CallsRequest(tuple(_upload(path or file.filename or "", user, file.data) for file in files), "uploads")
 
 
 def _upload(path: str, user: str, data: bytes) -> ToolCall:
@@ -144,8 +144,8 @@ def _decompressed_body(request: Request) -> bytes:
     return data
 
 
-def _single(tool: str, form: str, arguments: dict[str, Any]) -> ToolCalls:
-    return ToolCalls((ToolCall("files", tool, arguments),), form)
+def _single(tool: str, form: str, arguments: dict[str, Any]) -> CallsRequest:
+    return CallsRequest((ToolCall("files", tool, arguments),), form)
 
 
 def _path(path: str) -> str:

@@ -24,7 +24,7 @@ import structlog
 from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
 from proxy.compat.e2b.event_stream import EventStream
-from proxy.compat.e2b.process_lifecycle import ProcessChange, ProcessState, after
+from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.engine import Engine
 from proxy.execution.errors import RolloutGoneError, StateLostError
 from proxy.http.problems import FORESEEN, problem_of
@@ -32,6 +32,7 @@ from proxy.tree.keys import call_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
+from sandboxes.state_table import next_state
 from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
@@ -222,7 +223,7 @@ class OutputFollower:
             change = ProcessChange.END
             for stream in process.streams:
                 stream.end(not_found(pid))
-        process.state = after(process.state, change)
+        process.state = next_state(NEXT, process.state, change)
         if process.state is ProcessState.ENDED:
             del followed.processes[pid]
 

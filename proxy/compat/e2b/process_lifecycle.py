@@ -14,6 +14,8 @@ recorded result is sent once the call has ended. In DETACHED `OutputFollower` po
 
 from enum import Enum
 
+from sandboxes.state_table import StateTable
+
 
 class ProcessState(Enum):
     """Where a process stands between the request that starts it and its end."""
@@ -43,7 +45,7 @@ class ProcessChange(Enum):
     """A recorded result contains the end of the process."""
 
 
-NEXT: dict[tuple[ProcessState, ProcessChange], ProcessState] = {
+NEXT: StateTable[ProcessState, ProcessChange] = {
     (ProcessState.NOT_STARTED, ProcessChange.START): ProcessState.FOLLOWED,
     (ProcessState.NOT_STARTED, ProcessChange.RETRY): ProcessState.ADOPTED,
     # A rollout that waited for another rollout's execution sees only the record: no START reaches it.
@@ -64,16 +66,4 @@ NEXT: dict[tuple[ProcessState, ProcessChange], ProcessState] = {
     (ProcessState.DETACHED, ProcessChange.DETACH): ProcessState.DETACHED,
     (ProcessState.DETACHED, ProcessChange.END): ProcessState.ENDED,
 }
-"""The state after each change. A pair that is missing is impossible."""
-
-
-def after(state: ProcessState, change: ProcessChange) -> ProcessState:
-    """Return the state that follows.
-
-    Raises:
-        ValueError: The table has no such transition.
-    """
-    try:
-        return NEXT[state, change]
-    except KeyError:
-        raise ValueError(f"A process that is {state.value} cannot {change.value}.") from None
+"""The state after each change."""

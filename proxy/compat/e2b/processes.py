@@ -20,7 +20,7 @@ from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.output_follower import OutputFollower, not_found
-from proxy.compat.e2b.process_lifecycle import ProcessChange, ProcessState, after
+from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.engine import Engine
 from proxy.step import Answer
@@ -30,6 +30,7 @@ from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.listener import Headers
 from sandboxes.process_output import OUT, Incoming
+from sandboxes.state_table import next_state
 from sandboxes.task_owner import TaskOwner
 
 DISCONNECT_GRACE_S = 0.1
@@ -69,7 +70,7 @@ class ProcessRun:
 
     def change(self, change: ProcessChange) -> None:
         """Move to the next state."""
-        self.state = after(self.state, change)
+        self.state = next_state(NEXT, self.state, change)
 
     async def is_retried_by(self, rollout: Rollout, key: CallKey) -> bool:
         """Return whether a start with this key is the same one, sent again by a client that lost its stream.

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.control_requests import ControlRequest, read_control, variables
-from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest, entries, file_transfer, string_field, user_of
+from proxy.compat.e2b.file_requests import CallsRequest, WatchRequest, entries, file_transfer, string_field, user_of
 from proxy.dialects.base import Request
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
@@ -82,7 +82,7 @@ class ProcessRequest:
     deadline_s: float | None = None
 
 
-E2BRequest = ControlRequest | ProcessStart | ProcessRequest | ToolCalls | WatchRequest
+E2BRequest = ControlRequest | ProcessStart | ProcessRequest | CallsRequest | WatchRequest
 """A parsed request of any kind."""
 
 
@@ -155,7 +155,7 @@ def _rpc(request: Request, spec: EnvironmentSpec) -> E2BRequest:
 def _process(method: str, message: dict[str, Any], request: Request) -> E2BRequest:
     match method:
         case "List":
-            return ToolCalls((ToolCall("process", "list", {}),), "processes")
+            return CallsRequest((ToolCall("process", "list", {}),), "processes")
         case "Connect":
             pid, tag = _selected(message)
             return ProcessRequest(

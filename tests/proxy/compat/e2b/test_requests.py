@@ -13,7 +13,7 @@ from proxy.compat.e2b import connect_rpc as connect
 from proxy.compat.e2b import requests as e2b
 from proxy.compat.e2b.connect_rpc import ConnectError
 from proxy.compat.e2b.control_requests import ControlRequest
-from proxy.compat.e2b.file_requests import ToolCalls, WatchRequest
+from proxy.compat.e2b.file_requests import CallsRequest, WatchRequest
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.dialects import multipart
 from proxy.dialects.base import Request
@@ -71,12 +71,12 @@ def test_upload_key_ignores_encoding() -> None:
         )
         headers = (("content-type", f"multipart/form-data; boundary={boundary}"),)
         request = e2b.read(Request("POST", "/files?path=/a", headers, body.encode()), SPEC)
-        assert isinstance(request, ToolCalls)
+        assert isinstance(request, CallsRequest)
         return call_key(request.calls[0])
 
     raw = (("content-type", "application/octet-stream"), ("content-encoding", "gzip"))
     zipped = e2b.read(Request("POST", "/files?path=/a", raw, gzip.compress(b"abc")), SPEC)
-    assert isinstance(zipped, ToolCalls)
+    assert isinstance(zipped, CallsRequest)
     assert upload("x") == upload("y") == call_key(zipped.calls[0])
 
 

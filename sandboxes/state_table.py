@@ -1,0 +1,20 @@
+"""State machines as tables (pure)."""
+
+from enum import Enum
+from typing import TypeVar
+
+StateT = TypeVar("StateT", bound=Enum)
+EventT = TypeVar("EventT", bound=Enum)
+StateTable = dict[tuple[StateT, EventT], StateT]
+"""The next state for each pair of a state and an event. A pair that is missing is impossible."""
+
+
+def next_state(table: StateTable[StateT, EventT], state: StateT, event: EventT) -> StateT:
+    """Return the state that follows an event.
+
+    Raises:
+        ValueError: The event is impossible in this state.
+    """
+    if (state, event) not in table:
+        raise ValueError(f"{type(state).__name__}.{state.name} has no transition for {event.name}.")
+    return table[state, event]
