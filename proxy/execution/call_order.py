@@ -2,13 +2,9 @@
 
 An agent that uploads its files all at once sends them in an order that differs from run to run. In the order of
 arrival, the second rollout would leave the tree at the first upload. Uploads commute: any order reaches the same state.
-Commuting calls that wait at the same time therefore take their turns in an order that all rollouts share:
-
-1. A call that the tree knows at the rollout's node goes first: the rollout follows the recorded order.
-2. If none of the waiting calls is known, they wait `WINDOW_S` for one that is; a late upload may still be on its way.
-3. Then the call with the smallest key goes first, so that the order recorded here is canonical.
-
-A call that does not commute waits until no commuting call is left, then takes its turn in the order of arrival.
+Commuting calls that wait at the same time therefore take their turns in an order that all rollouts share
+(`_await_canonical_turn`): known calls first, then, after `WINDOW_S`, the smallest key. A call that does not commute
+waits until no commuting call is left, then takes its turn in the order of arrival.
 """
 
 import asyncio
@@ -57,8 +53,12 @@ class CallOrder:
 
     def arrive(self, rollout: Rollout) -> None:
         """Note that a call of the rollout has arrived. Its `turn` must follow."""
+        # Only the oldest unanswered call sets this: the time that later calls wait is the proxy's, not the agent's
+        # thinking.
         rollout.requested_at = rollout.requested_at or time.monotonic()
         rollout.waiting += 1
+        # Joined before the turn begins, so that `busy` is true from the arrival on and no hit can overtake this
+        # call.
         self._join(rollout)
 
     @asynccontextmanager
@@ -74,23 +74,31 @@ class CallOrder:
         try:
             if commutes:
                 queue.commuting.append(key)
+                # The call is among the commuting ones while it runs, so calls that do not commute wait for its end
+                # as well.
                 await self._await_canonical_turn(queue, rollout, key)
             else:
                 while queue.commuting:
+                    # A loop, because several commuting calls may be waiting; `changed` is a new event after each of
+                    # them.
                     await queue.changed.wait()
             async with queue.lock:
                 yield
         finally:
+            # In `finally`: a call that is cancelled while it waits must not block the calls behind it.
             rollout.waiting -= 1
             if commutes:
                 queue.commuting.remove(key)
                 queue.changed.set()
+                # The set event stays set for the calls that wait now; calls that come later wait for the next
+                # change.
                 queue.changed = asyncio.Event()
             self._leave(rollout)
 
     @asynccontextmanager
     async def hold(self, rollout: Rollout) -> AsyncIterator[None]:
         """Wait for the call that has its turn, and let no other call of the rollout run inside the block."""
+        # No `arrive`: an end or an audit is no call, so it must not count as waiting.
         queue = self._join(rollout)
         try:
             async with queue.lock:
@@ -99,6 +107,7 @@ class CallOrder:
             self._leave(rollout)
 
     def _join(self, rollout: Rollout) -> _Queue:
+        # No await between the look-up and the count, so no other call can remove the queue in between.
         queue = self._queues.setdefault(rollout.id, _Queue())
         queue.holders += 1
         return queue
@@ -106,6 +115,7 @@ class CallOrder:
     def _leave(self, rollout: Rollout) -> None:
         queue = self._queues[rollout.id]
         queue.holders -= 1
+        # The last call removes the queue, so `busy` is one look-up and finished rollouts leave nothing behind.
         if not queue.holders:
             del self._queues[rollout.id]
 
@@ -113,11 +123,16 @@ class CallOrder:
         loop = asyncio.get_running_loop()
         until = loop.time() + WINDOW_S
         # Looked up again after each wait: another call may have moved the rollout to a node that knows this one.
+        # 1. A call that the tree knows goes first, in the order of `lock`.
         while key not in rollout.node.records:
             known = any(other in rollout.node.records for other in queue.commuting)
+            # 3. No waiting call is known: the smallest key goes first, so that the order recorded here is
+            # canonical.
             if loop.time() >= until and not known and key == min(queue.commuting):
                 return
             remaining_s = until - loop.time()
+            # 2. Within the window a known call may still arrive. After it, only the end of another call can change
+            # anything.
             try:
                 async with asyncio.timeout(remaining_s if remaining_s > 0 else None):
                     await queue.changed.wait()

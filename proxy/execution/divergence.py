@@ -23,8 +23,11 @@ ANSWER_DIFFERS = "it answered differently"
 def gap_s(record: Record) -> float:
     """Return how long background processes at a record's node had run before its call; 0 if none did."""
     came = record.source.origin
+    # A digest means that nothing runs in the background, so nothing could happen between the two calls.
     if record.source.state is not None or came is None:
         return 0.0
+    # The gap is from the end of the call that led here to the start of this one; a clock set back must not make it
+    # negative.
     return max(0.0, record.recorded_at - record.seconds - came.recorded_at)
 
 
@@ -49,16 +52,20 @@ def divergence(
         recorded: The recorded result.
         steady: Returns the part of an answer that a replay must repeat.
     """
+    # 1. and 3. Where digests exist they decide: equal contents serve all later calls equally, whatever the answers
+    # showed.
     then, now = record.target.state, execution.state
     if then is not None and now is not None:
         return "" if then.content == now.content else "it left another state"
     if (then is None) != (now is None):
         return "only one of the two states has a digest: in the other, processes run or too much changed"
+    # 2. Without digests: everything that processes in the background do not write themselves.
     if record.target.witness != execution.witness:
         return "it left other files or another session"
     # Whether a background process changed meanwhile depends on the moment, not on the call.
     if (execution.effect ^ record.effect) & ~Effect.PROCESSES:
         return f"its effect was {execution.effect.names}, recorded {record.effect.names}"
+    # Last, because `steady` parses both answers.
     return "" if same_answer(execution.result, recorded, steady) else ANSWER_DIFFERS
 
 

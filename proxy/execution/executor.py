@@ -1,10 +1,4 @@
-"""Execution of a call that the tree does not know: single flight, a sandbox at the node, one record.
-
-1. Rollouts that make the same call at the same node share one execution (`single_flight`).
-2. The first of them leases a sandbox in the node's state (`restore`) and runs the call there.
-3. The result is written to the store, then added to the tree. Only then do the rollouts get their answers, so a call
-   that cannot be written is not known to the tree either.
-"""
+"""Execution of a call that the tree does not know: single flight, a sandbox at the node, one record."""
 
 import asyncio
 import time
@@ -53,6 +47,8 @@ class Executor:
             listener: Receives the output of the execution while it runs, if this rollout's call is the one executed.
         """
         began = time.perf_counter()
+        # 1. Single flight: rollouts that make this call here share one execution. No await up to here since the turn
+        # began, so the node is still the rollout's.
         with self.flights.join(rollout, node, key) as flight:
             # Built before the lock is there: the factory's owner needs the process number while the call waits, too.
             built = call if isinstance(call, ToolCall) else call(node, key, flight.detach)
@@ -70,6 +66,7 @@ class Executor:
     async def _execute(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> Record | None:
+        # 2. A sandbox at the node. If the block fails or is cancelled, the lease closes it: its state is unknown.
         async with self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
@@ -77,34 +74,46 @@ class Executor:
             execution = await execute(slot.sandbox, call, listener)
             timing.tool_s = execution.seconds
             slot.calls += 1
+            # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.
             if execution.is_empty:
                 return None
+            # 3. Recorded while the sandbox is still leased: no other call can change the state between the call and
+            # its node.
             record = self._record(rollout, node, call, key, execution, dwell_s)
+            # The sandbox follows the call to its target, where the end of the lease may freeze it.
             self._restorer.moved(slot, record.target)
             return record
 
     def _record(
         self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, execution: Execution, dwell_s: float
     ) -> Record:
+        # The tree has removed this node. A record from it would have no path from the root, in memory or on disk.
         if node.detached:
             raise RolloutGoneError(f"the state n{node.id} was forgotten while its call ran. Start another rollout.")
         tree = rollout.tree
+        # Private: the answer holds for this rollout alone (a time limit, a volatile rule), or an audit has found
+        # the call to differ.
         private = not (rollout.cached and execution.shareable) or key in node.quarantined
         # A rollout that shares nothing has a private key already (`polling.key_for`).
         if rollout.cached and private:
             key = private_key(key, rollout.id, rollout.calls)
         destination = tree.destination(node, execution.effect, execution.state, private=private)
+        # Merging: a digest that the tree knows already leads to the known node, and the histories join there.
         new_node = None
         if destination.known is None:
             number = self._records.new_node_id()
             new_node = Node(number, state=destination.state, witness=execution.witness, diverged=node.diverged)
             new_node.settling = execution.settling
         record = Record(
+            # The number is taken before the write; that of a failed write is never used again.
             self._records.new_record_id(), key, node, destination.known or new_node or node, execution.effect,
             execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), dwell_s=dwell_s,
         )  # fmt: skip
         self._records.save(tree.id, record, new_node, execution.replay or call, execution.result)
         if new_node is not None:
+            # The store comes first. If this raises, the tree does not know the call either, and another rollout
+            # runs it again.
             tree.add_node(new_node, private=private)
+        # From here to the end nothing awaits: the node and the record that leads to it appear in the tree together.
         tree.add_record(record)
         return record

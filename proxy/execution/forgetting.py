@@ -76,15 +76,20 @@ class Forgetting:
             return ForgetResult(0, [], [])
         below = tree.closure(node)
         present = [rollout for rollout in self._tasks.rollouts.values() if rollout.node in below]
+        # Ended before the deletion, so their sandboxes are released while their nodes still exist.
         if end_rollouts:
             for rollout in present:
                 await self._tasks.finish(rollout)
         # Other rollouts may have come or gone while those ended.
         staying = [rollout for rollout in self._tasks.rollouts.values() if rollout.node in below]
         count = len(below)
+        # The journal may hold steps to nodes that are deleted below. Folded later, they would refer to nothing.
         self._journal.fold()
+        # 1. Set aside: the record that leads here answers no other rollout. Saved before the deletion: a kill in
+        # between leaves too much on disk, never a path with a gap.
         if staying and node.origin is not None:
             self._store.records.save_set_aside(tree.set_aside(node.origin, FORGOTTEN))
+            # 2. Everything but the paths to the nodes where rollouts are goes now.
             await self._delete_but_paths(tree, node, {rollout.node for rollout in staying})
         elif not node.detached:
             await self._delete(tree, node)
@@ -95,11 +100,14 @@ class Forgetting:
         """Delete what was kept for rollouts that have ended since; return how many nodes were deleted."""
         deleted = 0
         for tree in self._trees:
+            # 3. The tops of forgotten parts: the node on which `forget` was requested, and not what came from it.
             tops = [record.target for record in tree.aside if record.target.diverged == FORGOTTEN]
             for top in [top for top in tops if top.origin is not None and top.origin in tree.aside]:
+                # An earlier round of this loop deleted it together with a node above.
                 if top.detached:
                     continue
                 occupied = {rollout.node for rollout in self._walkers.of(tree.id)}
+                # The whole closure counts: a rollout deep below needs the path from here to be restored.
                 if not occupied & tree.closure(top):
                     deleted += await self._delete(tree, top)
         return deleted
@@ -111,18 +119,24 @@ class Forgetting:
             RefusalError: 404, there is no such task.
         """
         task = await self._tasks.find(name)
+        # A copy, because each `finish` removes the rollout from the dictionary.
         for rollout in list(task.rollouts.values()):
             await self._tasks.finish(rollout)
         # Steps that are still in the journal must not be folded later, into rollouts that no longer exist.
         self._journal.fold()
         tree_ids = self._store.trees.sole_ids(name)
+        # Trees that other tasks share stay: only the task's own are deleted.
         for tree_id in tree_ids:
             tree = self._trees.close(tree_id)
             for node in () if tree is None else tree.nodes.values():
+                # A call that still runs in this tree finds its node detached and records nothing
+                # (`Executor._record`).
                 node.detached = True
             self._cache.drop_tree(tree_id)
+        # A kill before this line leaves the task without its snapshots, which costs time and no answer.
         self._store.tasks.delete(name)
         self._tasks.close(task)
+        # Sandboxes last: a close takes time, and by now no call can find the task half deleted.
         await self._close_detached()
 
     def close_cold(self, *, max_records: int, idle_s: float) -> int:
@@ -134,14 +148,17 @@ class Forgetting:
             max_records: How many nodes and records may stay in memory.
             idle_s: A task that was used within so many seconds stays, and so does a task with a live sandbox.
         """
+        # Counted once and reduced below: a sum over all trees for each task would be quadratic.
         closed, size = 0, self._trees.size
         for task in sorted(self._tasks, key=lambda task: task.last_used_at):
             if size <= max_records or time.monotonic() - task.last_used_at < idle_s:
                 break
             trees = self._trees_of_only(task)
             nodes = {node for tree in trees for node in tree.nodes.values()}
+            # A sandbox at a node of the task would have no position any more, and its state would be lost.
             if any(slot.position in nodes for slot in self._pool.roster.slots):
                 continue
+            # The rollouts are read back from the store, so their latest steps have to be there first.
             self._journal.fold()
             self._tasks.close(task)
             for tree in trees:
@@ -153,6 +170,8 @@ class Forgetting:
     def _trees_of_only(self, task: Task) -> list[Tree]:
         """Return the task's trees in memory that no other task in memory, or rollout of one, uses."""
         used = {
+            # A tree may be shared: by a task with the same environment, or by a rollout that began in another
+            # environment.
             tree_id
             for other in self._tasks
             if other is not task
@@ -165,23 +184,29 @@ class Forgetting:
         """Delete everything below a node, except for the paths from it to the occupied nodes."""
         kept = set()
         for node in occupied:
+            # Each node is walked up once, however many rollouts share the path.
             while node not in kept:
                 kept.add(node)
                 if node is top or node.origin is None:
                     break
                 node = node.origin.source  # noqa: PLW2901 - the walk up
+        # `node.detached`: an earlier deletion of this loop may have taken it along.
         for node in tree.closure(top):
             if node not in kept and not node.detached and node.origin is not None and node.origin.source in kept:
                 await self._delete(tree, node)
 
     async def _delete(self, tree: Tree, node: Node) -> int:
+        # Memory first: `forget` names what is lost, and no call can find a node while the store deletes it.
         nodes, records = tree.forget(node)
         self._store.records.forget(nodes, records)
         for deleted in nodes:
+            # Snapshots after the store: after a kill in between, `SnapshotCache.reattach` drops those of missing
+            # nodes.
             self._cache.drop(deleted)
         await self._close_detached()
         return len(nodes)
 
     async def _close_detached(self) -> None:
         """Close the sandboxes at nodes that no longer exist."""
+        # A leased sandbox is not idle: its call raises `RolloutGoneError`, and the lease then closes it.
         await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)

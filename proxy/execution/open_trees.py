@@ -17,6 +17,7 @@ class OpenTrees:
 
     def __iter__(self) -> Iterator[Tree]:
         """Iterate over a copy of the trees in memory."""
+        # A copy, because callers await between trees, and a tree may be opened or closed meanwhile.
         return iter(tuple(self._trees.values()))
 
     @property
@@ -35,16 +36,19 @@ class OpenTrees:
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree; None if the node or its tree was deleted."""
+        # The store is queried first: `load` requires that the tree exists.
         if tree_id not in self._trees and not self._store.exists(tree_id):
             return None
         return self.load(tree_id).nodes.get(node_id)
 
     def open(self, task: str, key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of a task under this root key, which is created if the store has none."""
+        # The number 0 is no tree's, so an unknown key finds nothing.
         tree = self._trees.get(self._store.id_of(task, key, spec) or 0)
         if tree is None:
             tree = self._keep(self._store.open(task, key, spec))
         if spec.shared:
+            # The store remembers who shares a tree, so that deleting one of the tasks keeps it.
             self._store.share(task, tree.id)
             # Specs with one root key may name their databases at different addresses; the newest one surely works.
             tree.spec = spec
@@ -56,5 +60,6 @@ class OpenTrees:
 
     def _keep(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree
+        # Snapshots outlive the process; their nodes have just become objects again.
         self._cache.reattach(tree.id, tree.nodes)
         return tree

@@ -1,13 +1,8 @@
 """Replay: run the recorded calls that lead from a sandbox's node to another one, and check what they do.
 
-Nothing is believed unseen. After each call the sandbox is compared with the record (`divergence`). If it differs:
-
-1. *Too fast.* Background processes ran beside the call, and the replay gave them less time than they had had. The
-   replay may have come before a server listened, so it is tried once more, patiently: with the recorded gaps.
-2. *Diverged.* The record does not reproduce its state. It is marked, in the store too, and never replayed again;
-   `plan_restore` looks for a way around it.
-
-Either way the sandbox is closed: its state is unknown. A call whose replay did reach its state is no longer doubtful.
+Nothing is believed unseen. After each call the sandbox is compared with the record (`divergence`). If it differs, the
+replay was too fast, or it has diverged. Either way the sandbox is closed: its state is unknown. A call whose replay did
+reach its state is no longer doubtful.
 """
 
 import time
@@ -79,15 +74,21 @@ class Replayer:
         self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, *, patient: bool
     ) -> ReplayResult:
         for record in plan.suffix:
+            # In the recorded order: each call must find the state that its predecessor left.
             reason = await self._run(slot, record, tree, timing, patient=patient)
             # Without a gap the first replay had as much time as the recorded calls, so a second one would not help.
+            # 1. Too fast: background processes had less time than when the call was recorded. A server may not have
+            # listened yet, so the replay is tried once more, patiently: with the recorded gaps.
             if reason and not patient and gap_s(record) > 0:
                 return ReplayResult.TOO_FAST
+            # 2. Diverged: the record does not reproduce its state. `plan_restore` looks for a way around it.
             if reason:
                 self._mark_divergence(record, reason)
                 return ReplayResult.DIVERGED
             # Seen to repeat once: later plans no longer count the risk.
             record.doubtful = False
+            # Moved after each call and not at the end: a failure in between leaves the slot where its sandbox
+            # really was.
             self._pool.roster.move(slot, record.target)
         return ReplayResult.REACHED
 
@@ -95,8 +96,11 @@ class Replayer:
         """Run one recorded call; return how it differs from its record, or an empty string."""
         assert slot.sandbox is not None
         if patient:
+            # Rested before the call: the gap lies between the calls, and processes of the last one are still
+            # starting in it.
             await rest(slot.sandbox, gap_s(record))
         start = time.perf_counter()
+        # Read from the store: calls may carry uploads of megabytes, so the tree holds only their numbers.
         call = self._records.call(record)
         execution = await slot.sandbox.execute(call)
         # What the replay costs beside the tool itself: plans add it for each call of a suffix.
@@ -106,6 +110,7 @@ class Replayer:
         timing.replayed_calls += 1
         self._counts.replayed_calls += 1
         self._counts.replayed_s += execution.seconds
+        # A replay that ran out of time says nothing about the record, so it is an error and no divergence.
         require_conclusive(record, execution)
         return divergence(record, execution, self._records.result(record), partial(steady, tree.spec, call))
 
@@ -113,5 +118,6 @@ class Replayer:
         # In memory first: the next plan must not choose this record again, whatever the store does.
         record.reproducible = False
         self._counts.divergences += 1
+        # In the store as well: after a restart the next process must not trust this record either.
         self._records.save_divergence(record, [])
         log.warning("replay diverged", record=record.id, source=record.source.id, difference=reason)

@@ -1,14 +1,8 @@
 """Restore: from a node of a tree to a leased sandbox in that node's state.
 
-1. *Plan.* `plan_restore` chooses the cheapest way: a sandbox that is at the node or above it, a snapshot, or a fresh
-   sandbox at the root; then the replay of the calls in between.
-2. *Acquire.* The pool leases the sandbox of the plan, or a new one is restored or started. Each `await` may change what
-   the plan relied on (another rollout takes the sandbox, a snapshot turns out to be damaged): then plan again.
-3. *Replay.* The calls from the plan's start to the node run in the sandbox and are checked (`replay`). If one of them
-   diverges, plan again: the plan avoids it from now on.
-
-The loop ends with a sandbox at the node, with an error of the machine, or because no way is left. In the last case the
-node, and what can only be reached through it, is set aside, so that no other rollout is led there.
+`_lease` is a loop of three steps: plan, acquire, replay. The loop ends with a sandbox at the node, with an error of the
+machine, or because no way is left. In the last case the node, and what can only be reached through it, is set aside, so
+that no other rollout is led there.
 
 Which sandboxes may a rollout take? Its own, and any sandbox whose state can be had again: the node is the root or has a
 snapshot. A state that exists in one sandbox only is left to the rollout that made it; taking it would make that node
@@ -85,6 +79,7 @@ class Restorer:
                 # The replay took no time, but the agent was thinking: let background processes become as old.
                 with timing.measure("restore_s"):
                     await self._rest(slot, rollout.dwell_s(time.monotonic()))
+            # Inside the block the call changes the sandbox; `moved` notes its new node before the lease ends.
             yield slot
         except BaseException:
             # The call may have changed the sandbox before it failed, so its state is unknown.
@@ -108,6 +103,8 @@ class Restorer:
             SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
         """
         try:
+            # Without an owner: the lease makes no idle sandbox anybody's, and the fork belongs to the first rollout
+            # that comes.
             slot = await self._lease(tree, node, None, Timing())
         except StateLostError:
             return False
@@ -168,6 +165,8 @@ class Restorer:
                 return
 
     async def _give_back(self, slot: Slot, tree: Tree) -> None:
+        # Given back at the position that `moved` noted, which is the target of the call and not the node of the
+        # lease.
         node = slot.position
         assert isinstance(node, Node)
         await self._capture.give_back(slot, tree, node, freeze=self._value.worth_freezing(node, tree))
@@ -187,9 +186,13 @@ class Restorer:
         """
         # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
         driver_of(self._drivers, tree.spec)
+        # Only within this lease: a snapshot that failed once may well be restored by the next one.
         failed: dict[Node, SandboxError] = {}
         demand_noted, patient = not _is_rollout(owner), False
         while True:
+            # 1. Plan the cheapest way: a sandbox at the node or above it, a snapshot, or a fresh sandbox at the root;
+            # then the replay of the calls in between. No await: what the plan saw is true until the next line that
+            # awaits.
             plan = plan_restore(
                 node,
                 idle_at=lambda at: self._idle_at(at, owner) is not None,
@@ -203,11 +206,14 @@ class Restorer:
             if not demand_noted and (plan.way is not Way.IDLE or plan.suffix):
                 self._value.note_demand(node)
             demand_noted = True
+            # 2. Acquire. Each await in here may change what the plan relied on: another rollout takes the sandbox, or a
+            # snapshot turns out to be damaged.
             with timing.measure("restore_s"):
                 slot = await self._acquire(plan, tree, owner, failed)
             if slot is None:
                 # The plan no longer holds; `failed` keeps the next one from the same snapshot.
                 continue
+            # 3. Replay the calls in between and check them. The sandbox is closed unless it reached the node.
             with timing.measure("replay_s"):
                 result = await self._replayer.replay(slot, plan, tree, timing, patient=patient)
             if result is ReplayResult.REACHED:
@@ -220,6 +226,7 @@ class Restorer:
         # Warm forks and scratch forks are made from snapshots and replays: they take no sandbox from a rollout.
         if owner is None or owner == Owner.SCRATCH:
             return None
+        # Any state with a snapshot can be had again, and so can the root; their sandboxes are free to take.
         return self._pool.roster.find(node, owner, shared=node.snapshot is not None or node.origin is None)
 
     async def _acquire(
@@ -256,9 +263,12 @@ class Restorer:
             # The lease keeps the snapshot from being evicted while the pool waits for room.
             with self._cache.leased(node) as frozen:
                 slot = await self._launch(lambda: driver.restore(tree.spec, frozen), node, owner)
+        # Only `SandboxError`: a defect or a cancellation must not be counted against the snapshot.
         except SandboxError as error:
             self._counts.failure("restore")
             log.warning("restore failed", node=node.id, error=str(error))
+            # A damaged snapshot is dropped at once, another one at its second failure if a replay reaches the node
+            # as well.
             self._cache.failed(node, error, reproducible=self._value.reproducible(node, tree.spec.driver))
             # A snapshot that was dropped needs no entry: the next plan does not see it.
             if node.snapshot is not None:
@@ -267,6 +277,7 @@ class Restorer:
             if len(failed) > 1:
                 raise
             return None
+        # Includes the wait for room: that is what a restore costs a call on this machine now.
         seconds = time.perf_counter() - start
         self._counts.restores += 1
         self._counts.restore_s.observe(seconds)
@@ -299,6 +310,7 @@ class Restorer:
         return slot
 
     async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, owner: int | None) -> Slot:
+        # Warm forks must not make room by closing sandboxes, so they have a door of their own.
         if owner is None:
             return await self._pool.start_warm(make, node)
         return await self._pool.start(make, node, owner)
@@ -311,9 +323,11 @@ class Restorer:
         why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
         # The record nearest to the node whose replay diverges: all that came from its target is out of reach.
         barrier = node.origin
+        # Up to the first record that diverged. Everything between it and the node is as unreachable as the node.
         while barrier is not None and barrier.reproducible:
             barrier = barrier.source.origin
         if _is_rollout(owner) and barrier is not None and not barrier.target.diverged and not node.detached:
+            # Memory and store in one go, with no await in between: no rollout can be led to a node that is lost.
             lost = tree.set_aside(barrier, why)
             self._records.save_divergence(barrier, lost)
         return StateLostError(why)

@@ -33,7 +33,9 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
     """
     driver = driver_of(drivers, spec)
     try:
+        # The rules of the spec decide what requests mean, so trees recorded under other rules are other trees.
         rules = identity(spec)
     except RulesError as error:
         raise SpecError(str(error)) from error
+    # The driver may have to read files or ask a container engine: it awaits, so callers look again afterwards.
     return root_key(canonical_json(spec.root()), await driver.identity(spec) + rules)

@@ -43,16 +43,20 @@ class SingleFlight:
     @contextmanager
     def join(self, rollout: Rollout, node: Node, key: CallKey) -> Iterator[Flight]:
         """Yield the flight of a call at a node. A rollout is in one flight at a time."""
+        # By node and key: the same call at another node finds another state and is another execution.
         flight = self._flights.setdefault((node.id, key), Flight())
         flight.holders += 1
+        # The server is stopping: a call that begins now must not hold the shutdown up either.
         if self._closing:
             flight.detach.set()
         self._by_rollout[rollout.id] = flight
         try:
             yield flight
         finally:
+            # A rollout's calls run one at a time, so the entry is this flight's own.
             del self._by_rollout[rollout.id]
             flight.holders -= 1
+            # No rollout waits any more, so the next identical call begins a flight of its own.
             if not flight.holders:
                 del self._flights[node.id, key]
 
@@ -64,6 +68,7 @@ class SingleFlight:
 
     def detach_all(self) -> None:
         """Let the processes of all calls, of later ones too, continue in the background."""
+        # Later calls join after this loop, so `join` looks at the flag.
         self._closing = True
         for flight in self._by_rollout.values():
             flight.detach.set()

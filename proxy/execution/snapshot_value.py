@@ -35,11 +35,13 @@ class SnapshotValue:
     def note_demand(self, node: Node) -> None:
         """Note that a rollout needed a sandbox at a node and none was there."""
         node.demand += 1
+        # The root needs a sandbox for each rollout anyway; it would drown what other nodes teach.
         if node.origin is not None:
             self.reuse = self.reuse.demanded()
 
     def worth_freezing(self, node: Node, tree: Tree) -> bool:
         """Return whether a snapshot of the node is worth what taking it costs."""
+        # Cheap answers first: most nodes end here.
         if tree.spec.cache == "never" or node.snapshot is not None or node.detached or node.unfreezable:
             return False
         if not node.weighed:
@@ -48,10 +50,12 @@ class SnapshotValue:
             self.reuse = self.reuse.made(self._behind(node, tree.id))
         kind, driver = kind_of(node), tree.spec.driver
         prospect = self._prospect(node, tree.id, driver, kind)
+        # The freeze itself is the price; the bytes are the budget's business (`SnapshotCache.fit`).
         return worth_keeping(prospect, cost_s=self._cache.costs[driver].of(kind).freeze.seconds)
 
     def prospect(self, snapshot: Snapshot, node: Node | None) -> Prospect:
         """Return what is known of a snapshot's worth at its node; nothing if the node has been forgotten (None)."""
+        # A forgotten node is worth nothing: its snapshot is the first to be evicted.
         if node is None:
             return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes)
         return self._prospect(node, snapshot.tree, snapshot.driver, snapshot_kind(snapshot), snapshot)
@@ -79,13 +83,16 @@ class SnapshotValue:
     def _prospect(
         self, node: Node, tree_id: int, driver: str, kind: SnapshotKind, snapshot: Snapshot | None = None
     ) -> Prospect:
+        # The other way decides: a snapshot is worth what it saves against the cheapest replay.
         plan = self._way_without(node, driver)
         saved_s = 0.0
         if plan is not None:
             risk_s = self._risk_s(plan) if plan.suffix else 0.0
+            # Never negative: a snapshot that is slower than a replay is worth nothing, not less than nothing.
             saved_s = max(0.0, plan.cost_s + risk_s - self._cache.costs[driver].of(kind).restore.seconds)
         held = ""
         if snapshot is not None:
+            # A pin is a person's wish and a lease is a restore under way; both end eviction.
             held = "pinned" if node.pinned else "leased" if snapshot.leases else ""
         behind = self._behind(node, tree_id)
         return Prospect(
@@ -104,6 +111,7 @@ class SnapshotValue:
 
     def _behind(self, node: Node, tree_id: int) -> int:
         """Return how many running rollouts may still come to the node: the rollouts on its path from the root."""
+        # Rollouts at the node itself count among its visits already.
         rollouts_at = Counter(rollout.node for rollout in self._walkers.of(tree_id) if rollout.node is not node)
         behind, above = 0, node.origin
         # A path may be long, but the walk ends once every rollout has been counted.
@@ -114,4 +122,5 @@ class SnapshotValue:
 
     def _way_without(self, node: Node, driver: str) -> RestorePlan | None:
         """Return the cheapest way to the node without its snapshot or a sandbox that happens to be there, if any."""
+        # Idle sandboxes do not count: they may be gone when the snapshot is needed.
         return plan_restore(node, idle_at=lambda _: False, costs=self._cache.costs[driver], avoid=(node,))

@@ -76,16 +76,22 @@ class Tasks:
         Raises:
             SpecError: The task's spec names something that cannot be used.
         """
+        # Without a lock: most requests find the task in memory, and a hit must not wait for another task's opening.
         task = self._tasks.get(name)
         if task is not None:
             task.used_at = time.monotonic()
             return task
+        # One opening for each name: two would read the rollouts twice, and each rollout would exist as two objects.
         async with self._opening.setdefault(name, asyncio.Lock()):
+            # Look again: another request may have opened the task while this one waited for the lock.
             task = self._tasks.get(name)
             if task is None:
                 row = self._store.tasks.get(name)
                 spec = EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else None
+                # Awaits: a driver may have to digest a directory. The lock keeps others from opening the task
+                # meanwhile.
                 key = await tree_key(self._drivers, spec or self._default_spec)
+                # Only after the spec has proved usable, so that a failed request leaves no task behind.
                 if row is None:
                     self._store.tasks.put(name, None)
                 task = self.admit(name, spec, key)
@@ -119,6 +125,7 @@ class Tasks:
             SpecError: The spec names something that cannot be used; the task is unchanged.
         """
         async with self._opening.setdefault(name, asyncio.Lock()):
+            # Before anything is written: a spec that cannot be used leaves the task as it was.
             key = await tree_key(self._drivers, spec)
             is_new = self._store.tasks.get(name) is None
             self._store.tasks.put(name, spec.model_dump_json())
@@ -138,9 +145,11 @@ class Tasks:
         tree = self._trees.open(name, key, spec_now)
         known = self._tasks.get(name)
         origin = None if spec is None else spec.model_dump_json()
+        # The same dictionary: rollouts that run stay in the task, each in the tree that it began in.
         rollouts = known.rollouts if known else {}
         task = Task(name, spec_now, tree, origin, row["created_at"], time.monotonic(), rollouts)
         self._tasks[name] = task
+        # Only once: a task that is in memory knows its rollouts better than the store, which lags by the journal.
         if known is None:
             self._read_rollouts(task)
         return task
@@ -156,6 +165,7 @@ class Tasks:
 
         O(1) in the task's current tree. For another tree the store is queried, and the tree may be read back.
         """
+        # Node ids are unique in the store and not only in a tree, so the id alone finds the tree.
         node = task.tree.nodes.get(node_id)
         if node is not None:
             return task.tree, node
@@ -200,6 +210,7 @@ class Tasks:
             source = task.rollouts.get(parent)
             if source is None:
                 raise RefusalError(404, "no-such-rollout", f"there is no running rollout {parent!r} to fork from.")
+            # No await between the look-up of the parent and the begin: the parent is still at that node.
             return self.begin(task, name, source.tree, source.node)
         running = self.rollouts.get((task_name, name))
         if environment is None or running is not None:
@@ -224,7 +235,9 @@ class Tasks:
                 "rollout-exists",
                 f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
             )
+        # 192 random bits, so that a token cannot be guessed; the store keeps it for `rollouts.by_token`.
         token = "fp_" + secrets.token_urlsafe(24)
+        # The store first: a rollout that only memory knows would be lost with its steps.
         number = self._store.rollouts.create(task.name, name, tree.id, node.id, token)
         rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
         rollout.used_at = time.monotonic()
@@ -233,12 +246,15 @@ class Tasks:
 
     async def finish(self, rollout: Rollout) -> None:
         """End a rollout. Its name is free again, and other rollouts may use its sandbox if their records may."""
+        # Set before anything awaits: a call that waits for its turn sees it and gives up (`Step._answer`).
         rollout.finished = True
         self._store.rollouts.finish(rollout.id)
         self._remove(rollout)
+        # The task may have been removed from memory while the rollout's last call ran.
         task = self._tasks.get(rollout.task)
         if task is not None:
             task.rollouts.pop(rollout.name, None)
+        # A rollout that shares nothing leaves private state in its sandbox, which is closed and not lent on.
         if rollout.cached:
             await self._pool.release_owner(rollout.id)
         else:
@@ -246,14 +262,17 @@ class Tasks:
 
     async def finish_in_turn(self, rollout: Rollout) -> None:
         """End a rollout after its call in flight, if it has not ended by then."""
+        # In turn: without `hold`, a call in flight would be given a sandbox that is being closed.
         async with self._order.hold(rollout):
             if not rollout.finished:
                 await self.finish(rollout)
 
     def _read_rollouts(self, task: Task) -> None:
         """Read the running rollouts back, each at the node that its last step led to."""
+        # The journal holds the latest steps; the store lags until it is folded.
         self._journal.fold()
         for row in self._store.rollouts.of_task(task.name, running=True):
+            # Not the task's current tree: an older rollout stays in the tree that it began in.
             tree = self._trees.load(row["tree"])
             node = tree.nodes.get(row["node"])
             if node is None:
@@ -267,13 +286,16 @@ class Tasks:
 
     def _polled_keys(self, rollout: Rollout) -> set[CallKey]:
         """Return the keys of observations that a rollout has made since it arrived at its node."""
+        # Only beside running processes does a repeated call have a key of its own.
         if rollout.node.state is not None:
             return set()
         here = {record.id: record.key for record in rollout.node.records.values() if record.observation}
+        # One more than could be here, so that the first call elsewhere ends the run.
         latest = self._store.rollouts.latest_records(rollout.id, len(here) + 1)
         return {here[number] for number in takewhile(here.__contains__, latest)}
 
     def _add(self, task: Task, rollout: Rollout) -> None:
+        # Three indexes: by task, for the hit path, and by tree. They change together, without an await.
         task.rollouts[rollout.name] = rollout
         self.rollouts[task.name, rollout.name] = rollout
         self._walkers.add(rollout)

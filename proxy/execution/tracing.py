@@ -29,6 +29,7 @@ class Traces:
         Raises:
             SystemExit: The extra is not installed.
         """
+        # Imported here, because most installations do not have the extra.
         try:
             from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - an extra
             from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415

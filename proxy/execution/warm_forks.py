@@ -4,13 +4,7 @@ A warm fork is an idle sandbox without an owner, so any rollout may take it. It 
 and replays alone, never from another rollout's sandbox, and is among the first to be closed if the budget is needed.
 No call waits for one to be made.
 
-1. Each step of a rollout is noted (`note_step`): a set and a flag, because every hit does it.
-2. `work` looks ahead for the rollouts whose last call was some milliseconds ago: their agents are thinking. A rollout
-   in full run would be elsewhere before a sandbox is ready.
-3. `departures.targets` says where sandboxes are worth having, from the tree's own statistics and from the number of
-   forks that a trainer requested at the root for its next batch (`request`).
-4. The most valuable ones are made, a few at a time, within `max_forks`, the spare room of the pool and the memory
-   reserve. If all forks are there already, the oldest one that no rollout is expected at is closed for a better one.
+`note_step` notes each step; `work` then makes the most valuable forks, in the four steps numbered below.
 """
 
 import asyncio
@@ -118,6 +112,7 @@ class WarmForks:
 
     def note_step(self, rollout: Rollout) -> None:
         """Note that a rollout took a step. Part of every hit: a set and a flag, 0.2 µs."""
+        # 1. A set and a flag and no more, because every hit does it.
         if self.max_forks:
             self._moved.add(rollout)
             self._wake.set()
@@ -145,17 +140,23 @@ class WarmForks:
 
     async def work(self) -> None:
         """Wait for a step, then start the forks that are worth it. One round; it returns when the next may come."""
+        # Cleared before the work: a step that comes while this round runs wakes the next one.
         await self._wake.wait()
         self._wake.clear()
         began = time.perf_counter()
         before = time.monotonic() - _THINKING_S
+        # 2. Rollouts whose last call was some milliseconds ago: their agents are thinking. A rollout in full run would
+        # be elsewhere before a sandbox is ready; it stays in the set for the next round.
         thinking = {rollout for rollout in self._moved if rollout.used_at < before}
         self._moved -= thinking
+        # Trees that were cut short in the last round, or that a trainer waits for, need no step.
         trees = {rollout.tree for rollout in thinking if not rollout.finished} | self._requested() | self._unfinished
         self._unfinished.clear()
         if trees and self.max_forks and not self._short_of_memory():
+            # Nothing is taken from a call: the pool refuses warm starts when its room gets scarce.
             await self._start(self._worthwhile(trees))
         await asyncio.sleep(max(_THINKING_S, _PAUSE_SHARE * (time.perf_counter() - began)))
+        # Rollouts that were still running are thinking by now, and no step of theirs will wake the next round.
         if self._moved:
             self._wake.set()
 
@@ -165,12 +166,14 @@ class WarmForks:
 
     async def aclose(self) -> None:
         """Cancel the forks that are being made, and make no more."""
+        # First the number: the end of a start wakes `work`, which must start nothing then.
         self.max_forks = 0
         self._starts.cancel()
         await self.drain()
 
     def _requested(self) -> set[Tree]:
         now = time.monotonic()
+        # A forgotten root has no state, so nothing can be made there.
         self._batches = {
             tree: batch for tree, batch in self._batches.items() if batch.until > now and not tree.root.detached
         }
@@ -185,11 +188,15 @@ class WarmForks:
             if tree.spec.upstreams:
                 # A replay ahead of its use would send requests to servers that are not ours.
                 continue
+            # `cached`: a rollout that shares nothing takes no fork, because its records are its own.
             running = [r for r in self._walkers.of(tree.id) if r.cached and now - r.used_at < self._idle_s]
             # A rollout with a call in flight has a sandbox at work for it already.
             thinking = (r for r in running if not r.waiting and r.used_at < now - _THINKING_S)
             walking = Counter(rollout.node for rollout in thinking if not self._has_own(rollout))
             requested = {tree.root: self._at_root(tree, running)}
+            # 3. Where sandboxes are worth having: from the tree's own statistics, and from what a trainer requested at
+            # the root for its next batch.
+            # Ready sandboxes count against the expected ones, so a second round does not make them again.
             candidates = targets(walking, requested, ready=self.ready, saved_s=partial(self._saved_s, tree))
             worthwhile += [(tree, target) for target in candidates if target.node not in self._cooling]
         return sorted(worthwhile, key=lambda pair: -pair[1].worth_s)
@@ -206,6 +213,7 @@ class WarmForks:
 
     def _saved_s(self, tree: Tree, node: Node) -> float:
         """Return how many seconds a sandbox that is ready at the node saves the call that needs it."""
+        # Without idle sandboxes: the question is what the call pays if no fork is there.
         plan = plan_restore(node, idle_at=lambda _: False, costs=self._costs[tree.spec.driver])
         # A replay that may diverge is left to the call that needs it: by then there may be a snapshot.
         if plan is None or any(record.doubtful for record in plan.suffix):
@@ -213,9 +221,12 @@ class WarmForks:
         return plan.cost_s
 
     async def _start(self, worthwhile: list[tuple[Tree, Target]]) -> None:
+        # 4. The most valuable first, within `max_forks`, the pool's spare room and the memory reserve. If all forks are
+        # there already, the oldest one that no rollout is expected at is closed for a better one.
         nodes = {target.node for _, target in worthwhile}
         for tree, target in worthwhile:
             if target.worth_s <= 0 or not self._pool.has_spare_room:
+                # Sorted by worth: once room is short, the rest is worth less still.
                 break
             if len(self._starts) >= _MAX_STARTS:
                 # The end of a start wakes `work`, which then continues with these trees.
@@ -226,11 +237,13 @@ class WarmForks:
             batch = self._batches.get(tree)
             if batch is not None and target.node is tree.root:
                 batch.count -= 1
+            # Counted before the task runs, so that the next target at this node sees the fork that is on its way.
             self._starting[target.node] += 1
             self._starts.spawn("warm fork", self._make(tree, target.node)).add_done_callback(
                 partial(self._started, target.node)
             )
 
+    # Also after a failure: `_make` has put the node on its cooldown by then.
     def _started(self, node: Node, _task: "asyncio.Task[None]") -> None:
         self._starting[node] -= 1
         if not self._starting[node]:
@@ -242,9 +255,11 @@ class WarmForks:
             if await self._restorer.prepare(tree, node):
                 self._counts.warm_made += 1
             else:
+                # No way leads to the node. A later round tries again, after the cooldown.
                 self._cooling[node] = time.monotonic() + _COOLDOWN_S
         except Exception as error:  # noqa: BLE001 - a background task ends here; a call that needs the state retries
             self._cooling[node] = time.monotonic() + _COOLDOWN_S
+            # A full machine is no failure: the fork was only a wish.
             if not isinstance(error, OverloadedError):
                 self._counts.failure("warm")
                 log.warning("warm fork failed", node=node.id, error=repr(error))
@@ -255,6 +270,7 @@ class WarmForks:
         stale = [
             slot
             for slot in self.forks()
+            # Only idle ones: a fork that is being made or frozen is not counted as stale.
             if slot.state is SandboxState.IDLE and slot.position not in nodes and slot.used_at < before
         ]
         if not stale:
