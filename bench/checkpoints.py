@@ -1,7 +1,7 @@
-"""What a checkpoint of live processes costs: `python -m bench.checkpoints`. Root and CRIU; on an idle machine.
+"""The cost of a checkpoint of live processes: `python -m bench.checkpoints`. Needs root, CRIU and an idle machine.
 
-A shell with a Python HTTP server, and a Python with touched memory: checkpoint (the sandbox goes on), restore into a
-new sandbox, restore until the server answers, and many clones of one checkpoint at once.
+Measures a shell with a Python HTTP server, and a Python process with touched memory: checkpoint (the sandbox
+continues), restore into a new sandbox, restore until the server answers, and many concurrent restores of one checkpoint.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ TOUCHED += "until test -e ready; do sleep .01; done"
 
 
 async def measure(driver: LocalDriver, begin: str, answers: str, count: int, clones: int) -> tuple[Timings, int]:
-    """Return the times in ms, and the bytes of one checkpoint."""
+    """Return the times in milliseconds, and the size of a checkpoint in bytes."""
     timings: Timings = {}
     sandbox = await driver.start(SPEC)
     await execute(sandbox, begin)

@@ -1,4 +1,4 @@
-"""Load on a server, by wrk where it is installed (Debian: `apt install wrk`), else by a client of our own."""
+"""Puts load on a server, with wrk if it is installed (Debian: `apt install wrk`), or else with `bench.load`."""
 
 import base64
 import json
@@ -29,7 +29,7 @@ end
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server under load: where it listens, and its process."""
+    """A server under load: its address and its process."""
 
     url: str
     pid: int
@@ -42,7 +42,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one measurement found. cpu_us: the server's own time for a request, which the client cannot distort."""
+    """The result of a measurement. cpu_us: CPU time of the server per request, which does not depend on the client."""
 
     per_s: float
     p50_us: float
@@ -59,30 +59,30 @@ def post(server: Server, path: str, body: bytes) -> bytes:
 
 
 def measure(server: Server, requests: Sequence[bytes], *, connections: int, seconds: float) -> Measured:
-    """Send requests for seconds over so many connections, at least as many as requests are needed.
+    """Send requests for a number of seconds, over at least as many connections as there are requests.
 
     Raises:
-        RuntimeError: an answer was not 200.
+        RuntimeError: The status of a response was not 200.
     """
     before = cpu_seconds(server.pid)
     used = [requests[number % len(requests)] for number in range(connections)]
-    found = _by_wrk(server, used, seconds) if WRK else _by_own(server, used, seconds)
+    result = _by_wrk(server, used, seconds) if WRK else _by_own(server, used, seconds)
     cpu_s = cpu_seconds(server.pid) - before
-    if found["failed"]:
-        raise RuntimeError(f"{found['failed']} of {found['sent']} answers of {server.url} were not 200")
-    return Measured(found["sent"] / found["seconds"], found["p50_us"], cpu_s / found["sent"] * 1e6)
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} of {result['sent']} answers of {server.url} were not 200")
+    return Measured(result["sent"] / result["seconds"], result["p50_us"], cpu_s / result["sent"] * 1e6)
 
 
 def walk(server: Server, requests: Sequence[bytes]) -> list[float]:
-    """Send each request once, in order, on one connection, always by our own client; return what each took, in µs.
+    """Send each request once, in order, on one connection of `bench.load`; return the times in µs.
 
     Raises:
-        RuntimeError: an answer was not 200.
+        RuntimeError: The status of a response was not 200.
     """
-    found = _by_own(server, requests, 0)
-    if found["failed"] or found["sent"] != len(requests):
-        raise RuntimeError(f"{found['failed']} of {found['sent']} answers of {server.url} were not 200")
-    return list(found["walk_us"])
+    result = _by_own(server, requests, 0)
+    if result["failed"] or result["sent"] != len(requests):
+        raise RuntimeError(f"{result['failed']} of {result['sent']} answers of {server.url} were not 200")
+    return list(result["walk_us"])
 
 
 def _by_own(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""From a diverging call to a container that stands at its state: `python -m bench.containers IMAGE`.
+"""The time from a diverging call to a container in its state: `python -m bench.containers IMAGE`.
 
-The container driver's restore and the call, beside what Docker itself offers for the same: `docker commit` of the
-source, `docker run` of that image, `docker exec` of the call, through the same client. Files only, everything warm, on
-an otherwise idle machine. (ext4 without a journal makes new files slowly for a minute after many were removed, which
-this does all the time: many files then cost eight times what they cost elsewhere.)
+Compares the container driver's restore and call with Docker's own steps through the same client: `docker commit` of the
+source, `docker run` of that image, `docker exec` of the call. Files only, warm caches, on an otherwise idle machine.
+(ext4 without a journal creates files slowly for a minute after many were removed, as this benchmark does. Many files
+then cost eight times as much as elsewhere.)
 """
 
 import asyncio
@@ -33,7 +33,7 @@ COMMIT, START, EXEC, ALL = "docker commit", "docker run", "docker exec", "all th
 
 
 async def ours(folder: Path, image: str, state: str, count: int) -> Timings:
-    """Return count times of each step, in ms; a spare container waits each time."""
+    """Return `count` times of each step, in milliseconds; a spare container is ready each time."""
     timings: Timings = {}
     spec = EnvironmentSpec(driver="container", image=image)
     driver = ContainerDriver(folder, CriuCheckpointer(folder, outer_session=True), spares=1)
@@ -58,7 +58,7 @@ async def ours(folder: Path, image: str, state: str, count: int) -> Timings:
 
 
 def theirs(image: str, state: str, count: int) -> Timings:
-    """Return count times of each of Docker's own steps, in ms."""
+    """Return `count` times of each of Docker's own steps, in milliseconds."""
     timings: Timings = {}
     client = docker.from_env()
     source = _sleeper(client, image)
@@ -91,7 +91,7 @@ def _forget(client: docker.DockerClient, image: str) -> None:
         try:
             client.images.remove(image)
         except docker.errors.APIError:
-            # Its container is still being removed.
+            # Docker is still removing its container.
             time.sleep(0.05)
         else:
             return
@@ -101,7 +101,7 @@ def main() -> None:
     """Measure both and print medians and their ratio."""
     parser = ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("image", help="an image with bash, coreutils and sleep, such as debian:12")
-    parser.add_argument("-n", type=int, default=12, help="times for each state")
+    parser.add_argument("-n", type=int, default=12, help="number of measurements for each state")
     given = parser.parse_args()
     for name, state in STATES.items():
         folder = Path(tempfile.mkdtemp(prefix="forkpoint-bench-", dir="/var/tmp"))

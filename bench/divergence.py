@@ -1,13 +1,13 @@
 """How long a diverging call waits for its sandbox: `python -m bench.divergence`.
 
-A rollout walks a recorded path by hits and makes a call that the tree does not know. Measured inside the engine, from
-the call's arrival until a sandbox stands at the right state (before the call is executed in it), files only:
+A rollout follows a recorded path with hits and then makes a new call. The time is measured inside the engine, from the
+arrival of the call until a sandbox is in the right state (before it executes the call), for files only:
 
-- *warm*: the rollout pauses before the call, as a model does; a warm fork waits;
-- *restored*: warm forks off, and no sandbox left standing; the nearest snapshot is restored.
+- *warm*: the rollout pauses before the call, as a model does, and a warm fork is ready;
+- *restored*: warm forks are off and no sandbox is idle; the nearest snapshot is restored.
 
-Beside it what the whole call took. Each run is another rollout, which leaves the path with a call of its own at one of
-its nodes, and its answer is checked. Both ways are run in turn against engines of their own on one machine.
+The duration of the whole call is shown too. Each run is a new rollout that leaves the path at a node with a new call,
+and its answer is checked. Both ways alternate, each with its own engine on the same machine.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ def shell(command: str) -> ToolCall:
 
 @asynccontextmanager
 async def running(folder: Path, warm: int) -> AsyncIterator[Engine]:
-    """Run an engine over the local driver."""
+    """Run an engine with the local driver."""
     settings = Settings(data=folder, default_spec=EnvironmentSpec(), warm_sandboxes=warm)
     engine = build_engine(settings, {"local": LocalDriver(folder / "local", CriuCheckpointer(folder / "local"))})
     await engine.open()
@@ -49,7 +49,7 @@ async def running(folder: Path, warm: int) -> AsyncIterator[Engine]:
 
 
 async def ask(engine: Engine, rollout: Rollout, call: ToolCall) -> float:
-    """Make one call; return the seconds that it took, 0 for a hit."""
+    """Make a call and return its duration in seconds; 0 for a hit."""
     key = call_key(call)
     if engine.step.known(rollout, key) is not None:
         return 0.0
@@ -59,7 +59,7 @@ async def ask(engine: Engine, rollout: Rollout, call: ToolCall) -> float:
 
 
 async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, float, bool]:
-    """Walk to a node and leave the tree; return ms until the sandbox stood, ms in all, and whether it was warm."""
+    """Walk to a node and leave the tree; return ms to the sandbox, ms in total, and whether it was warm."""
     rollout = await engine.tasks.rollout("task", f"r{number}")
     depth = 1 + number % DEPTH
     for step in range(depth):
@@ -90,8 +90,8 @@ async def diverge(engine: Engine, number: int, pause_s: float) -> tuple[float, f
 
 
 async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[tuple[float, float, bool]]]:
-    """Return what each divergence took, by way."""
-    found: dict[str, list[tuple[float, float, bool]]] = {"warm": [], "restored": []}
+    """Return the times of all divergences, by way."""
+    results: dict[str, list[tuple[float, float, bool]]] = {"warm": [], "restored": []}
     async with running(folder / "warm", 8) as warm, running(folder / "cold", 0) as cold:
         engines = {"warm": warm, "restored": cold}
         for engine in engines.values():
@@ -103,19 +103,19 @@ async def measure(folder: Path, rounds: int, pause_s: float) -> dict[str, list[t
         for number in range(rounds):
             for way, engine in engines.items():
                 if way == "restored":
-                    # What former rollouts left standing is no snapshot.
+                    # An idle sandbox of an earlier rollout would make the restore unnecessary.
                     await engine.capture.drain()
                     await engine.pool.close_where(lambda _: True)
-                found[way].append(await diverge(engine, number, pause_s))
-    return found
+                results[way].append(await diverge(engine, number, pause_s))
+    return results
 
 
-def show(found: dict[str, list[tuple[float, float, bool]]]) -> None:
+def show(results: dict[str, list[tuple[float, float, bool]]]) -> None:
     shown = table(
         "From a diverging call's arrival to its sandbox at the right state, files only: ms",
         "", "runs", "median", "p95", "max", "target", "with the call", "warm forks used",
     )  # fmt: skip
-    for way, runs in found.items():
+    for way, runs in results.items():
         stood = sorted(run[0] for run in runs)
         shown.add_row(
             way, str(len(runs)), f"{median(stood):.2f}", f"{stood[int(0.95 * (len(stood) - 1))]:.2f}",
@@ -123,7 +123,7 @@ def show(found: dict[str, list[tuple[float, float, bool]]]) -> None:
             f"< {TARGETS_MS[way]:.0f}", f"{median([run[1] for run in runs]):.2f}", f"{sum(run[2] for run in runs)}",
         )  # fmt: skip
     console.print(shown)
-    ratio = median([run[0] for run in found["restored"]]) / median([run[0] for run in found["warm"]])
+    ratio = median([run[0] for run in results["restored"]]) / median([run[0] for run in results["warm"]])
     console.print(f"a warm fork is {ratio:.0f} times as quick as a restore")
 
 
@@ -131,9 +131,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument(
-        "--pause", type=float, default=0.3, help="seconds that the model thinks before it leaves the path"
+        "--pause", type=float, default=0.3, help="seconds that the model thinks before the diverging call"
     )
-    parser.add_argument("--data", type=Path, help="where sandboxes live; default: a temporary directory")
+    parser.add_argument("--data", type=Path, help="directory of the sandboxes; default: a temporary directory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.data, prefix="forkpoint-bench-") as folder:
         show(asyncio.run(measure(Path(folder), options.rounds, options.pause)))

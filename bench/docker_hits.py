@@ -1,8 +1,8 @@
-"""What a known command costs over Docker's API: the five requests of `docker exec`, and the command line itself.
+"""The cost of a hit over Docker's API: the five requests of `docker exec`, and the `docker` command line itself.
 
     uv run python -m bench.docker_hits [commands]
 
-The proxy serves the in-memory driver, so only ours is measured; the command line is measured where there is one.
+The proxy uses the in-memory driver, so only its own work is measured. The command line is measured if it is installed.
 """
 
 import http.client
@@ -25,13 +25,13 @@ UPGRADE = "Connection: Upgrade\r\nUpgrade: tcp\r\n"
 
 
 class Agent:
-    """One rollout that sends what the command line sends."""
+    """A rollout that sends the same requests as the command line."""
 
     def __init__(self, running: Running, rollout: str) -> None:
         self._address, self._base = running.address, BASE.format(rollout)
         self._connection = http.client.HTTPConnection(*running.address)
-        asked = {"Image": "any", "Cmd": ["sleep", "2h"]}
-        self.box = self.json("POST", "/v1.44/containers/create", asked)["Id"]
+        body = {"Image": "any", "Cmd": ["sleep", "2h"]}
+        self.box = self.json("POST", "/v1.44/containers/create", body)["Id"]
         self.send("POST", f"/v1.44/containers/{self.box}/start")
 
     def send(self, method: str, path: str, body: Any = None) -> bytes:
@@ -54,7 +54,7 @@ class Agent:
         return answer
 
     def command(self, text: str) -> dict[str, float]:
-        """Run one command; return the milliseconds of each request."""
+        """Run a command; return the milliseconds of each request."""
         took, at = {}, time.perf_counter()
 
         def lap(name: str) -> None:
@@ -65,18 +65,18 @@ class Agent:
         lap("ping")
         self.send("GET", f"/v1.44/containers/{self.box}/json")
         lap("inspect")
-        asked = {"Cmd": ["sh", "-c", text], "AttachStdout": True, "AttachStderr": True}
-        one = self.json("POST", f"/v1.44/containers/{self.box}/exec", asked)["Id"]
+        body = {"Cmd": ["sh", "-c", text], "AttachStdout": True, "AttachStderr": True}
+        instance = self.json("POST", f"/v1.44/containers/{self.box}/exec", body)["Id"]
         lap("exec create")
-        assert b"same" in self.start(one)
+        assert b"same" in self.start(instance)
         lap("exec start")
-        assert self.json("GET", f"/v1.44/exec/{one}/json")["ExitCode"] == 0
+        assert self.json("GET", f"/v1.44/exec/{instance}/json")["ExitCode"] == 0
         lap("exec inspect")
         return took | {"all five": sum(took.values())}
 
 
 def command_line(running: Running, count: int) -> list[float]:
-    """Return the milliseconds of `docker exec` of a known command."""
+    """Return the milliseconds of `docker exec` for a hit."""
     own = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"}
     host = f"tcp://{running.address[0]}:{running.address[1]}{BASE.format('cli')}"
     docker = ["docker", "-H", host]

@@ -1,4 +1,4 @@
-"""The floor that a hit is compared with: an ASGI application that reads the body and answers the same bytes."""
+"""The baseline of `bench.hotpath`: an ASGI application that reads the body and returns the same bytes."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

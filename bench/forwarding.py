@@ -1,8 +1,8 @@
-"""What a miss that is forwarded to a tool server costs over the direct request: `python -m bench.forwarding`.
+"""The overhead of a miss that is forwarded to a tool server: `python -m bench.forwarding`.
 
-The same server, of Python's standard library, runs beside Forkpoint and in its sandbox. Each request is one that
-nobody has sent before; both ways make one connection to the server for each. Then bodies of 10 MB and a long stream go
-through, and the proxy's memory is watched.
+The same server, from Python's standard library, runs beside Forkpoint and in its sandbox. Each request is new, and both
+ways open a connection to the server for each request. Then bodies of 10 MB and a long stream are forwarded, while the
+proxy's memory is measured.
 """
 
 import http.client
@@ -45,17 +45,17 @@ def direct() -> Iterator[Server]:
 
 
 class Client:
-    """One way to the server. keep: whether its connection serves more than one request."""
+    """A client of the server. keep: whether a connection serves several requests."""
 
     def __init__(self, server: Server, prefix: str, *, keep: bool) -> None:
         self.address, self.prefix, self.keep = server.address, prefix, keep
         self.connection = http.client.HTTPConnection(*self.address)
 
     def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """Send a request and return its answer's body.
+        """Send a request and return the body of the response.
 
         Raises:
-            RuntimeError: its status was not 200.
+            RuntimeError: The status was not 200.
         """
         self.connection.request(method, self.prefix + path, body, {"Content-Type": "application/json"})
         answer = self.connection.getresponse()
@@ -68,7 +68,7 @@ class Client:
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Return the milliseconds that act takes."""
+    """Return the duration of an action in milliseconds."""
     start = time.perf_counter()
     act()
     return (time.perf_counter() - start) * 1000

@@ -1,4 +1,4 @@
-"""Did the host stay as it was? Names, kinds, sizes and times of what sandboxed commands must not reach."""
+"""Fingerprints of the host, to show that sandboxed commands changed nothing outside."""
 
 import os
 from collections.abc import Iterable
@@ -10,22 +10,22 @@ Fingerprint = dict[str, tuple[int, int, int, int, int]]
 
 
 def fingerprint(roots: Iterable[str] = ROOTS) -> Fingerprint:
-    """Return for each path below roots, and each name in /, its mode, owner, size and modification time (ns).
+    """Return mode, owner, size and modification time (ns) of paths below the roots and of names in /.
 
-    Directories count without their size and time: what comes and goes in them is seen by its own path. Links are not
-    followed, other file systems and what cannot be read are left out. Some 25 µs a path.
+    Size and time of directories are left out, because their entries have paths of their own. Links are not followed.
+    Other file systems and unreadable files are left out. Takes about 25 µs per path.
     """
-    found: Fingerprint = {}
+    fingerprints: Fingerprint = {}
     with os.scandir(TOP) as entries:
         for entry in entries:
-            found[entry.path] = (entry.stat(follow_symlinks=False).st_mode, 0, 0, 0, 0)
+            fingerprints[entry.path] = (entry.stat(follow_symlinks=False).st_mode, 0, 0, 0, 0)
     for root in roots:
         if not os.path.islink(root) and os.path.isdir(root):  # noqa: PTH112, PTH114 - a walk of 100,000 paths
-            _walk(root, os.lstat(root).st_dev, found)
-    return found
+            _walk(root, os.lstat(root).st_dev, fingerprints)
+    return fingerprints
 
 
-def _walk(root: str, device: int, found: Fingerprint) -> None:
+def _walk(root: str, device: int, fingerprints: Fingerprint) -> None:
     pending = [root]
     while pending:
         try:
@@ -34,7 +34,7 @@ def _walk(root: str, device: int, found: Fingerprint) -> None:
                     stat = entry.stat(follow_symlinks=False)
                     is_folder = entry.is_dir(follow_symlinks=False)
                     changing = (0, 0) if is_folder else (stat.st_size, stat.st_mtime_ns)
-                    found[entry.path] = (stat.st_mode, stat.st_uid, stat.st_gid, *changing)
+                    fingerprints[entry.path] = (stat.st_mode, stat.st_uid, stat.st_gid, *changing)
                     if is_folder and stat.st_dev == device:
                         pending.append(entry.path)
         except OSError:  # It went away meanwhile, or is not ours to read.
@@ -42,5 +42,5 @@ def _walk(root: str, device: int, found: Fingerprint) -> None:
 
 
 def changed(before: Fingerprint, after: Fingerprint) -> list[str]:
-    """Return the paths that came, went or changed, sorted."""
+    """Return the paths that were added, removed or changed, sorted."""
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))

@@ -1,9 +1,8 @@
-"""A hit, beside a bare-ASGI uvicorn echo with the same client in the same run: `python -m bench.hotpath`.
+"""A hit compared with a bare ASGI echo on uvicorn, with the same client in the same run: `python -m bench.hotpath`.
 
-Both take a POST of 300 bytes and answer about 2 kB. They are measured alternately, and ratios are medians over the
-rounds' pairs, so that what else the machine does meets both. A hit is measured where a rollout stands 10 and 1,000
-calls deep: a read-only call that was recorded there. A walk follows recorded calls that change the state, one node
-further with each.
+Both receive a POST of 300 bytes and return about 2 kB. They are measured alternately, and ratios are medians over
+pairs, so that other load on the machine affects both. A hit is a recorded read-only call at depths of 10 and 1,000 calls. A
+walk follows recorded calls that change the state, and moves by a node with each of them.
 """
 
 import json
@@ -29,7 +28,7 @@ TASK = "hotpath"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One thing to measure: a server, and a request for each connection."""
+    """A server to measure, with a request for each connection."""
 
     name: str
     server: Server
@@ -56,19 +55,19 @@ def echo() -> Iterator[Server]:
 
 
 def shell(server: Server, rollout: str, command: str) -> bytes:
-    """Return a shell call as a request whose body has 300 bytes: a comment fills it."""
+    """Return a shell call as a request; a comment pads its body to 300 bytes."""
     body = json.dumps({"command": command})
     filled = json.dumps({"command": command + " #" + "." * max(0, REQUEST_BYTES - len(body) - 2)})
     return post(server, f"/t/{TASK}/r/{rollout}/shell/exec", filled.encode())
 
 
 def steps(server: Server, rollout: str, depth: int) -> list[bytes]:
-    """Return depth calls that each change the session, so that each makes a node."""
+    """Return calls that change the session, so that each of them makes a node."""
     return [shell(server, rollout, f"x={number}") for number in range(depth)]
 
 
 def standing_at(server: Server, depth: int, rollouts: int) -> Contender:
-    """Walk so many rollouts to depth and record the read-only call there; the first one pays for what is not known."""
+    """Walk a number of rollouts to a depth and record the read-only call there. Only the first rollout has misses."""
     names = [f"d{depth}-{number}" for number in range(rollouts)]
     for name in names:
         walk(server, [*steps(server, name, depth), shell(server, name, READ_ONLY)])
@@ -76,23 +75,23 @@ def standing_at(server: Server, depth: int, rollouts: int) -> Contender:
 
 
 def rounds(contenders: Sequence[Contender], count: int, seconds: float) -> dict[tuple[str, int], list[Measured]]:
-    """Measure all contenders in turn, count times, at each number of connections."""
-    found: dict[tuple[str, int], list[Measured]] = {}
+    """Measure all contenders in turn, `count` times, at each number of connections."""
+    results_of: dict[tuple[str, int], list[Measured]] = {}
     for _ in range(count):
         for connections in CONNECTIONS:
             for contender in contenders:
                 result = measure(contender.server, contender.requests, connections=connections, seconds=seconds)
-                found.setdefault((contender.name, connections), []).append(result)
-    return found
+                results_of.setdefault((contender.name, connections), []).append(result)
+    return results_of
 
 
-def show(contenders: Sequence[Contender], found: dict[tuple[str, int], list[Measured]]) -> None:
+def show(contenders: Sequence[Contender], results_of: dict[tuple[str, int], list[Measured]]) -> None:
     floor = contenders[0].name
     for connections in CONNECTIONS:
         title = f"A hit beside a bare-ASGI echo, connections: {connections}"
         shown = table(title, "", "req/s", "p50 µs", "server CPU µs", "req/s, echo = 1", "CPU, echo = 1")
         for contender in contenders:
-            results, echoed = found[contender.name, connections], found[floor, connections]
+            results, echoed = results_of[contender.name, connections], results_of[floor, connections]
             pairs = list(zip(results, echoed, strict=True))
             shown.add_row(
                 contender.name,
@@ -107,7 +106,7 @@ def show(contenders: Sequence[Contender], found: dict[tuple[str, int], list[Meas
 
 
 def show_walk(server: Server, depth: int) -> None:
-    """Walk a new rollout along the recorded calls: hits that move, each written down before it is answered."""
+    """Walk a new rollout along recorded calls: hits that move, each of them journalled before its answer."""
     walks = [walk(server, steps(server, f"walk-{number}", depth)) for number in range(5)]
     shown = table("A walk along recorded calls, one connection", "calls", "p50 µs")
     span = max(1, min(100, depth // 2))
@@ -119,8 +118,8 @@ def show_walk(server: Server, depth: int) -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--depth", type=int, default=1000, help="of the deep rollouts")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of each measurement")
+    parser.add_argument("--depth", type=int, default=1000, help="depth of the deep rollouts")
     options = parser.parse_args()
     with echo() as floor, ephemeral_proxy() as proxy:
         server = Server(proxy.url, proxy.pid)

@@ -1,8 +1,8 @@
 """Rollouts while sandboxes, the proxy and dockerd are killed at random: `python -m bench.kill_storm`.
 
-Every answer is compared with what a model of the trajectory says. Afterwards the proxy is killed once more, started,
-and stopped, and whatever is left on the machine is listed. The daemon is one of its own. Ends with 1 if an answer was
-wrong, a rollout was not answered, or something is left.
+Every answer is compared with a model of the trajectory. Afterwards the proxy is killed, restarted and stopped, and what
+is left on the machine is listed. The Docker daemon is a separate one. Exits with 1 if an answer was wrong, a rollout
+was not answered, or something is left.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.storm import Storm
 
 
 def shares(rollouts: int, drivers: list[str]) -> dict[str, int]:
-    """Return how many rollouts each driver gets."""
+    """Return the number of rollouts of each driver."""
     whole, rest = divmod(rollouts, len(drivers))
     return {driver: whole + (number < rest) for number, driver in enumerate(drivers)}
 
@@ -37,10 +37,10 @@ def report(storm: Storm, storm_s: float, left: list[str]) -> None:
         "seed": str(storm.seed),
         "rollouts": ", ".join(f"{driver} {count}" for driver, count in storm.rollouts.items()),
         "calls compared": f"{storm.calls - storm.hidden}",
-        "answers lost with a proxy, asked again later": f"{storm.hidden}",
+        "answers lost with a proxy": f"{storm.hidden}",
         "how answered": counted(storm.sources),
         "kills": f"{storm.kills.total()}",
-        "errors told to clients": counted(storm.errors),
+        "errors returned to clients": counted(storm.errors),
         "rollouts not answered": f"{len(storm.given_up)}",
         "wrong answers": f"{len(storm.wrong)}",
         "storm, s": f"{storm_s:.0f}",
@@ -60,7 +60,9 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--drivers", default="local,container")
     parser.add_argument("--every-s", type=float, default=2.0, help="mean seconds between kills")
-    parser.add_argument("--after-s", type=float, default=60.0, help="in which all has to be gone after a restart")
+    parser.add_argument(
+        "--after-s", type=float, default=60.0, help="seconds in which all earlier processes must end after a restart"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     options = parser.parse_args()
     drivers = options.drivers.split(",")
@@ -71,7 +73,7 @@ def main() -> None:
             os.environ["DOCKER_HOST"] = daemon.host
             make_bash_image()
         folder = stack.enter_context(data_directory())
-        # Containers reach their boxes through it, by whatever user.
+        # Any user in a container must be able to traverse this directory.
         folder.chmod(0o711)
         proxy = stack.enter_context(served(folder, drivers=json.dumps(drivers)))
         storm = Storm(proxy, daemon, shares(options.rollouts, drivers), options.seed, every_s=options.every_s)

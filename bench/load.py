@@ -1,4 +1,4 @@
-"""A light HTTP client for load: raw protocol on uvloop, requests built beforehand, in a process of its own.
+"""A light HTTP client for load: raw protocol on uvloop with prebuilt requests, in a separate process.
 
 `python -m bench.load HOST PORT SECONDS` reads one JSON list of base64 requests from stdin and opens a connection for
 each. SECONDS 0: one connection sends each request once, in order. Writes one JSON object: `sent`, `failed`, `seconds`,
@@ -22,7 +22,7 @@ PATIENCE_S = 120.0
 
 
 class Client(asyncio.Protocol):
-    """One connection: sends the next request when an answer is whole."""
+    """A connection that sends the next request after each complete response."""
 
     def __init__(self, requests: Iterator[bytes], deadline_ns: int, done: "asyncio.Future[None]") -> None:
         self.requests, self.deadline_ns, self.done = requests, deadline_ns, done
@@ -69,7 +69,7 @@ def _same(client: Client) -> Client:
 
 
 async def load(host: str, port: int, seconds: float, requests: list[bytes]) -> dict[str, Any]:
-    """Send requests for seconds, each on its own connection; or each once on one connection if seconds is 0."""
+    """Send requests for a number of seconds, each on its own connection; for 0, each once on one connection."""
     loop = asyncio.get_running_loop()
     started = time.perf_counter_ns()
     deadline = started + int((seconds or PATIENCE_S) * 1e9)

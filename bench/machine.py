@@ -1,4 +1,4 @@
-"""What every benchmark prints about where it ran, and the small things that they share."""
+"""What every benchmark prints about its machine, and shared helpers."""
 
 import os
 import platform
@@ -13,13 +13,13 @@ console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 def machine() -> str:
-    """Return cores, kernel, Python and the load just now: figures of a busy machine compare only within their table."""
+    """Return cores, kernel, Python and current load: figures from a busy machine are comparable only within a table."""
     load = os.getloadavg()[0]
     return f"{os.cpu_count()} cores, Linux {platform.release()}, Python {platform.python_version()}, load {load:.1f}"
 
 
 def table(title: str, *columns: str) -> Table:
-    """Print title and the machine, and return an empty table: the first column names, the others are numbers."""
+    """Print the title and the machine, and return an empty table: a column of names, then columns of numbers."""
     console.print(f"\n[bold]{title}[/bold]\n{machine()}")
     made = Table()
     for number, column in enumerate(columns):
@@ -32,7 +32,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the user and system time that a process has used so far, all its threads together."""
+    """Return the user and system time of a process so far, over all threads."""
     with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123 - a file of the kernel, one read
         fields = stat.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,7 @@
-"""200 rollouts of one task at once with the same 20 calls: `python -m bench.one_flight`.
+"""200 concurrent rollouts of a task with the same 20 calls: `python -m bench.one_flight`.
 
-Every other call prints a random number and changes nothing; the calls between write files. If each distinct call ran
-once, all rollouts saw the same random numbers, and the proxy counted 20 misses. Ends with 1 if not.
+Every other call prints a random number and does not change the state; the other calls write files. If each distinct
+call runs once, all rollouts see the same random numbers, and the proxy counts 20 misses. Exits with 1 otherwise.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ RANDOM = "cat /proc/sys/kernel/random/uuid"
 
 
 def commands(count: int) -> list[str]:
-    """Return count different calls, in turn one that changes files and one whose answer never comes twice."""
+    """Return `count` calls, alternately a call that changes files and a call with a random answer."""
     return [
         f"echo {number} > /tmp/step-{number}" if number % 2 == 0 else f"{RANDOM} # {number}" for number in range(count)
     ]
@@ -37,12 +37,12 @@ def workload(rollouts: int, calls: int) -> Workload:
 
 
 def executions(run: ReplayRun) -> Counter[int]:
-    """Count for each call how many rollouts were told that it ran for them."""
+    """Return for each call how many rollouts report that it was executed for them."""
     return Counter(call.index for call, outcome in run.outcomes.items() if outcome.source is Source.MISS)
 
 
 def answers(run: ReplayRun) -> dict[int, int]:
-    """Count for each call how many different answers were given."""
+    """Return for each call the number of different answers."""
     seen: dict[int, set[str]] = {}
     for call, outcome in run.outcomes.items():
         if outcome.answer is not None:
@@ -65,17 +65,17 @@ def main() -> None:
                 url, work, cached=True, names=names, at_once=options.rollouts, on_call=lambda _: None, trust_env=False
             )
         )
-    found, ran, different = figures(run), executions(run), answers(run)
+    totals, ran, different = figures(run), executions(run), answers(run)
     shown = table("One execution of each distinct call", "", "")
     for name, value in {
         "rollouts x calls": f"{options.rollouts} x {options.calls}",
-        "executed, as clients were told": f"{sum(ran.values())}",
+        "executed, as reported to clients": f"{sum(ran.values())}",
         "executed, as the proxy counts": f"{run.spent['misses']:.0f}",
         "most executions of one call": f"{max(ran.values(), default=0)}",
         "most different answers to one call": f"{max(different.values(), default=0)}",
-        "waited for another's run / hits": f"{found.waits} / {found.hits}",
-        "whole run, s": f"{found.wall_s:.2f}",
-        "errors": f"{found.errors}",
+        "waits / hits": f"{totals.waits} / {totals.hits}",
+        "whole run, s": f"{totals.wall_s:.2f}",
+        "errors": f"{totals.errors}",
     }.items():
         shown.add_row(name, value)
     console.print(shown)
@@ -83,7 +83,7 @@ def main() -> None:
         console.print(line, markup=False)
     once = set(ran.values()) == {1} and len(ran) == options.calls and run.spent["misses"] == options.calls
     same = set(different.values()) == {1} and len(different) == options.calls
-    if not (once and same and not found.errors):
+    if not (once and same and not totals.errors):
         sys.exit("Some call did not run exactly once, or not every rollout was answered.")
 
 

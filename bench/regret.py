@@ -1,19 +1,18 @@
 """The snapshot policy against the best choice in hindsight, on recorded traces: `python -m bench.regret`.
 
-A simulation of the pure parts: each recorded task is a group of rollouts that run side by side, an agent thinking 5 s
-between calls (exponential). A call that the tree knows is answered; any other needs a sandbox at its node: the one that
-stands there, or it is a *demand*, which costs a restore from the nearest kept state at or above the node and the replay
-from there. After a call the policy says whether to keep the state it led to. Which demands there are does not depend on
-the policy, so the best choice in hindsight is exact: a dynamic programme over each task's tree finds the set of kept
-states with the least
+A simulation of the pure parts: each recorded task is a group of rollouts that run concurrently, with agents that think
+5 s between calls (exponential). A hit is answered at once. A miss needs a sandbox at its node: an idle one, or else it
+is a *demand*, which costs a restore from the nearest snapshot at or above the node and the replay from there. After
+each call the policy decides whether to take a snapshot. The demands do not depend on the policy, so the best choice in
+hindsight is exact: a dynamic programme over each task's tree finds the set of snapshots with the least
 
     total = seconds of freezing + seconds of restoring + seconds of replaying.
 
-The call's own seconds, the same for every policy, are left out; so are sandboxes that stand further up, which would
-make all policies look better. The root state is always kept. Seconds of calls: `executed_seconds` where the recording
-has them (shell, SQL); 0.5 to 5 s, log-uniform by a digest of the call, for API calls, which have none. Freezing and
-restoring files cost what the local driver takes here, measured at the start; live processes what CRIU took for a shell
-and some jobs on two cores, or what `--processes` says. Much of a total is restores that no policy can avoid.
+The seconds of the calls themselves are left out, because they are the same for every policy. Sandboxes further up are
+left out too; they would make all policies look better. The root state is always kept. The seconds of a call are the
+recorded `executed_seconds` (shell, SQL), or for API calls 0.5 to 5 s, log-uniform by a digest of the call. The cost of
+freezing and restoring files is measured at the start with the local driver. For live processes it is what CRIU took for
+a shell and some jobs on two cores, or the value of `--processes`. No policy can avoid most of the restores.
 """
 
 import asyncio
@@ -43,13 +42,18 @@ SEALED_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """A state in the simulated tree. seconds: of the call that first reached it; behind: rollouts above it then."""
+class Position:
+    """A state in the simulated tree.
 
-    parent: "Place | None"
+    Attributes:
+        seconds: Seconds of the call that first reached it.
+        behind: Number of rollouts above it at that time.
+    """
+
+    parent: "Position | None"
     seconds: float
-    known: "dict[str, Place]" = field(default_factory=dict)
-    children: "list[Place]" = field(default_factory=list)
+    known: "dict[str, Position]" = field(default_factory=dict)
+    children: "list[Position]" = field(default_factory=list)
     kept: bool = False
     passes: int = 0
     demands: int = 0
@@ -58,7 +62,7 @@ class Place:
 
 @dataclass(slots=True)
 class Total:
-    """Seconds by part, summed over tasks. best_s: the least that any choice of states would have cost."""
+    """Seconds by part, summed over tasks. best_s: the cost of the best choice of snapshots."""
 
     freeze_s: float = 0.0
     restore_s: float = 0.0
@@ -74,15 +78,15 @@ class Total:
 
     @property
     def regret(self) -> float:
-        """The share by which the policy was dearer than the best choice."""
+        """The share by which the policy costs more than the best choice."""
         return self.cost_s / self.best_s - 1 if self.best_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a policy is asked: shall this state be kept?"""
+    """The input of a decision: whether to take a snapshot of a state."""
 
-    place: Place
+    position: Position
     saved_s: float
     costs: KindCosts
     reuse: Reuse
@@ -91,11 +95,16 @@ class Question:
 Policy = Callable[[Question], bool]
 
 
-def ours(asked: Question) -> bool:
-    """Decide as the proxy does. It insures against replays that diverge; here none does, so that counts as regret."""
-    uses = expected_uses(asked.reuse, behind=asked.place.behind, visits=asked.place.passes, demand=asked.place.demands)
-    saved_s = asked.saved_s + at_stake_s(replayed=0, diverged=0)
-    return worth_keeping(Prospect("", saved_s, uses, 0), cost_s=asked.costs.freeze.seconds)
+def ours(question: Question) -> bool:
+    """Decide as the proxy does. Insurance against diverging replays counts as regret, because none diverges here."""
+    uses = expected_uses(
+        question.reuse,
+        behind=question.position.behind,
+        visits=question.position.passes,
+        demand=question.position.demands,
+    )
+    saved_s = question.saved_s + at_stake_s(replayed=0, diverged=0)
+    return worth_keeping(Prospect("", saved_s, uses, 0), cost_s=question.costs.freeze.seconds)
 
 
 POLICIES: dict[str, Policy] = {
@@ -106,7 +115,7 @@ POLICIES: dict[str, Policy] = {
 
 
 class Simulation:
-    """Runs groups through trees under one policy."""
+    """Simulates groups of rollouts under a policy."""
 
     def __init__(self, policy: Policy, costs: KindCosts, overhead_s: float, seed: int) -> None:
         self._policy, self._costs, self._overhead_s = policy, costs, overhead_s
@@ -115,10 +124,10 @@ class Simulation:
         self.total = Total()
 
     def group(self, rollouts: Sequence[Sequence[Move]]) -> None:
-        """Run one task's rollouts side by side."""
-        root = Place(None, 0.0, kept=True)
+        """Run a task's rollouts concurrently."""
+        root = Position(None, 0.0, kept=True)
         places = {rollout[0].before: root for rollout in rollouts if rollout}
-        at, done, idle = [root] * len(rollouts), [0] * len(rollouts), Counter[Place]()
+        at, done, idle = [root] * len(rollouts), [0] * len(rollouts), Counter[Position]()
         events = [(self._think(), number) for number, rollout in enumerate(rollouts) if rollout]
         heapq.heapify(events)
         while events:
@@ -141,15 +150,15 @@ class Simulation:
             if done[number] < len(rollouts[number]):
                 heapq.heappush(events, (now + busy_s + self._think(), number))
             else:
-                at[number] = Place(None, 0.0)  # it has ended: behind nothing
+                at[number] = Position(None, 0.0)  # it has ended: behind nothing
         best = Best(self._costs, self._overhead_s)
         self.total.best_s += best.of(root)
 
     def _think(self) -> float:
         return self._dice.expovariate(1 / THINK_S)
 
-    def _come(self, here: Place, idle: "Counter[Place]") -> None:
-        """Bring a sandbox to a place where a call must run."""
+    def _come(self, here: Position, idle: "Counter[Position]") -> None:
+        """Bring a sandbox to a position for a miss."""
         if idle[here]:
             idle[here] -= 1
             return
@@ -160,75 +169,75 @@ class Simulation:
         if here.parent is not None:
             self._reuse = self._reuse.demanded()
 
-    def _state(self, places: dict[str, Place], here: Place, move: Move, at: Sequence[Place]) -> Place:
+    def _state(self, places: dict[str, Position], here: Position, move: Move, at: Sequence[Position]) -> Position:
         known = places.get(move.after)
         if known is not None:
             return known
-        made = places[move.after] = Place(here, move.seconds)
+        made = places[move.after] = Position(here, move.seconds)
         here.children.append(made)
-        above: Place | None = here
+        above: Position | None = here
         path = set()
         while above is not None:
             path.add(above)
             above = above.parent
-        # The one that made it stands here too.
-        made.behind = sum(place in path for place in at) - 1
+        # The sandbox that made the state is at this position too.
+        made.behind = sum(position in path for position in at) - 1
         self._reuse = self._reuse.made(made.behind)
         self.total.states += 1
         return made
 
-    def _replay_s(self, place: Place) -> float:
+    def _replay_s(self, position: Position) -> float:
         seconds = 0.0
-        while not place.kept:
-            seconds += place.seconds + self._overhead_s
-            assert place.parent is not None
-            place = place.parent
+        while not position.kept:
+            seconds += position.seconds + self._overhead_s
+            assert position.parent is not None
+            position = position.parent
         return seconds
 
-    def _keep(self, place: Place) -> None:
-        if not place.kept and self._policy(Question(place, self._replay_s(place), self._costs, self._reuse)):
-            place.kept = True
+    def _keep(self, position: Position) -> None:
+        if not position.kept and self._policy(Question(position, self._replay_s(position), self._costs, self._reuse)):
+            position.kept = True
             self.total.kept += 1
             self.total.freeze_s += self._costs.freeze.seconds
 
 
 class Best:
-    """The least cost of a tree whose demands are known."""
+    """The least cost of a tree with known demands."""
 
     def __init__(self, costs: KindCosts, overhead_s: float) -> None:
         self._freeze_s, self._restore_s, self._overhead_s = costs.freeze.seconds, costs.restore.seconds, overhead_s
 
-    def of(self, root: Place) -> float:
+    def of(self, root: Position) -> float:
         """Return the least seconds of freezing, restoring and replaying."""
-        wanted: set[Place] = set()
+        wanted: set[Position] = set()
         self._mark(root, wanted)
         return self._below(root, 0.0, wanted)
 
-    def _mark(self, place: Place, wanted: set[Place]) -> bool:
-        below = [self._mark(child, wanted) for child in place.children]
-        if place.demands or any(below):
-            wanted.add(place)
+    def _mark(self, position: Position, wanted: set[Position]) -> bool:
+        below = [self._mark(child, wanted) for child in position.children]
+        if position.demands or any(below):
+            wanted.add(position)
             return True
         return False
 
-    def _below(self, place: Place, replay_s: float, wanted: set[Place]) -> float:
-        """Return the cost of place and all below, where the nearest kept state above is replay_s away."""
+    def _below(self, position: Position, replay_s: float, wanted: set[Position]) -> float:
+        """Return the cost of a subtree if the nearest snapshot above is `replay_s` away."""
 
         def children(from_s: float) -> float:
             return sum(
                 self._below(child, from_s + child.seconds + self._overhead_s, wanted)
-                for child in place.children
+                for child in position.children
                 if child in wanted
             )
 
-        dropped = place.demands * (self._restore_s + replay_s) + children(replay_s)
-        if place.parent is None:
+        dropped = position.demands * (self._restore_s + replay_s) + children(replay_s)
+        if position.parent is None:
             return dropped
-        return min(dropped, self._freeze_s + place.demands * self._restore_s + children(0.0))
+        return min(dropped, self._freeze_s + position.demands * self._restore_s + children(0.0))
 
 
 def simulate(traces: Traces, policy: Policy, costs: KindCosts, *, overhead_s: float, seeds: int = 5) -> Total:
-    """Run every task of traces, several times with other thinking times, and return the sums."""
+    """Run every task several times with different thinking times, and return the sums."""
     sums = Total()
     for seed in range(seeds):
         simulation = Simulation(policy, costs, overhead_s, seed)
@@ -240,7 +249,7 @@ def simulate(traces: Traces, policy: Policy, costs: KindCosts, *, overhead_s: fl
 
 
 async def measured(count: int = 30) -> KindCosts:
-    """Return what keeping files costs here: the seconds that it adds after a call's layer is made, and a restore."""
+    """Measure the cost of a snapshot of files: the seconds that taking it adds to a call, and a restore."""
     freezes, restores = [], []
     with tempfile.TemporaryDirectory(prefix="forkpoint-bench-") as folder:
         data_dir = Path(folder) / "local"
@@ -267,8 +276,8 @@ async def measured(count: int = 30) -> KindCosts:
     return KindCosts(Mean(median(freezes)), Mean(median(restores)))
 
 
-def show(kind: str, costs: KindCosts, found: Sequence[tuple[str, Traces]]) -> None:
-    """Print one table: each workload with each policy."""
+def show(kind: str, costs: KindCosts, workloads: Sequence[tuple[str, Traces]]) -> None:
+    """Print a table of each workload with each policy."""
     overhead_s = Costs().replay_overhead.seconds
     shown = table(
         f"Snapshot policy, {kind}: freeze {costs.freeze.seconds * 1e3:.2f} ms, "
@@ -276,7 +285,7 @@ def show(kind: str, costs: KindCosts, found: Sequence[tuple[str, Traces]]) -> No
         "", "kept", "demands", "best s", "ours s", *POLICIES,
     )  # fmt: skip
     best_s, ours_s = 0.0, 0.0
-    for name, traces in found:
+    for name, traces in workloads:
         totals = [simulate(traces, decide, costs, overhead_s=overhead_s) for decide in POLICIES.values()]
         mine = totals[0]
         shown.add_row(
@@ -294,14 +303,14 @@ def main() -> None:
     parser.add_argument("--processes", type=float, nargs=2, metavar=("FREEZE_S", "RESTORE_S"), default=(0.05, 0.04))
     options = parser.parse_args()
     sys.setrecursionlimit(20_000)
-    found = [(file.stem, read_traces(file)) for file in sorted(options.workloads.glob("*.jsonl"))]
-    if not found:
+    workloads = [(file.stem, read_traces(file)) for file in sorted(options.workloads.glob("*.jsonl"))]
+    if not workloads:
         parser.error(f"no *.jsonl in {options.workloads}: name a directory of recorded traces")
-    groups = [(name, resampled(traces, size=8, seed=1)) for name, traces in found if "api" in name]
+    groups = [(name, resampled(traces, size=8, seed=1)) for name, traces in workloads if "api" in name]
     files = asyncio.run(measured())
     processes = KindCosts(*map(Mean, options.processes))
     for kind, costs in (("files", files), ("processes", processes)):
-        show(f"{kind}, recorded", costs, found)
+        show(f"{kind}, recorded", costs, workloads)
         show(f"{kind}, groups of 8 resampled", costs, groups)
 
 

@@ -1,7 +1,7 @@
-"""What a sandbox of the local driver costs: `python -m bench.sandboxes`. Beside it Docker, where it is there.
+"""The cost of a sandbox of the local driver, compared with Docker if it is installed: `python -m bench.sandboxes`.
 
-Start from nothing, freeze (the sandbox goes on), restore: each alone, and with the first command after it. On an
-otherwise idle machine.
+Measures start, freeze (the sandbox continues) and restore, each alone and with the next command, on an otherwise idle
+machine.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ async def execute(sandbox: Sandbox, command: str) -> None:
 
 @contextmanager
 def timed(timings: Timings, what: str) -> Iterator[None]:
-    """Add what the block took to timings, in ms."""
+    """Append the duration of the block to `timings`, in milliseconds."""
     started = time.perf_counter()
     yield
     timings.setdefault(what, []).append((time.perf_counter() - started) * 1e3)
 
 
 async def local(folder: Path, count: int) -> Timings:
-    """Return count times of each step, in ms: alone, and with the first command after it."""
+    """Return `count` times of each step in milliseconds: alone, and with the next command."""
     timings: Timings = {}
     driver, spec = LocalDriver(folder, CriuCheckpointer(folder)), EnvironmentSpec()
     await driver.open()
@@ -59,7 +59,7 @@ async def local(folder: Path, count: int) -> Timings:
                     sandbox = await driver.start(spec)
                 await execute(sandbox, "true")
             await execute(sandbox, f"echo {number} > /tmp/written; export kept={number}")
-            # At once after the call that wrote: making its layer counts.
+            # Directly after the call that wrote, so that making its layer counts.
             with timed(timings, FREEZE + ANSWERED):
                 with timed(timings, FREEZE):
                     frozen = await sandbox.freeze()
@@ -78,7 +78,7 @@ async def local(folder: Path, count: int) -> Timings:
 
 
 def docker(image: str, count: int) -> Timings:
-    """Return the like of Docker, in ms: run, exec, commit, run from the commit. Nothing of it is left behind.
+    """Return the times of Docker's steps in milliseconds: run, exec, commit, run from the commit. Cleans up.
 
     Raises:
         subprocess.CalledProcessError: docker refused.
@@ -106,14 +106,14 @@ def docker(image: str, count: int) -> Timings:
 
 
 def docker_image(wanted: str | None) -> tuple[str | None, str]:
-    """Return an image that is here already, or None and why not: the benchmark pulls nothing."""
+    """Return a local image, or None and the reason: the benchmark pulls no image."""
     if shutil.which("docker") is None:
         return None, "docker is not installed"
     ask = ["docker", "images", "--format", "{{.Repository}}:{{.Tag}}"]
-    asked = subprocess.run(ask, capture_output=True, text=True, check=False)
-    if asked.returncode:
-        return None, f"docker does not answer: {asked.stderr.strip().splitlines()[-1]}"
-    images = [image for image in asked.stdout.split() if "<none>" not in image]
+    result = subprocess.run(ask, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return None, f"docker does not answer: {result.stderr.strip().splitlines()[-1]}"
+    images = [image for image in result.stdout.split() if "<none>" not in image]
     if wanted is not None and wanted not in images:
         return None, f"{wanted} is not among the images here: {', '.join(images) or 'none'}"
     return (wanted or images[0], "") if images else (None, "docker has no image here")
@@ -123,8 +123,8 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--docker-count", type=int, default=5)
-    parser.add_argument("--image", help="for Docker; default: the first that is here")
-    parser.add_argument("--data", type=Path, help="where sandboxes live; default: a temporary directory")
+    parser.add_argument("--image", help="image for Docker; default: the first local image")
+    parser.add_argument("--data", type=Path, help="directory of the sandboxes; default: a temporary directory")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.data, prefix="forkpoint-bench-") as folder:
         ours = asyncio.run(local(Path(folder), options.count))

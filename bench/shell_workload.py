@@ -1,7 +1,7 @@
 """Recorded agents' shell commands through a private proxy: `python -m bench.shell_workload WORKLOAD.jsonl`.
 
-Prints the hit rate without any annotation, how many answers differ from an uncached run, beside how many differ
-between two uncached runs, and whether the host is as it was: the commands are destructive, and must stay inside.
+Prints the hit rate without annotations, the number of answers that differ from an uncached run, the number that differ
+between two uncached runs, and whether the host is unchanged: the commands are destructive and must stay in the sandbox.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ PATHS_SHOWN = 20
 
 
 def show_host(before: Fingerprint, after: Fingerprint, fixtures: set[str]) -> None:
-    """Say which watched paths changed, and whether anything has a name that only a sandbox should have."""
+    """Return the watched paths that changed, and names that only sandboxes should have."""
     paths = changed(before, after)
     escaped = sorted(fixtures & after.keys() - before.keys())
     console.print(
@@ -56,10 +56,10 @@ def _mounts() -> int:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workload", type=Path, help="JSONL with its fixtures beside it")
-    parser.add_argument("--rollouts", type=int, default=4, help="at once")
-    parser.add_argument("--limit", type=int, help="only the first so many rollouts")
-    parser.add_argument("--json", type=Path, help="write figures, errors and differences here")
+    parser.add_argument("workload", type=Path, help="JSONL file next to its fixtures")
+    parser.add_argument("--rollouts", type=int, default=4, help="concurrent rollouts")
+    parser.add_argument("--limit", type=int, help="maximum number of rollouts")
+    parser.add_argument("--json", type=Path, help="file for figures, errors and differences")
     options = parser.parse_args()
     run(read_workload([options.workload]).select(limit=options.limit), at_once=options.rollouts, json=options.json)
 

@@ -1,7 +1,8 @@
-"""What SQLite rollouts cost: `python -m bench.sql_forks [--gb 1] [--dir DIR]`.
+"""The cost of SQLite rollouts: `python -m bench.sql_forks [--gb 1] [--dir DIR]`.
 
-64 rollouts that read one large database, beside one: disk and memory of the whole proxy. The first write of a rollout
-on 100 MB, by each way of forking (reflink on an XFS image where root and mkfs.xfs are there). A hit beside a shell's.
+Measures 64 rollouts that read a large database, compared with one: disk and memory of the whole proxy. Then the first
+write of a rollout on 100 MB with each way of forking (reflink on an XFS image, if root and mkfs.xfs are available), and
+a hit compared with a hit of a shell call.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ QUERY: dict[str, Any] = {"params": None, "max_rows": 100, "timeout_s": 60.0, "fo
 
 
 def make_database(path: Path, size_bytes: int) -> Path:
-    """Make a database of about this size: one table of rows that do not compress."""
+    """Make a database of about this size: a table of incompressible rows."""
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA journal_mode = OFF").fetchall()
     connection.execute("PRAGMA synchronous = OFF")
@@ -52,7 +53,7 @@ def make_database(path: Path, size_bytes: int) -> Path:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return what a process and all it started use: shared memory is counted once."""
+    """Return the memory of a process and its descendants; shared memory counts once."""
     rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     own = next(int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:"))
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -60,13 +61,13 @@ def memory_bytes(pid: int) -> int:
 
 
 def disk_bytes(folder: Path) -> int:
-    files = {(found.st_dev, found.st_ino): found.st_blocks * 512 for found in map(Path.stat, folder.rglob("*"))}
+    files = {(status.st_dev, status.st_ino): status.st_blocks * 512 for status in map(Path.stat, folder.rglob("*"))}
     return sum(files.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """What so many readers cost their proxy, and how long each read took."""
+    """Disk and memory of a proxy with a number of readers, and the duration of each read."""
 
     memory_bytes: int
     disk_bytes: int
@@ -74,7 +75,7 @@ class Readers:
 
 
 def read_alike(database: Path, rollouts: int) -> Readers:
-    """Let rollouts read, each something else."""
+    """Let each rollout read different rows."""
 
     async def go(proxy: EphemeralProxy) -> list[float]:
         limits = httpx.Limits(max_connections=None)
@@ -135,7 +136,7 @@ def xfs(folder: Path, size_mb: int) -> Iterator[Path]:
 
 
 async def first_writes(folder: Path, database: Path, method: Method) -> list[float]:
-    """Return the seconds of the first write of many rollouts, fork, worker and all."""
+    """Return the seconds of the first write of many rollouts, including fork and worker."""
     driver = SqliteDriver(folder / "data")
     await driver.open()
     try:
@@ -144,7 +145,7 @@ async def first_writes(folder: Path, database: Path, method: Method) -> list[flo
         await driver.identity(spec)
         took = []
         for number in range(WRITES):
-            # While the model thinks, spare workers are made.
+            # Spare workers start while the model thinks.
             await asyncio.sleep(0.1)
             sandbox = await driver.start(spec)
             call = ToolCall("sql", "query", QUERY | {"sql": f"INSERT INTO item (text) VALUES ('{number}')"})
@@ -159,7 +160,7 @@ async def first_writes(folder: Path, database: Path, method: Method) -> list[flo
 
 
 def bare_writes(folder: Path, database: Path) -> list[float]:
-    """Return what SQLite alone takes for the same in this process: link, open, write."""
+    """Return the seconds of the same steps with SQLite alone in this process: link, open, write."""
     base = folder / "base.db"
     shutil.copyfile(database, base)
     with sqlite3.connect(base) as connection:
@@ -231,8 +232,8 @@ def show_hits(folder: Path) -> None:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=1.0, help="size of the database that all read")
-    parser.add_argument("--dir", type=Path, help="where to put databases and data directories; otherwise TMPDIR")
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the shared database in GB")
+    parser.add_argument("--dir", type=Path, help="directory of databases and data; default: TMPDIR")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="forkpoint-bench-", dir=options.dir) as folder:
         show_hits(Path(folder))

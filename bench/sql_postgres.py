@@ -2,7 +2,7 @@
 
     python -m bench.sql_postgres
 
-Starts a PostgreSQL server of its own (fsync off) with a database of 10 MB, and a proxy. Prints medians of one run.
+Starts a separate PostgreSQL server (fsync off) with a database of 10 MB, and a proxy. Prints medians of a run.
 """
 
 import json
@@ -36,7 +36,7 @@ WRITES = {
 
 
 def query(client: httpx.Client, task: str, rollout: str, sql: str) -> tuple[float, str]:
-    """Return the seconds that a call took, and how it was answered."""
+    """Return the duration of a call in seconds, and its cache status."""
     body = json.dumps({"sql": sql}).encode()
     began = time.perf_counter()
     answer = client.post(f"/t/{task}/r/{rollout}/sql/query", content=body)
@@ -60,7 +60,7 @@ def measure(running: Cluster, client: httpx.Client) -> None:
         return sum("_fork_" in name or "_spare_" in name for name in running.ours())
 
     def settle() -> None:
-        # Clones are made ahead while the model thinks.
+        # Spare clones are made while the model thinks.
         time.sleep(1.5)
 
     databases = {"main": {"dsn": running.dsn, "source": "bank"}}
@@ -88,7 +88,7 @@ def measure(running: Cluster, client: httpx.Client) -> None:
         samples = []
         for number in range(ROLLOUTS):
             settle()
-            # Every rollout writes something else, so none is answered by another.
+            # Every rollout writes different rows, so that none of them hits.
             statement = sql.format(n=number + 1)
             samples.append(query(client, "bank", f"{name}-{number}".replace(" ", "-"), statement)[0])
         print(f"first write, warm clone, {name:12}{median_ms(samples)}")
@@ -98,7 +98,7 @@ def measure(running: Cluster, client: httpx.Client) -> None:
 
 
 def main() -> None:
-    """Run it once."""
+    """Run the benchmark."""
     os.environ["FORKPOINT_DRIVERS"] = '["postgres", "local"]'
     with cluster() as running:
         running.create("bank", TEN_MB)

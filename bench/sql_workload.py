@@ -1,8 +1,7 @@
 """Recorded agents' SQL through a temporary proxy: `python -m bench.sql_workload WORKLOAD.jsonl`.
 
-Compares each answer with what the same statement gave when the recorded rollout was run again on a database of its own,
-and prints the hit rate: all tasks on one database share what was asked of it. Ends with 1 if an answer differs, or the
-databases do afterwards.
+Compares each answer with the recorded rollout's, which was run again on a separate database, and prints the hit rate:
+all tasks on a database share their records. Exits with 1 if an answer differs, or if the databases differ afterwards.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from bench.machine import console, machine, median, table
 from proxy.workloads.ephemeral_proxy import ephemeral_proxy
 
 ROWS = 5000
-"""What the recorded runs fetched of a result."""
+"""Rows that the recorded runs fetched of each result."""
 SHOWN = 5
 NO_KEEP = httpx.Limits(max_connections=None)
 
@@ -34,13 +33,13 @@ def read(workload: Path) -> list[dict[str, Any]]:
 
 
 def expected(call: dict[str, Any]) -> str:
-    """Return what stands for the recorded output: itself, or where it was cut the digest of the whole."""
+    """Return the recorded output, or its digest if the recording cut it."""
     cut = call.get("executed_output_truncated")
     return f"sha256:{cut['sha256']}" if cut else str(call["executed_output"])
 
 
 def rendered(answer: dict[str, Any], call: dict[str, Any]) -> str:
-    """Return an answer as the recorded runs wrote it: the rows as Python shows them."""
+    """Return an answer in the format of the recorded runs: rows as Python prints them."""
     if answer["error"] is not None:
         return f"Error executing query: {answer['error']['message']}"
     text = str([tuple(map(python_value, row)) for row in answer["rows"]])
@@ -58,7 +57,7 @@ def python_value(value: Any) -> Any:
 
 
 class Run:
-    """Walks all rollouts, some at a time, and counts."""
+    """Replays all rollouts, some concurrently, and counts the results."""
 
     def __init__(self, client: httpx.AsyncClient, folder: Path) -> None:
         self._client, self._folder = client, folder
@@ -130,9 +129,9 @@ def show(run: Run, stats: dict[str, Any], recorded: list[dict[str, Any]], *, sam
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workload", type=Path, help="JSONL with its databases beside it")
-    parser.add_argument("--rollouts", type=int, default=8, help="at once")
-    parser.add_argument("--limit", type=int, help="only the first so many rollouts")
+    parser.add_argument("workload", type=Path, help="JSONL file next to its databases")
+    parser.add_argument("--rollouts", type=int, default=8, help="concurrent rollouts")
+    parser.add_argument("--limit", type=int, help="maximum number of rollouts")
     options = parser.parse_args()
     recorded, folder = read(options.workload)[: options.limit], options.workload.parent
     before = digests(folder)

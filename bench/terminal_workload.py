@@ -37,16 +37,16 @@ SETUP = ("mkdir -p /work", "echo start > /work/state")
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One call: what it took, how it was answered, and what it said."""
+    """The result of a call: its duration, its source and its output."""
 
     seconds: float
     source: str
-    said: str
+    output: str
     tool_s: float
 
 
 def command_of(move: Move) -> str:
-    """Return the shell command that stands for a recorded call."""
+    """Return the shell command that simulates a recorded call."""
     digest = blake2b(move.call.encode(), digest_size=6).hexdigest()
     seconds = 0.0 if share("instant", move.call) < INSTANT_SHARE else move.seconds
     work = f"sleep {seconds:.2f}" if seconds else "true"
@@ -76,7 +76,7 @@ async def follow(
 async def group(
     url: str, task: str, rollouts: Sequence[Sequence[Move]], *, cached: bool, think_s: float, batch: int
 ) -> list[list[Answered]]:
-    """Run a task's group side by side."""
+    """Run a task's group concurrently."""
     spec = {"setup": list(SETUP), "cache": "always" if cached else "never"}
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
         (await client.put(f"/api/v1/tasks/{task}", json=spec)).raise_for_status()
@@ -94,14 +94,14 @@ async def group(
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """All that was answered in one pass, by batch."""
+    """The answers of a pass, by batch."""
 
     plain: list[Answered]
     cached: list[Answered]
 
 
 async def measure(url: str, traces: Sequence[Traces], *, at_once: int, think_s: float) -> list[Passed]:
-    """Run every task's groups, some tasks at once, first without the cache and then with it."""
+    """Run the groups of every task, some tasks concurrently, first without the cache and then with it."""
     passes = []
     for batch, groups in enumerate(traces):
         passed = Passed([], [])
@@ -109,14 +109,14 @@ async def measure(url: str, traces: Sequence[Traces], *, at_once: int, think_s: 
             both = []
             for cached in (False, True):
                 prefix = "cached" if cached else f"plain{batch}"
-                found = await asyncio.gather(
+                answers_of = await asyncio.gather(
                     *(
                         group(url, f"{prefix}-{name}", groups[name], cached=cached, think_s=think_s, batch=batch)
                         for name in names
                     )
                 )
-                both.append([answer for rollouts in found for answers in rollouts for answer in answers])
-            wrong = sum(one.said != other.said for one, other in zip(*both, strict=True))
+                both.append([answer for rollouts in answers_of for answers in rollouts for answer in answers])
+            wrong = sum(plain.output != cached.output for plain, cached in zip(*both, strict=True))
             if wrong:
                 raise RuntimeError(f"{wrong} answers differ with the cache and without it")
             passed.plain.extend(both[0])
@@ -127,7 +127,7 @@ async def measure(url: str, traces: Sequence[Traces], *, at_once: int, think_s: 
 
 
 def show(passes: Sequence[Passed]) -> None:
-    """Print each batch's seconds a call, and all batches together."""
+    """Print the seconds per call of each batch and of all batches together."""
     shown = table(
         f"Tool-call seconds of a terminal-like workload, groups of {SIZE}",
         "", "calls", "median", "p95", "mean", "hits", "shared", "median, with = 1",
@@ -149,7 +149,7 @@ def show(passes: Sequence[Passed]) -> None:
 
 
 def workload(files: Sequence[Path], tasks: int, batches: int) -> list[Traces]:
-    """Return batches of groups over the same tasks, spread over the files."""
+    """Return batches of groups of the same tasks, spread over the files."""
     recorded = {f"{file.stem}.{task}": moves for file in files for task, moves in read_traces(file).items()}
     chosen = random.Random(1).sample(sorted(recorded), min(tasks, len(recorded)))  # noqa: S311
     picked = {f"{number}": recorded[name] for number, name in enumerate(chosen)}
@@ -166,10 +166,10 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", type=Path, default=WORKLOADS, help="directory of recorded API traces")
     parser.add_argument("--tasks", type=int, default=16)
-    parser.add_argument("--batches", type=int, default=1, help="groups of each task, one after another")
-    parser.add_argument("--at-once", type=int, default=4, help="tasks")
-    parser.add_argument("--think", type=float, default=3.0, help="seconds between calls, in the mean")
-    parser.add_argument("--json", type=Path, help="write every call's seconds here")
+    parser.add_argument("--batches", type=int, default=1, help="number of groups of each task, one after another")
+    parser.add_argument("--at-once", type=int, default=4, help="concurrent tasks")
+    parser.add_argument("--think", type=float, default=3.0, help="mean seconds between calls")
+    parser.add_argument("--json", type=Path, help="file for the seconds of every call")
     options = parser.parse_args()
     files = sorted(options.workloads.glob("api-*.jsonl"))
     if not files:
@@ -185,8 +185,8 @@ def main() -> None:
         f"divergences: {totals['divergences']}; errors: {totals['errors']}"
     )
     if options.json is not None:
-        told = [[[a.seconds, b.seconds, b.source] for a, b in zip(p.plain, p.cached, strict=True)] for p in passes]
-        options.json.write_bytes(orjson.dumps(told))
+        seconds = [[[a.seconds, b.seconds, b.source] for a, b in zip(p.plain, p.cached, strict=True)] for p in passes]
+        options.json.write_bytes(orjson.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Recorded traces as moves between states, and groups of rollouts resampled from them (pure but for the reading)."""
+"""Recorded traces as transitions between states, and groups of rollouts that are resampled from them."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _LONGEST = 40
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One call: from a state, what was called, to a state, and what the tool took."""
+    """A call: its state before, the call, its state after, and the seconds of the tool."""
 
     before: str
     call: str
@@ -38,13 +38,13 @@ Traces = Mapping[str, Sequence[Sequence[Move]]]
 
 
 def share(*parts: str) -> float:
-    """Return a number in [0, 1) that only the parts decide."""
+    """Return a number in [0, 1) that depends only on the parts."""
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def read_traces(file: Path) -> Traces:
-    """Read recorded rollouts. Where no state was recorded, a call that was not annotated read-only makes a new one."""
+    """Read recorded rollouts. Without recorded states, each call that is not marked read-only makes a new state."""
     traces: dict[str, list[list[Move]]] = defaultdict(list)
     for line in file.read_text().splitlines():
         rollout = json.loads(line)
@@ -56,7 +56,7 @@ def read_traces(file: Path) -> Traces:
 
 
 def resampled(traces: Traces, *, size: int, seed: int) -> Traces:
-    """Return groups of size rollouts for each task, of recorded shape.
+    """Return groups of rollouts for each task, in the shape of the recording.
 
     Each rollout walks: at a state, after a given call, it makes one of the calls that recorded rollouts made there, as
     often as they did; or, with the chance that Good and Turing give for what was not seen yet (times `NOVELTY`), a
@@ -72,7 +72,7 @@ def resampled(traces: Traces, *, size: int, seed: int) -> Traces:
 
 
 def hit_share(traces: Traces) -> float:
-    """Return the share of calls that a cache by true state answers, rollouts one after another."""
+    """Return the share of calls that a cache by true state answers if rollouts run one after another."""
     hits = calls = 0
     for rollouts in traces.values():
         seen: set[tuple[str, str]] = set()
@@ -87,7 +87,7 @@ _After = Mapping[tuple[str, str], Sequence[Move | None]]
 
 
 def _next_moves(rollouts: Sequence[Sequence[Move]]) -> _After:
-    """Return what followed each (state, last call); None where a rollout ended."""
+    """Return the calls that followed each (state, last call); None for the end of a rollout."""
     following: dict[tuple[str, str], list[Move | None]] = defaultdict(list)
     for rollout in rollouts:
         last = ""
@@ -100,7 +100,7 @@ def _next_moves(rollouts: Sequence[Sequence[Move]]) -> _After:
 
 def _walk(following: _After, start: str, name: str, dice: random.Random) -> list[Move]:
     moves: list[Move] = []
-    # Where the recording stands, and where this rollout does: apart once it made a change of its own.
+    # The state of the recording and of this rollout differ once the rollout made a change of its own.
     recorded, here, last = start, start, ""
     while len(moves) < _LONGEST:
         options = following.get((recorded, last))

@@ -1,4 +1,4 @@
-"""The page at `/ui`: how a tree of 50,000 nodes opens and pans in it, and what ten open pages cost the hits.
+"""The page at `/ui`: the time to open and pan a tree of 50,000 nodes, and what ten open pages cost the hits.
 
 `python -m bench.ui` needs Debian's chromium. Opening and panning are measured in the page itself. For the hits, ten
 pages (overview, trees, tables) are open in one browser and follow the load that is measured; without them the same
@@ -55,7 +55,7 @@ def hits(rounds: int, seconds: float, connections: int) -> None:
         pages = [browser.pages[0], *(browser.new_page() for _ in range(PAGES - 1))]
         pairs = []
         for number in range(rounds):
-            # Which of the two is measured first changes from round to round.
+            # The order of the two alternates between rounds.
             both = {}
             for open_pages in (number % 2 == 0, number % 2 == 1):
                 _show(pages, proxy.url if open_pages else "")
@@ -75,10 +75,10 @@ def _load(server: Server, requests: Any, seconds: float) -> dict[str, Any]:
     host, port = server.address
     given = json.dumps([base64.b64encode(request).decode() for request in requests])
     command = [sys.executable, "-m", "bench.load", host, str(port), str(seconds)]
-    found = json.loads(subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout)
-    if found["failed"]:
-        raise RuntimeError(f"{found['failed']} answers were not 200")
-    return dict(found)
+    result = json.loads(subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout)
+    if result["failed"]:
+        raise RuntimeError(f"{result['failed']} answers were not 200")
+    return dict(result)
 
 
 def _print_hits(pairs: list[tuple[dict[str, Any], dict[str, Any]]], connections: int) -> None:
@@ -94,7 +94,7 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement of hits")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each measurement of hits")
     parser.add_argument("--connections", type=int, default=8)
     parser.add_argument("--only", choices=("large", "hits"))
     options = parser.parse_args()

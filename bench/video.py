@@ -1,8 +1,8 @@
-"""What videos cost, with the cache and without it: `python -m bench.video [--clip FILE]`. Needs ffmpeg, or a clip.
+"""The cost of videos with and without the cache: `python -m bench.video [--clip FILE]`. Needs ffmpeg, or a clip.
 
 One run on the 180 s clip of `examples/make_clip.py`: preprocess twice from nothing in processes of its own (CPU,
 memory, bytes); a group of 8 rollouts that load, prepare and ask, each for itself and through the tree; later tasks on
-the same video; the reading tools one by one. Ends with 1 if something is not as it is promised.
+the same video; and the read tools one by one. Exits with 1 if a promise does not hold.
 """
 
 import json
@@ -44,7 +44,7 @@ _faults: list[str] = []
 
 
 def promise(holds: object, text: str) -> None:
-    """Say whether something is as promised."""
+    """Print whether a promise holds."""
     console.print(f"[{'green' if holds else 'red'}]{'holds' if holds else 'DOES NOT HOLD'}[/]  {text}")
     if not holds:
         _faults.append(text)
@@ -54,7 +54,7 @@ def promise(holds: object, text: str) -> None:
 
 
 def prepare(clip: Path, folder: Path) -> None:
-    """Preprocess clip into folder, in this process, and print what it took."""
+    """Preprocess a clip into a folder in this process, and print its cost."""
     from sandboxes.video import passes as preparation  # noqa: PLC0415 - only in this process
     from sandboxes.video import probe  # noqa: PLC0415 - only in this process
 
@@ -68,20 +68,20 @@ def prepare(clip: Path, folder: Path) -> None:
 
 
 def show_preprocess(clip: Path, folder: Path) -> None:
-    found = []
+    runs = []
     for number in range(2):
         (target := folder / f"prepared-{number}").mkdir()
         command = [sys.executable, "-m", "bench.video", "--prepare", str(target), "--clip", str(clip)]
         began = time.perf_counter()
-        told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        found.append(told | {"wall_s": time.perf_counter() - began})
+        run = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        runs.append(run | {"wall_s": time.perf_counter() - began})
     rows = table("Preprocess from nothing", "run", "CPU", "wall, with start of Python", "largest resident")
-    for number, run in enumerate(found):
+    for number, run in enumerate(runs):
         rows.add_row(str(number + 1), f"{run['cpu_s']:.1f} s", f"{run['wall_s']:.1f} s", f"{run['resident_mb']:.0f} MB")
     console.print(rows)
-    promise(all(run["cpu_s"] < 10 for run in found), "less than 10 CPU seconds")
-    promise(all(run["resident_mb"] < 300 for run in found), "less than 300 MB resident")
-    promise(found[0]["files"] == found[1]["files"], "two runs make the same bytes")
+    promise(all(run["cpu_s"] < 10 for run in runs), "less than 10 CPU seconds")
+    promise(all(run["resident_mb"] < 300 for run in runs), "less than 300 MB resident")
+    promise(runs[0]["files"] == runs[1]["files"], "two runs make the same bytes")
 
 
 # -- a group ----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def show_preprocess(clip: Path, folder: Path) -> None:
 
 @dataclass
 class Group:
-    """What a group of rollouts was answered, and what that took. tool_s: seconds of tools that really ran."""
+    """The answers to a group of rollouts and their durations. tool_s: seconds of tools that were executed."""
 
     answers: list[list[bytes]] = field(default_factory=list)
     tool_s: float = 0.0
@@ -97,7 +97,7 @@ class Group:
 
 
 class Task:
-    """A task on the clip at a proxy."""
+    """A task on the clip in a proxy."""
 
     def __init__(self, client: httpx.Client, name: str, clip: Path, **more: Any) -> None:
         self._client, self._name = client, name
@@ -109,7 +109,7 @@ class Task:
         return answer.raise_for_status()
 
     def walk(self, rollout: str, group: Group) -> None:
-        """Load, prepare and ask, as one rollout."""
+        """Run a rollout: load, prepare and query the clip."""
         answers = []
         for tool, arguments in (("load_video", {"name": NAME}), ("preprocess", {}), *READS, EXACT):
             answer = self.ask(rollout, tool, arguments)
@@ -126,12 +126,12 @@ class Task:
 
 
 def tool_s(answer: httpx.Response) -> float:
-    """Return the seconds of the tool in an answer; none where another rollout's run answered."""
+    """Return the seconds of the tool in an answer; 0 if another rollout's execution answered."""
     if "stored" not in answer.headers["cache-status"] and "bypass" not in answer.headers["cache-status"]:
         return 0.0
-    found = re.search(r"tool;dur=([0-9.]+)", answer.headers["server-timing"])
-    assert found is not None
-    return float(found[1]) / 1000
+    match = re.search(r"tool;dur=([0-9.]+)", answer.headers["server-timing"])
+    assert match is not None
+    return float(match[1]) / 1000
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def show_reads(task: Task) -> None:
             answer = task.ask("a", tool, varied(tool, arguments, number))
             whole.append((time.perf_counter() - began) * 1e3)
             tools.append(tool_s(answer) * 1e3)
-        # The first of each kind opens files. `video_info` has no arguments: but for the first all its calls are hits.
+        # The first call of each kind opens files. `video_info` has no arguments, so all but its first call are hits.
         if tool == "video_info":
             tools, whole = tools[:1] * 2, whole[:1] * 2
         name = tool + (", exact" if arguments.get("exact") else "")
@@ -196,7 +196,7 @@ def show_reads(task: Task) -> None:
 
 
 def varied(tool: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return arguments that nobody asked with before."""
+    """Return arguments that no earlier call had."""
     changed = dict(arguments)
     for name, value in arguments.items():
         if isinstance(value, float):
@@ -213,8 +213,8 @@ def varied(tool: str, arguments: dict[str, Any], number: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--clip", type=Path, help="instead of the synthetic one")
-    parser.add_argument("--prepare", type=Path, help="preprocess the clip into this folder, and say what it took")
+    parser.add_argument("--clip", type=Path, help="clip to use instead of the synthetic one")
+    parser.add_argument("--prepare", type=Path, help="preprocess the clip into this folder, and print the cost")
     options = parser.parse_args()
     if options.prepare is not None:
         prepare(options.clip, options.prepare)

@@ -1,4 +1,4 @@
-"""A Docker daemon of a test's own, which may be killed and started again, and what is left when it has ended."""
+"""A separate Docker daemon for tests, which can be killed and restarted."""
 
 import contextlib
 import os
@@ -30,11 +30,11 @@ class Dockerd:
 
     @property
     def host(self) -> str:
-        """What DOCKER_HOST has to be."""
+        """The value of DOCKER_HOST."""
         return f"unix://{self.folder}/sock"
 
     def start(self) -> None:
-        """Start it; return when it answers. Again where it ends, as a service manager does: containerd can be late."""
+        """Start the daemon and return when it answers. Restarts it if it exits, because containerd may be late."""
         places = ("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "pid")
         options = [word for name, place in places for word in (name, f"{self.folder}/{place}")]
         options += ["--bridge", "none", "--iptables=false", "--ip6tables=false", "--cgroup-parent", f"/{self.parent}"]
@@ -57,7 +57,7 @@ class Dockerd:
         (self.folder / "exec" / "containerd" / "containerd.pid").unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Stop it in order, with whatever containers it still has."""
+        """Stop the daemon with SIGTERM, with the containers that still run."""
         if self.process is None:
             return
         for container in self.ask("ps", "--all", "--quiet").split():
@@ -67,34 +67,34 @@ class Dockerd:
         self.process = None
 
     def ask(self, *words: str) -> str:
-        """Return what the `docker` command prints."""
+        """Run a `docker` command and return its output."""
         command = ["docker", "--host", self.host, *words]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
     def pids(self) -> list[int]:
-        """Return the first process of every container that runs; needs no daemon that answers."""
+        """Return pid 1 of every running container, without asking the daemon."""
         found = {int(pid) for group in self.groups() for pid in _members(group)}
         return sorted(pid for pid in found if is_sandbox(pid))
 
     def groups(self) -> list[Path]:
         """Return the control groups of its containers."""
-        # os.walk passes over what goes away meanwhile.
+        # os.walk ignores directories that disappear meanwhile.
         return [Path(at, name) for parent in self._parents() for at, names, _ in os.walk(parent) for name in names]
 
     def living(self) -> list[str]:
-        """Return the processes in its containers, with a daemon or without."""
+        """Return the processes in the daemon's containers, without asking the daemon."""
         found = {int(pid) for group in self.groups() for pid in _members(group)}
         return [f"process {pid} in a container" for pid in sorted(found)]
 
     def remains(self) -> list[str]:
-        """Return what a daemon that has ended left of its own: killed as it starts a container, it forgets that."""
+        """Return what an ended daemon left behind: a daemon that is killed while it starts a container forgets it."""
         found = [f"process {pid} of dockerd" for pid in _naming(str(self.folder))]
-        # The mount of its data on itself stays until the machine goes down.
+        # The daemon's bind mount of its own data stays until the machine shuts down.
         mounts = [line for line in mounts_below(self.folder) if line.split()[4] != str(self.folder / "data")]
         return found + [f"mount {line}" for line in mounts] + [f"control group {group}" for group in self.groups()]
 
     def clear(self) -> None:
-        """Remove its files and what of it was left."""
+        """Remove the daemon's files and everything that it left behind."""
         for pid in {*_naming(str(self.folder)), *self.pids()}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -104,7 +104,7 @@ class Dockerd:
         wait_until(self._ungrouped, f"control groups of {self.parent} stay")
 
     def _ungrouped(self) -> bool:
-        """Remove the control groups; False while the kernel holds some, for what was killed."""
+        """Remove the control groups; False while the kernel keeps some for processes that were killed."""
         for group in sorted({*self.groups(), *self._parents()}, reverse=True):
             with contextlib.suppress(OSError):
                 group.rmdir()
@@ -120,7 +120,7 @@ class Dockerd:
 
 @contextlib.contextmanager
 def dockerd() -> Iterator[Dockerd]:
-    """Run a daemon of one's own on a real disk; at the end nothing of it is left."""
+    """Run a separate daemon on a real disk, and remove everything of it at the end."""
     daemon = Dockerd(Path(tempfile.mkdtemp(prefix="forkpoint-dockerd-", dir="/var/lib")))
     try:
         daemon.start()
@@ -140,7 +140,7 @@ def _members(group: Path) -> list[str]:
 
 
 def _naming(text: str) -> list[int]:
-    """Return the processes whose command line names a text."""
+    """Return the processes whose command line contains a text."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -1,4 +1,4 @@
-"""A proxy as a process of its own, what tests with real sandboxes need, and what may not be left on the machine."""
+"""Runs the proxy as a process, and checks what it leaves on the machine, for tests with real sandboxes."""
 
 import fcntl
 import functools
@@ -26,11 +26,11 @@ from snapshots.criu.binary import CriuBinary, CriuMissingError
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which needs root")
 
 Process = tuple[int, str]
-"""A pid and when it started: a pid alone may be given again."""
+"""A pid and its start time, because the kernel reuses pids."""
 
 
 class Answering(Protocol):
-    """A proxy to ask, however it is run."""
+    """A proxy that answers requests, in this process or in another."""
 
     @property
     def client(self) -> httpx.Client: ...
@@ -40,13 +40,13 @@ class Answering(Protocol):
 
 
 def require_sandboxes() -> None:
-    """Skip the test, with the reason, where the local driver cannot run."""
+    """Skip the test if the local driver cannot run here."""
     if missing := _missing():
         pytest.skip(f"the local driver cannot run here: {missing}")
 
 
 def require_criu() -> None:
-    """Skip the test, with the reason, where CRIU does not work; in the project's own CI it has to."""
+    """Skip the test if CRIU does not work here. With FORKPOINT_NEEDS_CRIU, as in CI, the test fails instead."""
     require_sandboxes()
     if missing := _missing_criu():
         assert not os.environ.get("FORKPOINT_NEEDS_CRIU"), missing
@@ -66,13 +66,13 @@ def _missing_criu() -> str:
 @functools.cache
 def _missing() -> str:
     with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
-        unmet = [found for found in check(Path(folder)) if found.required and not found.ok]
-    return "; ".join(f"{found.name}: {found.detail}" for found in unmet)
+        unmet = [requirement for requirement in check(Path(folder)) if requirement.required and not requirement.ok]
+    return "; ".join(f"{requirement.name}: {requirement.detail}" for requirement in unmet)
 
 
 @contextmanager
 def data_directory() -> Iterator[Path]:
-    """Give a directory that sandboxes can be made in; at the end nothing may be mounted below it."""
+    """Yield a directory for sandboxes; nothing may be mounted below it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-test-", dir="/var/tmp"))
     try:
         yield folder
@@ -83,7 +83,7 @@ def data_directory() -> Iterator[Path]:
 
 @dataclass
 class Proxy:
-    """`forkpoint serve` on a data directory, which may be killed and started again. Its address stays."""
+    """`forkpoint serve` on a data directory. It can be killed and restarted, and keeps its address."""
 
     data: Path
     options: dict[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Proxy:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it; return when it is ready."""
+        """Start the proxy, and return when it is ready."""
         command = [*self.wrapper, self.python, "-m", "forkpoint", "serve", "--port", str(self.port)]
         environment = os.environ | {f"FORKPOINT_{name.upper()}": value for name, value in self.options.items()}
         with (self.data / "serve.log").open("ab") as log:
@@ -113,7 +113,7 @@ class Proxy:
         self.process.wait()
 
     def stop(self) -> None:
-        """Stop it in order, as a service manager does."""
+        """Stop the proxy with SIGTERM, as a service manager does."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(40) in (0, -signal.SIGTERM), self.log()
@@ -122,14 +122,14 @@ class Proxy:
         return (self.data / "serve.log").read_text(errors="replace")[-5000:]
 
     def processes(self) -> set[Process]:
-        """Return every process that came from it, in whatever sandbox."""
+        """Return all descendants of the proxy, including those in sandboxes."""
         assert self.process is not None
         return _descendants(self.process.pid)
 
     def groups(self) -> list[Path]:
         """Return the control groups of this instance of the local driver."""
-        said = self.data / "data" / "local" / "instance.json"
-        return [Path(group) for group in json.loads(said.read_bytes())["cgroups"]] if said.exists() else []
+        instance = self.data / "data" / "local" / "instance.json"
+        return [Path(group) for group in json.loads(instance.read_bytes())["cgroups"]] if instance.exists() else []
 
     def view(self, path: str) -> Any:
         return httpx.get(f"{self.url}/api/v1/{path}", timeout=30).raise_for_status().json()
@@ -145,7 +145,7 @@ class Proxy:
 
 @contextmanager
 def served(data: Path, **options: str) -> Iterator[Proxy]:
-    """Run a proxy; whatever the test did, none is left."""
+    """Run a proxy for the duration of the block; all of its processes must end with it."""
     proxy = Proxy(data, options)
     proxy.start()
     try:
@@ -154,7 +154,7 @@ def served(data: Path, **options: str) -> Iterator[Proxy]:
         if proxy.process is not None and proxy.process.poll() is None:
             processes = proxy.processes()
             proxy.kill()
-            wait_until(lambda: not alive(processes), f"{alive(processes)} outlive the proxy")
+            wait_until(lambda: not alive(processes), f"{alive(processes)} are still running")
 
 
 def wait_until(true: Callable[[], bool], otherwise: str, *, within_s: float = 30.0) -> None:
@@ -165,7 +165,7 @@ def wait_until(true: Callable[[], bool], otherwise: str, *, within_s: float = 30
 
 
 def alive(processes: set[Process]) -> set[Process]:
-    """Return those of processes that still run; a zombie has ended."""
+    """Return the processes that still run; a zombie has ended."""
     return {(pid, began) for pid, began in processes if (now := _stat(pid)) and now[2] == began and now[0] != "Z"}
 
 
@@ -175,26 +175,28 @@ def mounts_below(folder: Path) -> list[str]:
 
 
 def assert_nothing_left(proxy: Proxy, processes: set[Process], groups: list[Path]) -> None:
-    """Assert that an ended proxy left no process, mount, control group, lock and nothing half written."""
+    """Assert that an ended proxy left no process, mount, control group, lock or incomplete file."""
     assert leftovers(proxy, processes, groups) == []
 
 
 def leftovers(proxy: Proxy, processes: set[Process], groups: list[Path]) -> list[str]:
-    """Return what an ended proxy left: processes, mounts, control groups, locks, and files that are half written."""
+    """Return what an ended proxy left behind: processes, mounts, control groups, locks and incomplete files."""
     data = proxy.data / "data"
-    found = [f"process {pid}" for pid, _ in alive(processes)]
-    found += [f"mount {line}" for line in mounts_below(proxy.data)]
-    found += [f"control group {group}" for group in groups if group.exists()]
-    found += [str(path) for folder in ("local/uppers", "container/boxes", "journal") for path in _inside(data / folder)]
+    remains = [f"process {pid}" for pid, _ in alive(processes)]
+    remains += [f"mount {line}" for line in mounts_below(proxy.data)]
+    remains += [f"control group {group}" for group in groups if group.exists()]
+    remains += [
+        str(path) for folder in ("local/uppers", "container/boxes", "journal") for path in _inside(data / folder)
+    ]
     for folder, whole in (("local/layers", "meta.json"), ("container/states", "meta.json")):
-        found += [f"half written: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
-    kept = [path for path in _inside(data / "snapshots") if path.is_dir()]
-    found += [f"half written: {path}" for path in kept if not (path / "manifest.json").exists()]
-    return found + [f"locked: {lock}" for lock in data.glob("*/lock") if _locked(lock)]
+        remains += [f"incomplete: {path}" for path in _inside(data / folder) if not (path / whole).exists()]
+    snapshots = [path for path in _inside(data / "snapshots") if path.is_dir()]
+    remains += [f"incomplete: {path}" for path in snapshots if not (path / "manifest.json").exists()]
+    return remains + [f"locked: {lock}" for lock in data.glob("*/lock") if _locked(lock)]
 
 
 def unnamed(proxy: Proxy) -> list[Path]:
-    """Return the parts of kept states on disk that no snapshot and no root state names. For a proxy just started."""
+    """Return the parts of snapshots on disk that nothing refers to. Call it for a proxy that just started."""
     data = proxy.data / "data"
     named: set[str] = set()
     for manifest in data.glob("snapshots/*/manifest.json"):
@@ -206,7 +208,7 @@ def unnamed(proxy: Proxy) -> list[Path]:
 
 
 def is_sandbox(pid: int) -> bool:
-    """Say whether pid is the first process of a pid namespace: with it, all others of its sandbox end."""
+    """Return whether a process is pid 1 of a namespace, whose end kills its whole sandbox."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -216,7 +218,7 @@ def is_sandbox(pid: int) -> bool:
 
 
 def process(pid: int) -> Process | None:
-    """Return the process that is pid now; None where there is none."""
+    """Return the process with this pid; None if there is none."""
     return None if (now := _stat(pid)) is None else (pid, now[2])
 
 
@@ -236,18 +238,18 @@ def _locked(path: Path) -> bool:
 def _descendants(pid: int) -> set[Process]:
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (found := _stat(int(entry.name))):
-            children.setdefault(found[1], []).append((int(entry.name), found[2]))
-    found_all, ahead = set(), [pid]
-    while ahead:
-        for child in children.get(ahead.pop(), []):
-            found_all.add(child)
-            ahead.append(child[0])
-    return found_all
+        if entry.name.isdigit() and (stat := _stat(int(entry.name))):
+            children.setdefault(stat[1], []).append((int(entry.name), stat[2]))
+    descendants, pending = set(), [pid]
+    while pending:
+        for child in children.get(pending.pop(), []):
+            descendants.add(child)
+            pending.append(child[0])
+    return descendants
 
 
 def _stat(pid: int) -> tuple[str, int, str] | None:
-    """Return state, parent and start time."""
+    """Return state, parent and start time of a process; None if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""A model endpoint that speaks OpenAI's wire over real HTTP, remembers what it was asked, and can be ill."""
+"""A model endpoint with OpenAI's API over real HTTP; it remembers its requests and can simulate failures."""
 
 import base64
 import threading
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _said(body: dict[str, Any], salt: str) -> str:
@@ -83,7 +83,7 @@ def _said(body: dict[str, Any], salt: str) -> str:
 def _embedded(body: dict[str, Any], *, short: bool) -> dict[str, Any]:
     texts = body.get("input") or [body["messages"][0]["content"][0]["image_url"]["url"]]
     rows = [{"index": n, "embedding": _vector(text)} for n, text in enumerate(texts)]
-    # Not in their order: the index tells it.
+    # Out of order on purpose: the index gives the order.
     return {"data": rows[1:] if short else rows[::-1]}
 
 
@@ -94,7 +94,7 @@ def _vector(text: str) -> list[float]:
 
 @contextmanager
 def model_server() -> Iterator[ModelServer]:
-    """Serve on a free port, in a thread."""
+    """Serve on a free port in a thread."""
     server = ModelServer()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -1,4 +1,4 @@
-"""Rollouts by the hundred while sandboxes, the proxy and dockerd are killed at random; and what is left after it."""
+"""A kill storm: rollouts run while sandboxes, the proxy and dockerd are killed at random."""
 
 import os
 import random
@@ -20,33 +20,37 @@ from tests.sandboxes.docker import BASH_IMAGE
 from tests.trajectories import SETUP, WORK, Turn, choices, trajectory
 
 CALL_S = 180.0
-"""A call that is not answered in so long, however often it is asked again, counts as given up."""
+"""A call without an answer after this long, retries included, counts as given up."""
 _AGAIN = {429, 503, 507}
 _WEIGHTS = {"sandbox": 8, "proxy": 2, "dockerd": 1, "both": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """An answer that is not what the trajectory is told alone."""
+    """An answer that differs from the model of the trajectory."""
 
     rollout: str
     turn: int
     expected: Turn
-    told: Any
+    actual: Any
     how: str
 
 
-class GivenUp(Exception):  # noqa: N818 - says how a rollout ended
+class GivenUp(Exception):  # noqa: N818 - names how a rollout ended
     """A rollout got no answer."""
 
 
 @dataclass
 class Storm:
-    """A storm over one proxy. rollouts: how many, by the driver of their tasks.
+    """A storm over one proxy.
 
-    errors, kills: how many of each kind. hidden: answers of calls that were taken, lost with the proxy that gave them.
-    gone_s: seconds from the last restart until nothing that lived before it was left. remains: what dockerd left of its
-    own, which nobody can ask it to remove.
+    Attributes:
+        rollouts: Number of rollouts by the driver of their tasks.
+        hidden: Recorded calls whose answer was lost because the proxy was killed.
+        errors: Number of errors of each kind.
+        kills: Number of kills of each kind.
+        gone_s: Seconds from the last restart until no earlier process ran any more.
+        remains: What dockerd itself left behind; it cannot be asked to remove it.
     """
 
     proxy: Proxy
@@ -77,7 +81,7 @@ class Storm:
     # -- rollouts ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Let all rollouts run to their ends in the storm; then have every trajectory told again, in calm."""
+        """Run all rollouts in the storm; then repeat every trajectory without kills."""
         with self._client:
             for driver in self.rollouts:
                 for number in range(self.tasks):
@@ -89,18 +93,18 @@ class Storm:
             ]
             self._dice.shuffle(walks)
             with ThreadPoolExecutor(self.at_once) as threads:
-                told = [threads.submit(self._walk, f"r{number}", *walk) for number, walk in enumerate(walks)]
+                walking = [threads.submit(self._walk, f"r{number}", *walk) for number, walk in enumerate(walks)]
                 try:
-                    while wait(told, timeout=self._dice.uniform(0.2, 1.8) * self.every_s).not_done:
+                    while wait(walking, timeout=self._dice.uniform(0.2, 1.8) * self.every_s).not_done:
                         self._strike()
                 except BaseException:
                     self._over.set()
                     raise
-                for walk in told:
+                for walk in walking:
                     walk.result()
                 again = sorted(set(walks))
-                told = [threads.submit(self._walk, f"again{number}", *walk) for number, walk in enumerate(again)]
-                for walk in told:
+                walking = [threads.submit(self._walk, f"again{number}", *walk) for number, walk in enumerate(again)]
+                for walk in walking:
                     walk.result()
 
     def _put(self, task: str, driver: str) -> None:
@@ -126,13 +130,13 @@ class Storm:
                 return
             how = answer.headers["cache-status"]
             self.sources[how.removeprefix("forkpoint; ")] += 1
-            told = answer.json()
-            if (told["stdout"], told["stderr"], told["exit_code"]) != (turn.out, "", turn.code):
-                self.wrong.append(Wrong(rollout, number, turn, told, how))
+            actual = answer.json()
+            if (actual["stdout"], actual["stderr"], actual["exit_code"]) != (turn.out, "", turn.code):
+                self.wrong.append(Wrong(rollout, number, turn, actual, how))
 
     def _ask(self, task: str, rollout: str, number: int, turn: Turn) -> httpx.Response | None:
-        """Ask until there is an answer; None where it was given to a connection that the proxy's death had ended."""
-        deadline, unsure, said = time.monotonic() + CALL_S, False, ""
+        """Repeat a call until it is answered; None if it was recorded and its answer was lost with the connection."""
+        deadline, unsure, problem = time.monotonic() + CALL_S, False, ""
         while time.monotonic() < deadline and not self._over.is_set():
             try:
                 if unsure and self._taken(task, rollout) > number:
@@ -146,15 +150,15 @@ class Storm:
                 continue
             if answer.is_success:
                 return answer
-            said = answer.text
+            problem = answer.text
             self._count(f"{answer.status_code} {answer.json()['type'].rpartition(':')[2]}")
             if answer.status_code not in _AGAIN:
                 break
             time.sleep(0.2)
-        raise GivenUp(said)
+        raise GivenUp(problem)
 
     def _taken(self, task: str, rollout: str) -> int:
-        """Return how many calls the proxy says that this rollout has made."""
+        """Return the number of the rollout's calls that the proxy recorded."""
         shown = self._client.get(f"/api/v1/tasks/{task}/rollouts/{rollout}?limit=1")
         if shown.status_code in _AGAIN:
             raise httpx.ReadError("not ready yet")
@@ -178,7 +182,7 @@ class Storm:
             self.kill_proxy()
         if kind in ("dockerd", "both"):
             assert self.dockerd is not None
-            # Down for a while: what is asked of it meanwhile fails.
+            # While the daemon is down, requests to it fail.
             time.sleep(self._dice.uniform(0, 0.5))
             self.dockerd.start()
         if kind in ("proxy", "both"):
@@ -186,9 +190,9 @@ class Storm:
         self.kills[kind] += 1
 
     def _kill_sandbox(self) -> str:
-        here = {("local", found) for found in self.proxy.processes() if is_sandbox(found[0])}
+        here = {("local", candidate) for candidate in self.proxy.processes() if is_sandbox(candidate[0])}
         if self.dockerd is not None:
-            here |= {("container", found) for pid in self.dockerd.pids() if (found := process(pid))}
+            here |= {("container", init) for pid in self.dockerd.pids() if (init := process(pid))}
         if not here:
             return "none to kill"
         driver, (pid, began) = self._dice.choice(sorted(here))
@@ -197,45 +201,48 @@ class Storm:
         return f"sandbox, {driver}"
 
     def kill_proxy(self) -> None:
-        """Kill it, having looked at what it has."""
+        """Note the proxy's processes and control groups, and kill it."""
         self._note()
         self.proxy.kill()
 
     def _note(self) -> None:
-        """Remember what there is now, so that none of it is missed among what is left."""
+        """Remember all processes and control groups, to look for them afterwards."""
         self.processes |= self.proxy.processes()
         self.groups |= set(self.proxy.groups())
         if self.dockerd is not None:
-            self.processes |= {found for pid in self.dockerd.pids() if (found := process(pid))}
+            self.processes |= {init for pid in self.dockerd.pids() if (init := process(pid))}
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def leftovers(self, after_s: float) -> list[str]:
-        """Kill the proxy once more, start it, wait until nothing of before lives, at most after_s, and stop it.
+        """Kill and restart the proxy, wait at most `after_s` until all earlier processes are gone, and stop it.
 
-        Return what is left of it all.
+        Returns:
+            What is left behind.
         """
         self.kill_proxy()
         before = set(self.processes)
         self.proxy.start()
         ready = time.monotonic()
-        found = [f"named by nothing: {path}" for path in unnamed(self.proxy)]
-        # Without a rollout nothing is made: what lived before goes, and is not replaced.
+        remaining = [f"unreferenced: {path}" for path in unnamed(self.proxy)]
+        # Without rollouts the proxy makes no sandboxes, so earlier processes end and are not replaced.
         while alive(before) and time.monotonic() < ready + after_s:
             time.sleep(0.1)
         self.gone_s = time.monotonic() - ready
         self._note()
-        found += [f"process {pid} of before" for pid, _ in alive(before)]
+        remaining += [f"earlier process {pid}" for pid, _ in alive(before)]
         self.proxy.stop()
-        found += leftovers(self.proxy, self.processes, sorted(self.groups))
+        remaining += leftovers(self.proxy, self.processes, sorted(self.groups))
         if self.dockerd is not None:
-            found += [f"container {line}" for line in self.dockerd.ask("ps", "-a", "--format", "{{.Names}}").split()]
+            remaining += [
+                f"container {line}" for line in self.dockerd.ask("ps", "-a", "--format", "{{.Names}}").split()
+            ]
             dangling = self.dockerd.ask("images", "--filter", "dangling=true", "--quiet").split()
-            found += [f"image {image}" for image in dangling]
+            remaining += [f"image {image}" for image in dangling]
             networks = self.dockerd.ask("network", "ls", "--format", "{{.Name}}").split()
-            found += [f"network {name}" for name in networks if name not in ("bridge", "host", "none")]
-            found += [f"volume {name}" for name in self.dockerd.ask("volume", "ls", "--quiet").split()]
+            remaining += [f"network {name}" for name in networks if name not in ("bridge", "host", "none")]
+            remaining += [f"volume {name}" for name in self.dockerd.ask("volume", "ls", "--quiet").split()]
             self.dockerd.stop()
-            found += self.dockerd.living()
+            remaining += self.dockerd.living()
             self.remains = self.dockerd.remains()
-        return found
+        return remaining

@@ -1,4 +1,4 @@
-"""The container driver behind the whole proxy, as a client sees it."""
+"""The container driver behind the whole proxy, through its HTTP interface."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SPEC = {"driver": "container", "image": BASH_IMAGE, "setup": ["echo seed > /root
 def proxy() -> Iterator[Proxy]:
     require_docker()
     with data_directory() as folder:
-        # Containers reach their boxes through it, by whatever user.
+        # Any user in a container must be able to traverse this directory.
         folder.chmod(0o711)
         try:
             with served(folder, drivers=json.dumps(["container"]), container_spares="0") as running:
@@ -34,15 +34,15 @@ def client(proxy: Proxy) -> Iterator[httpx.Client]:
 
 
 def exec_(client: httpx.Client, rollout: str, command: str) -> tuple[str, str, str]:
-    """Return what a call prints, how it was come by, and where the rollout stands then."""
+    """Return the output of a call, its cache status, and the rollout's node after it."""
     answer = client.post(f"/t/task/r/{rollout}/shell/exec", json={"command": command}).raise_for_status()
     return answer.json()["stdout"], answer.headers["cache-status"], answer.headers["x-forkpoint-node"]
 
 
-def test_a_second_rollout_hits_then_diverges_and_all_go_on_after_a_kill(proxy: Proxy, client: httpx.Client) -> None:
+def test_rollouts_share_diverge_and_survive_a_kill(proxy: Proxy, client: httpx.Client) -> None:
     walked = [exec_(client, "a", command) for command in ("cd /tmp; X=1; echo a >> ~/log", "pwd; echo $X; cat ~/log")]
     assert [(out, how) for out, how, _ in walked] == [("", MISS), ("/tmp\n1\nseed\na\n", MISS)]
-    assert walked[0][2] == walked[1][2], "what only looks leads nowhere"
+    assert walked[0][2] == walked[1][2], "a read-only call stays at its node"
     again = [exec_(client, "b", command) for command in ("cd /tmp; X=1; echo a >> ~/log", "pwd; echo $X; cat ~/log")]
     assert again == [(out, HIT, node) for out, _, node in walked]
 
@@ -68,7 +68,7 @@ def test_a_second_rollout_hits_then_diverges_and_all_go_on_after_a_kill(proxy: P
     assert_nothing_left(proxy, processes, [])
 
 
-def test_an_image_that_is_missing_is_refused_with_what_to_do(client: httpx.Client) -> None:
+def test_missing_image_is_refused_with_remedy(client: httpx.Client) -> None:
     answer = client.put("/api/v1/tasks/other", json={"driver": "container", "image": "no-such-image:1"})
     assert answer.status_code == 422
     assert "docker pull no-such-image:1" in answer.json()["detail"]

@@ -1,4 +1,4 @@
-"""Promises 3 and 4 with real shells: a kill of the proxy loses no answer and no place, and leaves nothing behind."""
+"""Promises 3 and 4 with real shells: a killed proxy loses no answer and no position, and leaves nothing behind."""
 
 import asyncio
 import random
@@ -31,12 +31,12 @@ KILLS = 3
 @pytest.fixture
 def folder() -> Iterator[Path]:
     require_sandboxes()
-    with data_directory() as made:
-        yield made
+    with data_directory() as directory:
+        yield directory
 
 
 def trajectory(number: int) -> list[str]:
-    """Return what a rollout does: all begin in the same way, then each goes its own."""
+    """Return the commands of a rollout: all rollouts begin alike and then diverge."""
     calls = ["mkdir -p work; cd work", "echo start > log", "X=0; export Y=shared", "cat log; pwd; echo $X $Y"]
     calls += ["sleep 1000 > /dev/null 2>&1 &"] if number == 0 else ['f() { echo "f $1 $X"; }']
     for round_ in range(4):
@@ -54,13 +54,14 @@ def trajectory(number: int) -> list[str]:
 
 @dataclass
 class Load:
-    """Rollouts that call as fast as they are answered, each in a thread, and go on when the proxy is back.
+    """Rollouts that call without a pause, each in a thread, and continue after a restart of the proxy.
 
-    told: what each was answered, None where the proxy was killed before the answer of a step that it took came.
+    Attributes:
+        answers_of: The answers to each rollout; None if the proxy recorded the step and died before it answered.
     """
 
     proxy: Proxy
-    told: list[list[Any]] = field(default_factory=lambda: [[] for _ in range(ROLLOUTS)])
+    answers_of: list[list[Any]] = field(default_factory=lambda: [[] for _ in range(ROLLOUTS)])
     answered: int = 0
     faults: list[BaseException] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -69,11 +70,11 @@ class Load:
         try:
             with httpx.Client(base_url=self.proxy.url, timeout=60) as client:
                 for turn, command in enumerate(trajectory(number)):
-                    self.told[number].append(self._step(client, f"r{number}", turn, command))
+                    self.answers_of[number].append(self._step(client, f"r{number}", turn, command))
                     with self.changed:
                         self.answered += 1
                         self.changed.notify_all()
-        except BaseException as fault:  # noqa: BLE001 - told by `wait_for`
+        except BaseException as fault:  # noqa: BLE001 - `wait_for` reports it
             with self.changed:
                 self.faults.append(fault)
                 self.changed.notify_all()
@@ -90,11 +91,11 @@ class Load:
                     return None
                 return exec_(client, rollout, command).raise_for_status().json()
             except httpx.TransportError:
-                # The proxy is gone; what became of the call is known when it is back.
+                # The proxy is down. After its restart, `_taken` shows whether it recorded the call.
                 continue
 
     def _taken(self, client: httpx.Client, rollout: str) -> int:
-        """Return how many calls the proxy says this rollout has made."""
+        """Return the number of the rollout's calls that the proxy recorded."""
         shown = client.get(f"/api/v1/tasks/task/rollouts/{rollout}?limit=1")
         return int(shown.json()["calls"]) if shown.status_code != 404 else 0
 
@@ -114,7 +115,7 @@ def plain(answer: Any) -> tuple[str, str, int]:
     return answer["stdout"], answer["stderr"], answer["exit_code"]
 
 
-def test_no_answer_and_no_place_is_lost_when_the_proxy_is_killed_under_load(folder: Path) -> None:
+def test_kill_under_load_loses_no_answer(folder: Path) -> None:
     seed = random.randrange(1 << 32)  # noqa: S311 - dice of a test
     print(f"seed {seed}")
     calls = sum(len(trajectory(number)) for number in range(ROLLOUTS))
@@ -132,34 +133,34 @@ def test_no_answer_and_no_place_is_lost_when_the_proxy_is_killed_under_load(fold
             groups += proxy.groups()
             proxy.kill()
             assert here
-            wait_until(lambda here=here: not alive(here), f"{alive(here)} outlive the proxy", within_s=2)  # type: ignore[misc]
+            wait_until(lambda here=here: not alive(here), f"{alive(here)} are still running after the kill", within_s=2)  # type: ignore[misc]
             proxy.start()
         load.wait_for(calls)
         for thread in threads:
             thread.join()
-        for number, told in enumerate(load.told):
+        for number, received in enumerate(load.answers_of):
             truth = asyncio.run(alone(folder / "alone", number))
-            assert [None if answer is None else plain(answer) for answer in told] == [
-                None if answer is None else true for answer, true in zip(told, truth, strict=True)
+            assert [None if answer is None else plain(answer) for answer in received] == [
+                None if answer is None else true for answer, true in zip(received, truth, strict=True)
             ]
-            assert told.count(None) <= KILLS
+            assert received.count(None) <= KILLS
         with httpx.Client(base_url=proxy.url, timeout=60) as client:
-            for number, told in enumerate(load.told):
+            for number, received in enumerate(load.answers_of):
                 again = [exec_(client, f"again{number}", command) for command in trajectory(number)]
                 assert {answer.headers["cache-status"] for answer in again} == {"forkpoint; hit"}
-                assert all(before in (None, answer.json()) for before, answer in zip(told, again, strict=True))
+                assert all(before in (None, answer.json()) for before, answer in zip(received, again, strict=True))
         processes |= proxy.processes()
         groups += proxy.groups()
         proxy.stop()
         assert_nothing_left(proxy, processes, groups)
 
 
-def test_a_call_under_way_is_answered_before_the_proxy_stops(folder: Path) -> None:
+def test_call_in_flight_is_answered_before_stop(folder: Path) -> None:
     with served(folder) as proxy, httpx.Client(base_url=proxy.url, timeout=60) as client:
         answers: list[httpx.Response] = []
         calling = threading.Thread(target=lambda: answers.append(exec_(client, "r", "sleep 2; echo done")))
         calling.start()
-        wait_until(lambda: "leased" in [box["state"] for box in proxy.view("sandboxes")], "no call is under way")
+        wait_until(lambda: "leased" in [box["state"] for box in proxy.view("sandboxes")], "no call is in flight")
         processes, groups = proxy.processes(), proxy.groups()
         proxy.stop()
         calling.join()

@@ -1,4 +1,4 @@
-"""Rollouts under kill -9 of sandboxes, of the proxy and of dockerd: no wrong answer, nothing left. See `storm`."""
+"""SIGKILL of sandboxes, the proxy and dockerd under load: no wrong answer, and nothing left behind. See `storm`."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.storm import Storm
 @pytest.fixture
 def folder() -> Iterator[Path]:
     with data_directory() as made:
-        # Containers reach their boxes through it, by whatever user.
+        # Any user in a container must be able to traverse this directory.
         made.chmod(0o711)
         yield made
 
@@ -35,15 +35,13 @@ def assert_nothing_wrong_or_left(storm: Storm) -> None:
     assert storm.leftovers(after_s=60.0) == []
 
 
-def test_a_storm_of_kills_changes_no_answer_and_leaves_nothing(folder: Path) -> None:
+def test_kill_storm_changes_no_answer(folder: Path) -> None:
     require_sandboxes()
     with served(folder) as proxy:
         assert_nothing_wrong_or_left(Storm(proxy, None, {"local": 40}, seed(), every_s=0.5))
 
 
-def test_a_storm_of_kills_of_containers_and_their_daemon_changes_no_answer_and_leaves_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_storm_of_containers_changes_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     require_docker()
     with dockerd() as daemon:
         monkeypatch.setenv("DOCKER_HOST", daemon.host)

@@ -1,4 +1,4 @@
-"""What the machine does to a proxy: a full disk, no free descriptor, a dead sandbox. Errors, never records."""
+"""Faults of the machine (full disk, no free descriptor, dead sandbox) are errors, are never recorded, and heal."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """Mount a file system of its own on a directory below folder."""
+    """Mount a small file system below a folder."""
     disk = folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)], check=True)
@@ -49,7 +49,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 
 
 def fill(disk: Path, *, but_for: int = 0) -> Path:
-    """Write until no more than so many bytes fit."""
+    """Fill the disk until only `but_for` bytes are free."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096):
@@ -74,8 +74,8 @@ def exec_(client: httpx.Client, rollout: str, command: str) -> httpx.Response:
 
 def out(answer: httpx.Response) -> str:
     assert answer.status_code == 200, answer.text
-    said: str = answer.json()["stdout"]
-    return said
+    stdout: str = answer.json()["stdout"]
+    return stdout
 
 
 def assert_problem(answer: httpx.Response) -> None:
@@ -86,7 +86,7 @@ def assert_problem(answer: httpx.Response) -> None:
 
 
 def known(client: httpx.Client) -> Any:
-    """Return every call that the tree knows."""
+    """Return every recorded call of the tree."""
     nodes = client.get("/api/v1/tasks/task/tree").raise_for_status().json()["nodes"]
     return [(node["id"], node["call"], [seen["call"] for seen in node["observations"]]) for node in nodes]
 
@@ -97,7 +97,7 @@ def descriptors(proxy: Proxy) -> int:
 
 
 @needs_root
-def test_a_full_disk_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_is_room(folder: Path) -> None:
+def test_full_disk_is_an_error_and_not_recorded(folder: Path) -> None:
     with small_disk(folder, 320) as disk, served(disk) as proxy, client_of(proxy) as client:
         assert out(exec_(client, "r", "mkdir w; cd w; X=1; echo kept > f; cat f")) == "kept\n"
         assert out(exec_(client, "other", "true")) == ""
@@ -122,7 +122,7 @@ def test_a_full_disk_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_
 
 
 @needs_root
-def test_a_command_that_fails_because_the_machine_s_disk_is_full_is_no_record(folder: Path) -> None:
+def test_command_failed_by_full_disk_is_not_recorded(folder: Path) -> None:
     with small_disk(folder, 320) as disk, served(disk) as proxy, client_of(proxy) as client:
         assert out(exec_(client, "r", "echo kept > f; cat f")) == "kept\n"
         before = known(client)
@@ -134,10 +134,10 @@ def test_a_command_that_fails_because_the_machine_s_disk_is_full_is_no_record(fo
 
 
 @needs_root
-def test_a_disk_that_is_full_when_the_proxy_stops_loses_no_answer(folder: Path) -> None:
+def test_full_disk_at_stop_loses_no_answer(folder: Path) -> None:
     with small_disk(folder, 320) as disk, served(disk) as proxy:
         with client_of(proxy) as client:
-            told = [out(exec_(client, "r", command)) for command in ("echo kept > f", "cat f", "cd /tmp", "pwd")]
+            before_stop = [out(exec_(client, "r", command)) for command in ("echo kept > f", "cat f", "cd /tmp", "pwd")]
             ballast = fill(disk)
             processes = proxy.processes()
             proxy.stop()
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_when_the_proxy_stops_loses_no_answer(folder: Path) 
         proxy.start()
         with client_of(proxy) as client:
             again = [exec_(client, "again", command) for command in ("echo kept > f", "cat f", "cd /tmp", "pwd")]
-            assert [out(answer) for answer in again] == told
+            assert [out(answer) for answer in again] == before_stop
             assert {answer.headers["cache-status"] for answer in again} == {"forkpoint; hit"}
             assert out(exec_(client, "r", "pwd; cat ~/f")) == "/tmp\nkept\n"
         processes, groups = proxy.processes(), proxy.groups()
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_when_the_proxy_stops_loses_no_answer(folder: Path) 
 
 
 @needs_root
-def test_no_free_descriptor_is_an_error_and_no_record_and_the_proxy_goes_on_when_there_are_some(folder: Path) -> None:
+def test_exhausted_descriptors_are_an_error_and_not_recorded(folder: Path) -> None:
     with served(folder, warm_sandboxes="0") as proxy, client_of(proxy) as client:
         assert proxy.process is not None
         assert out(exec_(client, "r", "cd /tmp; echo kept > f; cat f")) == "kept\n"
@@ -171,7 +171,7 @@ def test_no_free_descriptor_is_an_error_and_no_record_and_the_proxy_goes_on_when
         for n in range(8):
             assert_problem(exec_(client, f"new{n}", f"echo {n} > g; cat g"))
         assert descriptors(proxy) <= held, "an error keeps no descriptor"
-        assert out(exec_(client, "new0", "cd /tmp; echo kept > f; cat f")) == "kept\n", "a hit needs none"
+        assert out(exec_(client, "new0", "cd /tmp; echo kept > f; cat f")) == "kept\n", "a hit needs no descriptor"
         resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE, limits)
         assert out(exec_(client, "r", "pwd; cat f")) == "/tmp\nkept\n"
         for n in range(1, 8):
@@ -181,7 +181,7 @@ def test_no_free_descriptor_is_an_error_and_no_record_and_the_proxy_goes_on_when
         assert_nothing_left(proxy, processes, groups)
 
 
-def test_a_sandbox_that_dies_in_a_call_is_an_error_and_no_record_and_its_rollout_goes_on(folder: Path) -> None:
+def test_sandbox_death_is_an_error_and_not_recorded(folder: Path) -> None:
     with served(folder) as proxy, client_of(proxy) as client:
         assert proxy.process is not None
         assert out(exec_(client, "r", "cd /tmp; X=1; echo kept > f; cat f")) == "kept\n"
@@ -204,10 +204,10 @@ def test_a_sandbox_that_dies_in_a_call_is_an_error_and_no_record_and_its_rollout
 
 
 def commands(proxy: Proxy) -> set[str]:
-    found = set()
+    names = set()
     for pid, _ in proxy.processes():
         try:
-            found.add(Path(f"/proc/{pid}/comm").read_text().strip())
+            names.add(Path(f"/proc/{pid}/comm").read_text().strip())
         except OSError:
             continue
-    return found
+    return names

@@ -1,7 +1,7 @@
-"""Trajectories of shell commands whose every answer a model knows (pure): what any storm of kills must not change.
+"""Trajectories of shell commands with a model that predicts every answer. Pure.
 
-A trajectory is named by a task's seed and a sequence of choices: equal choices give equal calls, so rollouts share
-what they choose alike and part where they do not.
+A task's seed and a sequence of choices determine a trajectory. Equal choices give equal calls, so rollouts share their
+common choices and diverge at the first difference.
 """
 
 import random
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 WORK = "/work"
 SETUP = (f"echo seed > {WORK}/log",)
-"""What the state that the model begins with needs, in a workdir of `WORK`."""
+"""Commands that set up the model's first state in the workdir `WORK`."""
 _SERVER = 'from itertools import count; [open("a", "w").write(f"{n}\\n") for n in count(1) if open("q").read()]'
-"""Counts in its memory alone: asked by a line to pipe q, it answers through pipe a."""
+"""A server that counts in memory: a line to pipe q requests the next number from pipe a."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A call, and what it answers to whoever makes it alone."""
+    """A call and its predicted answer."""
 
     command: str
     out: str = ""
@@ -26,22 +26,22 @@ class Turn:
 
 @dataclass
 class Model:
-    """What a sandbox holds: files by path (None: no regular file), a shell, and at most one job."""
+    """The predicted state of a sandbox: files by path (None for a directory), a shell, and at most one job."""
 
     files: dict[str, str | None] = field(default_factory=lambda: {WORK: None, f"{WORK}/log": "seed\n"})
     cwd: str = WORK
     x: str = ""
     function: bool = False
     job: str = ""
-    asked: int = 0
+    requests: int = 0
 
-    def ways(self) -> list[Callable[[str], Turn]]:
-        """Return what can be done next; each takes a word."""
-        ways = [self.append, self.read, self.assign, self.look, self.move, self.remove, self.list, self.define]
-        ways += [self.call] if self.function else []
+    def actions(self) -> list[Callable[[str], Turn]]:
+        """Return the possible next actions; each takes a text."""
+        actions = [self.append, self.read, self.assign, self.look, self.move, self.remove, self.list, self.define]
+        actions += [self.call] if self.function else []
         if not self.job:
-            return [*ways, self.sleep, self.serve]
-        return [*ways, self.jobs, self.end] + [self.count, self.count] * (self.job == "server")
+            return [*actions, self.sleep, self.serve]
+        return [*actions, self.jobs, self.end] + [self.count, self.count] * (self.job == "server")
 
     def append(self, word: str) -> Turn:
         self.files[self._log] = (self.files.get(self._log) or "") + f"{word}\n"
@@ -85,14 +85,14 @@ class Model:
         return Turn("sleep 1000 > /dev/null 2>&1 &")
 
     def serve(self, _word: str) -> Turn:
-        self.job, self.asked = "server", 0
+        self.job, self.requests = "server", 0
         self.files |= {f"{WORK}/q": None, f"{WORK}/a": None}
         return Turn(f"(cd {WORK}; mkfifo q a; exec python3 -c '{_SERVER}') > /dev/null 2>&1 & "
                     f"until [ -p {WORK}/a ]; do sleep 0.01; done")  # fmt: skip
 
     def count(self, _word: str) -> Turn:
-        self.asked += 1
-        return Turn(f"echo > {WORK}/q; cat {WORK}/a", f"{self.asked}\n")
+        self.requests += 1
+        return Turn(f"echo > {WORK}/q; cat {WORK}/a", f"{self.requests}\n")
 
     def jobs(self, _word: str) -> Turn:
         return Turn("jobs -r | wc -l", "1\n")
@@ -113,7 +113,7 @@ def trajectory(seed: int, choices: Sequence[int]) -> Iterator[Turn]:
     model = Model()
     for depth in range(len(choices)):
         dice = random.Random(f"{seed}:{','.join(map(str, choices[: depth + 1]))}")  # noqa: S311 - dice of a test
-        yield dice.choice(model.ways())(f"w{dice.randrange(100)}")
+        yield dice.choice(model.actions())(f"w{dice.randrange(100)}")
 
 
 def choices(seed: int, length: int) -> tuple[int, ...]:
