@@ -1,7 +1,8 @@
 """The cost of a checkpoint of live processes: `python -m bench.checkpoints`. Needs root, CRIU and an idle machine.
 
 Measures a shell with a Python HTTP server, and a Python process with touched memory: checkpoint (the sandbox
-continues), restore into a new sandbox, restore until the server answers, and many concurrent restores of one checkpoint.
+continues), restore into a new sandbox, restore until the server answers, and many concurrent restores of one
+checkpoint.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """A hit compared with a bare ASGI echo on uvicorn, with the same client in the same run: `python -m bench.hotpath`.
 
 Both receive a POST of 300 bytes and return about 2 kB. They are measured alternately, and ratios are medians over
-pairs, so that other load on the machine affects both. A hit is a recorded read-only call at depths of 10 and 1,000 calls. A
-walk follows recorded calls that change the state, and moves by a node with each of them.
+pairs, so that other load on the machine affects both. A hit is a recorded read-only call at depths of 10 and 1,000
+calls. A walk follows recorded calls that change the state, and moves by a node with each of them.
 """
 
 import json
