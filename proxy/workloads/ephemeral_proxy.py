@@ -45,7 +45,7 @@ class EphemeralProxy:
 
 @contextmanager
 def ephemeral_proxy() -> Iterator[EphemeralProxy]:
-    """Run `forkpoint serve` on a free port with an empty data directory
+    """Run `forkpoint serve` on a free port with an empty data directory.
 
     The data directory is in TMPDIR and is removed afterwards. Settings come from FORKPOINT_… variables.
 
