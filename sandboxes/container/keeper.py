@@ -350,7 +350,7 @@ class Keeper:
         self._members.kill_except(self._shells.anchor_pids)
 
     def forget_shell(self, shell: Shell, ending: str) -> None:  # noqa: ARG002
-        """Give up a shell. However it ended, the anchor has to be told to collect it."""
+        """Give up a shell. However it ended, its parent has to collect it, and that is the anchor."""
         self._shells.kill(shell)
 
     def finish_call(self, answer: CallDone, body: bytes, session: str | None) -> None:

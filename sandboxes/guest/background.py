@@ -1,4 +1,4 @@
-"""Background processes: those that go on after the call that started them, by the number that the call gave them."""
+"""Background processes, which go on after the call that started them, by the number that the call gave them."""
 
 # Theory of operation.
 #
@@ -34,11 +34,11 @@ _CHUNK = 1 << 16
 _TIOCGSID = 0x5429
 """Reads the session of a terminal; Python 3.11 has no name for it."""
 DYING_S = 0.2
-"""How long a killed process is given to be gone. One that takes longer is reported as running once more."""
+"""How long a killed process is given to end, an estimate. A process that takes longer is reported as running once more."""
 LOOK_S = 1.0
 """The longest interval between two looks at background processes while no call runs."""
 WRITE_S = 10.0
-"""How long a process may take to read what is written to its stdin."""
+"""How long a process may take to read what is written to its stdin; an estimate."""
 
 
 class PendingOutput:
@@ -68,6 +68,7 @@ class PendingOutput:
             if not data:
                 self.close()
                 return
+            # Reading goes on when the buffer is full: a process must not stop because no call polls it.
             room = max(0, max_bytes - len(self.data))
             self.data += data[:room]
             self.dropped += max(0, len(data) - room)
@@ -141,6 +142,7 @@ class BackgroundProcess:
 
     def await_death(self) -> None:
         """Wait a moment for a killed process to die, so that the next poll finds it gone."""
+        # SIGKILL is sent asynchronously. Without this wait the next poll would depend on the machine's speed.
         select.select([self._death], [], [], DYING_S)
 
     def drain(self, max_bytes: int) -> None:
@@ -157,9 +159,10 @@ class BackgroundProcess:
         overdue = time.monotonic() > self.until
         self.drain(max_bytes)
         if self.code is None and select.select([self._death], [], [], DYING_S if overdue else 0)[0]:
-            # Drained once more below: its last words may have come after the first read.
+            # Drained once more below: its last output may have come after the first read.
             self.code, self._ended_at = self._status(), time.monotonic()
             self.drain(max_bytes)
+        # The same grace as in `process_io`, so that foreground and background processes report the same output.
         if self.code is not None and time.monotonic() - self._ended_at > LINGER_S:
             # Children that it left behind hold its streams open, and may do so for ever.
             for stream in self.streams.values():
@@ -187,6 +190,7 @@ class BackgroundProcess:
         code = self.code if self.over and not any(stream.data for stream in self.streams.values()) else None
         number = 0 if code is None else code - 128
         facts = {"exit_code": code, "timed_out": False, "truncated": False}
+        # 128 + n may also be an ordinary exit code. Only if a call has sent that signal is it reported as one.
         return {**facts, "signal": number} if number in self.signals else facts
 
     def write(self, data: bytes, max_bytes: int, *, typed: bool) -> str:
@@ -195,6 +199,7 @@ class BackgroundProcess:
         if typed != self.terminal:
             return "it has a terminal: what it reads is typed there" if self.terminal else "it has no terminal"
         view, deadline = memoryview(data), time.monotonic() + WRITE_S
+        # A terminal has one descriptor for both directions (pty(7)).
         to = self.streams[OUT].fd if self.terminal else self.stdin
         if to < 0:
             return "its stdin is closed"
@@ -239,6 +244,8 @@ class BackgroundProcess:
                 leader = fcntl.ioctl(self.streams[OUT].fd, _TIOCGSID, struct.pack("i", 0))
                 pid = struct.unpack("i", leader)[0] or pid
         with contextlib.suppress(ProcessLookupError):
+            # Callers have just seen that the process has not ended, and a pid is given away only after the parent has
+            # waited for its process (wait(2)).
             os.kill(pid, number)
 
     def close(self) -> None:
@@ -263,6 +270,7 @@ class BackgroundProcess:
         return {
             "told": self.description, "pid": self.pid, "code": self.code, "signals": sorted(self.signals),
             "places": list(open_ends), "left_s": None if self.until == math.inf else self.until - time.monotonic(),
+            # A name such as `pipe:[4711]`, by which CRIU recognizes the pipe's other end (`inherit_fd`).
             "pipes": [os.readlink(f"/proc/self/fd/{fd}") for fd in open_ends.values()],  # noqa: PTH115
             "kept": {str(number): base64.b64encode(stream.data).decode() for number, stream in self.streams.items()},
         }  # fmt: skip
@@ -271,6 +279,8 @@ class BackgroundProcess:
         """Go on from what `remember` returned before the checkpoint."""
         self.code, self.signals = remembered["code"], set(remembered["signals"])
         remaining_s = remembered.get("left_s")
+        # A monotonic clock means nothing on another machine or after a boot, so a checkpoint stores the time that
+        # remains.
         self.until = math.inf if remaining_s is None else time.monotonic() + remaining_s
         for number, data in remembered["kept"].items():
             self.streams[int(number)].data[:] = base64.b64decode(data)
@@ -299,6 +309,7 @@ class BackgroundProcesses:
         watch = self._processes.get(number)
         if watch is None or not watch.watches:
             return False
+        # A watch has no process, so nothing has to be killed.
         watch.close()
         del self._processes[number]
         return True
@@ -328,7 +339,8 @@ class BackgroundProcesses:
 
     @property
     def state(self) -> set[tuple[Any, ...]]:
-        """What of them is part of the sandbox's state."""
+        """The members of the sandbox's state that stand for background processes."""
+        # Only the numbers: output arrives at times of its own and must not change the digest of a state.
         return {("background", number) for number in self._processes}
 
     def drain(self) -> None:
@@ -380,6 +392,7 @@ class BackgroundProcesses:
         """
         due = None
         if until is not None:
+            # JSON has no integer keys.
             due = {number: int(until[str(number)]) for number in (OUT, ERR)}
             self._await_output(process, due, ended=until["ended"], timeout_s=timeout_s)
         output = process.take(due)
@@ -400,5 +413,6 @@ class BackgroundProcesses:
             if enough and not ended:
                 return
             fds = [stream.fd for stream in process.streams.values() if stream.fd >= 0]
+            # The end of a process is not among these descriptors, so it is looked for more often while it is awaited.
             select.select([*fds], [], [], 0.01 if ended else 0.05)
             process.look(self.max_bytes)

@@ -26,6 +26,8 @@ class DriverLink:
 
     def receive(self) -> bool:
         """Take what has come on the socket; return False if the proxy is gone."""
+        # Descriptors come with the bytes of their message (unix(7), SCM_RIGHTS); the inbox keeps both until a message
+        # is whole.
         data, fds = receive(self._end)
         self._inbox.feed(data, fds)
         return bool(data)
@@ -39,17 +41,22 @@ class DriverLink:
         """Wait for the next message; end this process if the proxy is gone."""
         while (envelope := self.take()) is None:
             if not self.receive():
+                # In pid 1 this ends the whole sandbox, because the kernel kills its pid namespace. In a keeper,
+                # `finally` kills the container.
                 sys.exit(0)
         return envelope
 
     def send(self, message: IpcMessage, body: bytes = b"", fds: Sequence[int] = ()) -> None:
         """Send a message; the descriptors stay the caller's."""
         frame = pack_message(message, body, len(fds))
+        # The descriptors travel with the first byte; a short write continues without them.
         sent = socket.send_fds(self._end, [frame], fds) if fds else 0
         self._end.sendall(memoryview(frame)[sent:])
 
     def hand_over(self, message: IpcMessage, fds: Sequence[int]) -> None:
         """Send a message with descriptors, and close these here."""
+        # Also after a failed send: a descriptor that stays open here would keep the proxy's copy from ever seeing its
+        # end.
         try:
             self.send(message, fds=fds)
         finally:

@@ -38,10 +38,14 @@ def text(
     }  # fmt: skip
     # Bytes as latin-1 characters: quoting then sees one character for each byte, whatever the encoding is.
     known = (f"fp_{name}={quote(_bytes(value))}" for name, value in facts.items())
+    # Quoted texts only: argv and variables are the agent's, and none of their bytes may act as shell syntax.
     words = " ".join(quote(_bytes(word)) for word in fields["argv"])
     given = " ".join(quote(_bytes(f"{name}={value}")) for name, value in env.items())
+    # Docker sets HOME from /etc/passwd unless the request sets it; only the script knows that file.
     home = "" if "HOME" in env else ' "HOME=$fp_home"'
     lines = (
+        # The anchor is protected from the OOM killer and its children inherit that, so the process takes an ordinary
+        # score first.
         "printf 0 2>/dev/null >/proc/self/oom_score_adj", f"exec {redirections}", ready, *known,
         f"PATH={quote(env['PATH'])}", f"set -- {words}", _LOOK, f'set -- "$fp_env" -i {given}{home} "$@"', _BECOME,
     )  # fmt: skip
@@ -66,6 +70,8 @@ def _bytes(word: str) -> str:
     return word.encode(errors="surrogateescape").decode("latin-1")
 
 
+# The names begin with `fp_`, and `env -i` starts the program, so none of these variables reaches it.
+# Only built-ins of the shell are used: an image may have no other program, and PATH is the agent's.
 _LOOK = r"""
 fp_fail() {
     printf 'OCI runtime exec failed: exec failed: unable to start container process: %s: unknown\r\n' "$1"
@@ -134,6 +140,7 @@ Texts and the exit code are those of Docker 20.10 with runc 1.1.
 """
 
 
+# The subshell forks, because setsid(2) fails for the leader of a process group. The parent passes the exit code on.
 _ON_TERMINAL = r"""
 if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1; then
     exec 2>/dev/null
@@ -147,6 +154,8 @@ Without `setsid` in the image the process has the terminal as its streams alone.
 """
 
 
+# Images differ: util-linux has setpriv, and GNU coreutils has chroot with a user. Busybox has neither, but usually su.
+# PATH is fixed here, so that the agent's PATH cannot supply these programs.
 _BECOME = (
     r"""
 if [ "$fp_to" != "$fp_uid" ] || [ -n "$fp_group" ]; then

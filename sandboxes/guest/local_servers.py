@@ -23,6 +23,7 @@ class LocalServers(Servers):
 
         So a checkpoint also holds its pipe.
         """
+        # A key that no server in a spec can collide with by accident; the pair is unique while the descriptor is open.
         name = f"left {pid} {fd}"
         self._servers[name] = ServerProcess(name, pid, fd)
 
@@ -33,6 +34,7 @@ class LocalServers(Servers):
             remembered: What `ServerProcess.remember` returned of each.
             ends: Our ends of all their pipes, in the order of the remembered pipes.
         """
+        # CRIU was given the pipes in the same order (`ipc.inherited`).
         remaining = iter(ends)
         for server in remembered:
             ours = [next(remaining) for _ in server["pipes"]]
@@ -43,6 +45,7 @@ class LocalServers(Servers):
     def _start(self, order: ServerOrder) -> None:
         talks = order.port is None
         ours, theirs = new_pipes(talks=talks)
+        # A server on a port gets an empty stdin, because its requests come over the network.
         null = [] if talks else [os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)]
         # A server that does not talk over stdin and stdout prints both streams to its log.
         streams = dict(enumerate(theirs if talks else [*null, theirs[0], theirs[0]]))
@@ -63,6 +66,7 @@ class LocalServers(Servers):
 
     def _is_over(self, server: ServerProcess) -> bool:
         """Whether a command that has ended failed, or left no process behind to do its work."""
+        # A command that ends with 0 may have left a daemon behind, which opens the port later.
         others = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not others
 

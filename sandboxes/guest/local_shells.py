@@ -52,14 +52,19 @@ class LocalShell(Shell):
             ShellStartError: There is no bash that could be executed.
             AnchorLostError: The anchor is gone.
         """
+        # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
+        # a dump is checked (`parse_dump`).
         ours, theirs = new_pipes()
         texts = {
             session_texts.RESTORE_FD: session_texts.restore_script(session, workdir),
             session_texts.LOOP_FD: session_texts.LOOP.encode(),
         }
         for number, text in {**texts, session_texts.COMMAND_FD: b""}.items():
+            # Text in anonymous memory is no file of the sandbox, so no delta and no snapshot shows it.
             theirs[number] = os.memfd_create("text", os.MFD_CLOEXEC)
             os.pwrite(theirs[number], text, 0)
+        # Commands inherit this stdin. One that reads it meets its end at once, and does not wait for input that never
+        # comes.
         theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
             # A session that is not new brings its own variables in its restore script.
@@ -106,6 +111,8 @@ class LocalShell(Shell):
     def _pipe_names(self) -> dict[int, str]:
         """Return the kernel's names of the pipes that lead to the shell, by its own descriptor numbers."""
         ours = {1: self.out.fd, 2: self.err.fd, session_texts.GO_FD: self._go, session_texts.DUMP_FD: self.dump_fd}
+        # Both ends of a pipe have the same name `pipe:[inode]` (proc_pid_fd(5)), so our end tells what the shell has
+        # open.
         return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
 
     def _restore_limits(self, limits: Mapping[str, list[int]]) -> None:
@@ -174,6 +181,7 @@ class LocalShells(Shells):
 
     def reap(self) -> None:
         """Collect processes that ended as children of pid 1, because their anchor was gone."""
+        # The kernel gives orphans to pid 1, which has to wait for them (wait(2)). Their codes are kept for `status_of`.
         self._ended |= processes.reap()
 
     def kill_except(self, spared: set[processes.Process], first: int | None = None) -> None:
@@ -196,6 +204,7 @@ class LocalShells(Shells):
 
     def end(self) -> None:
         """Kill all shells and the anchor, because none may hold files of layers that are about to change."""
+        # The shells before the anchor: its children would become children of pid 1 otherwise.
         for shell in self:
             self.kill(shell)
         self._drop_anchor()
@@ -258,6 +267,7 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
         os.set_blocking(ours[number], False)
         # A command that becomes another user may open /dev/stdout, which is this pipe, again.
         os.fchmod(theirs[number], 0o666)
+    # Blocking at our end is harmless: a line is far shorter than the pipe, and the shell has read the last one.
     theirs[session_texts.GO_FD], ours[session_texts.GO_FD] = os.pipe2(os.O_CLOEXEC)
     return ours, theirs
 

@@ -105,4 +105,5 @@ class Platform(Protocol):
 
 def not_started(error: Exception) -> Performed:
     """Return what came of a command whose shell does not start."""
+    # 127 is the shell's exit code for "command not found" (POSIX, 2.8.2), so agents see an ordinary failure.
     return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())

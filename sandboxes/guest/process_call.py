@@ -66,6 +66,7 @@ def run(
     Returns:
         How it ended, and whether it was killed because the machine's disk was nearly full.
     """
+    # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
     # The proxy gets its end before the process starts: output must not fill a socket without a reader.
     link.hand_over(ProcessStarted(), [proxys.detach()])
@@ -73,12 +74,14 @@ def run(
         try:
             process = start(ours)
         except ShellStartError as error:
+            # First of all: if the sandbox itself is gone, this failure is not the process's.
             require_sandbox()
             with contextlib.suppress(OSError):
                 ours.sendall(frame(OUT, f"OCI runtime exec failed: {error}\r\n".encode()))
             return ProcessOutcome(126, timed_out=False), False
         try:
             until, detached = time.monotonic() + request.timeout_s, bool(request.arguments.get("detach"))
+            # The deadline is a moment and not a duration, because a process that is left in the background keeps it.
             ending = process.running.pump(until, link.fileno(), watch, client_detached, detach=detached)
             require_sandbox()
             kept = "process" in request.arguments

@@ -71,6 +71,7 @@ class Running:
             self._in = ends[1]
         self._waiting = bytearray()
         self._has_printed = False
+        # The supervisor has one thread: a proxy that reads slowly must not stop it from watching time and disk.
         to.setblocking(False)
         for fd in {*self._outputs, *([self._in] if self._in >= 0 else [])}:
             os.set_blocking(fd, False)
@@ -143,6 +144,7 @@ class Running:
 
     def hand_over(self) -> tuple[dict[int, int], int]:
         """Return our ends of its streams, by stream number, and its death descriptor; the caller owns them now."""
+        # Ownership moves as a whole, so that `_close` cannot close a descriptor of the background process.
         ends = {stream: fd for fd, stream in self._outputs.items()}
         if self._owns_in and self._in >= 0:
             ends[0] = self._in

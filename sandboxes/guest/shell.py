@@ -47,6 +47,7 @@ class Output:
 
     def take(self) -> tuple[bytes, bool]:
         """Return what was kept, with a last line about what was not, and whether anything was dropped."""
+        # The buffers are emptied here, because the same shell may run the next command.
         kept, dropped = bytes(self.kept), self.dropped
         self.kept.clear()
         self.dropped = 0
@@ -88,6 +89,7 @@ class Shell(ABC):
         self.out, self.err = Output(ends[1]), Output(ends[2])
         self._command, self._go = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
         self.dump_fd = ends[session_texts.DUMP_FD]
+        # A dump arrives in pieces of the pipe's size, and between them the supervisor watches disk and time.
         self._dump = bytearray()
 
     @abstractmethod
@@ -138,6 +140,7 @@ class Shell(ABC):
                 data = os.read(self.dump_fd, _CHUNK)
             except BlockingIOError:
                 return False
+            # The shell has ended. What has come so far is no dump.
             if not data:
                 return False
             if len(self._dump) <= session_texts.MAX_DUMP_BYTES:
@@ -162,6 +165,7 @@ class Shell(ABC):
     @property
     def ended(self) -> bool:
         """Whether the shell has ended."""
+        # A pidfd becomes readable when its process is a zombie, before the parent has waited for it (pidfd_open(2)).
         return bool(select.select([self.death], [], [], 0)[0])
 
     def holds_more(self) -> bool:

@@ -1,6 +1,6 @@
 """A terminal in a sandbox, opened by pid 1; `host.pty` is the proxy's end of it.
 
-The shell on it is started outside the anchor's tree, so no checkpoint can be taken while somebody types.
+The shell on it is started outside the anchor's tree, so no checkpoint can be taken while the terminal is open.
 """
 
 import fcntl
@@ -39,6 +39,7 @@ def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
     Raises:
         OSError: The kernel has no terminal or no process left.
     """
+    # In the sandbox's own devpts instance, so the number is free there and the host sees no terminal.
     master, slave = os.openpty()
     try:
         set_size(slave, columns, rows)
@@ -48,6 +49,7 @@ def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
         os.close(master)
         raise
     finally:
+        # The child has its copy. With this one open, the master would not see the end of the shell.
         os.close(slave)
     return master
 

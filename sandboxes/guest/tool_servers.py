@@ -65,6 +65,7 @@ class Log:
             if not data:
                 return
             self.kept += data
+            # Trimmed after each read, so a log takes at most the tail and one chunk of memory.
             del self.kept[:-TAIL_BYTES]
 
     def close(self) -> None:
@@ -93,6 +94,7 @@ class ServerProcess:
     def __init__(self, name: str, pid: int, log_fd: int, pipes: Sequence[int] = (), note: str = "") -> None:
         self.name, self.pid, self.log, self.pipes, self.note = name, pid, Log(log_fd), tuple(pipes), note
         try:
+            # A pidfd cannot come to mean another process. None stands for a process that had ended already.
             self._death: int | None = os.pidfd_open(pid)
         except ProcessLookupError:
             self._death = None
@@ -250,6 +252,7 @@ def _connected(port: int) -> socket.socket | None:
                 connection.settimeout(None)
             except OSError:
                 continue
+            # The connection leaves this block open; every failed attempt is closed by the stack.
             undo.pop_all()
             return connection
     return None
@@ -263,4 +266,5 @@ def _answers(connection: socket.socket, path: str, deadline: float) -> bool:
         status = connection.recv(16).split(b" ")
     except OSError:
         return False
+    # Any status below 500 counts: a server that answers 404 on its health path takes requests.
     return len(status) > 1 and status[0].startswith(b"HTTP/1.") and status[1][:3].isdigit() and int(status[1][:3]) < 500
