@@ -34,7 +34,7 @@ _CHUNK = 1 << 16
 _TIOCGSID = 0x5429
 """Reads the session of a terminal; Python 3.11 has no name for it."""
 DYING_S = 0.2
-"""How long a killed process is given to end, an estimate. A process that takes longer is reported as running once more."""
+"""How long a killed process is given to end, an estimate. After that it is reported as running once more."""
 LOOK_S = 1.0
 """The longest interval between two looks at background processes while no call runs."""
 WRITE_S = 10.0

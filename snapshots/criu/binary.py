@@ -60,6 +60,7 @@ class CriuBinary:
         Raises:
             CriuMissingError: None is installed, none works on this kernel, or the proxy is not root.
         """
+        # A restore writes ns_last_pid and enters foreign namespaces, both of which need CAP_SYS_ADMIN.
         if os.geteuid() != 0:
             raise CriuMissingError("checkpoints of live processes need root: CRIU restores processes with their pids")
         candidates = [criu] if criu else [Path(path) for path in (shutil.which("criu"), *_PATHS) if path]
@@ -68,6 +69,7 @@ class CriuBinary:
             raise CriuMissingError("criu is not installed: run docker/install-criu.sh; Debian 13: apt install criu")
         for path in installed:
             try:
+                # The unpatched program is probed: it writes its cache to /run, where `_probe_kernel` reads it.
                 program, features = _patched(path), _probe_kernel(path)
                 break
             except CriuMissingError:
@@ -76,7 +78,10 @@ class CriuBinary:
                     raise
         directory.mkdir(parents=True, exist_ok=True)
         binary = cls(directory / "criu", directory / "kernel")
+        # A kill -9 here leaves half a program. The next process prepares both files again before its first use.
         binary.program.write_bytes(program)
+        # Only root may read or run it. The launch reaches it through a descriptor of the host's root, which no process
+        # of the agent has.
         binary.program.chmod(0o700)
         binary.kernel.write_bytes(features)
         return binary
@@ -87,6 +92,7 @@ def _patched(criu: Path) -> bytes:
     program = criu.read_bytes()
     if program.count(_CACHE_PATH) != 1:
         raise CriuMissingError(f"{criu} is an unknown build of CRIU: it does not keep its kernel cache in /run")
+    # Exactly one place, checked above: a second one would still read /run of the sandbox, which the agent controls.
     return program.replace(_CACHE_PATH, _CACHE_FD_PATH)
 
 

@@ -1,14 +1,7 @@
 """The checkpointer of the product: CRIU images on disk, one directory for each checkpoint.
 
 CRIU has to run inside the sandbox's namespaces, and the proxy is outside. One operation therefore involves three
-processes:
-
-1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the descriptors into
-   the sandbox (`ProgramStarter`). The sandbox's side forks, enters the namespaces and starts CRIU
-   (`sandboxes.guest.criu_launch`).
-2. That fork replies once, with the descriptor of CRIU's RPC socket, and for a dump with the mapped files.
-3. The proxy talks to CRIU over that socket (`snapshots.criu.rpc`), and closes it when the operation is over. CRIU then
-   exits, and the fork with it. The fork's copy of the far end closes, which tells the proxy that both are gone.
+processes: the proxy, a fork on the sandbox's side that enters the namespaces, and CRIU. `_operation` has the steps.
 
 A dump has to be consistent with the sandbox's files. CRIU freezes the processes, writes the images, and sends the
 notification `post-dump` before it lets them run on. `on_frozen` runs at this notification, so files and memory are of
@@ -79,6 +72,7 @@ class CriuCheckpointer:
             if self._binary is None and not self.unavailable_reason:
                 try:
                     self._binary = await asyncio.to_thread(CriuBinary.prepare, self._program_dir)
+                # The reason is kept and not raised: without CRIU, states with processes are reached by replay.
                 except (CriuMissingError, OSError) as error:
                     self.unavailable_reason = str(error)
         return self._binary is not None
@@ -88,6 +82,8 @@ class CriuCheckpointer:
     def names(self) -> set[str]:
         """Return the names of the complete checkpoints, so that collecting never deletes one that is being written."""
         present = {path.name for path in self._directory.iterdir()} if self._directory.exists() else set()
+        # After a kill -9, unfinished images are unknown to the next process. They count as complete, no state names
+        # them, and a collection deletes them.
         return present - self._unfinished
 
     def size_bytes(self, names: Iterable[str]) -> int:
@@ -175,6 +171,9 @@ class CriuCheckpointer:
             The conversation with CRIU, and the mapped files that a dump has to list.
         """
         assert self._binary is not None, "callers check is_available first"
+        # 1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the
+        # descriptors into the sandbox (`ProgramStarter`). The sandbox's side forks, enters the namespaces and starts
+        # CRIU (`sandboxes.guest.criu_launch`).
         near, far = socket.socketpair()
         reply = Channel(near)
         # The order is that of `criu_launch.operate`: reply socket, host root, images, kernel features.
@@ -188,6 +187,8 @@ class CriuCheckpointer:
             os.close(fds.pop(0))
             async with asyncio.timeout(START_S):
                 try:
+                    # 2. The fork replies once, with the descriptor of CRIU's RPC socket, and for a dump with the mapped
+                    # files.
                     started = await reply.next(CriuStarted)
                 except PeerFailedError as error:
                     raise CriuError(str(error)) from error
@@ -195,6 +196,9 @@ class CriuCheckpointer:
             try:
                 yield criu, started.message.mapped
             finally:
+                # 3. The proxy has talked to CRIU over that socket (`snapshots.criu.rpc`). CRIU exits when it closes,
+                # and the fork with it. The fork's copy of the far end then closes, so the proxy sees that both are
+                # gone.
                 criu.close()
                 # No second message comes: the wait ends when the far end closes. A CRIU that hangs is left to the
                 # sandbox's own end, which kills everything in its namespaces.

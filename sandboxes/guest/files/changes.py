@@ -81,6 +81,7 @@ class Changes:
         self.roots = roots
         self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
         self._below_bytes, self._born_ns = order.below_bytes, order.born_ns
+        # Two references to one value: `_base` is the delta of the layers below, `now` adds the upper directory to it.
         self._base = self.now = order.delta
         self._signatures: dict[str, delta.Signature] = {}
 
@@ -134,6 +135,7 @@ class Changes:
             lower: What lies below it now.
             added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
         """
+        # A descriptor of the old upper would keep its mount busy, and `look` would go on comparing the wrong directory.
         os.close(self.roots.upper)
         os.close(self.roots.lower)
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
@@ -174,6 +176,7 @@ def digests_of(
 
 def free_bytes(folder: int) -> int:
     """Return the free bytes of the disk that a directory is on."""
+    # f_bavail leaves out the blocks that are reserved for root (statvfs(3)), so "free" means the same for every user.
     disk = os.fstatvfs(folder)
     return disk.f_bavail * disk.f_frsize
 
@@ -193,6 +196,8 @@ def disk_watch(upper: int, limit: int, reserve: int, *, below_bytes: int = 0) ->
     Returns:
         A function that returns "disk" over the limit, "host" if the reserve is touched, and None otherwise.
     """
+    # Free space is one cheap system call; a walk of the upper directory is not. Other writers on the same disk only
+    # make it measure earlier.
     free, looked, step = free_bytes(upper), time.monotonic(), min(limit // 8, 16 << 20)
 
     def over() -> str | None:

@@ -37,6 +37,7 @@ def run(
         over_disk: Says, called again and again, that the disk has run out.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
+    # The supervisor watches time and disk while it reads, so it must never wait in read(2).
     os.set_blocking(reading, False)
     try:
         pid = os.fork()
@@ -49,6 +50,7 @@ def run(
         )
     if pid == 0:
         _operate(request, body, fds, enter, writing)
+    # The child has the last writing end then, so its death shows as the end of the pipe.
     for fd in (writing, *fds):
         os.close(fd)
     # Not `waitpid`: a child that is stuck would keep the supervisor waiting.
@@ -57,6 +59,7 @@ def run(
     # The child alone: file operations start no processes, and others may have started some meanwhile.
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+    # After SIGKILL this waits for milliseconds at most, unless the kernel itself is stuck.
     os.waitpid(pid, 0)
     return operations.parse_result(data, whole=whole)
 
@@ -66,6 +69,7 @@ def _operate(
 ) -> NoReturn:
     """In the child: drop rights, run the operation, write the result, end."""
     try:
+        # First of all: no line of the operation runs with a right that the agent lacks.
         enter()
         operations.run_apart(request.tool, request.arguments, body, result, fds[0] if fds else None)
     finally:

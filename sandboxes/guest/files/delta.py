@@ -130,6 +130,7 @@ def _open_directory(name: str, folder: int | None) -> int | None:
     if folder is None:
         return None
     try:
+        # O_NOFOLLOW and dir_fd together: a directory that the agent replaces by a link at this moment is not followed.
         return os.open(name, _DIRECTORY, dir_fd=folder)
     except OSError:
         return None
@@ -183,6 +184,7 @@ class _Walk:
                     self._set(prefix + name, GONE)
 
     def _entry(self, path: str, entry: os.DirEntry[str], upper: int, lower: int | None, root: int | None) -> None:
+        # A running process may remove the entry between the listing and this line; the caller skips it then.
         status = entry.stat(follow_symlinks=False)
         before = _lstat(entry.name, root)
         # Case 1: a whiteout. The path is gone, which is a difference only if the root state has it.
@@ -211,6 +213,8 @@ class _Walk:
         try:
             if upper is None:
                 raise FileNotFoundError(path)
+            # Without a directory below, everything in it is new. An opaque one hides what is below, with the same
+            # result.
             fresh = lower is None or _xattr(upper, self.opaque) == b"y"
             if fresh:
                 self._forget_below(path)
@@ -283,6 +287,7 @@ def _lstat(name: str, folder: int | None) -> os.stat_result | None:
 
 
 def _what_directory(status: os.stat_result, folder: int, marks: str) -> str:
+    # Without times: a directory's time moves with its entries, which are in the delta themselves.
     return _hash(repr((status.st_mode, status.st_uid, status.st_gid, _listed_xattrs(folder, marks))).encode())
 
 
@@ -337,4 +342,5 @@ def digests(delta: Delta, sessions: bytes, *, born_ns: int, now_ns: int) -> tupl
 
 
 def _clocked(mtime: int, born_ns: int, now_ns: int) -> bool:
+    # Tools such as tar set whole seconds; a clock hits one by chance once in 10**9 times.
     return mtime % 1_000_000_000 != 0 and born_ns <= mtime <= now_ns

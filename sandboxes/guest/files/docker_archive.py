@@ -56,6 +56,8 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> tuple[int, str, b
 
 def look(path: str) -> dict[str, Any]:
     """Return the facts of a path. A link is not followed, unless the path ends with a slash or a dot."""
+    # lstat follows a link whose path ends with a slash (path_resolution(7)), which gives Docker's behaviour without a
+    # case of its own.
     status = os.lstat(path)
     link = os.path.realpath(path) if stat.S_ISLNK(status.st_mode) else ""
     facts = {"name": _base(path), "size": status.st_size, "mode": status.st_mode, "mtime_ns": status.st_mtime_ns}
@@ -69,6 +71,7 @@ def _base(path: str) -> str:
 
 class _BoundedBuffer(io.BytesIO):
     def write(self, data: Any, /) -> int:
+        # Checked at each write, because the sizes of the files may change while they are packed.
         if self.tell() + len(data) > MAX_BYTES:
             raise ArchiveError(413, f"what is there is larger than {MAX_BYTES >> 20} MB: copy it in parts")
         return super().write(data)
@@ -77,6 +80,7 @@ class _BoundedBuffer(io.BytesIO):
 def _pack(path: str) -> bytes:
     buffer, base = _BoundedBuffer(), _base(path)
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        # Links are packed as links, so nothing outside the path gets into the archive.
         archive.add(path, arcname="" if base == "/" else base, filter=_plain)
     return buffer.getvalue()
 
@@ -91,6 +95,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _extract(path: str, body: bytes, *, whole_kinds: bool) -> None:
     if not stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
         raise ArchiveError(400, f"extraction point is not a directory: {path}")
+    # An empty body counts as an archive without members; tarfile would refuse it.
     if not body:
         return
     try:
@@ -112,6 +117,7 @@ def require_whole(archive: tarfile.TarFile) -> None:
     members, source = archive.getmembers(), archive.fileobj
     assert source is not None
     if members and members[-1].isreg() and members[-1].size:
+        # tarfile skips contents by seeking, so a missing end of the last file is not noticed by reading its heads.
         source.seek(members[-1].offset_data + members[-1].size - 1)
         if not source.read(1):
             raise tarfile.ReadError("its last file is cut off")
@@ -126,12 +132,15 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
     """Yield the members under names that stay below target, and remove what is in the way of each."""
     for member in archive:
         parts = [part for part in member.name.split("/") if part not in {"", "."}]
+        # Inside the sandbox's root such a name could not reach the host, but it would leave the target.
         if ".." in parts:
             raise ArchiveError(400, f"{member.name!r} leads out of the archive")
         member.name = "/".join(parts)
         if not parts:
             continue
+        # `parts` has no empty name, so this cannot become an absolute path that drops the target.
         path = os.path.join(target, member.name)  # noqa: PTH118
+        # lexists, because a dangling link is in the way, too; open(2) would create its target.
         if os.path.lexists(path):
             is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
             # `noOverwriteDirNonDir`: a directory must not become a file, or a file a directory.
@@ -141,5 +150,6 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
             if is_folder and not member.isdir():
                 shutil.rmtree(path)
             elif not is_folder:
+                # Replaced and not overwritten: other hard links of the old file keep their content.
                 os.unlink(path)  # noqa: PTH108
         yield member

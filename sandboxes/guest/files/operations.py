@@ -75,6 +75,7 @@ def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Resu
     except (FileNotFoundError, NotADirectoryError) as error:
         return problem(404, "No such file", f"{fields.get('path')}: {error.strerror}")
     except OSError as error:
+        # 507 tells the client that the sandbox is full (RFC 4918, 11.5): a retry without a deletion cannot help.
         full = error.errno in {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
         status = 507 if full else 409
         return problem(status, "File operation failed", f"{fields.get('path')}: {error.strerror}")
@@ -96,6 +97,7 @@ def problem(status: int, title: str, detail: str) -> FileAnswer:
 def _open_regular(path: str, flags: int, mode: int = 0o644) -> int:
     # O_NONBLOCK: opening a FIFO would wait for its other end. O_NOCTTY: a terminal must not become this process's.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    # The check before was of the path. Here it is of the open file, which the agent cannot exchange any more.
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise FileRequestError(
@@ -130,6 +132,7 @@ def _put(path: str, mode: int | None, body: bytes, *, owns: bool = False) -> Fil
         # In pieces, because one write has a limit of 2 GB.
         view = memoryview(body)
         while view:
+            # write(2) may take less than it was given, so the rest is written in the next round.
             view = view[file.write(view[:_CHUNK]) :]
         if mode is not None:
             os.fchmod(fd, mode & 0o7777)
@@ -146,6 +149,7 @@ def _get(path: str, limit_bytes: int) -> FileAnswer:
     with open(fd, "rb") as file:  # noqa: PTH123
         # In pieces, because a read of the whole limit would reserve that much memory.
         content = bytearray()
+        # One byte more than the limit is read: a file may grow meanwhile, so its size at the start proves nothing.
         while len(content) <= limit_bytes and (piece := file.read(min(_CHUNK, limit_bytes + 1 - len(content)))):
             content += piece
     if len(content) > limit_bytes:
@@ -160,6 +164,7 @@ def _listing(path: str) -> list[dict[str, Any]]:
     with os.scandir(path) as listing:
         for entry in listing:
             status = entry.stat(follow_symlinks=False)
+            # JSON holds Unicode only, and a file's name may be any bytes.
             name = os.fsencode(entry.name).decode(errors="replace")
             entries.append({"name": name, "type": _type(status.st_mode), "size": status.st_size})
     return sorted(entries, key=lambda entry: str(entry["name"]))
@@ -208,6 +213,8 @@ def _delete(path: str) -> FileAnswer:
     except (FileNotFoundError, NotADirectoryError):
         return problem(404, "No such file", f"{path} does not exist in the sandbox")
     if stat.S_ISDIR(status.st_mode):
+        # rmtree works by descriptors here, so a directory that becomes a link meanwhile is not followed
+        # (shutil.rmtree.avoids_symlink_attacks).
         shutil.rmtree(path)
     else:
         os.unlink(path)  # noqa: PTH108
@@ -218,6 +225,7 @@ def _unpack(target: str) -> FileAnswer:
     """Unpack the tar stream on descriptor 3 below target, as tar would inside the sandbox."""
     os.makedirs(target, exist_ok=True)  # noqa: PTH103
     try:
+        # `r|*` reads the archive as a stream, without seeking, because descriptor 3 may be a pipe.
         with os.fdopen(3, "rb") as source, tarfile.open(fileobj=source, mode="r|*") as archive:
             # This process is inside the sandbox's root, so no path in the archive can lead out of it. Debian 12's
             # Python has no filters yet and trusts archives fully.
@@ -262,6 +270,7 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
         os.dup2(result, _RESULT_FD)
         if source is not None:
             os.dup2(source, _SOURCE_FD)
+        # `confine` limits descriptors to 65,536, so none is above this range.
         os.closerange(_RESULT_FD + 1, 1 << 16)
         # The supervisor is sheltered from the OOM killer; its child must not be. Without root it never was, and this
         # file cannot be written.
@@ -288,6 +297,7 @@ def parse_result(data: bytes, *, whole: bool) -> Result:
     head, _, answer = data.partition(b"\n")
     with contextlib.suppress(ValueError, RecursionError):
         fields = json.loads(head) if whole else None
+        # Decoded like any message from outside; whatever does not have the exact form becomes the error below.
         if isinstance(fields, dict) and isinstance(outcome := decode(Message(fields, b"", [])).message, FileOutcome):
             return outcome, answer
     return outcome_of(problem(507, "File operation failed", "it ran out of time, memory or disk"))

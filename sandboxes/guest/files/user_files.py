@@ -43,6 +43,7 @@ def perform(
         transfer: Reads or writes the file at a path.
     """
     try:
+        # Before the path is resolved: `~` is that user's, and each look-up below happens with that user's rights.
         _become(fields["user"])
         path = resolved(fields["path"], home())
         if tool == "read" and stat.S_ISDIR(os.stat(path).st_mode):  # noqa: PTH116
@@ -94,6 +95,7 @@ def home() -> str:
 def resolved(path: str, start: str) -> str:
     """Return a path as an absolute one; start is the directory of relative paths."""
     if path == "~" or path.startswith("~/"):
+        # Only `~` itself: a name such as `~other` is an ordinary file name here.
         path = start + path[1:]
     return os.path.normpath(os.path.join(start, path))  # noqa: PTH118 - pathlib is not loaded in pid 1
 
@@ -106,7 +108,9 @@ def _become(user: str) -> None:
     known = next((line for line in _lines("/etc/passwd") if user in (line[0], line[2])), None)
     if known is None:
         raise UserFileError(401, "user", f"error looking up user '{user}': user: unknown user {user}")
+    # The file is the agent's. A line with other text raises ValueError, which ends only this child.
     uid, gid = int(known[2]), int(known[3])
+    # Without root the sandbox has one user only, which needs no change.
     if uid == os.geteuid():
         return
     # setgroups comes first: afterwards this process is not allowed to change its groups any more.
@@ -138,6 +142,7 @@ def _entry(path: str) -> dict[str, Any]:
     link = status = os.lstat(path)
     target = None
     if stat.S_ISLNK(link.st_mode):
+        # Resolved inside the sandbox's root, so the target cannot be a file of the host.
         target = os.path.realpath(path)
         status = os.stat(path) if os.path.exists(path) else link  # noqa: PTH110, PTH116
     seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
@@ -166,6 +171,7 @@ def _listing(path: str, depth: int) -> list[dict[str, Any]]:
             if len(entries) == MAX_ENTRIES:
                 raise UserFileError(413, "invalid", f"path '{path}' has more than {MAX_ENTRIES} entries")
             entries.append(_entry(below))
+            # lstat and not stat: a link to a directory is listed but not entered, so there are no cycles.
             if level < depth and stat.S_ISDIR(os.lstat(below).st_mode):
                 folders.append((below, level + 1))
     return sorted(entries, key=lambda entry: str(entry["path"]))
@@ -181,6 +187,7 @@ def _mkdir(path: str) -> dict[str, Any]:
 
 
 def _move(path: str, target: str) -> dict[str, Any]:
+    # A missing source fails here, before any parent directory of the target is made.
     os.lstat(path)
     # E2B's server makes missing parents as well.
     os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
@@ -208,6 +215,7 @@ def _name(file: str, number: int) -> str:
 
 def _lines(file: str) -> list[list[str]]:
     try:
+        # The agent may have written anything into this file; bytes that are no UTF-8 must not fail a listing.
         with open(file, errors="replace") as lines:  # noqa: PTH123
             rows = [line.rstrip("\n").split(":") for line in lines]
     except OSError:
