@@ -106,10 +106,10 @@ class DriverContract(ABC):
             source = await self._after(driver, 1)
             frozen = await source.freeze()
             expected = _response(await source.execute(self.observe()))
-            one, two = [await driver.restore(self.spec(), frozen) for _ in range(2)]
-            await one.execute(self.change(2))
-            assert _response(await one.execute(self.observe())) != expected
-            assert _response(await two.execute(self.observe())) == expected
+            first, second = [await driver.restore(self.spec(), frozen) for _ in range(2)]
+            await first.execute(self.change(2))
+            assert _response(await first.execute(self.observe())) != expected
+            assert _response(await second.execute(self.observe())) == expected
             assert _response(await source.execute(self.observe())) == expected
 
         self._run(directory, test)

@@ -64,7 +64,7 @@ class _Samples(_Picture, _Span):
     at: list[float] | None = Field(default=None, min_length=1, max_length=MAX_SAMPLES, description="or at these times")
 
     @model_validator(mode="after")
-    def _one_way(self) -> "_Samples":
+    def _reject_two_sampling_ways(self) -> "_Samples":
         if sum(way is not None for way in (self.n, self.every_s, self.at)) > 1:
             raise ValueError("say one of n, every_s and at")
         if self.n is None and self.every_s is None and self.at is None:

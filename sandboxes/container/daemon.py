@@ -30,7 +30,9 @@ GONE_S = 20.0
 PAUSES_S = (0.1, 0.5)
 """Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long."""
 
-INSTANCE, SANDBOX, PLACE, HOST, ROOT = (f"forkpoint.{name}" for name in ("instance", "sandbox", "data", "host", "root"))
+INSTANCE, SANDBOX, DATA_DIR, HOST, ROOT = (
+    f"forkpoint.{name}" for name in ("instance", "sandbox", "data", "host", "root")
+)
 """Labels of containers and images: the instance, sandbox, data directory, host name and root state they belong to."""
 
 CAPABILITIES = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
-from sandboxes.container.daemon import HOST, INSTANCE, PLACE, ROOT, SANDBOX, Daemon
+from sandboxes.container.daemon import DATA_DIR, HOST, INSTANCE, ROOT, SANDBOX, Daemon
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.sandbox import ContainerSandbox
 from sandboxes.container.spares import Spares
@@ -136,7 +136,7 @@ class ContainerDriver:
             else:
                 # Another machine may share the Docker daemon. Its locks cannot be tested from here, so its containers
                 # are left alone.
-                dead = labels.get(HOST) == socket.gethostname() and is_unowned(Path(labels.get(PLACE, "/")))
+                dead = labels.get(HOST) == socket.gethostname() and is_unowned(Path(labels.get(DATA_DIR, "/")))
             if dead:
                 with contextlib.suppress(SandboxError):
                     self.daemon.remove(container)
@@ -144,7 +144,7 @@ class ContainerDriver:
         for image, labels in self.daemon.images():
             # Unlike a container, an image is kept while its data directory exists: the next process of that instance
             # uses it.
-            if labels.get(HOST) == socket.gethostname() and not Path(labels.get(PLACE, "/")).exists():
+            if labels.get(HOST) == socket.gethostname() and not Path(labels.get(DATA_DIR, "/")).exists():
                 with contextlib.suppress(SandboxError):
                     self.daemon.forget_image(image)
 
@@ -216,11 +216,7 @@ class ContainerDriver:
         """
         root = await self._root(spec)
         sandbox = await self._launch(spec, root.image, root.born_ns, None)
-        try:
-            await sandbox.start_servers()
-        except BaseException:
-            await sandbox.close()
-            raise
+        await sandbox.start_servers()
         return sandbox
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> ContainerSandbox:

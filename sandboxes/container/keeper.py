@@ -93,9 +93,9 @@ def run(channel: int, order: ForkKeeper) -> None:
         _enter(members.pid, "ipc", kernel.CLONE_NEWIPC)
         # The container's tool servers listen on its loopback. The keeper has no other use for a network.
         _enter(members.pid, "net", kernel.CLONE_NEWNET)
-        _narrow(members.pid)
-        # After `_narrow`, in which a child works: this process has to stay in the launcher's mount namespace, where the
-        # view is mounted.
+        # In a child, because `mounts.narrow` changes the namespaces of the process that calls it.
+        processes.run_in_child(lambda: mounts.narrow(members.pid), "the container's mounts could not be narrowed")
+        # This process stays in the launcher's mount namespace, where the view is mounted.
         lower = mounts.view(order.lowers, order.view)
         roots = delta.DeltaRoots(os.open(order.upper, FOLDER), lower, lower)
         Keeper(link, members, ContainerAnchor(Path(order.box), members), roots, order).serve()
@@ -134,23 +134,6 @@ def _end_with_parent(init: int) -> None:
     signal.signal(signal.SIGTERM, end)
     # After the handler is set: the launcher may be dead at this moment already.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _narrow(pid: int) -> None:
-    """Narrow the container's mounts in a child; see `mounts.narrow`, which changes the caller's namespaces."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            mounts.narrow(pid)
-            code = 0
-        except OSError as error:
-            code = error.errno or 1
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        raise OSError(code, f"the container's mounts could not be narrowed: {os.strerror(code)}")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.task_owner import start
 
 
 class ContainerSandbox(MachineSandbox):
@@ -75,7 +74,6 @@ class ContainerSandbox(MachineSandbox):
         self._box, self._born_ns = box, born_ns
         self._spares, self._states, self._checkpointer = spares, states, checkpointer
         self._frozen: FrozenState | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     @property
     def container(self) -> str:
@@ -223,14 +221,6 @@ class ContainerSandbox(MachineSandbox):
         return copied[-1], (images,)
 
     # -- closing -----------------------------------------------------------------------------------------------------
-
-    async def close(self) -> None:
-        """Remove the container. It completes even if the caller is cancelled."""
-        if self._closing is None:
-            self.link.death = self.link.death or "it was closed"
-            self._closing = start(self._close(), name=f"close {self.id}")
-        # A cancelled caller must not leave a container half removed; `_closing` is awaited by the next `close`, too.
-        await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self._tools.close()

@@ -10,7 +10,7 @@ import os
 import re
 import resource
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
+from sandboxes.linux import processes
 from sandboxes.session_types import Jobs, ShellSession
 from sandboxes.shell_quote import quote
 
@@ -71,7 +72,9 @@ class ContainerShell(Shell):
             texts: The content of its files.
             bash: Whether it is bash.
         """
-        self._fds = _furnish(folder, texts)
+        self._fds = make_files(folder, texts)
+        for text in texts:
+            self._fds[text] = os.open(folder / text, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         files = {1: "out", 2: "err", sessions.COMMAND_FD: "command", sessions.GO_FD: "go", sessions.DUMP_FD: "dump"}
         # Until it is known as a process it counts as one that has ended: an event that is always readable.
         death = os.eventfd(1, os.EFD_CLOEXEC)
@@ -158,19 +161,19 @@ class ContainerShell(Shell):
             self.folder.rmdir()
 
 
-def _furnish(folder: Path, texts: Mapping[str, bytes]) -> dict[str, int]:
-    """Make a shell's directory with its FIFOs and files; return our descriptors of them, by name."""
+def make_files(folder: Path, texts: Mapping[str, bytes]) -> dict[str, int]:
+    """Make the directory from which the anchor starts a shell; return the keeper's ends of the FIFOs, by name."""
     folder.mkdir(mode=0o755)
     fds = {}
     for name in SHELL_FIFOS:
         os.mkfifo(folder / name)
         # A command that becomes another user may open /dev/stdout, which is this FIFO, again.
         (folder / name).chmod(0o666)
+        # The shell opens all of them, and its opens must not block.
         fds[name] = os.open(folder / name, RIGHTS)
     for name, text in texts.items():
         (folder / name).write_bytes(text)
         (folder / name).chmod(0o644)
-        fds[name] = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     return fds
 
 
@@ -216,29 +219,17 @@ def _set_limits(pid: int, wanted: Mapping[int, tuple[int, int]]) -> None:
             resource.prlimit(pid, number, limits)
     except PermissionError:
         # Root without CAP_SYS_RESOURCE may do this only as the process's own user (prlimit(2)).
-        _in_child_as(cgroup_processes.ids(pid), lambda: [resource.prlimit(pid, *limit) for limit in wanted.items()])
+        uid, gid, groups = cgroup_processes.ids(pid)
 
-
-def _in_child_as(user: tuple[int, int, list[int]], work: Callable[[], object]) -> None:
-    """Do work in a child process that runs as a user; raise its OSError here."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            uid, gid, groups = user
+        def set_as_user() -> None:
             # Groups first, the user last: afterwards this process has no right to change the others (credentials(7)).
             os.setgroups(groups)
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
-            work()
-            code = 0
-        except OSError as error:
-            code = error.errno or 1
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code:
-        raise OSError(code, f"resource limits: {os.strerror(code)}")
+            for number, limits in wanted.items():
+                resource.prlimit(pid, number, limits)
+
+        processes.run_in_child(set_as_user, "resource limits")
 
 
 def limit(pid: int, disk_bytes: int) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.container.boot_scripts import FIFOS, PROGRAMS
-from sandboxes.container.daemon import HOST, INSTANCE, PLACE, SANDBOX, Daemon
+from sandboxes.container.daemon import DATA_DIR, HOST, INSTANCE, SANDBOX, Daemon
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
@@ -91,7 +91,7 @@ class Spares:
         """
         self.daemon = daemon
         self.boxes = data_dir / "boxes"
-        self.labels = {PLACE: str(data_dir), HOST: socket.gethostname()}
+        self.labels = {DATA_DIR: str(data_dir), HOST: socket.gethostname()}
         self.names: set[str] = set()
         # Tools that an MCP server declares as read-only, for each server: its declaration holds for every sandbox.
         self.read_only: dict[str, frozenset[str]] = {}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.container.anchor import ContainerAnchor
-from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.container.boot_scripts import BOX, SHELL_TEXTS
 from sandboxes.container.cgroup_processes import ContainerProcesses
-from sandboxes.container.shell import RIGHTS
+from sandboxes.container.shell import make_files
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
 from sandboxes.ipc.messages import ServerOrder
@@ -72,7 +72,7 @@ class ContainerServers(Servers):
     def prepare_again(self, stored: list[dict[str, Any]]) -> None:
         """Make the files that the restored servers have open."""
         self._prepared = [
-            (server, _make_files(self._anchor.box / server["folder"], server["script"].encode("latin-1")))
+            (server, make_files(self._anchor.box / server["folder"], _texts(server["script"].encode("latin-1"))))
             for server in stored
         ]
 
@@ -100,7 +100,7 @@ class ContainerServers(Servers):
         talks = order.port is None
         self._anchor.look_after()
         folder = self._anchor.new_folder()
-        fds = _make_files(folder, _script(order, folder.name, talks=talks))
+        fds = make_files(folder, _texts(_script(order, folder.name, talks=talks)))
         try:
             pid, inner = self._anchor.start(folder.name)
         except ShellStartError as error:
@@ -122,19 +122,9 @@ class ContainerServers(Servers):
         return server.ended
 
 
-def _make_files(folder: Path, script: bytes) -> dict[str, int]:
-    """Make the directory from which the anchor starts a shell; return the keeper's ends of the FIFOs, by file name."""
-    folder.mkdir(mode=0o755)
-    fds = {}
-    for name in SHELL_FIFOS:
-        os.mkfifo(folder / name)
-        (folder / name).chmod(0o666)
-        # The shell opens all of them, and its opens must not block.
-        fds[name] = os.open(folder / name, RIGHTS)
-    for name in SHELL_TEXTS:
-        (folder / name).write_bytes(script if name == "restore" else b"")
-        (folder / name).chmod(0o644)
-    return fds
+def _texts(script: bytes) -> dict[str, bytes]:
+    """Return the files of a shell that runs a script at its start."""
+    return dict.fromkeys(SHELL_TEXTS, b"") | {"restore": script}
 
 
 def _script(order: ServerOrder, folder: str, *, talks: bool) -> bytes:

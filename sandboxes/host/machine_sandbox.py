@@ -25,6 +25,7 @@ from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
 from sandboxes.ipc.messages import CallDone, DescribeState, OpenTerminal, RunFileOperation, TerminalFailed
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import start
 
 LOOK_S = 30.0
 """Timeout for reading files and their attributes, for people who look at a state."""
@@ -69,6 +70,7 @@ class MachineSandbox(ABC):
         self._tools = ToolCalls(servers, spec, server_environment, folder)
         self._mcp = McpCalls(self, servers, spec, server_environment, known_reads)
         self._stirred_at = self._settled_at = 0.0
+        self._closing: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
@@ -80,6 +82,10 @@ class MachineSandbox(ABC):
     @abstractmethod
     def _kill(self) -> None:
         """End everything that runs in the sandbox, now."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """End what runs, free what no frozen state holds, and set `closed`. It runs once."""
 
     @abstractmethod
     async def _settle(self) -> None:
@@ -97,6 +103,29 @@ class MachineSandbox(ABC):
     @abstractmethod
     def _disk(self) -> str:
         """Where the disk is that the sandbox fills, for error texts, with its preposition."""
+
+    # -- lifetime ----------------------------------------------------------------------------------------------------
+
+    async def start_servers(self) -> None:
+        """Start the tool servers that belong to the root state. If one fails, the sandbox is closed.
+
+        Raises:
+            ServerError: One of them did not get ready.
+        """
+        try:
+            await self._tools.start()
+            await self._mcp.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill all processes and free what no frozen state holds. It completes even if the caller is cancelled."""
+        if self._closing is None:
+            self.link.death = self.link.death or "it was closed"
+            self._closing = start(self._close(), name=f"close {self.id}")
+        # A cancelled caller must not leave a sandbox half removed; the next `close` waits for `_closing`, too.
+        await asyncio.shield(self._closing)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -137,15 +166,6 @@ class MachineSandbox(ABC):
             raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free {self._disk}")
         self._begin_after_call(done.message)
         return done
-
-    async def start_servers(self) -> None:
-        """Start the tool servers that belong to the root state.
-
-        Raises:
-            ServerError: One of them did not get ready.
-        """
-        await self._tools.start()
-        await self._mcp.start()
 
     # -- time --------------------------------------------------------------------------------------------------------
 

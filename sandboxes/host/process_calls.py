@@ -92,7 +92,7 @@ class ProcessCalls:
             SandboxError: The process has not ended within_s, although its time is long up.
         """
         frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
-        detaching = start(self._detach_when_told(listener))
+        detaching = start(self._detach_on_request(listener))
         connection = socket.socket(fileno=end)
         connection.setblocking(False)
         try:
@@ -113,7 +113,7 @@ class ProcessCalls:
             connection.close()
         return frames
 
-    async def _detach_when_told(self, listener: Listener | None) -> None:
+    async def _detach_on_request(self, listener: Listener | None) -> None:
         if isinstance(listener, Detachable):
             await listener.detached()
             await self._guest.link.post(Detach())

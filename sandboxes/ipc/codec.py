@@ -120,9 +120,9 @@ def _read_message(frame: Message) -> IpcMessage:
     if cls is None:
         raise MalformedFrameError(f"{op!r:.60} is no message")
     # Code behind `decode` indexes the descriptors, so their number is checked here.
-    least, most = cls.descriptors
-    if not least <= len(frame.fds) <= most:
-        raise MalformedFrameError(f"{op}: {len(frame.fds)} descriptors came, {least} to {most} belong to it")
+    minimum, maximum = cls.descriptors
+    if not minimum <= len(frame.fds) <= maximum:
+        raise MalformedFrameError(f"{op}: {len(frame.fds)} descriptors came, {minimum} to {maximum} belong to it")
     members = {name: value for name, value in frame.fields.items() if name != "op"}
     try:
         message: IpcMessage = _shape(cls).read(members)

@@ -141,11 +141,7 @@ class LocalDriver:
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.sandboxes.holding(root.layers):
             sandbox = await self._launch(spec, base, root, root.layers, _state({}, {}))
-        try:
-            await sandbox.start_servers()
-        except BaseException:
-            await sandbox.close()
-            raise
+        await sandbox.start_servers()
         return sandbox
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
@@ -261,14 +257,14 @@ class LocalDriver:
             SpecError: The base cannot run a shell.
             SandboxError: The machine failed.
         """
-        start_one = partial(self._launch_once, spec, base, root, layers, state, images=images, seals=seals)
+        launch = partial(self._launch_once, spec, base, root, layers, state, images=images, seals=seals)
         try:
-            return await start_one()
+            return await launch()
         except SandboxError:
             if not self.machine.launcher.has_died:
                 raise
         # The launcher died and took its spares along, which shows only now. The next spare has another launcher.
-        return await start_one()
+        return await launch()
 
     async def _launch_once(
         self,

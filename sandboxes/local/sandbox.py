@@ -45,7 +45,6 @@ from sandboxes.local.bases import Base
 from sandboxes.local.layers import MAX_DEPTH, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.task_owner import start
 
 
 class LocalSandbox(MachineSandbox):
@@ -96,7 +95,6 @@ class LocalSandbox(MachineSandbox):
         self._upper: Upper = machine.layers.allocate()
         self._namespace: int | None = None
         self._pending: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
         # Held while the descriptors of the sandbox are in use for a move to other layers; `_close` takes it before it
         # closes them.
         self._switching = asyncio.Lock()
@@ -401,13 +399,6 @@ class LocalSandbox(MachineSandbox):
                 self.stack = (*self.stack[:at], merged, *self.stack[at + len(run) :])
 
     # -- closing -----------------------------------------------------------------------------------------------------
-
-    async def close(self) -> None:
-        """Kill all processes and free what no frozen state holds. It completes even if the caller is cancelled."""
-        if self._closing is None:
-            self.link.death = self.link.death or "it was closed"
-            self._closing = start(self._close(), name=f"close {self.id}")
-        await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         self._kill()

@@ -41,9 +41,9 @@ Small = NDArray[np.uint8]
 """A picture of size `SMALL`: rows of pixels of red, green and blue."""
 
 
-def difference(one: Small, other: Small) -> float:
+def difference(first: Small, second: Small) -> float:
     """Return the difference of two pictures, 0 to 1: the mean over all pixels and colours."""
-    return float(np.abs(one.astype(np.int16) - other).mean()) / 255.0
+    return float(np.abs(first.astype(np.int16) - second).mean()) / 255.0
 
 
 def brightness(picture: Small) -> float:

@@ -38,8 +38,8 @@ class _DockerErrors(Dialect):
         raise NotImplementedError
 
     @override
-    def answer(self, told: Response, request: Request) -> Response:
-        return told
+    def answer(self, response: Response, request: Request) -> Response:
+        return response
 
     @override
     def problem(self, problem: Problem, request: Request) -> Local:
