@@ -1,13 +1,7 @@
-"""The snapshot cache: which snapshot belongs to which node, who holds it, and when it is evicted.
+"""The snapshot cache: which snapshot belongs to which node, which restores hold it, and when it is evicted.
 
-1. A snapshot is attached to the node whose state it holds: `node.snapshot` is its id. A node has at most one.
-2. A restore leases the snapshot: its files stay until the restore has ended.
-3. A restore that fails counts against the snapshot. A missing or damaged one is dropped at once. One that only the
-   machine failed to restore is dropped at the second failure, and only if a replay reaches the node as well.
-4. `fit` evicts the snapshots of least value (`policy.victims`) until two byte budgets hold: one for all snapshots, and
-   one for images of live processes, which share nothing. Pinned and leased snapshots, and states that no replay
-   reaches, are never evicted.
-5. Evicting a snapshot removes its directory. The drivers free the storage that only it used (`Driver.collect`).
+A snapshot is attached to its node (1), leased by restores (2), dropped after failures (3), and evicted when one of two
+byte budgets is exceeded (4): one for all snapshots, and one for images of live processes. The steps are numbered below.
 """
 
 from collections import Counter, defaultdict
@@ -118,11 +112,14 @@ class SnapshotCache:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the snapshots that hold live processes."""
+        # Counted anew on each use: there are few snapshots with processes, and a second total could drift from the
+        # store's.
         return sum(snapshot.size_bytes for snapshot in self._store if snapshot.kind == "processes")
 
     @property
     def free_bytes(self) -> int:
         """Bytes that the budget for all snapshots has left."""
+        # Never negative: freezes add to the total before the next `fit` evicts.
         return max(0, self._budget_bytes - self.used_bytes)
 
     @property
@@ -150,18 +147,23 @@ class SnapshotCache:
         """Make a saved snapshot the node's; drop it and return False if the node is forgotten or has one already."""
         # Counted even if it is dropped here: the driver still holds its storage until the next `collect`.
         self.used_bytes += snapshot.size_bytes
+        # During the freeze the node may have been forgotten, or another sandbox at it may have been frozen.
         if node.detached or node.snapshot is not None:
             self._store.drop(snapshot)
             return False
+        # 1. A node has at most one snapshot. It holds the id and not the object: the store decides whether it still
+        # exists.
         node.snapshot = snapshot.id
         return True
 
     def reattach(self, tree: int, nodes: Mapping[int, StateNode]) -> None:
         """Attach the snapshots on disk to the nodes of a tree that was read back; drop those of missing nodes."""
+        # The store iterates over a copy, so snapshots may be dropped in the loop.
         for snapshot in self._store:
             if snapshot.tree == tree:
                 node = nodes.get(snapshot.node)
                 # A node that was forgotten just before a crash may have left its snapshot on disk.
+                # A second snapshot of one node comes from a kill between saving it and attaching it.
                 if node is None or node.snapshot is not None:
                     self._store.drop(snapshot)
                 else:
@@ -178,21 +180,28 @@ class SnapshotCache:
         snapshot = self.of(node)
         assert snapshot is not None
         try:
+            # Read before the lease is counted: a damaged snapshot must not stay leased.
             frozen = self._store.load(snapshot)
         except (FileNotFoundError, ValueError) as error:
+            # Missing files and broken JSON stay so: this snapshot is lost. Other errors of the disk may pass.
             raise StateGoneError(f"the snapshot of n{node.id} is damaged: {error}") from error
         except OSError as error:
             raise SandboxError(f"the snapshot of n{node.id} cannot be read: {error}") from error
+        # 2. The files stay until the restore has ended. No await since the look-up, so `fit` cannot have evicted the
+        # snapshot in between.
         snapshot.leases += 1
         snapshot.uses += 1
         try:
             yield frozen
         finally:
+            # The count falls whatever the restore did; otherwise a cancelled restore would pin its snapshot for
+            # ever.
             snapshot.leases -= 1
 
     @contextmanager
     def leased_all(self, tree: int) -> Iterator[list[Snapshot]]:
         """Lend all snapshots of a tree. They are not evicted inside the block, but go with a node that is forgotten."""
+        # A list of the moment: snapshots that are taken meanwhile are not lent.
         snapshots = [snapshot for snapshot in self._store if snapshot.tree == tree]
         for snapshot in snapshots:
             snapshot.leases += 1
@@ -204,6 +213,7 @@ class SnapshotCache:
 
     def restored(self, node: StateNode, seconds: float) -> None:
         """Note how long a restore of the node's snapshot took."""
+        # A node that is forgotten while its restore runs loses its snapshot, lease or not.
         snapshot = self.of(node)
         if snapshot is not None:
             snapshot.restore_s = seconds
@@ -220,22 +230,29 @@ class SnapshotCache:
         """
         snapshot = self.of(node)
         if snapshot is None:
+            # Another restore of the same snapshot may have failed before and dropped it.
             return
+        # Counted by snapshot and not by node: the node's next snapshot begins without failures.
         self._failures[snapshot.id] += 1
         failed_again = self._failures[snapshot.id] > 1
+        # 3. A missing or damaged snapshot is dropped at once. One that only the machine failed to restore is
+        # dropped at the second failure, and only if a replay reaches the node as well.
         if isinstance(error, StateGoneError) or (failed_again and reproducible):
             self.drop(node)
 
     def drop(self, node: StateNode) -> None:
         """Remove the snapshot of a node."""
         snapshot = self.of(node)
+        # The node first, the files after it: from here on no plan can choose this snapshot.
         node.snapshot = None
         if snapshot is not None:
             self._failures.pop(snapshot.id, None)
+            # 5. The directory is removed here; the drivers free the storage that only it used (`Driver.collect`).
             self._store.drop(snapshot)
 
     def drop_tree(self, tree: int) -> None:
         """Remove every snapshot of a tree."""
+        # Their nodes need no change: the tree has left the memory.
         for snapshot in self._store:
             if snapshot.tree == tree:
                 self._store.drop(snapshot)
@@ -251,12 +268,15 @@ class SnapshotCache:
         """
 
         def evict(snapshots: list[Snapshot], excess_bytes: int) -> int:
+            # 4. Least value first, until the budget holds. Pinned and leased snapshots, and states that no replay
+            # reaches, are never chosen.
             chosen = victims([prospect(s, find(s.tree, s.node)) for s in snapshots], excess_bytes=excess_bytes)
             for name in chosen:
                 self._evict(name, find)
             return len(chosen)
 
         # Images first: evicting them also counts towards the budget for all snapshots.
+        # Images share nothing, so their bytes can be summed up without the drivers.
         images = [snapshot for snapshot in self._store if snapshot.kind == "processes"]
         evicted = evict(images, sum(image.size_bytes for image in images) - self._checkpoint_bytes)
         self.used_bytes = await self._collect()
@@ -265,6 +285,8 @@ class SnapshotCache:
             count = evict(list(self._store), self.used_bytes - self._budget_bytes)
             if not count:
                 log.warning("snapshots exceed their budget, and none may be evicted", bytes=self.used_bytes)
+                # All that remain are pinned, leased, or the only way to their state. The budget gives way, not the
+                # states.
                 break
             evicted += count
             self.used_bytes = await self._collect()
@@ -272,6 +294,7 @@ class SnapshotCache:
         return evicted
 
     def _evict(self, name: str, find: Callable[[int, int], StateNode | None]) -> None:
+        # Another round, or a dropped tree, may have removed the snapshot already.
         snapshot = self._store.get(name)
         if snapshot is not None:
             # The node may have got another snapshot since; it keeps that one.
@@ -282,5 +305,6 @@ class SnapshotCache:
 
     async def _collect(self) -> int:
         """Have the drivers free storage that no snapshot uses; return the bytes that remain."""
+        # Parts of live sandboxes stay as well; the drivers know them.
         parts = [part for snapshot in self._store for part in snapshot.parts]
         return sum([await driver.collect(parts) for driver in self._drivers.values()])

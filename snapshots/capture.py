@@ -1,10 +1,7 @@
 """Capture: a sandbox's state becomes a snapshot while the agent thinks.
 
-1. A call has been answered, and its sandbox is leased at a node worth keeping. `give_back` turns the lease into a
-   freeze without a moment between, so that no call can change the state first.
-2. The freeze starts `FREEZE_DELAY_S` later, or as soon as a call waits for the sandbox or its room.
-3. The driver freezes the state (`Sandbox.freeze`), and the snapshot is written to disk in a thread: hits do not wait.
-4. The snapshot is attached to the node (`cache.attach`), and the sandbox is idle again, in the same state.
+A lease becomes a freeze (1), which starts after a delay (2), is written to disk (3) and attached to its node (4). Then
+the sandbox is idle again, in the same state.
 
 A state that the driver refuses to freeze is never tried again: `node.unfreezable` says why. A snapshot that cannot be
 written costs nothing but the snapshot. A sandbox that fails while it is frozen is closed; its state is then reached by
@@ -82,7 +79,9 @@ class Capture(Generic[N]):
         if not freeze:
             await self._pool.release(slot)
             return
+        # 1. The lease becomes a freeze without a moment between, so that no call can change the state first.
         self._pool.begin_freeze(slot)
+        # In a task: the answer to the call goes out meanwhile. `drain` waits for it at shutdown.
         self._freezes.spawn("freeze", self._freeze_later(slot, tree, node))
 
     async def freeze_leased(self, slot: Slot, tree: StateTree, node: N) -> bool:
@@ -92,6 +91,7 @@ class Capture(Generic[N]):
             NotFreezableError: The driver cannot freeze the state; the node remembers why, and the sandbox is idle.
             SandboxError, OSError: The sandbox failed, and is closed.
         """
+        # The state machine knows no freeze of an idle sandbox, so even a person's request leases first.
         self._pool.begin_freeze(slot)
         async with self._pool.freezing(slot) as sandbox:
             refusal = await self._freeze(sandbox, tree, node)
@@ -107,10 +107,13 @@ class Capture(Generic[N]):
             NotFreezableError: The driver cannot freeze the state.
             SandboxError, OSError: The sandbox failed.
         """
+        # 3. The driver freezes. From here to `attach` the sandbox is not leased to any call.
         start = time.perf_counter()
         frozen = await sandbox.freeze()
         freeze_s = time.perf_counter() - start
         self._counters.freeze_s.observe(freeze_s)
+        # The root exists before any sandbox of it; its digest is first known here, and `merge` needs it in the
+        # index.
         if node is tree.root and node.state is None:
             tree.set_root_state(frozen.state)
             self._save_node(node)
@@ -118,18 +121,22 @@ class Capture(Generic[N]):
             # Some hundred microseconds of disk: in a thread, so that hits need not wait for them.
             snapshot = await asyncio.to_thread(self._cache.save, frozen, tree=tree.id, node=node.id, cost_s=freeze_s)
         except OSError as error:
+            # Nothing is lost but the snapshot: the sandbox is unchanged and goes on.
             self._report(node, error)
             return
         # The root is frozen on the way to an answer, right after the set-up: its cost says nothing about other states.
         if node is not tree.root:
             costs, driver = self._cache.costs, snapshot.driver
+            # Includes the disk, because that is what a freeze costs; `freeze_s` above is the driver's part.
             costs[driver] = costs[driver].froze(snapshot_kind(snapshot), time.perf_counter() - start)
         # The node may have been forgotten, or got a snapshot, during the awaits above: `attach` drops this one then.
         self._counters.snapshots += 1
+        # 4. Attached without an await between its check and its set, so two freezes cannot both attach.
         self._cache.attach(snapshot, node)
 
     def adopt(self, frozen: FrozenState, tree: StateTree, node: N, *, cost_s: float) -> bool:
         """Make a state from another machine the snapshot of a node; return False if the node goes without. Blocking."""
+        # Checked before the write, so that nothing has to be removed then.
         if node.detached or node.snapshot is not None:
             return False
         try:
@@ -143,12 +150,15 @@ class Capture(Generic[N]):
         # A freeze may be spawned while this waits, so the delay is cut short in each round.
         while self._freezes:
             self._pool.flush_pending_freezes()
+            # `wait` and not `gather`: a freeze that fails has been reported by its own task.
             await asyncio.wait(tuple(self._freezes))
 
     async def _freeze_later(self, slot: Slot, tree: StateTree, node: N) -> None:
         try:
+            # 2. The delay ends early if a call waits for the sandbox or for its room (`freeze_now`).
             async with self._pool.freezing(slot, after_s=FREEZE_DELAY_S) as sandbox:
                 await self._freeze(sandbox, tree, node)
+        # The pool has closed the sandbox by now. Calls that need its state replay, so the error ends here.
         except (SandboxError, OSError) as error:
             self._report(node, error)
 
@@ -158,6 +168,7 @@ class Capture(Generic[N]):
             await self.freeze(sandbox, tree, node)
         except NotFreezableError as refusal:
             # The reason is a property of the state: no other sandbox at this node is tried.
+            # In memory only: after a restart the state is tried once more.
             node.unfreezable = str(refusal)
             return refusal
         return None

@@ -24,7 +24,10 @@ class Mean:
 
     def then(self, seconds: float) -> "Mean":
         """Return the mean after another measurement: exact over the first ten, then the newest one counts a tenth."""
+        # The first sample has weight 1 and replaces the guess. A tenth later on: costs change with the machine's
+        # load.
         weight = max(0.1, 1 / (self.samples + 1))
+        # The added 0.1 ms lets a mean of zero grow again.
         counted_s = min(seconds, 4 * self.seconds + 1e-4)
         return Mean(self.seconds + weight * (counted_s - self.seconds), self.samples + 1)
 
@@ -44,6 +47,7 @@ class KindCosts:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
+    # Values are frozen, so a plan that is being made sees one consistent set of costs.
     """What the ways to a sandbox cost with one driver. A sandbox that is at the node already costs nothing.
 
     The guesses are medians of `bench/sandboxes` for `local` on two cores. The first measurement replaces each of them.

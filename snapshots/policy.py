@@ -45,11 +45,13 @@ class Reuse:
 
     def made(self, behind: int) -> "Reuse":
         """Return the statistics after a state was made with this many rollouts above it that may still come."""
+        # Both counts fade alike, so the rate stays and only its weight against new chances falls.
         fade = min(1.0, _MEMORY / self.chances)
         return Reuse(self.uses * fade, self.chances * fade + behind + FUTURE)
 
     def demanded(self) -> "Reuse":
         """Return the statistics after a rollout needed a sandbox at a state and none was there."""
+        # Demand is no chance of its own: the chance was counted when the state was made.
         return replace(self, uses=self.uses + 1)
 
 
@@ -86,7 +88,10 @@ def expected_uses(reuse: Reuse, *, behind: int, visits: int, demand: int) -> flo
         visits: Number of rollouts that have come to the state.
         demand: How many of them needed a sandbox.
     """
+    # A weighted mean: the rate of all states counts like `_OWN_WEIGHT` visits, the state's own demand like its
+    # visits.
     rate = (reuse.rate * _OWN_WEIGHT + demand) / (_OWN_WEIGHT + visits)
+    # `FUTURE` keeps the product above zero: a task's next batch may come after all rollouts have passed.
     return rate * (behind + FUTURE)
 
 
@@ -104,16 +109,19 @@ def at_stake_s(*, replayed: int, diverged: int, doubtful: int = 0) -> float:
             measurement says how many of them diverge. One in two is assumed, at 300 s, because a snapshot is mostly
             paid for while the model thinks, and a lost rollout may hold up its whole group.
     """
+    # 0.9 of 300 are the 0.3 % of the first guess. Each doubtful call halves the chance that the replay succeeds.
     return 60.0 * (0.9 + diverged) / (300 + replayed) + 300.0 * (1 - 0.5**doubtful)
 
 
 def worth_keeping(prospect: Prospect, *, cost_s: float) -> bool:
     """Return whether to take a snapshot: it must save more seconds than it costs, or be the only way to its state."""
+    # The cost is mostly paid while the model thinks, the saving while it waits.
     return not prospect.reproducible or prospect.uses * prospect.saved_s >= cost_s
 
 
 def value(prospect: Prospect) -> float:
     """Return the seconds saved for each byte kept. Anything below a page counts as a page: files take whole blocks."""
+    # Bytes are the budget, so the worth of each byte decides and not the worth of each snapshot.
     return prospect.uses * prospect.saved_s / max(prospect.size_bytes, 4096)
 
 
@@ -133,11 +141,14 @@ def victims(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
     less is freed then.
     """
     chosen: list[str] = []
+    # The name breaks ties, so that two runs over the same prospects choose the same victims.
     for prospect in sorted(prospects, key=lambda p: (value(p), p.name)):
         if excess_bytes <= 0:
             break
         if prospect.held or not prospect.reproducible:
+            # Skipped and not ended: less may be freed than was wanted, which `fit` reports.
             continue
         chosen.append(prospect.name)
+        # An estimate, because parts may be shared. `fit` counts again once the drivers have collected.
         excess_bytes -= prospect.size_bytes
     return chosen

@@ -39,5 +39,6 @@ class Snapshot:
 
 
 def snapshot_kind(snapshot: Snapshot) -> SnapshotKind:
+    # Drivers have more kinds of their own, such as copies or layers; for costs and budgets only processes differ.
     """Return what a snapshot holds: files, whatever the driver calls it, unless it holds live processes."""
     return "processes" if snapshot.kind == "processes" else "files"

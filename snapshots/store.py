@@ -36,16 +36,20 @@ class SnapshotStore:
         After a reboot of the machine all snapshots are removed.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
+        # The kernel makes a new boot id at each start of the machine.
         boot, mark = _boot_id(), self._directory / "boot-id"
+        # Without a mark the directory is new: there is nothing in it to distrust.
         rebooted = mark.exists() and mark.read_text() != boot
         for entry in sorted(self._directory.iterdir()):
             if entry == mark:
                 continue
+            # No manifest means that a kill came before the rename in `save`.
             snapshot = None if rebooted else _read(entry)
             if snapshot is None:
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 self._snapshots[snapshot.id] = snapshot
+        # Last: a kill in between removes the rest of the old snapshots at the next start.
         mark.write_text(boot)
         return len(self._snapshots)
 
@@ -61,6 +65,7 @@ class SnapshotStore:
         Raises:
             OSError: The disk is full, for example. What was written is removed, now or at the next start.
         """
+        # Random and not counted: a name is never used twice, so nothing stale can be mistaken for this snapshot.
         name = uuid.uuid4().hex
         state = frozen.state
         manifest = {
@@ -74,17 +79,22 @@ class SnapshotStore:
             "created_at": time.time(),
             "state": None if state is None else [state.exact.hex(), state.content.hex()],
         }
+        # Without `exist_ok`: a directory under this name would belong to another snapshot.
         directory = self._directory / name
         directory.mkdir()
         try:
             (directory / _PAYLOAD).write_bytes(orjson.dumps(frozen.payload))
+            # Written under another name, so that a kill in the middle leaves no manifest at all.
             draft = directory / _DRAFT
             draft.write_bytes(orjson.dumps(manifest))
             # The manifest comes last and by a rename: with a manifest a snapshot is whole.
             draft.rename(directory / _MANIFEST)
+        # Whatever failed: a directory without a manifest holds its bytes until the next start.
         except BaseException:
             _remove(directory)
             raise
+        # Known only when whole. The method runs in a thread, but adding one key to a dictionary is atomic under the
+        # GIL.
         self._snapshots[name] = _snapshot(name, manifest)
         return self._snapshots[name]
 
@@ -97,6 +107,7 @@ class SnapshotStore:
         """
         directory = self._directory / snapshot.id
         manifest = orjson.loads((directory / _MANIFEST).read_bytes())
+        # A state with live processes has no digest.
         state = manifest["state"] and StateDigest(*(bytes.fromhex(digest) for digest in manifest["state"]))
         payload: dict[str, Any] = orjson.loads((directory / _PAYLOAD).read_bytes())
         return FrozenState(
@@ -105,6 +116,7 @@ class SnapshotStore:
 
     def drop(self, snapshot: Snapshot) -> None:
         """Remove a snapshot. The driver's next `collect` frees the storage that only it used."""
+        # Popped first, so that a second drop, and a `get` meanwhile, find nothing.
         if self._snapshots.pop(snapshot.id, None) is not None:
             _remove(self._directory / snapshot.id)
 
@@ -113,6 +125,7 @@ class SnapshotStore:
         return None if name is None else self._snapshots.get(name)
 
     def __iter__(self) -> Iterator[Snapshot]:
+        # A copy: callers await and drop snapshots between two elements.
         return iter(list(self._snapshots.values()))
 
     def __len__(self) -> int:
@@ -123,6 +136,7 @@ def _read(directory: Path) -> Snapshot | None:
     """Return the snapshot in a directory; None if it is half written or damaged."""
     try:
         return _snapshot(directory.name, orjson.loads((directory / _MANIFEST).read_bytes()))
+    # A newer version may have written other members; such a snapshot is unusable here and removed.
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
@@ -135,6 +149,7 @@ def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
 def _remove(directory: Path) -> None:
     """Remove a snapshot's directory without listing it, which needs a descriptor. The next start removes leftovers."""
     with contextlib.suppress(OSError):
+        # The manifest goes first: after a kill in between, the rest counts as half written.
         for name in (_MANIFEST, _DRAFT, _PAYLOAD):
             (directory / name).unlink(missing_ok=True)
         directory.rmdir()
@@ -143,5 +158,6 @@ def _remove(directory: Path) -> None:
 def _boot_id() -> str:
     try:
         return _BOOT_ID.read_text().strip()
+    # Without /proc there is no boot to compare; the text is equal each time, so snapshots stay.
     except OSError:
         return "unknown"

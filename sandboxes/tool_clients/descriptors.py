@@ -11,10 +11,12 @@ async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
         OSError: The other end is closed.
         TimeoutError: The other end read nothing for `timeout_s`.
     """
+    # A view, because slices of bytes would copy the rest after each part that a pipe takes.
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
+        # Tried first and waited for second: most writes fit, and each watch costs two system calls.
         except BlockingIOError:
             await wait_until_ready(fd, timeout_s, writing=True)
 
@@ -28,9 +30,11 @@ async def wait_until_ready(fd: int, timeout_s: float, *, writing: bool) -> None:
     loop = asyncio.get_running_loop()
     event = asyncio.Event()
     add, remove = (loop.add_writer, loop.remove_writer) if writing else (loop.add_reader, loop.remove_reader)
+    # Level-triggered: if the descriptor is ready already, the event comes in the next turn of the loop.
     add(fd, event.set)
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()
     finally:
+        # Removed before the caller goes on: it may close the descriptor, whose number the next open would reuse.
         remove(fd)

@@ -54,20 +54,31 @@ async def exchange(
         TimeoutError: No byte arrived for `silence_s`.
     """
     loop = asyncio.get_running_loop()
+    # `sock_sendall` and `sock_recv` require a non-blocking socket.
     connection.setblocking(False)
+    # The method is the first word of the head; h11 needs nothing else of the request.
     response = _Response(head.partition(b" ")[0], listener)
     sending: asyncio.Task[None] | None = None
     try:
         if not sent and len(body) <= _CHUNK_BYTES:
+            # A small body fits into the socket's buffer, so this returns before the server has to read.
             await loop.sock_sendall(connection, head + body)
         elif not sent:
             # A server may refuse a large body and hang up before it has read it: the response says why.
             sending = start(_send(connection, head, body))
+        # A large body is still being sent meanwhile: a server that answers while it reads would otherwise wait for
+        # us, and we for it.
         while not response.complete:
+            # The limit starts anew with each piece: it bounds the server's silence and not the length of its
+            # response.
             async with asyncio.timeout(silence_s):
+                # An empty result is the end of the connection, which frames a response without a length (RFC 9112,
+                # 6.3).
                 data = await loop.sock_recv(connection, _CHUNK_BYTES)
             await response.feed(data)
     finally:
+        # The sending may still be under way after an early response; it must not write to a descriptor that is
+        # closed below.
         if sending is not None:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -102,12 +113,15 @@ class _Response:
         Raises:
             MalformedResponseError: The bytes are not HTTP, or the connection ended within the response.
         """
+        # Noted before the bytes are fed, because h11 then changes its state to an error.
         within_body = self._parser.their_state is h11.SEND_BODY
         try:
             self._parser.receive_data(data)
+            # One piece may complete several events: the head, a part of the body, and its end.
             while not self.complete and (event := self._parser.next_event()) is not h11.NEED_DATA:
                 await self._handle(event)
         except h11.RemoteProtocolError as error:
+            # With data, the bytes are wrong; without, h11 complains that the connection ended too early.
             if data:
                 raise MalformedResponseError(f"its response is not HTTP: {error}") from None
             where = "in the middle of its response" if within_body else "without a response"
@@ -116,6 +130,8 @@ class _Response:
     async def _handle(self, event: object) -> None:
         match event:
             case h11.InformationalResponse():
+                # A server could keep a call alive for ever by interim responses, each of which restarts the
+                # silence.
                 self._interim_responses += 1
                 if self._interim_responses > _MAX_INTERIM_RESPONSES:
                     raise MalformedResponseError("it sends interim responses without end")
@@ -130,6 +146,7 @@ class _Response:
                 texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers.raw_items())
                 await self._listener.head(status, tuple(texts))
             case h11.Data(data=data):
+                # Copied: h11 gives a bytearray of its own, and listeners keep what they get.
                 await self._listener.data(bytes(data))
             case h11.EndOfMessage():
                 self.complete = True

@@ -1,15 +1,8 @@
 """MCP: JSON-RPC with a tool server, one request at a time, over either transport.
 
-Theory of operation. Between a request and its response three kinds of messages may arrive:
-
-1. the response, which ends the exchange;
-2. notifications (progress, log lines), which become part of the recorded result, in order;
-3. reverse requests: the server asks its client to sample a model, to ask its user, or to list roots. No client can
-   answer them, because an answer from the tree has no client. They are refused in the words of the official SDK, and a
-   result that may depend on a refusal is not shared.
-
-A client that cancels gets what the server then answers. The server must answer within `CANCEL_S`, because a state with
-a request half done cannot be frozen.
+Between a request and its response three kinds of messages may arrive, numbered in `Conversation._receive`: the
+response, notifications, and reverse requests. A client that cancels gets what the server then answers. The server must
+answer within `CANCEL_S`, because a state with a request half done cannot be frozen.
 
 Requests carry a fixed id and a fixed progress token, so a server sees the same bytes whichever rollout asks. The
 official SDK numbers its requests, which is why it is not used here.
@@ -79,8 +72,10 @@ class McpResponse:
     def with_page(self, page: "McpResponse") -> "McpResponse":
         """Return this list with its next page appended, or the next page alone if it is an error."""
         if "result" not in page.payload:
+            # An error in the middle of a list says that the whole could not be read, so no part of it is shown.
             return page
         before, more = self.payload["result"], page.payload["result"]
+        # Only lists are kept, so `nextCursor` goes: the client gets one page that has no next one.
         result = {name: value + more.get(name, []) for name, value in before.items() if isinstance(value, list)}
         return McpResponse({"result": result}, self.notifications + page.notifications, pages=self.pages + 1)
 
@@ -158,8 +153,10 @@ class Conversation:
         self._transport.begin(VERSION)
         response = await self.request("initialize", HELLO, silence_s=silence_s)
         if "result" in response.payload:
+            # Servers send no requests of their own before this notification (MCP, lifecycle).
             await self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"}, silence_s)
             return
+        # A server that refuses `initialize` may speak the newer revision, which has no handshake.
         if MODERN in self._transport.revisions:
             self._transport.begin(MODERN)
             if "result" in (await self.request("server/discover", {}, silence_s=silence_s)).payload:
@@ -184,19 +181,25 @@ class Conversation:
         """
         response = McpResponse()
         request = {"jsonrpc": "2.0", "id": ID, "method": method, "params": params}
+        # Bound here, so that a message is added to this response even if it arrives on the session's own stream.
         receive = partial(self._receive, response, listener, silence_s)
+        # A task, because the client may cancel while the server is silent.
         receiving = start(self._transport.exchange(request, receive, silence_s))
         cancelling = start(listener.cancelled()) if isinstance(listener, Cancellable) else None
         tasks = [receiving] if cancelling is None else [receiving, cancelling]
         try:
+            # `wait` cancels nothing, so the exchange goes on and may still bring its response.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not receiving.done():
+                # Set before the message goes out: the response that follows may already be the server's reaction.
                 response.cancelled = True
                 await self._transport.cancel(silence_s)
                 async with asyncio.timeout(CANCEL_S):
                     await receiving
+            # Raises what the exchange raised; `wait` does not.
             await receiving
         finally:
+            # Both end here in every case: a listener that is never cancelled would leave its task waiting for ever.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -205,14 +208,20 @@ class Conversation:
     async def _receive(
         self, response: McpResponse, listener: Listener | None, silence_s: float, message: Message
     ) -> bool:
+        # 1. The response, which ends the exchange. Only one request is under way, so every response is to it.
         if "method" not in message:
             response.payload = {kind: message[kind] for kind in ("result", "error") if kind in message}
             return True
+        # 2. A reverse request (to sample a model, to ask the user, to list roots). No client can answer it, because an
+        # answer from the tree has no client. A result that may depend on the refusal is not shared.
         if "id" in message:
+            # A ping asks for nothing that could differ from client to client.
             response.made_requests = response.made_requests or message["method"] != "ping"
             await self._transport.send(_reply(message), silence_s)
             return False
         notification = {"method": message["method"], "params": message.get("params", {})}
+        # 3. A notification (progress, log lines), part of the recorded result. Recorded first: a client that is slow to
+        # listen must not lose what later clients are shown.
         response.notifications.append(notification)
         if listener is not None:
             await listener.data(orjson.dumps(notification))

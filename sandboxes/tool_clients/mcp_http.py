@@ -65,10 +65,12 @@ class HttpTransport:
         """
         parts = urlsplit(url)
         self._host, self._target = parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        # The supervisor connected when it made the server ready; using that connection saves a round trip.
         self._first: socket.socket | None = first
         self._connect, self.max_bytes = connect, max_bytes
         self._connecting = asyncio.Lock()
         self._patience: asyncio.Timeout | None = None
+        # The name "wire" is on disk, in the notes of frozen processes.
         saved = orjson.loads(note) if note else {}
         self._revision, self._session = saved.get("wire", ""), saved.get("session", "")
 
@@ -79,6 +81,7 @@ class HttpTransport:
 
     def begin(self, revision: str) -> None:
         """Speak this revision from now on, in a new session."""
+        # A session belongs to a revision; the id of an old one would be refused.
         self._revision, self._session = revision, ""
 
     def begin_session(self, session: str) -> None:
@@ -104,13 +107,16 @@ class HttpTransport:
             request = {**request, "params": {**params, "_meta": {**params.get("_meta", {}), **_META}}}
         reader = _ResponseReader(self, receive, silence_s)
         listens_aside = request["method"] == "tools/call" and self._revision != MODERN
+        # Opened before the request: what the server sends at once would be lost otherwise.
         aside = await self._open_side_stream(receive, silence_s) if listens_aside else None
         try:
             async with asyncio.timeout(silence_s) as self._patience:
                 await self._post(request, reader, silence_s)
         finally:
+            # No message can restart the limit any more; a later one belongs to another exchange.
             self._patience = None
             if aside is not None:
+                # The side stream never ends by itself. Its connection is closed by the cancellation.
                 aside.cancel()
                 await asyncio.gather(aside, return_exceptions=True)
         if not reader.complete:
@@ -125,19 +131,23 @@ class HttpTransport:
         if self._revision == MODERN:
             raise MalformedResponseError("its client cancelled the call")
         await self.send(cancellation(), silence_s)
+        # From here `Conversation.request` limits the wait, to `CANCEL_S`.
         self.be_patient(None)
 
     async def _open_side_stream(self, receive: Receive, silence_s: float) -> "asyncio.Task[None]":
         """Open the session's own stream and return the task that reads it; a server may have none."""
         opened = asyncio.Event()
         headers = [("accept", "text/event-stream"), ("mcp-protocol-version", self._revision)]
+        # A server that keeps no session sends no id, and gets none.
         headers += [(_SESSION, self._session)] if self._session else []
         head = request_head("GET", self._target, headers, self._host, 0)
         reader = _SideStreamReader(self, receive, silence_s, opened)
         reading = start(self._exchange(head, b"", reader, silence_s))
         waiting = start(opened.wait())
+        # Servers without such a stream answer 405 at once; a silent one must not hold the call up.
         await asyncio.wait({reading, waiting}, timeout=_SIDE_STREAM_S, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
+        # The reader goes on: the stream may still open later.
         return reading
 
     async def _post(self, message: Message, listener: Listener, silence_s: float) -> None:
@@ -145,22 +155,26 @@ class HttpTransport:
         headers = [("content-type", "application/json"), ("accept", "application/json, text/event-stream")]
         method = message.get("method")
         if method != "initialize":
+            # The version is negotiated by `initialize`, so it cannot be named before.
             headers.append(("mcp-protocol-version", self._revision))
         if self._session:
             headers.append((_SESSION, self._session))
         if self._revision == MODERN and method is not None:
             headers.append(("mcp-method", method))
             name = message["params"].get("name") or message["params"].get("uri")
+            # A header takes printable ASCII only; the body has the name in any case.
             headers += [("mcp-name", name)] if isinstance(name, str) and name.isascii() and name.isprintable() else []
         head = request_head("POST", self._target, headers, self._host, len(body))
         await self._exchange(head, body, listener, silence_s)
 
     async def _exchange(self, head: bytes, body: bytes, listener: Listener, silence_s: float) -> None:
+        # Only the first request uses it: each request has a connection of its own.
         connection, self._first = self._first, None
         if connection is None:
             # The sandbox opens one connection at a time.
             async with self._connecting:
                 connection = await self._connect()
+        # The exchange has closed the connection by then, so the server sees that the rest is not wanted.
         with contextlib.suppress(_ResponseComplete):
             await exchange(connection, head, body, listener, silence_s=silence_s)
 
@@ -186,22 +200,27 @@ class _ResponseReader(Listener):
     async def head(self, status: int, headers: Headers) -> None:
         by_name = {name.lower(): value for name, value in headers}
         self._is_stream = by_name.get("content-type", "").startswith("text/event-stream")
+        # The id comes with the response to `initialize` and is sent with every request after it.
         if _SESSION in by_name:
             self._transport.begin_session(by_name[_SESSION])
+        # An HTTP error without JSON-RPC: a server that is none, or that has lost the session.
         if not self._is_stream and not by_name.get("content-type", "").startswith("application/json"):
             raise MalformedResponseError(f"its response has status {status} and is not JSON-RPC")
 
     async def data(self, chunk: bytes) -> None:
         self._buffer += chunk
         self._size += len(chunk)
+        # Counted over the whole response, events included, because all of it may become part of the record.
         if self._size > self._transport.max_bytes:
             raise MalformedResponseError(f"it sends more than {self._transport.max_bytes} bytes for one request")
         if self._is_stream:
             # Events end with a blank line (WHATWG HTML, 9.2.5); the last piece may be half an event.
+            # The standard allows both line ends. A pair may be cut by a packet, so the whole buffer is normalised.
             *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
                 await self._handle_event(event)
             return
+        # The length of a JSON body is not known here, so each piece is tried; most bodies come in one.
         try:
             message = orjson.loads(self._buffer)
         except orjson.JSONDecodeError:
@@ -210,6 +229,7 @@ class _ResponseReader(Listener):
         await self._handle(message)
 
     async def _handle_event(self, event: bytes) -> None:
+        # Fields other than `data` (ids, names, retries) belong to resuming, which is not used.
         data = b"\n".join(line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:"))
         if data:
             try:
@@ -219,9 +239,11 @@ class _ResponseReader(Listener):
             await self._handle(message)
 
     async def _handle(self, message: Any) -> None:
+        # Any message shows that the server works, so the wait for the next one begins.
         self._transport.be_patient(self._silence_s)
         if not isinstance(message, dict) or not {"method", "result", "error"} & message.keys():
             raise MalformedResponseError(f"it sends what is not JSON-RPC: {orjson.dumps(message)[:80]!r}")
+        # After the response nothing more is read: a server may keep the stream open for ever.
         if await self._receive(_without_envelope(message)):
             self.complete = True
             raise _ResponseComplete
@@ -236,9 +258,11 @@ class _SideStreamReader(_ResponseReader):
         self._opened = opened
 
     async def head(self, status: int, headers: Headers) -> None:
+        # No such stream, which is allowed: the call goes on without it.
         if status != 200:
             raise _ResponseComplete
         await super().head(status, headers)
+        # Only now may the request go out: the server has the stream to ask on.
         self._opened.set()
 
     async def _handle(self, message: Any) -> None:
@@ -251,6 +275,7 @@ def _without_envelope(message: Message) -> Message:
     result = message.get("result")
     if not isinstance(result, dict) or "resultType" not in result:
         return message
+    # Another type asks for input in the middle of a call, as reverse requests do in the older revision.
     if result["resultType"] != "complete":
         return {"error": {"code": -32600, "message": "it asks its client for input, which is not supported here"}}
     return {"result": {name: value for name, value in result.items() if name not in _ENVELOPE}}

@@ -36,6 +36,7 @@ class StdioTransport:
             max_bytes: Most bytes that the server may send in the whole conversation.
             fresh: The process has just started, so nothing can be left in the pipes.
         """
+        # A conversation that was cut off may have left the second half of a line in the pipe.
         self._may_be_half = not fresh
         self._write_fd, self._read_fd = fds[0], fds[1]
         self._max_bytes = max_bytes
@@ -68,6 +69,7 @@ class StdioTransport:
 
     async def send(self, message: Message, silence_s: float) -> None:
         """Send a message as a line."""
+        # A server that does not read its stdin fills the pipe; the wait is then limited like any silence.
         await write_all(self._write_fd, orjson.dumps(message) + b"\n", silence_s)
 
     async def _next(self, silence_s: float) -> Message:
@@ -76,12 +78,15 @@ class StdioTransport:
             if newline:
                 self._buffer = rest
                 message = _parse(bytes(line)) if line.strip() else None
+                # Only the first line can be half; every later one begins after a line end.
                 half, self._may_be_half = self._may_be_half, False
                 if message is not None:
                     return message
+                # A blank line carries no message, at the start or later.
                 if half or not line.strip():
                     continue
                 raise MalformedResponseError(f"it sends a line that is not JSON-RPC: {bytes(line[:80])!r}")
+            # Counted as bytes arrive, so a line without an end is limited as well.
             if self._received_bytes > self._max_bytes:
                 raise MalformedResponseError(f"it sends more than {self._max_bytes} bytes for one request")
             try:
@@ -90,6 +95,7 @@ class StdioTransport:
                 await wait_until_ready(self._read_fd, silence_s, writing=False)
                 continue
             if not data:
+                # An empty read means that every process with the other end has closed it or ended.
                 raise MalformedResponseError("it closed its stdout without a response")
             self._buffer += data
             self._received_bytes += len(data)

@@ -33,6 +33,7 @@ def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> S
         name=name,
         command=server.command,
         port=server.port,
+        # The server's own variables come last and win.
         environment={**environment, **spec.env, **server.env},
         workdir=spec.workdir,
         ready=server.ready,
@@ -44,9 +45,11 @@ def mcp_order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) 
     """Return the same for an MCP server of the spec; over stdio it has no port (pure)."""
     server = spec.mcp_servers[name]
     if server.command is None:
+        # An MCP server over HTTP is a tool server of the spec that listens on its port; both share one process.
         return order(next(other for other in spec.hosted if spec.hosted[other].port == server.port), spec, environment)
     return ServerOrder(
         name=f"mcp {name}",
+        # `exec`: the shell becomes the server, so signals and the pipes reach the server itself.
         command=f"exec {shlex.join([server.command, *server.args])}",
         port=server.port,
         environment={**environment, **spec.env, **server.env},
@@ -63,6 +66,7 @@ def request(call: ToolCall, port: int) -> bytes:
         SandboxError: The call has a part that no request may have. Dialects refuse such calls earlier.
     """
     arguments = call.arguments
+    # JSON has no tuples: headers come as lists of two.
     headers = ((name, value) for name, value in arguments["headers"])
     try:
         return request_head(arguments["method"], arguments["target"], headers, f"127.0.0.1:{port}", len(call.body))
@@ -72,6 +76,7 @@ def request(call: ToolCall, port: int) -> bytes:
 
 def reads(call: ToolCall) -> bool:
     """Return whether a call leaves the server's memory unchanged, according to a rule or to its method (pure)."""
+    # A rule of the spec knows more than the method: some servers change state on GET.
     effect = call.arguments.get("effect")
     return effect == "read" or (effect is None and call.arguments["method"] in _READS)
 
@@ -98,6 +103,7 @@ class Spool(Listener):
             folder: Directory of the file, which has no name and so leaves nothing behind after a crash.
         """
         self._listener, self._max_bytes = listener, max_bytes
+        # Without a name on disk, the file goes with its last descriptor, a killed process included.
         self._file = tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115 - see `close`
         self._digest = hashlib.sha256()
         self._size = self._status = 0
@@ -107,16 +113,19 @@ class Spool(Listener):
     async def head(self, status: int, headers: Headers) -> None:
         """Keep and pass on the status and the end-to-end headers."""
         self._status, self._headers = status, end_to_end(headers)
+        # These responses have no body whatever their headers announce (RFC 9112, 6.3).
         self._bodiless = self._bodiless or status in (204, 304)
         if self._listener is not None:
             await self._listener.head(status, self._headers)
 
     async def data(self, chunk: bytes) -> None:
         """Keep and pass on a piece of the body."""
+        # Size and digest go on beyond the limit: they stand for the body in the record.
         self._size += len(chunk)
         self._digest.update(chunk)
         if self.whole:
             self._file.write(chunk)
+        # What was kept is of no use now. It is dropped at once, because the rest may take long.
         elif self._file.tell():
             self._file.seek(0)
             self._file.truncate()
@@ -138,6 +147,7 @@ class Spool(Listener):
             return ToolResult(200, "application/vnd.forkpoint.unrecorded+json", orjson.dumps(summary))
         self._file.seek(0)
         headers = self._headers
+        # The body's length is known by now; a response that came in chunks gets it as its framing.
         if not self._bodiless and not any(name.lower() == "content-length" for name, _ in headers):
             headers = (*headers, ("Content-Length", str(self._size)))
         return ToolResult(self._status, content_type(headers), self._file.read(), headers)

@@ -59,7 +59,9 @@ def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
         call: A message on the connection; one connection has one name in the sandbox.
         order: The order of the server.
     """
+    # The last `exec` leaves two `cat` processes and no shell, which is all that a checkpoint has to hold.
     script = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
+    # By target as well: two connections of one rollout may lead to two paths of one server.
     name = f"ws {order.name} {call.arguments['connection']} {call.arguments['target']}"
     return replace(order, name=name, command=f"exec bash -c {shlex.quote(script)}", port=None, behind=order)
 
@@ -106,6 +108,8 @@ class Socket:
         self._protocol = ClientProtocol(
             WebSocketURI(secure=False, host="127.0.0.1", port=port, path=path, query=query),
             subprotocols=offered or None,
+            # A connection from a checkpoint had its handshake in the life before; a second one would be data to the
+            # server.
             state=OPEN if opened else State.CONNECTING,
             max_size=max_bytes,
         )
@@ -119,11 +123,13 @@ class Socket:
         self._closed = False
         for fd in fds:
             os.set_blocking(fd, False)
+        # From now on, and not only during calls: pings come at any time.
         asyncio.get_running_loop().add_reader(self._read_fd, self._read)
 
     @property
     def is_drained(self) -> bool:
         """Whether every message that has arrived is part of a result."""
+        # A message of which only fragments have come would be lost by a freeze, too.
         return not (self._messages or self._fragments)
 
     def close(self) -> None:
@@ -131,9 +137,11 @@ class Socket:
         if not self._closed:
             self._closed = True
             self._failure = self._failure or "its WebSocket was closed"
+            # Before the close: the number of a closed descriptor may belong to another file by the next turn.
             asyncio.get_running_loop().remove_reader(self._read_fd)
             os.close(self._read_fd)
             os.close(self._write_fd)
+            # A call may wait for a message that will never come; it wakes and finds the failure.
             self._arrived.set()
 
     async def shake_hands(self, call: ToolCall, *, silence_s: float) -> None:
@@ -147,10 +155,12 @@ class Socket:
         request = self._protocol.connect()
         headers = [(name, value) for name, value in call.arguments["headers"]]
         for name, value in end_to_end(headers, without=_HANDSHAKE_HEADERS):
+            # The library makes headers of its own; two keys would make the handshake ambiguous.
             if not name.lower().startswith("sec-websocket-"):
                 request.headers[name] = value
         self._protocol.send_request(request)
         await self._flush(silence_s)
+        # The response is read by `_read`, between two turns of this loop.
         while self._response is None:
             await self._wait(silence_s)
         if self._protocol.handshake_exc is not None:
@@ -168,9 +178,11 @@ class Socket:
             OSError: The connection broke.
             TimeoutError: The server was silent for `silence_s`.
         """
+        # The limit is for each message and its answers, not for the connection's whole life.
         self._received_bytes = 0
         received = ServerMessages([*self._messages])
         self._messages.clear()
+        # The end may have come between two calls, in which case the client has to be shown why.
         if self._failure is not None or self._protocol.state is not OPEN:
             raise MalformedResponseError(
                 f"its WebSocket had ended before this message: {self._failure or self._protocol.close_reason}"
@@ -180,14 +192,17 @@ class Socket:
         await self._flush(silence_s)
         answers = call.arguments["answers"]
         # Messages from before the call do not count as its answers.
+        # `quiet`: the client did not say how many answers there are; silence ends them.
         wanted = None if answers == "quiet" else len(received.messages) + int(answers)
         while received.closed is None and (wanted is None or len(received.messages) < wanted):
             if self._messages:
                 received.messages.append(self._messages.popleft())
+            # Looked at after the messages: what came before the close frame still counts.
             elif self._protocol.close_rcvd is not None:
                 received.closed = (int(self._protocol.close_rcvd.code), self._protocol.close_rcvd.reason)
             else:
                 try:
+                    # Before the first answer the server may work long; between answers it may not.
                     await self._wait(QUIET_S if wanted is None and received.messages else silence_s)
                 except TimeoutError:
                     if wanted is None and received.messages:
@@ -202,6 +217,7 @@ class Socket:
             MalformedResponseError: The connection has failed, so nothing will arrive.
             TimeoutError: Nothing arrived within the time.
         """
+        # Checked before the event is cleared: `_read` may have failed since the last wait.
         if self._failure is not None:
             raise MalformedResponseError(self._failure)
         self._arrived.clear()
@@ -214,12 +230,14 @@ class Socket:
     # -- receiving: called by the event loop whenever the pipe has data ------------------------------------------------
 
     def _read(self) -> None:
+        # One read for each call-back: the loop calls again while data remains.
         try:
             data = os.read(self._read_fd, _CHUNK_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
             data, self._failure = b"", f"its WebSocket broke: {error}"
+        # Bytes that arrive between calls count as well, so a server cannot fill the proxy's memory.
         self._received_bytes += len(data)
         try:
             if data:
@@ -228,16 +246,20 @@ class Socket:
                 self._protocol.receive_eof()
         except (WebSocketException, EOFError) as error:
             self._failure = self._failure or f"its WebSocket broke: {error}"
+        # A close or an error may come in one piece with messages, so the events are handled first.
         for event in self._protocol.events_received():
             self._handle(event)
+        # The parser keeps its error and does not raise it.
         if data and self._protocol.parser_exc is not None and self._protocol.close_rcvd is None:
             self._failure = self._failure or f"it breaks the WebSocket protocol: {self._protocol.parser_exc}"
         if self._received_bytes > self._max_bytes:
             self._failure = f"it sends more than {self._max_bytes} bytes"
+        # A connection that has ended takes no reply.
         if data:
             self._reply()
         else:
             self._failure = self._failure or "it closed its WebSocket without a close frame"
+        # A reader on a closed pipe would be called in every turn of the loop.
         if self._failure is not None:
             asyncio.get_running_loop().remove_reader(self._read_fd)
         self._arrived.set()
@@ -246,6 +268,7 @@ class Socket:
         """Send what the protocol itself answers: pongs, and the reply to a close."""
         data = b"".join(self._protocol.data_to_send())
         try:
+            # A partly written frame cannot be continued: the next message would land in its middle.
             if data and os.write(self._write_fd, data) < len(data):
                 self._failure = "it does not read its WebSocket"
         except OSError:
@@ -255,9 +278,11 @@ class Socket:
     def _handle(self, event: object) -> None:
         if isinstance(event, Response):
             self._response = event
+        # Pings and closes are answered by `_reply`; pongs mean nothing here.
         elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
             if event.opcode is not Opcode.CONT:
                 self._text = event.opcode is Opcode.TEXT
+            # Copied into bytes: a frame may hold another kind of buffer.
             self._fragments.append(bytes(event.data))
             if event.fin:
                 whole = b"".join(self._fragments)
