@@ -1,8 +1,8 @@
 """The files of a container that differ from its image: their delta, and copies of them for frozen states.
 
 The keeper reads the container's upper directory, in which overlayfs keeps everything that was written. `look` compares
-signatures (inode, size, times) first, and computes a delta only if they differ. A file whose signature is that of the
-last copy is hard-linked from it, so a copy costs what changed.
+signatures (inode, size, times) first, and computes a delta only if they differ. A file whose signature equals the
+last copy's is hard-linked from it, so a copy costs what changed.
 """
 
 import json
@@ -125,5 +125,5 @@ class ContainerChanges:
         return free_bytes(self._roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """Return a check of the container's disk use; see `sandboxes.guest.files.changes.disk_watch`."""
+        """Return a check of the upper directory against the limit, and of the free disk against the reserve."""
         return disk_watch(self._roots.upper, self.disk_bytes, self.reserve_bytes)

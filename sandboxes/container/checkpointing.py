@@ -2,21 +2,8 @@
 
 Theory of operation. Without live processes a freeze is a copy of the container's own files. With live processes, CRIU
 dumps the tree below the anchor's init. Pid 1 stays outside: Docker started it, and a restore happens in another
-container, which has a pid 1 already. A freeze takes these steps:
-
-1. `freeze` checks that everything but pid 1 belongs to the tree, and returns its root.
-2. `dump` forks; the fork enters the container's namespaces and starts CRIU there. The proxy talks to CRIU itself.
-3. While CRIU holds the processes still, the proxy asks for `copy`: the files of the same moment, and what the keeper
-   knows of shells, servers and background processes.
-
-A restore takes these steps, in a fresh container with the copy laid over its image:
-
-1. Kill everything but pid 1: the fresh anchor has the pid that the restored one needs.
-2. Make the FIFOs that the processes had open, under the same names. CRIU opens them by their paths.
-3. Set the namespace's next pid far beyond the restored ones, so that CRIU's own helpers cannot take one of those.
-4. Start CRIU, and wait until the proxy reports its success.
-5. Set the next pid back: the next process gets the pid that it would have got in the original.
-6. Find the restored processes by their inner pids, and adopt them.
+container, which has a pid 1 already. A freeze runs `freeze`, `dump` and `copy` in that order. A restore happens in a
+fresh container with the copy laid over its image; `restore` has its six steps.
 
 A process cannot enter a pid namespace, only its children are born there. That is why `_in_child` forks once more.
 """
@@ -73,7 +60,7 @@ class ContainerFreezer:
         """Copy the container's own files; with survivors, name the tree of processes that CRIU has to dump first."""
         if not self._survivors:
             return self.copy(request.folder, request.becomes)
-        # Without a checkpointer, any survivor prevents a freeze.
+        # 1. Everything but pid 1 must belong to the tree. Without a checkpointer, any survivor prevents a freeze.
         reason = self._outside_the_tree() if request.checkpoint else self._survivors.description
         # From here on CRIU may hold the processes, so this time does not count as time in which they ran.
         self._held_from = time.monotonic()
@@ -86,7 +73,8 @@ class ContainerFreezer:
             folder: The directory to make the copy in.
             becomes: The path that the directory will have later.
         """
-        # Whatever was written since the last call was written by survivors.
+        # 3. The proxy requests this copy while CRIU holds the processes still, so files and memory are of the same
+        # moment. Whatever was written since the last call was written by survivors.
         self._stillness.saw(wrote=self._changes.look())
         if self._survivors:
             self._stillness.stood_still(time.monotonic() - self._held_from)
@@ -97,8 +85,8 @@ class ContainerFreezer:
 
     def dump(self, program: list[str], fds: list[int]) -> None:
         """Start CRIU, to dump the container's processes. The descriptors are closed here."""
-        # 2. The fork has copies of these descriptors. CRIU's conversation runs over `reply`, between the fork and the
-        # proxy.
+        # 2. The fork enters the container's namespaces and starts CRIU there. The proxy talks to CRIU itself, over
+        # `reply`.
         reply, host_root, *files = fds
         if os.fork() == 0:
             # `operate` never returns: it ends the fork together with CRIU.
@@ -118,14 +106,17 @@ class ContainerFreezer:
             fds: A socket to the proxy, the host's root, the images and the kernel features; they are closed here.
             await_restored: Returns when the proxy says that CRIU has restored the processes.
         """
-        # Step 1. Pid 1 stays: it starts another anchor only when `again` tells it to, and the restored one needs none.
+        # Step 1. The fresh anchor has the pid that the restored one needs. Pid 1 stays: it starts another anchor only
+        # when a line arrives on `again`, and the restored anchor needs no other.
         self._members.kill_except({self._members.pid})
-        # Step 2. All FIFOs must exist before CRIU runs, and stay open at the keeper's end, so that no open blocks.
+        # Step 2. CRIU opens FIFOs by their paths, so all of them must exist before it runs. They stay open at the
+        # keeper's end, so that no open blocks.
         shells = self._shells.prepare_again(checkpoint["shells"])
         self._servers.prepare_again(checkpoint.get("servers", []))
         background = [PendingRestore(stored, self._anchor.box) for stored in checkpoint.get("left", [])]
         reply, host_root, *files = fds
-        # Steps 3 and 4 happen in a fork, because entering namespaces cannot be undone in this process.
+        # Steps 3 and 4, the next pid and CRIU, happen in a fork, because entering namespaces cannot be undone in this
+        # process.
         last = max(checkpoint["pids"])
         operator = os.fork()
         if operator == 0:
@@ -140,10 +131,12 @@ class ContainerFreezer:
             os.close(fd)
         await_restored()
         os.waitpid(operator, 0)
-        # Step 5. A command may print pids; a restored sandbox must print those of the original.
+        # Step 5. Set the next pid back. A command may print pids, and a restored sandbox must print the same ones as
+        # the original.
         self._continue_pids_from(last, host_root)
         os.close(host_root)
-        # Step 6. The anchor first: shells and servers are found as its children.
+        # Step 6. Find the restored processes by their inner pids. The anchor comes first: shells and servers are found
+        # as its children.
         self._anchor.adopt(checkpoint["anchor"])
         self._stillness.saw(wrote=checkpoint["restless"])
         self._shells.adopt_prepared(shells, checkpoint["shells"])

@@ -82,7 +82,7 @@ class Daemon:
                 # would drop the others after use.
                 self._client = docker.DockerClient.from_env(timeout=int(TIMEOUT_S), max_pool_size=32)
             except DockerException as error:
-                # The client asked for the daemon's version. If that failed, the cause says why.
+                # The client has requested the daemon's version. If that failed, the cause has the reason.
                 cause = error.__cause__
                 raise cause if isinstance(cause, requests.exceptions.RequestException) else error  # noqa: B904
         return self._client

@@ -138,7 +138,7 @@ def _end_with_parent(init: int) -> None:
 
 @dataclass(frozen=True)
 class ContainerProcess:
-    """A process of its own in a container; see `StartedProcess`."""
+    """A `StartedProcess` in a container, which the anchor has started."""
 
     running: Running
     launch: Launch
@@ -234,7 +234,7 @@ class Keeper:
         give(self._link, lambda: terminal.start_shell(launch, self._shells, columns=columns, rows=rows))
 
     def _begin(self, order: BeginSandbox, fds: list[int]) -> None:
-        """Become a sandbox: at the image's state, or at that of a copy.
+        """Become a sandbox: at the state of the image, or at the state of a copy.
 
         Without a checkpoint the shell that is likely to be used first is started. With one, the processes come back
         instead, by a CRIU that the proxy talks to.

@@ -30,10 +30,10 @@ class ContainerServer(ServerProcess):
         Args:
             name: The server's name.
             pid: Its pid on this machine.
-            inner: See the attributes.
-            folder: See the attributes.
+            inner: Its pid in the container.
+            folder: Its directory in the box.
             fds: The keeper's ends of the FIFOs, by file name.
-            talks: See the attributes.
+            talks: Whether requests go over its stdin and stdout.
         """
         super().__init__(name, pid, fds["out"], (fds["go"], fds["dump"]) if talks else ())
         # The other ends stay open too: a FIFO without a second end would block or fail the server.
@@ -89,7 +89,7 @@ class ContainerServers(Servers):
 
     @property
     def outputs(self) -> dict[int, Log]:
-        """The logs to drain, by descriptor: those of the servers, and the outputs of detached processes."""
+        """The logs to drain, by descriptor: the servers' logs, and the outputs of detached processes."""
         return {**super().outputs, **{log.fd: log for log in self._strays if log.fd >= 0}}
 
     def drain_detached(self, fd: int, pid: int) -> None:  # noqa: ARG002 - no checkpoint holds its FIFO

@@ -1,4 +1,4 @@
-"""The anchor: the process under which everything that a local sandbox runs lives.
+"""The anchor: the parent of every process that a local sandbox runs.
 
 It starts the shells, tool servers and other processes, and it inherits their orphans.
 """

@@ -155,7 +155,7 @@ class BackgroundProcess:
             stream.drain(max_bytes)
 
     def look(self, max_bytes: int) -> None:
-        """Take its output, and note whether it has ended. Only during a call: the anchor is asked for the exit code."""
+        """Take its output, and note whether it has ended. Only during a call: the anchor reports the exit code."""
         overdue = time.monotonic() > self.until
         self.drain(max_bytes)
         if self.code is None and select.select([self._death], [], [], DYING_S if overdue else 0)[0]:

@@ -136,7 +136,7 @@ if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
 """
 """Finds the user, the directory and the program, all of it inside the sandbox, where no link leads out.
 
-Texts and the exit code are those of Docker 20.10 with runc 1.1.
+Texts and the exit code equal Docker 20.10 with runc 1.1.
 """
 
 

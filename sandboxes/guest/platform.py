@@ -14,7 +14,7 @@ from sandboxes.linux.processes import Process
 from sandboxes.session_types import ShellSession
 
 TIMED_OUT, OVER_DISK = 124, 137
-"""Exit codes of commands that were killed: those of `timeout` and of a SIGKILL."""
+"""Exit codes of commands that were killed: as `timeout` reports them, and as a shell reports a SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Files(Protocol):
         """Return the free bytes of the machine's disk."""
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """Return a function that says when the sandbox holds too much; see `changes.disk_watch`."""
+        """Return a function that returns a reason once the sandbox holds too much; see `changes.disk_watch`."""
 
 
 class Platform(Protocol):

@@ -33,7 +33,7 @@ _CHUNK = 1 << 16
 _TIOCSPTLCK, _TIOCGPTN = 0x40045431, 0x80045430
 """Unlock a terminal's other end, and read its number; Python 3.11 has no names for them."""
 TIMED_OUT, OVER_DISK = 124, 137
-"""Exit codes of processes that were killed: those of `timeout` and of a SIGKILL."""
+"""Exit codes of processes that were killed: as `timeout` reports them, and as a shell reports a SIGKILL."""
 _HELD_BYTES = 1 << 20
 """How much output waits here for the proxy before the process's pipes are no longer read."""
 

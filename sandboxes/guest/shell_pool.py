@@ -21,7 +21,7 @@ from sandboxes.session_types import ShellSession
 READY_S = 10.0
 """How long a shell may take to its first dump. It takes milliseconds on an idle machine."""
 KILLED = 137
-"""The exit code of a shell whose end nothing can tell: that of a SIGKILL."""
+"""The exit code of a shell whose end is unknown: 128 + 9, as for a SIGKILL."""
 
 
 class Shells(ABC):

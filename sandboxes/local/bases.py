@@ -115,7 +115,7 @@ class Bases:
 
     def _named(self, path: Path) -> Base:
         if path.is_dir():
-            # A directory is used in place. Its digest is taken anew each time, because it may change between tasks.
+            # A directory is used in place. Its digest is computed each time, because it may change between tasks.
             folder, identity = path, f"directory:{directory_digest(path)}"
         else:
             digest = self.sources.of_file(path)
@@ -170,7 +170,7 @@ def _unpack(source: Path, target: Path) -> None:
 
     def keep_mode(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
         checked = tarfile.tar_filter(member, folder)
-        # A sandbox has its own /dev. A device node of the archive would otherwise work for whoever opens it.
+        # A sandbox has its own /dev. A device node of the archive would give access to a device of the host.
         if member.isdev():
             return None
         # tar_filter checks paths, but it also drops mode bits that a root file system needs: 1777 and set-user-id.

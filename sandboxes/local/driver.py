@@ -251,7 +251,7 @@ class LocalDriver:
             layers: The sandbox's layers, topmost first.
             state: What pid 1 needs of the state; see `_state`.
             images: The checkpoint to restore in it; None starts a fresh shell.
-            seals: See `LocalSandbox`.
+            seals: Whether each call's changes become a layer.
 
         Raises:
             SpecError: The base cannot run a shell.

@@ -133,7 +133,7 @@ def report_failure(channel: int, error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class LocalProcess:
-    """A process of its own in a local sandbox; see `StartedProcess`."""
+    """A `StartedProcess` in a local sandbox, which the anchor has started."""
 
     running: Running
     pid: int

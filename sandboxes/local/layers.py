@@ -6,7 +6,7 @@
 Ids are random and never used twice. A layer exists if and only if it has `meta.json`. So freezing writes `meta.json`
 before it renames the upper, and deleting removes `meta.json` first; `open` removes what a crash left in between.
 
-Whiteouts and opaque directories are those of overlayfs (kernel documentation, filesystems/overlayfs.rst): a character
+Whiteouts and opaque directories follow overlayfs (kernel documentation, filesystems/overlayfs.rst): a character
 device 0/0 hides a name of lower layers, and the attribute `user.overlay.opaque` hides a directory's lower entries.
 """
 

@@ -24,7 +24,7 @@ _FIELDS = {"layers", "root_layers", "born_ns", "base", "sessions", "pristine"}
 
 
 class LayerPorter:
-    """The porter of local states; see `sandboxes.portability.Porter`."""
+    """A `Porter` of local states, whose parts are layers."""
 
     def __init__(self, layers: Layers, holding: Holding) -> None:
         """Work on the layers of one data directory."""
@@ -35,7 +35,7 @@ class LayerPorter:
         return kind == "files"
 
     def pack(self, part: str) -> Iterator[bytes]:
-        """Yield a layer's tar; see `layer_tar.pack`."""
+        """Yield a layer's canonical tar, in pieces."""
         return layer_tar.pack(self._layers.frozen / part, self._layers.meta(part))
 
     @contextmanager

@@ -41,10 +41,7 @@ class _UnknownMappingError(NotFreezableError):
 
 
 class CriuCheckpointer:
-    """Saves and restores live processes with CRIU, for the driver of one data directory.
-
-    See `sandboxes.checkpointing.Checkpointer` for the methods.
-    """
+    """A `Checkpointer` that saves and restores live processes with CRIU, for the driver of one data directory."""
 
     def __init__(self, data_dir: Path, *, images_dir: Path | None = None, outer_session: bool = False) -> None:
         """Prepare nothing yet: CRIU is looked up on the first `is_available`.
@@ -53,7 +50,7 @@ class CriuCheckpointer:
             data_dir: The driver's data directory; our copy of CRIU is kept in it.
             images_dir: A directory that holds the images of several data directories, such as a tmpfs. None keeps
                 them in the data directory.
-            outer_session: See `CriuConversation`.
+            outer_session: Whether the session of a tree's root belongs to a process outside the tree.
         """
         data_dir = data_dir.resolve()
         self._outer_session = outer_session
@@ -98,7 +95,7 @@ class CriuCheckpointer:
     # -- dump and restore --------------------------------------------------------------------------------------------
 
     async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
-        """Save a process tree; see `Checkpointer.dump`."""
+        """Save a process tree, which runs on, and return the name of its images; at most `MAX_ATTEMPTS` attempts."""
         # Mapped files that CRIU cannot name are listed before it freezes the processes. A process that starts a
         # program in between maps a file that is not in the list, and CRIU gives up. Every attempt adds what it listed,
         # so the list grows until it covers all programs that the sandbox keeps starting.
@@ -149,7 +146,7 @@ class CriuCheckpointer:
         return name
 
     async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
-        """Restore a checkpoint; see `Checkpointer.restore`."""
+        """Restore the process tree of a checkpoint, with `inherited` as CRIU's names of its descriptors."""
         if not await self.is_available():
             raise SandboxError(f"processes cannot be restored: {self.unavailable_reason}")
         images = self._directory / name

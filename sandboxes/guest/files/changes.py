@@ -148,7 +148,7 @@ class Changes:
         return free_bytes(self.roots.upper)
 
     def disk_watch(self) -> Callable[[], str | None]:
-        """Return a function that says when the sandbox holds too much; see `disk_watch`."""
+        """Return a function that returns a reason once the sandbox holds too much; see `disk_watch`."""
         below = self._below_bytes
         return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=below)
 

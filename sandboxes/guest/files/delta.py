@@ -156,7 +156,7 @@ class _Walk:
     """One comparison.
 
     Attributes:
-        delta: The delta so far; it begins with that of the layers below.
+        delta: The delta so far; it begins with the delta of the layers below.
         above: The directories that contain entries of that delta.
         hashed: How much content was read.
         links: The first path of each inode with several.

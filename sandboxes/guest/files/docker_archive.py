@@ -1,7 +1,7 @@
 """Docker's `archive` operations: stat, pack and extract of paths and tar archives.
 
-`operations` calls them in a child, so within the sandbox's root and with the agent's rights. Statuses and texts are
-those of Docker 20.10.
+`operations` calls them in a child, so within the sandbox's root and with the agent's rights. Statuses and texts
+equal Docker 20.10.
 """
 
 import bz2

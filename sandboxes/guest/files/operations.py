@@ -1,8 +1,8 @@
-"""Operations on files inside the sandbox's root: put, get, delete, unpack, and those of other modules."""
+"""Operations on files inside the sandbox's root: put, get, delete, unpack, and the operations of other modules."""
 
 # Theory of operation.
 #
-# Each operation runs in a child of the supervisor that lives as long as it takes (`child`). Paths are the agent's. The
+# Each operation runs in a child of the supervisor, which ends with the operation (`child`). Paths are the agent's. The
 # child has none of the supervisor's descriptors, so no link of /proc leads out of the sandbox. It may block or run out
 # of memory, and is then killed as a command would be.
 
@@ -184,7 +184,7 @@ def _look(tool: str, fields: dict[str, Any]) -> FileAnswer:
 
 
 def _entries(paths: list[str], content_bytes: int) -> FileAnswer:
-    """FileAnswer with what is at each path, links not followed; for the driver, no agent can ask for it."""
+    """Return the entry at each path, links not followed; only the driver uses this operation, no agent can."""
     entries = {}
     for path in paths:
         with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ def _unpack(target: str) -> FileAnswer:
 
 
 def checksum_differs(sha256: object, body: bytes) -> bool:
-    """Whether a checksum was announced that is not that of the body."""
+    """Return whether a checksum was announced that differs from the checksum of the body."""
     return isinstance(sha256, str) and hashlib.sha256(body).hexdigest() != sha256.lower()
 
 

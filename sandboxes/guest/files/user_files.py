@@ -1,7 +1,7 @@
 """Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove.
 
-Each operation runs in a child, as those of `operations` do; the child becomes the user first. Paths may be relative to
-that user's home. The texts of errors are those of E2B's servers.
+Each operation runs in a child, as in `operations`; the child becomes the user first. Paths may be relative to
+that user's home. The texts of errors equal E2B's servers.
 """
 
 import errno
@@ -138,7 +138,7 @@ def _run(tool: str, fields: dict[str, Any], path: str) -> Any:
 
 
 def _entry(path: str) -> dict[str, Any]:
-    """Return the facts of an entry; those of its target for a link that leads somewhere."""
+    """Return the facts of an entry; for a link with an existing target, the facts of the target."""
     link = status = os.lstat(path)
     target = None
     if stat.S_ISLNK(link.st_mode):
