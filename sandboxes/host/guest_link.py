@@ -35,21 +35,26 @@ class GuestLink:
             channel: The channel to its supervisor.
             kill: Ends everything that runs in the sandbox; called when the sandbox is declared dead.
         """
+        # A supervisor may have died between its start and this line; the channel knows.
         self.name, self.death = name, None if channel.lost is None else channel.lost
         self._channel, self._kill = channel, kill
 
     @property
     def alive(self) -> bool:
         """Whether requests can be sent."""
+        # Two signs: the channel notices a dead process at once, and `death` also covers a supervisor that hangs.
         return self.death is None and self._channel.lost is None
 
     def die(self, reason: str) -> None:
         """Declare the sandbox dead, and kill what runs in it. Only the first reason is kept."""
+        # The first reason is the cause; what follows, such as a closed channel, is its effect.
         self.death = self.death or reason
+        # A dead sandbox may still run processes that change its files, so they end now and not at the close.
         self._kill()
 
     def close(self, reason: str = "closed") -> None:
         """Close the channel."""
+        # Before the channel closes: callers that wait there get this reason.
         self.death = self.death or reason
         self._channel.close(self.death)
 
@@ -70,6 +75,7 @@ class GuestLink:
             SandboxError: The sandbox is dead, or the supervisor was silent for too long.
         """
         try:
+            # The supervisor's own timer comes first; this limit is for a supervisor that does not keep it.
             return await self.ask(request, body, fds, within_s=timeout_s + GRACE_S)
         except asyncio.CancelledError:
             self.die("its call was cancelled")
@@ -83,6 +89,7 @@ class GuestLink:
         Raises:
             SandboxError: The sandbox is dead, or the supervisor was silent for too long.
         """
+        # Checked here and by the channel: a sandbox declared dead may still have an open channel.
         self._require_life()
         return await self._await(self._channel.ask(request, body, fds), within_s)
 
@@ -114,8 +121,10 @@ class GuestLink:
             async with asyncio.timeout(within_s):
                 return await answer
         except TimeoutError as error:
+            # The request may still run in there, so the sandbox cannot serve another call.
             self.die("it gave no answer in time")
             raise SandboxError(f"sandbox {self.name} gave no answer within {within_s:.0f} s") from error
+        # After either, the supervisor has ended, or its frames cannot be trusted.
         except (ChannelClosedError, PeerFailedError) as error:
             self.die(str(error))
             raise SandboxError(f"sandbox {self.name} died: {error}") from error

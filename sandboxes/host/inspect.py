@@ -19,12 +19,14 @@ _FUNCTION = re.compile(r"^(\S+) \(\) *$", re.MULTILINE)
 
 def state_look(state: Described) -> StateView:
     """Return a state as it is shown, with absolute paths."""
+    # The supervisor's paths are relative to the sandbox's root.
     files = None if state.delta is None else {f"/{path}": what for path, (what, _) in state.delta.items()}
     sessions = {name: _session(session) for name, session in state.sessions.items()}
     return StateView(files, sessions, None if state.pristine is None else _session(state.pristine))
 
 
 def _session(session: ShellSession) -> SessionView:
+    # Dumps come from a shell that the agent controls, so lines that are no variables are skipped.
     variables = {match[1]: line for line in session["variables"] if (match := _VARIABLE.match(line)) is not None}
     return SessionView(
         _text(session["cwd"]),
@@ -42,6 +44,7 @@ def _functions(text: str) -> dict[str, str]:
 
 def _text(latin: str) -> str:
     """Return a session's text as people read it: a dump keeps bytes as latin-1."""
+    # Bytes that are no UTF-8 are replaced here only; the snapshot keeps them.
     return latin.encode("latin-1", "replace").decode(errors="replace")
 
 
@@ -61,5 +64,6 @@ def entries_of(done: Envelope[CallDone], paths: Sequence[str]) -> Mapping[str, F
 def _entry(facts: dict[str, Any] | None) -> FileEntry:
     if facts is None:
         return GONE
+    # JSON has no bytes: contents travel as latin-1, one character for each byte.
     content = facts.pop("content", None)
     return FileEntry(**facts, content=None if content is None else content.encode("latin-1"))

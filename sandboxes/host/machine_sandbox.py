@@ -63,12 +63,14 @@ class MachineSandbox(ABC):
             process_environment: Variables that processes of their own have below those of the spec.
         """
         self.id, self.closed = name, False
+        # The link kills when it dies, so no path of an error can forget to.
         self.link = GuestLink(name, channel, self._kill)
         self._spec = spec
         servers = ServerCalls(self)
         self._processes = ProcessCalls(self, spec, process_environment)
         self._tools = ToolCalls(servers, spec, server_environment, folder)
         self._mcp = McpCalls(self, servers, spec, server_environment, known_reads)
+        # In the past: a sandbox without calls has nothing that is starting.
         self._stirred_at = self._settled_at = 0.0
         self._closing: asyncio.Task[None] | None = None
 
@@ -113,6 +115,7 @@ class MachineSandbox(ABC):
             ServerError: One of them did not get ready.
         """
         try:
+            # In this order, because an MCP server over HTTP may be one of the tool servers.
             await self._tools.start()
             await self._mcp.start()
         except BaseException:
@@ -121,7 +124,9 @@ class MachineSandbox(ABC):
 
     async def close(self) -> None:
         """Kill all processes and free what no frozen state holds. It completes even if the caller is cancelled."""
+        # One close for all callers: a second one waits for the first.
         if self._closing is None:
+            # First, so that a call that comes now is refused and not begun in a half-closed sandbox.
             self.link.death = self.link.death or "it was closed"
             self._closing = start(self._close(), name=f"close {self.id}")
         # A cancelled caller must not leave a sandbox half removed; the next `close` waits for `_closing`, too.
@@ -136,12 +141,14 @@ class MachineSandbox(ABC):
             call: The call.
             listener: Receives the answer of a tool server, or the output of a process, while it comes.
         """
+        # Four kinds of calls, each with a conversation of its own; what remains is one request and one answer.
         if self._processes.handles(call):
             return await self._processes.execute(call, listener)
         if call.endpoint == "mcp":
             return await self._mcp.execute(call, listener)
         if self._tools.handles(call):
             return await self._tools.execute(call, listener)
+        # Before the supervisor gets it, so a wrong call neither wakes the sandbox nor changes its state.
         refusal = refuse(call)
         if refusal is not None:
             return Execution(ToolResult(*refusal), Effect.NONE, 0.0, None)
@@ -154,6 +161,7 @@ class MachineSandbox(ABC):
         self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
         """See `Guest.ask`."""
+        # The last call's seal or clean-up is still under way; a call beside it would change what it works on.
         await self._settle()
         return await self.link.call(request, body, timeout_s, fds)
 
@@ -161,9 +169,11 @@ class MachineSandbox(ABC):
         """See `Guest.conclude`."""
         if done.message.settling:
             self.begin_settling(SETTLE_S)
+        # A full disk of the machine fails calls that would succeed elsewhere. Such a result must never be recorded.
         if done.message.host_full:
             self.link.die("the machine's disk is full")
             raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free {self._disk}")
+        # Begun and not awaited: the agent gets its answer, and the next call waits in `_settle`.
         self._begin_after_call(done.message)
         return done
 
@@ -176,11 +186,13 @@ class MachineSandbox(ABC):
 
     def begin_settling(self, settle_s: float) -> None:
         """Note that processes were just started, which need `settle_s` seconds until they count as started."""
+        # Of the monotonic clock: a clock that is set must not age processes.
         self._stirred_at = time.monotonic()
         self._settled_at = self._stirred_at + settle_s
 
     async def rest(self, dwell_s: float) -> None:
         """See `Resting.rest`."""
+        # The shorter of two waits: what is missing to the recorded dwell time, and what is missing to "started".
         if (wait_s := min(dwell_s - (time.monotonic() - self._stirred_at), self.settle_s)) > 0:
             await asyncio.sleep(wait_s)
 
@@ -188,6 +200,7 @@ class MachineSandbox(ABC):
 
     async def inspect(self) -> StateView:
         """See `InspectableSandbox.inspect`."""
+        # People look while no call runs; the last call's clean-up must not change what they see.
         await self._settle()
         return state_look((await self.link.ask(DescribeState())).message)
 
@@ -200,6 +213,7 @@ class MachineSandbox(ABC):
     async def open_terminal(self, columns: int, rows: int) -> Pty:
         """See `TerminalSandbox.open_terminal`."""
         await self._settle()
+        # A person may change anything in a terminal, so a frozen copy no longer stands for this sandbox.
         self._forget_frozen()
         opened = await self.link.ask(OpenTerminal(columns, rows))
         if isinstance(opened.message, TerminalFailed):

@@ -61,6 +61,7 @@ class McpCalls:
             ServerError: One of them did not get ready.
         """
         for name in self._spec.mcp_servers:
+            # A ping is harmless, and `_ask` makes the handshake on the way.
             await self._ask(name, "ping", {}, read=True)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
@@ -76,10 +77,12 @@ class McpCalls:
         method, params, names = (call.arguments[member] for member in ("method", "params", "server"))
         if "," in names:
             return await self._list_all(method, params, names.split(","))
+        # Only tools change anything; whether this one does is what the annotations say.
         read = method != "tools/call" or await self._only_reads(names, params.get("name"))
         ask = self._ask_pages if method in PAGED else self._ask
         response, done = await ask(names, method, dict(params), listener, read=read)
         body = orjson.dumps({"notifications": response.notifications, **response.payload})
+        # A result that may depend on a refused reverse request is for this rollout only.
         return replace(execution(done, ToolResult(200, MCP_TYPE, body)), shareable=response.shareable)
 
     async def _list_all(self, method: str, params: dict[str, Any], names: list[str]) -> Execution:
@@ -88,15 +91,18 @@ class McpCalls:
         runs = []
         for name in names:
             response, done = await self._ask_pages(name, method, dict(params), read=True)
+            # Each server's run has effects of its own; together they are the effect of this call.
             runs.append(execution(done, ToolResult(200, MCP_TYPE, b"")))
             for kind, listed in response.payload.get("result", {}).items():
                 if isinstance(listed, list):
+                    # Two servers may have tools of the same name.
                     prefixed = kind == "tools"
                     lists.setdefault(kind, []).extend(
                         {**entry, "name": f"{name}__{entry['name']}"} if prefixed else entry for entry in listed
                     )
         effect = reduce(or_, (run.effect for run in runs))
         result = ToolResult(200, MCP_TYPE, orjson.dumps({"notifications": [], "result": lists}))
+        # The last run's state is the state after all of them.
         return replace(runs[-1], result=result, effect=effect, seconds=sum(run.seconds for run in runs))
 
     async def _only_reads(self, name: str, tool: object) -> bool:
@@ -107,9 +113,12 @@ class McpCalls:
         server = self._spec.mcp_servers[name]
         if not server.trust_hints:
             return False
+        # By definition and not by name: the same server has the same tools in every sandbox of the driver.
         definition = server.model_dump_json()
         known = self._known_reads.get(definition)
         if known is None:
+            # Two sandboxes may come here at the same time; both get the same list, and the later one stores it
+            # again.
             response, _ = await self._ask_pages(name, "tools/list", {}, read=True)
             known = self._known_reads[definition] = _read_only_tools(response.payload)
         return tool in known
@@ -124,6 +133,7 @@ class McpCalls:
             response, done = await self._ask(name, method, {**params, "cursor": cursor}, listener, read=read)
             whole = whole.with_page(response)
             if whole.pages > MAX_PAGES:
+                # A list without end is a broken server; the sandbox goes with it, as after any failure of one.
                 self._guest.link.die(f"MCP server {name!r} lists without end")
                 raise ServerError(f"MCP server {name!r} has more than {MAX_PAGES} pages of {method}")
         return whole, done
@@ -138,24 +148,30 @@ class McpCalls:
         """
         server = self._spec.mcp_servers[name]
         order = mcp_order(name, self._spec, self._environment)
+        # The supervisor starts the server if it does not run, and holds the sandbox in the call from here on.
         connected = await self._servers.connect(order)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
         conversation = self._conversation(server, connected)
+        # The progress token is always there, so that a server sees the same bytes whichever client asks.
         params["_meta"] = {**params.get("_meta", {}), "progressToken": PROGRESS_TOKEN}
         try:
+            # From here every error ends the call at the supervisor too, with the server's log.
             async with self._servers.conversation(order.name):
                 # Over HTTP a server that was started by something else has no session of ours either.
                 if connected.message.fresh or (server.url is not None and not connected.message.note):
                     await conversation.initialize(silence_s=server.ready_s)
                 response = await conversation.request(method, params, silence_s=silence_s, listener=listener)
+                # Inside the block: a server may die between its response and the end of the call.
                 return response, await self._servers.finish(read=read, note=conversation.note)
         finally:
+            # The descriptors are duplicates, so the server's own pipes stay open.
             conversation.close()
 
     def _conversation(self, server: McpServer, connected: Envelope[ServerConnected]) -> Conversation:
         if server.url is None:
             return Conversation(StdioTransport(connected.fds, max_bytes=MCP_BYTES, fresh=connected.message.fresh))
 
+        # Further connections come from the sandbox as well: its network is not the proxy's.
         async def reconnect() -> socket.socket:
             return socket.socket(fileno=await self._servers.reconnect(server.ready_s))
 
@@ -166,4 +182,5 @@ class McpCalls:
 
 def _read_only_tools(payload: dict[str, Any]) -> frozenset[str]:
     tools = payload.get("result", {}).get("tools", [])
+    # Only an explicit hint counts: without one a tool may change anything.
     return frozenset(tool["name"] for tool in tools if (tool.get("annotations") or {}).get("readOnlyHint") is True)

@@ -66,14 +66,18 @@ class ProcessCalls:
         if reason:
             return Execution(ToolResult(*problem(400, "Bad process", reason)), Effect.NONE, 0.0)
         timeout_s = float(call.arguments.get("timeout_s") or self._spec.limits.timeout_s)
+        # The answer says only that the process was started; its end comes unasked.
         started = await self._guest.ask(self._request(call, timeout_s), call.body, timeout_s)
         link = self._guest.link
         try:
+            # The socket with the output ends first; then the supervisor reports how the call ended.
             frames = await self._pass_on(started.fds[0], listener, within_s=timeout_s + GRACE_S)
             return _ran(call, frames, self._guest.conclude(await link.next(CallDone)))
+        # The unasked `CallDone` of this call could be taken for the answer to the next request.
         except asyncio.CancelledError:
             link.die("its call was cancelled")
             raise
+        # Also for errors that the link did not see, such as an output that never ended.
         except SandboxError as error:
             link.die(str(error))
             raise
@@ -92,21 +96,27 @@ class ProcessCalls:
             SandboxError: The process has not ended within_s, although its time is long up.
         """
         frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
+        # Beside the output, because a client may leave while the process prints nothing.
         detaching = start(self._detach_on_request(listener))
         connection = socket.socket(fileno=end)
         connection.setblocking(False)
         try:
+            # The supervisor kills the process when its time is up; this limit is for one that does not.
             async with asyncio.timeout(within_s):
                 if listener is not None:
+                    # The head goes out before any output, so that a client knows at once that its process runs.
                     await listener.head(200, (("Content-Type", MEDIA_TYPE),))
+                # The supervisor closes the socket when the process ends or goes to the background.
                 while data := await loop.sock_recv(connection, _CHUNK_BYTES):
                     for kind, piece in incoming.feed(data):
+                        # Recorded first: a client that is slow or gone must not change the record.
                         frames.add(kind, piece)
                         if listener is not None:
                             await listener.data(frame(kind, piece))
         except TimeoutError as error:
             raise SandboxError("a process gave no sign of its end in time") from error
         finally:
+            # Cancelled before the socket is closed, so that no `Detach` follows a process that has ended.
             detaching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await detaching
@@ -116,6 +126,7 @@ class ProcessCalls:
     async def _detach_on_request(self, listener: Listener | None) -> None:
         if isinstance(listener, Detachable):
             await listener.detached()
+            # Not answered: the process may end at the same moment.
             await self._guest.link.post(Detach())
 
     async def _use_background(self, call: ToolCall) -> Execution:
@@ -137,6 +148,7 @@ def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone]) -> Execution:
         until = {str(stream): len(output(body, stream)) for stream in (OUT, ERR)}
         replay = replace(call, arguments={**call.arguments, "until": until})
         return replace(ran, shareable=steady, effect=ran.effect | Effect.PROCESSES, replay=replay)
+    # A process without exit code that was not left on purpose was cut off: that is no result to share.
     abandoned = outcome.exit_code is None and not outcome.detached
     return replace(ran, shareable=steady and not outcome.timed_out and not abandoned)
 
@@ -148,13 +160,16 @@ def _used(call: ToolCall, done: Envelope[CallDone]) -> Execution:
     to a process's stdin does too, whether or not the process has read it.
     """
     ran = execution(done)
+    # A list and a refusal change nothing.
     if call.tool == "list" or ran.result.status != 200:
         return ran
     if call.tool != "attend":
         # What happens in a watched directory depends on the moment, so it is for this rollout alone.
         return replace(ran, effect=ran.effect | Effect.PROCESSES, shareable=call.tool != "watch")
     exit_code = ending(ran.result.body).exit_code
+    # Sizes and not bytes: a replay reads until as much has come, whatever the pieces were.
     sizes = {str(stream): len(output(ran.result.body, stream)) for stream in (OUT, ERR)}
     replay = replace(call, arguments={**call.arguments, "until": {**sizes, "ended": exit_code is not None}})
+    # No output and no end: there is nothing to record, and the next poll has the same key.
     is_empty = not any(sizes.values()) and exit_code is None
     return replace(ran, effect=ran.effect | Effect.PROCESSES, replay=replay, is_empty=is_empty)

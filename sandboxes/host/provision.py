@@ -33,16 +33,20 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
     Raises:
         SpecError: One of them fails.
     """
+    # First, because archives and files may lie below it.
     await _must(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
     for archive in spec.archives:
         await _unpack(sandbox, Path(archive.source), archive.target)
     for database in spec.databases.values():
         if isinstance(database.source, str) and database.path is not None:
             await _bring(sandbox, Path(database.source), Path(database.path))
+    # After the archives, so that a task may replace single files of its image.
     for path, text in spec.files.items():
         answer = (await sandbox.execute(ToolCall("shell", "put", {"path": path}, text.encode()))).result
         if answer.status >= 400:
             raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
+    # Each command in the same session, so that `cd` and variables of one do not surprise: the directory is set
+    # anew.
     for command in spec.setup:
         await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
 
@@ -51,6 +55,7 @@ async def _must(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command:
     arguments = {"command": command, "timeout_s": spec.limits.timeout_s, "session": SETUP_SESSION}
     answer = orjson.loads((await sandbox.execute(ToolCall("shell", "exec", arguments))).result.body)
     if answer["exit_code"] != 0:
+        # The end of the output: that is where a failed command says why.
         output = (answer["stderr"] or answer["stdout"])[-2000:]
         raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {output}")
 
@@ -61,7 +66,9 @@ async def _bring(sandbox: Provisioned, source: Path, path: Path) -> None:
         raise SpecError(
             f"database {str(source)!r} is in use: what is in its -wal would be lost. Close it, then try again."
         )
+    # The name goes into a sed expression of tar, where these characters mean something.
     name = path.name.replace("\\", "\\\\").replace("|", "\\|").replace("&", "\\&")
+    # Owner and mode are fixed, whatever they are on this machine.
     options = ("-h", "--owner=0", "--group=0", "--mode=0644", f"--transform=s|.*|{name}|", "-C", str(source.parent))
     await _stream(sandbox, source, (*options, "--", source.name), str(path.parent))
 
@@ -73,6 +80,7 @@ def _has_log(source: Path) -> bool:
 
 async def _unpack(sandbox: Provisioned, source: Path, target: str) -> None:
     """Stream a tarball, or a directory as a tarball, into the sandbox, which unpacks it inside its own root."""
+    # In a thread: the path may be on a slow network disk.
     folder = await asyncio.to_thread(source.is_dir)
     await _stream(sandbox, source, ("--numeric-owner", "-C", str(source), ".") if folder else (), target)
 
@@ -88,18 +96,23 @@ async def _stream(sandbox: Provisioned, source: Path, packing: tuple[str, ...], 
     """
     process: asyncio.subprocess.Process | None = None
     if packing:
+        # Close-on-exec: a sandbox that starts at this moment must not inherit the pipe and keep it open.
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
             process = await asyncio.create_subprocess_exec("tar", "-c", "-f", "-", *packing, stdout=writing)
         finally:
+            # The child has its own copy. Without this close the reader would never see the end.
             os.close(writing)
     else:
         reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     unpack = RunFileOperation("unpack", {"target": target}, UNPACK_S)
     try:
+        # The descriptor crosses to the supervisor, so the archive is never held in memory.
         done = await sandbox.ask(unpack, b"", UNPACK_S, [reading])
     finally:
+        # Ours is closed in every case; if the supervisor failed, tar then ends by a broken pipe.
         os.close(reading)
+    # A directory that changed or could not be read gives a tarball that looks whole to the other end.
     if process is not None and await process.wait() != 0:
         raise SpecError(f"archive {str(source)!r} could not be read whole")
     outcome = done.message.outcome

@@ -23,10 +23,12 @@ class Pty:
 
     async def read(self) -> bytes:
         """Return the next output; empty once no process has the terminal open any more."""
+        # Looked at in each round: `close` may come while a read waits.
         while self._fd >= 0:
             try:
                 return os.read(self._fd, _CHUNK)
             except BlockingIOError:
+                # Nothing to read: the loop watches the terminal, and `close` wakes this wait as well.
                 await self._ready(self._loop.add_reader, self._loop.remove_reader)
             except OSError:
                 # EIO: no process has the other end open any more.
@@ -41,6 +43,7 @@ class Pty:
                 view = view[os.write(self._fd, view) :]
             except BlockingIOError:
                 await self._ready(self._loop.add_writer, self._loop.remove_writer)
+            # The other end is closed, which a reader sees as the end of the output.
             except OSError:
                 return
 
@@ -52,11 +55,14 @@ class Pty:
 
     def close(self) -> None:
         """Close this end. Idempotent; pending reads end."""
+        # The number is forgotten before the descriptor is closed, because the system gives it away again at once.
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            # A closed descriptor leaves epoll by itself, but the loop would keep its entry.
             self._loop.remove_reader(fd)
             self._loop.remove_writer(fd)
             os.close(fd)
+            # Reads that wait see the negative number and return an empty result.
             for woken in self._waiting:
                 _wake(woken)
 
@@ -69,10 +75,12 @@ class Pty:
             await woken
         finally:
             self._waiting.discard(woken)
+            # After a close the number may already be another file's, whose watch must stay.
             if self._fd == fd:
                 unwatch(fd)
 
 
 def _wake(waiting: "asyncio.Future[None]") -> None:
+    # `close` and the loop may both wake the same wait.
     if not waiting.done():
         waiting.set_result(None)

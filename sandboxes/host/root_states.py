@@ -74,8 +74,12 @@ class RootStates(Generic[Root]):
         Raises:
             SpecError: Set-up fails, leaves a process running, or gives another state than before.
         """
+        # One build for each key; other specs build meanwhile. Of a group, the first rollout builds and the
+        # others wait.
         async with self._locks.setdefault(key, asyncio.Lock()):
+            # The file is read in a thread: the disk may be slow, and hits must not wait.
             known = await asyncio.to_thread(self._find, key)
+            # Docker may have removed the image, or an administrator the layers, while the file stayed.
             if known is not None and await is_present(known):
                 return known
             try:
@@ -84,11 +88,13 @@ class RootStates(Generic[Root]):
                 raise SpecError(
                     f"set-up leaves something running ({error}): end it, or start it in a call instead"
                 ) from error
+            # The recorded answers belong to the old content. Answers from a mixture of both would be wrong.
             if known is not None and known.content != root.content:
                 raise SpecError(
                     "the task's root state was lost, and its set-up, run again, gave another one than its tree was "
                     "recorded on. Delete the task, or make its set-up reproducible (fixed dates, no random names)."
                 )
+            # Last: only storage that is complete gets a file.
             await asyncio.to_thread(self._save, key, root)
             return root
 
@@ -97,11 +103,13 @@ class RootStates(Generic[Root]):
         path = self._directory / f"{key}.json"
         root = self._read(path)
         if root is not None:
+            # The modification time is the time of the last use; `used` reads it.
             path.touch()
         return root
 
     def _save(self, key: str, root: Root) -> None:
         draft = self._directory / f"{key}.part"
+        # Overwrites what a kill may have left of an earlier draft.
         draft.write_text(json.dumps(asdict(root)))
         # The rename is atomic: a reader sees no half-written file.
         draft.rename(self._directory / f"{key}.json")
@@ -112,6 +120,7 @@ class RootStates(Generic[Root]):
 
     def used(self) -> list[Root]:
         """Return the root states that a sandbox started from within `KEPT_S`."""
+        # Wall-clock time, because file times are; a clock that is set back only keeps states longer.
         return [root for used_at, root in self._entries() if used_at >= time.time() - KEPT_S]
 
     def unused(self) -> list[Root]:
@@ -131,6 +140,7 @@ class RootStates(Generic[Root]):
             # JSON has no tuples.
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
             return self._kind(**values)
+        # Another version's members raise TypeError: such a state is built again.
         except (OSError, ValueError, TypeError, AttributeError):
             return None
 
@@ -148,5 +158,6 @@ def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = 
         identity: A digest of what the spec names outside itself.
         without: Further fields of the spec that `identity` stands for.
     """
+    # Sorted, so that equal specs have equal keys whatever the order of their fields.
     fields = orjson.dumps(spec.model_dump(exclude=_BESIDE_FILES | without), option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(fields + identity.encode(), digest_size=16).hexdigest()

@@ -40,6 +40,7 @@ class ServerCalls:
         Raises:
             ServerError: One of them did not get ready.
         """
+        # The sum, because they start one after the other.
         within_s = sum(order.ready_s for order in orders)
         self._require_server(await self._guest.link.call(StartServers(list(orders)), b"", within_s))
 
@@ -53,6 +54,7 @@ class ServerCalls:
         Raises:
             ServerError: The server did not get ready.
         """
+        # `ask` of the sandbox: it waits for what the last call left to do.
         return self._require_server(await self._guest.ask(UseServer(order), first, order.ready_s))
 
     async def reconnect(self, ready_s: float) -> int:
@@ -63,6 +65,7 @@ class ServerCalls:
         """
         link = self._guest.link
         try:
+            # Through the link: the call has begun already, so there is nothing to settle.
             connected = self._require_server(await link.ask(ReconnectServer(), within_s=ready_s + GRACE_S))
         except asyncio.CancelledError:
             # The answer that comes now would be taken for that to the next request.
@@ -72,6 +75,7 @@ class ServerCalls:
 
     async def finish(self, *, read: bool, note: str | None = None) -> Envelope[CallDone]:
         """End a call whose answer has come; see `FinishServerCall`."""
+        # The end of a call compares the state with the one before, so it comes after the whole response.
         return self._guest.conclude(await self._guest.link.ask(FinishServerCall(read, note=note)))
 
     @asynccontextmanager
@@ -84,6 +88,7 @@ class ServerCalls:
         try:
             yield
         except (MalformedResponseError, OSError, TimeoutError) as error:
+            # The server's log is fetched from the supervisor, and then the sandbox ends.
             raise await self._failure(name, error) from error
         except asyncio.CancelledError:
             self._guest.link.die("its call was cancelled")
@@ -91,6 +96,7 @@ class ServerCalls:
 
     async def _failure(self, name: str, error: Exception) -> ServerError:
         silent = isinstance(error, TimeoutError)
+        # Ends the call at the supervisor and brings the log along; it must come before the kill.
         done = await self._guest.link.ask(FinishServerCall(read=False, log=True))
         outcome = done.message.outcome
         log = outcome.log if isinstance(outcome, ServerOutcome) else ""
@@ -101,6 +107,7 @@ class ServerCalls:
     def _require_server(self, answer: Envelope[ConnectedT | ServerFailed]) -> Envelope[ConnectedT]:
         message = answer.message
         if isinstance(message, ServerFailed):
+            # What the server did before it failed is not known.
             self._guest.link.die(message.detail)
             raise ServerError(message.detail, silent=message.kind == "silent")
         return cast("Envelope[ConnectedT]", answer)

@@ -16,6 +16,7 @@ class SourceDigests:
     """Digests directories and files. A file is read again only when its size or modification time has changed."""
 
     def __init__(self) -> None:
+        # By process and not on disk: after a restart each file is read once more.
         self._file_digests: dict[tuple[str, int, int], str] = {}
 
     def of(self, source: Path) -> str:
@@ -26,6 +27,8 @@ class SourceDigests:
             OSError: The machine is short of memory, descriptors or disk.
         """
         try:
+            # A directory is digested by its entries' facts: reading a base of gigabytes for each new task would
+            # take minutes.
             return directory_digest(source) if source.is_dir() else self.of_file(source)
         except OSError as error:
             raise_machine_error(error)
@@ -42,6 +45,7 @@ class SourceDigests:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "neither a directory nor a regular file")
+        # A file that changes within one tick of its clock and keeps its size is missed, as by make and rsync.
         key = (str(path), status.st_size, status.st_mtime_ns)
         if key not in self._file_digests:
             with path.open("rb") as file:
@@ -57,8 +61,10 @@ def directory_digest(root: Path) -> str:
         names.sort()
         for name in sorted([*names, *files]):
             path = os.path.join(folder, name)  # noqa: PTH118 - a hundred thousand times
+            # `lstat`: a link is content itself, and what it leads to may be outside.
             status = os.lstat(path)
             facts = (os.path.relpath(path, root), status.st_size, status.st_mtime_ns, status.st_mode, status.st_uid)
+            # Names are bytes to the kernel; `surrogateescape` gives back those that are no UTF-8.
             digest.update(repr(facts).encode(errors="surrogateescape"))
     return digest.hexdigest()
 

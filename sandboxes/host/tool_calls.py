@@ -73,6 +73,7 @@ class ToolCalls:
 
     async def _forward(self, call: ToolCall, listener: Listener | None) -> Execution:
         server = self._spec.hosted[call.endpoint]
+        # Built first: a call that cannot be sent must not begin.
         head = server_orders.request(call, server.port)
         # A small request saves a round trip: the server works on it before the connection has come here.
         along = head + call.body if len(head) + len(call.body) <= ALONG_BYTES else b""
@@ -82,8 +83,11 @@ class ToolCalls:
         try:
             async with self._servers.conversation(call.endpoint):
                 connection = socket.socket(fileno=connected.fds[0])
+                # `exchange` closes the connection in every case.
                 await exchange(connection, head, call.body, spool, silence_s=silence_s, sent=bool(along))
+                # Before the result is read: the supervisor compares states at this moment.
                 done = await self._servers.finish(read=server_orders.reads(call))
+                # A response of which only the digest is kept cannot be given to another client.
                 shareable = spool.whole and not server_orders.volatile(call)
                 return replace(execution(done, spool.result()), shareable=shareable)
         finally:
@@ -93,9 +97,11 @@ class ToolCalls:
         """Send a message over its WebSocket; the first message opens it."""
         server = self._spec.hosted[call.endpoint]
         carried = carrier(call, order(call.endpoint, self._spec, self._environment))
+        # The carrier is a process in the sandbox like any server, so a checkpoint holds the connection.
         connected = await self._servers.connect(carried)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
         async with self._servers.conversation(call.endpoint):
+            # Inside the block: a WebSocket that has ended is an error of the server.
             connection = self._socket(call, carried.name, connected, server.port, server.answer_bytes)
             if connected.message.fresh:
                 await connection.shake_hands(call, silence_s=silence_s)
@@ -109,14 +115,17 @@ class ToolCalls:
         """Return the proxy's end of a WebSocket: the known one, or a new one over the descriptors that have come."""
         fresh = connected.message.fresh
         known = self._sockets.get(name)
+        # The known end has the protocol's machine and unread messages; the new descriptors lead to the same pipes.
         if known is not None and not fresh:
             for fd in connected.fds:
                 os.close(fd)
             return known
+        # The carrier was started anew, so the old end leads nowhere.
         if known is not None:
             known.close()
         # A connection that is neither known nor fresh has come back with a checkpoint: its handshake is over.
         self._sockets[name] = Socket(connected.fds, call, port, max_bytes=max_bytes, opened=not fresh)
+        # The client believes in a connection that the server has lost, so it has to be shown the end.
         if fresh and not call.arguments["first"]:
             raise MalformedResponseError("its WebSocket has ended")
         return self._sockets[name]

@@ -22,6 +22,7 @@ SQL_GRACE_S = 2.0
 def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
     """Return the answer to a call that is wrong in itself; None for a call that needs the sandbox."""
     if call.tool == "exec":
+        # The kernel passes commands as strings that end at the first NUL.
         if "\0" in str(call.arguments["command"]):
             return problem(400, "Bad command", "a shell command cannot contain NUL: remove it")
         return None
@@ -30,6 +31,7 @@ def refuse(call: ToolCall) -> tuple[int, str, bytes] | None:
         isinstance(path, str) and path.startswith("/") and "\0" not in path
     ):
         return problem(400, "Bad path", "path must be absolute and without NUL")
+    # Checked here, so that a damaged upload never reaches the sandbox's files.
     if call.tool == "put" and checksum_differs(call.arguments.get("sha256"), call.body):
         return problem(400, "Checksum differs", "the body's SHA-256 is not the announced one: send it again")
     return None
@@ -39,8 +41,10 @@ def request(call: ToolCall, spec: EnvironmentSpec, timeout_s: float) -> tuple[Ru
     """Return the request, and its body, that carries a call out."""
     arguments = dict(call.arguments)
     if call.endpoint == "sql":
+        # The statement's own limit is enforced by SQLite; the supervisor's is for one that does not stop.
         return RunFileOperation("sql", _statement(call, spec), timeout_s + SQL_GRACE_S), b""
     if call.tool == "exec":
+        # Commands are bytes to the shell; what was no UTF-8 in the request comes back as it was.
         return RunCommand(arguments["session"], timeout_s), str(arguments["command"]).encode(errors="surrogateescape")
     # `get` answers with files up to this size: the sandbox can hold no larger one.
     arguments["limit_bytes"] = spec.limits.disk_mb << 20
@@ -59,8 +63,10 @@ def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpe
     """Return what came of a statement on a database file that the shell shares."""
     ran = execution(done)
     effect, result, outcome = ran.effect, ran.result, done.message.outcome
+    # The database is a file here, so its effect shows as one on files.
     if Effect.FILES in effect:
         effect |= Effect.DATABASE
+    # Facts are missing if the statement's process was killed.
     facts = outcome.sql if isinstance(outcome, FileOutcome) else None
     if facts is None:
         shape = str(call.arguments.get("format", "json"))
@@ -79,6 +85,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         result: The call's result, if it came another way, as the answer of a tool server does.
     """
     message = done.message
+    # The supervisor reports facts; what counts as which effect is decided in this place only.
     effect = Effect.NONE
     for changed, flag in (
         (message.changed_files, Effect.FILES),
@@ -92,6 +99,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         effect,
         message.seconds,
         message.state.digest,
+        # An empty witness and none are the same: no process runs.
         message.state.witness or None,
         restless=message.state.restless,
         settling=message.settling,
@@ -104,6 +112,7 @@ def _result(done: Envelope[CallDone]) -> ToolResult:
             return ToolResult(status, media_type, done.body)
         case CommandOutcome(exit_code, timed_out, truncated, stdout_bytes):
             body = {
+                # Output is bytes; JSON has none, so what is no UTF-8 is shown as the replacement character.
                 "stdout": done.body[:stdout_bytes].decode(errors="replace"),
                 "stderr": done.body[stdout_bytes:].decode(errors="replace"),
                 "exit_code": exit_code,
