@@ -25,10 +25,13 @@ from sandboxes.container.cgroup_processes import ContainerProcesses, inner_of, k
 from sandboxes.guest.anchor import ShellStartError
 
 ANSWER_S = 10.0
-"""Longest wait for the anchor's response, which takes milliseconds."""
+"""Longest wait for the anchor's response, which takes milliseconds. The value is an estimate."""
 
 NO_SHELL_S = 0.5
-"""The same wait in a container whose /bin/sh is gone: most likely no anchor can start any more."""
+"""The same wait in a container whose /bin/sh is gone: most likely no anchor can start any more.
+
+The value is an estimate.
+"""
 
 PROTECTED_OOM_SCORE = "-900"
 """The OOM score of pid 1 and anchor: when memory is short, the kernel should kill a command, not what starts them."""

@@ -14,7 +14,10 @@ from sandboxes.linux import processes
 from sandboxes.linux.processes import Process
 
 KILL_S = 10.0
-"""Longest attempt to kill all processes. Each round leaves fewer, so this is reached only if the kernel is stuck."""
+"""Longest attempt to kill all processes. Each round leaves fewer, so this is reached only if the kernel is stuck.
+
+The value is an estimate.
+"""
 
 _PF_EXITING = 0x4
 """The flag of a process that has begun to exit (Linux, include/linux/sched.h)."""

@@ -22,13 +22,19 @@ from sandboxes.errors import SandboxError, SpecError
 from sandboxes.spec import Limits
 
 TIMEOUT_S = 60.0
-"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load."""
+"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load.
+
+The value is an estimate.
+"""
 
 GONE_S = 20.0
-"""Longest wait until a container that was removed is gone."""
+"""Longest wait until a container that was removed is gone. The value is an estimate."""
 
 PAUSES_S = (0.1, 0.5)
-"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long."""
+"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long.
+
+The value is an estimate.
+"""
 
 INSTANCE, SANDBOX, DATA_DIR, HOST, ROOT = (
     f"forkpoint.{name}" for name in ("instance", "sandbox", "data", "host", "root")

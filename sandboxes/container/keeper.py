@@ -68,7 +68,10 @@ from sandboxes.linux import confine, processes
 from sandboxes.linux import syscalls as kernel
 
 READY_S = 10.0
-"""How long the anchor may take until it is ready: 0.1 s on an idle machine, seconds while many containers start."""
+"""How long the anchor may take until it is ready: 0.1 s on an idle machine, seconds while many containers start.
+
+The value is an estimate.
+"""
 
 
 class ContainerEndedError(Exception):

@@ -103,6 +103,7 @@ def _statements(text: str) -> list[str]:
 def _volatile(statement: str) -> bool:
     """Return whether an assignment is of a volatile variable."""
     match = _NAME.match(statement)
+    # A command may have printed into the dump. What is no assignment would be run as a command by the restored shell.
     if match is None or statement[match.end() : match.end() + 1] != "=":
         raise MalformedDumpError(f"{statement[:40]!r} is no assignment")
     return match[0] in _VOLATILE or match[0].startswith(_VOLATILE_PREFIXES)
@@ -140,6 +141,7 @@ def restore_script(
     lines.append(f"command cd -- {quote(session['cwd'])} || command cd /")
     # A variable that the session has unset would come back from the anchor's environment.
     lines += [f"unset {name}" for name in sorted({*inherited, "OLDPWD"} - have)]
+    # These lines were checked to be assignments when the dump was parsed (`_volatile`).
     lines += session["variables"]
     lines += [f"export {name}" for name in session["exported"]]
     lines += [f"alias {alias}" for alias in session["aliases"]]
@@ -157,6 +159,7 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     """
     prefix = ""
     if session is not None:
+        # Traps come with the command and not with the restore: a trap on EXIT or DEBUG would run in the restore itself.
         prefix = "".join(f"{trap}; " for trap in _statements(session["traps"]))
         prefix += f"set -{session['options']}; " if session["options"] else ""
     return b"\n", prefix.encode("latin-1") + command + b"\n"

@@ -64,6 +64,7 @@ class ContainerShells(Shells):
 
     def status(self, shell: Shell) -> int:
         """Return the exit status of a shell that has ended."""
+        # The anchor knows its children by inner pids only.
         assert isinstance(shell, ContainerShell)
         return self.status_of(shell.inner)
 
@@ -77,6 +78,8 @@ class ContainerShells(Shells):
 
     def adopt_prepared(self, shells: list[ContainerShell], stored: list[dict[str, Any]]) -> None:
         """Adopt the shells that CRIU restored."""
+        # `prepare_again` made them in the same order; strict, because a shell with another's session would be silently
+        # wrong.
         for shell, entry in zip(shells, stored, strict=True):
             # 0 stands for a shell that is not there any more: it counts as ended, and the next call starts another.
             shell.came_back(entry, self._members.find(entry["inner"]) or 0)
@@ -100,6 +103,7 @@ class ContainerShells(Shells):
         try:
             pid, inner = self._anchor.start(folder.name)
         except ShellStartError:
+            # The directory goes with it, so the next attempt gets a new number.
             shell.close()
             raise
         shell.started(pid, inner, read_limits(self._anchor.pid))

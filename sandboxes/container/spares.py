@@ -40,10 +40,16 @@ MAX_STARTS = 2
 """Limits the containers that are being started at once: with more, dockerd takes longer for all of them together."""
 
 READY_S = 30.0
-"""Longest wait for a keeper to enter its container; on an idle machine it takes some ten milliseconds."""
+"""Longest wait for a keeper to enter its container; on an idle machine it takes some ten milliseconds.
+
+The value is an estimate.
+"""
 
 MAX_KINDS = 4
-"""Limits the combinations of image and limits that have spares; the ones used last keep theirs."""
+"""Limits the combinations of image and limits that have spares; the ones used last keep theirs.
+
+The value is an estimate.
+"""
 
 _INITS = ("docker-init", "tini-static")
 """Names of a static `tini` on the host; Docker's packages bring the first, Debian's the second."""

@@ -49,6 +49,7 @@ class ContainerServer(ServerProcess):
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint stores about the server; a restore finds its FIFOs by their directory."""
+        # The script goes along, so that a restore can make the directory with the same files.
         script = (self.folder / "restore").read_text("latin-1")
         stored = {"name": self.name, "inner": self.inner, "folder": self.folder.name, "talks": self.talks}
         return {**stored, "script": script, "note": self.note}
@@ -80,6 +81,7 @@ class ContainerServers(Servers):
         """Adopt the servers that CRIU restored."""
         # After CRIU: the servers have opened the FIFOs under the same names by their paths.
         for stored, fds in self._prepared:
+            # An inner pid survives a restore. 0 makes the server count as ended, and the next call starts it again.
             pid = self._members.find(stored["inner"]) or 0
             folder = self._anchor.box / stored["folder"]
             self._servers[stored["name"]] = ContainerServer(

@@ -36,7 +36,7 @@ _TIOCGSID = 0x5429
 DYING_S = 0.2
 """How long a killed process is given to end, an estimate. After that it is reported as running once more."""
 LOOK_S = 1.0
-"""The longest interval between two looks at background processes while no call runs."""
+"""The longest interval between two looks at background processes while no call runs. The value is an estimate."""
 WRITE_S = 10.0
 """How long a process may take to read what is written to its stdin; an estimate."""
 

@@ -29,7 +29,10 @@ from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
 
 PID_DISTANCE = 1000
-"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree."""
+"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree.
+
+The value is an estimate.
+"""
 
 
 class Restored(NamedTuple):

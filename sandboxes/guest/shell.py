@@ -127,6 +127,7 @@ class Shell(ABC):
         # Truncated first: a shorter command must not end with the tail of the last one.
         os.ftruncate(self._command, 0)
         written = 0
+        # pwrite may take less than it was given (write(2)).
         while written < len(text):
             written += os.pwrite(self._command, text[written:], written)
         self._dump.clear()
@@ -150,6 +151,7 @@ class Shell(ABC):
                 self._dump[-len(session_texts.END) :] = (self._dump[-len(session_texts.END) :] + data)[
                     -len(session_texts.END) :
                 ]
+            # A command that writes this mark itself ends its dump early; `parse_dump` checks the form of the rest.
             if self._dump.endswith(session_texts.END):
                 return True
 

@@ -19,7 +19,7 @@ from sandboxes.guest.shell import Output, Shell
 from sandboxes.session_types import ShellSession
 
 READY_S = 10.0
-"""How long a shell may take to its first dump. It takes milliseconds on an idle machine."""
+"""How long a shell may take to its first dump. It takes milliseconds on an idle machine. The value is an estimate."""
 KILLED = 137
 """The exit code of a shell whose end is unknown: 128 + 9, as for a SIGKILL."""
 

@@ -26,7 +26,10 @@ TAIL_BYTES = 1 << 14
 POLL_S = 0.01
 """The interval between two tries to connect while a server starts."""
 CONNECT_S = 5.0
-"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full."""
+"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full.
+
+The value is an estimate.
+"""
 _CHUNK, _CHUNKS = 1 << 16, 16
 """How much of a log is read at once, and how often. A server that prints without end must not keep the supervisor."""
 
@@ -165,6 +168,7 @@ class Servers(ABC):
 
     def _connect(self, order: ServerOrder, watch: Callable[[], None]) -> tuple[list[int], bool]:
         # The port is tried first: whatever listens there is the server, even if a process of another name started it.
+        # No cache of connections: a call gets its own, so that no server sees requests of two calls on one connection.
         connection = None if order.port is None else _connected(order.port)
         if connection is not None:
             return [connection.detach()], False
@@ -234,6 +238,7 @@ class Servers(ABC):
                 raise ToolServerError(
                     "crashed", f"server {server.name!r} ended when it was started: {server.log.tail()}"
                 )
+            # The kernel has no event for "a port is listened on", so the port is tried again and again.
             time.sleep(POLL_S)
         raise ToolServerError(
             "silent",
@@ -249,6 +254,7 @@ def _connected(port: int) -> socket.socket | None:
                 connection = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 connection.settimeout(CONNECT_S)
                 connection.connect((address, port))
+                # The descriptor goes to the proxy, which has time limits of its own.
                 connection.settimeout(None)
             except OSError:
                 continue

@@ -77,6 +77,7 @@ def _names(root: Path, top: str) -> Iterator[str]:
     waiting = [(top, True)]
     while waiting:
         name, is_folder = waiting.pop()
+        # Checked when packing as well: a file that this module writes must be readable by it.
         if name.count("/") > _MAX_DEPTH:
             raise NotFreezableError(f"{name.removeprefix('diff')} is too deep to be exported")
         yield name
@@ -92,6 +93,7 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
     path = root / name
     status = path.lstat()
     info = tarfile.TarInfo(name)
+    # Whiteouts share inodes in overlayfs, so this comes before the search for hard links.
     if is_whiteout(status):
         info.type = tarfile.CHRTYPE
     elif (kind := _TYPES.get(stat.S_IFMT(status.st_mode))) is None:
@@ -201,6 +203,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
 
 
 def _meta(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> dict[str, Any]:
+    # The first member, with its size checked before it is read.
     if member is None or member.name != "meta.json" or not member.isreg() or member.size > _MAX_META_BYTES:
         raise NotPortableError("it does not begin with meta.json")
     meta = json.loads(b"".join(_content(archive, member)))
@@ -263,6 +266,7 @@ class _Writer:
             raise NotPortableError(f"{name!r} leads out of the layer, or its directory did not come before it")
         if name in self._folders or name in self._files:
             raise NotPortableError(f"{name!r} is in it twice")
+        # Counted while writing: the archive's own claims about its size are not trusted.
         if len(self._folders) + len(self._files) >= MAX_ENTRIES or name.count("/") > _MAX_DEPTH:
             raise NotPortableError(f"it has more than {MAX_ENTRIES} files, or directories {_MAX_DEPTH} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
@@ -279,6 +283,7 @@ class _Writer:
             path.symlink_to(member.linkname)
         elif member.isfifo():
             os.mkfifo(path)
+        # A device with any other number would give access to hardware of this machine.
         elif member.ischr() and (member.devmajor, member.devminor) == (0, 0):
             os.mknod(path, stat.S_IFCHR, os.makedev(0, 0))
         else:

@@ -26,7 +26,7 @@ MAX_DEPTH = 24
 """Layers above the root state at which small ones are merged: a lookup costs 0.5 us for each layer and name."""
 
 MERGE_BYTES = 64 << 20
-"""Largest total size of layers that are merged: merging copies them while a call waits."""
+"""Largest total size of layers that are merged: merging copies them while a call waits. The value is an estimate."""
 
 
 class Upper(NamedTuple):

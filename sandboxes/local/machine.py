@@ -34,13 +34,16 @@ from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
 
 START_S = 30.0
-"""Longest wait for a sandbox to start; on an idle machine it takes milliseconds."""
+"""Longest wait for a sandbox to start; on an idle machine it takes milliseconds. The value is an estimate."""
 
 SPARES = 2
 """Number of spare sandboxes, 3 MB each. With none, every start would wait for the kernel; more only help bursts."""
 
 END_S = 10.0
-"""Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`."""
+"""Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`.
+
+The value is an estimate.
+"""
 
 _CGROUP_ATTEMPTS, _CGROUP_RETRY_S = 200, 0.005
 """How often, and after which pause, a dead sandbox's control groups are tried to be removed: for one second."""
@@ -155,6 +158,7 @@ class Machine:
 
     def restock(self) -> None:
         """Make spares in the background until there are `SPARES`."""
+        # One task at a time: two would make twice as many spares.
         if self._restocking is None or self._restocking.done():
             self._restocking = self.background.spawn("make spare sandboxes", self._fill_spares())
 
@@ -193,6 +197,7 @@ async def ended(process: int) -> None:
     """
     loop = asyncio.get_running_loop()
     exited = asyncio.Event()
+    # The reader and not a thread in waitid(2): a pid 1 is a child of the launcher, not of this process.
     loop.add_reader(process, exited.set)
     try:
         async with asyncio.timeout(END_S):

@@ -21,7 +21,7 @@ ARGUMENTS = ("criu", "--no-default-config", "--libdir", "/dev", "swrk", str(SOCK
 """CRIU's arguments: serve one client on an inherited socket ("swrk", service worker)."""
 
 PROBE_TIMEOUT_S = 60
-"""Longest run of `criu check`, which takes 0.1 s."""
+"""Longest run of `criu check`, which takes 0.1 s. The value is an estimate."""
 
 _PATHS = ("/usr/local/sbin/criu", "/usr/sbin/criu")
 """Where packages and docker/install-criu.sh install CRIU; a user's PATH often lacks these directories."""

@@ -27,10 +27,16 @@ from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
 
 START_S = 10.0
-"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine."""
+"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine.
+
+The value is an estimate.
+"""
 
 MAX_ATTEMPTS = 8
-"""Limits the attempts of one dump. Processes that keep starting programs can map an unlisted file in each of them."""
+"""Limits the attempts of one dump. Processes that keep starting programs can map an unlisted file in each of them.
+
+The value is an estimate.
+"""
 
 _UNKNOWN_FILE = "Can't lookup mount="
 """How CRIU's log reports a mapped file whose mount no namespace lists (see `criu_launch.mapped_from_below`)."""

@@ -145,6 +145,7 @@ def _entry(path: str) -> dict[str, Any]:
         # Resolved inside the sandbox's root, so the target cannot be a file of the host.
         target = os.path.realpath(path)
         status = os.stat(path) if os.path.exists(path) else link  # noqa: PTH110, PTH116
+    # Integers all the way: a float holds times of this century to some hundred nanoseconds only.
     seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
     when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return {
@@ -192,6 +193,7 @@ def _move(path: str, target: str) -> dict[str, Any]:
     # E2B's server makes missing parents as well.
     os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
     try:
+        # rename(2) is atomic. To another file system, such as /proc, it fails and changes nothing.
         os.rename(path, target)  # noqa: PTH104
     except OSError as error:
         raise UserFileError(422, "invalid", f"'{path}' cannot become '{target}': {error.strerror}") from error
@@ -220,6 +222,7 @@ def _lines(file: str) -> list[list[str]]:
             rows = [line.rstrip("\n").split(":") for line in lines]
     except OSError:
         return []
+    # Padded, because the agent may have left fields out, and every caller indexes them.
     return [[*line, "", "", "", ""] for line in rows if len(line) >= 3]
 
 
