@@ -51,7 +51,7 @@ class Step:
         self.order, self.calls = CallOrder(), TaskOwner()
 
     def known(self, rollout: Rollout, key: CallKey) -> Record | None:
-        """Answer a call from the tree and take the step, or return None. O(1): about 2 us, the journal entry included."""
+        """Answer a call from the tree and take the step, or return None. O(1): about 2 us with the journal entry."""
         if self.order.busy(rollout) or not rollout.cached:
             return None
         if rollout.polled_keys or rollout.node.settling:
