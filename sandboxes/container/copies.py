@@ -2,14 +2,7 @@
 
 `Copy.take` writes a copy at a freeze; `lay_over` puts it over a fresh container at a restore. A copy holds what
 `docker commit` would keep: content, modes, owners, extended attributes and whiteouts. It also keeps times and hard
-links. Four rules hold throughout:
-
-1. Every directory is opened relative to its parent's descriptor, without following links. A symlink that an agent made
-   can therefore never lead a copy to files of the host.
-2. Owner before mode: chown(2) clears set-user-id bits. Times come last, because every other change sets them.
-3. Marks of overlayfs (`trusted.overlay.*`) refer to inodes of the original, so they are not copied. The one exception
-   is the opaque mark of a directory, which hides everything below it in the image.
-4. A file that an earlier copy already has is hard-linked to it, so a copy costs what changed since.
+links. Four rules hold throughout; each stands at the line that keeps it.
 """
 
 import contextlib
@@ -87,6 +80,7 @@ class Copy:
             self._leaf(entry.name, path, status, source, target)
 
     def _leaf(self, name: str, path: str, status: os.stat_result, source: int, target: int) -> None:
+        # Rule 4: a file that an earlier copy already has is hard-linked to it, so a copy costs what changed since.
         known = self._earlier(path) if stat.S_ISREG(status.st_mode) else None
         if known is not None:
             # Linking fails when the earlier copy was collected meanwhile, or its file has the maximum of links.
@@ -248,6 +242,8 @@ def _copy_range(reading: int, writing: int, at: int, count: int) -> int:
 
 
 def _copy_facts(name: str, status: os.stat_result, source: int, target: int) -> None:
+    # Rule 2: owner before mode, because chown(2) clears set-user-id bits. Times come last: making an entry changes its
+    # directory's time.
     os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
         # After chown, which clears set-user-id bits. Linux has no chmod without following links; this is no link.
@@ -260,6 +256,8 @@ def _copy_facts(name: str, status: os.stat_result, source: int, target: int) -> 
 
 def _copy_attributes(source: str, target: str) -> None:
     # The target may have attributes of the image's directory that the source had removed.
+    # Rule 3: marks of overlayfs (`trusted.overlay.*`) refer to inodes of the original, so they are not copied. The one
+    # exception is the opaque mark (`_copy_marks`).
     names = [name for name in os.listxattr(source, follow_symlinks=False) if not name.startswith(MARKS)]
     for name in set(os.listxattr(target, follow_symlinks=False)) - set(names):
         if not name.startswith(MARKS):
@@ -304,6 +302,8 @@ def _entries(folder: int) -> list[os.DirEntry[str]]:
 
 @contextlib.contextmanager
 def _opened(name: str, folder: int) -> Iterator[int]:
+    # Rule 1: every directory is opened relative to its parent's descriptor, without following links (O_NOFOLLOW). A
+    # symlink that an agent made can therefore never lead a copy to files of the host.
     fd = os.open(name, _FOLDER, dir_fd=folder)
     try:
         yield fd

@@ -1,11 +1,7 @@
 """Launch of a process in a container: it is born inside, with streams that the keeper holds.
 
-The anchor starts a shell whose script becomes the process. Two FIFOs synchronize the start:
-
-1. The shell opens its streams, then writes a line to `dump`. The keeper waits for it, and closes its own second ends of
-   the FIFOs. From then on, reading a stream ends when the process's last end closes.
-2. The shell waits for a line on `start`. The keeper writes it once it holds the process's descriptor. So the process
-   cannot end before the keeper can notice its end.
+The anchor starts a shell whose script becomes the process. Two FIFOs synchronize the start, `dump` and `start`; the two
+steps are in `Launch._await_open` and `Launch._start`.
 """
 
 import fcntl
@@ -144,7 +140,8 @@ class Launch:
         # The process cannot have ended without the keeper's knowledge: it waits for its start line (step 2).
         death = death_of(self._pid)
         self._await_open(death)
-        # Step 2: the keeper holds the descriptor, so the process may run.
+        # Step 2. The shell waits for a line on `start`, which comes once the keeper holds its descriptor. So the
+        # process cannot end before the keeper can notice it.
         os.write(self._held[_START], b"\n")
         return death
 
@@ -210,7 +207,7 @@ class Launch:
 
     @property
     def _ready(self) -> str:
-        """The shell commands of the two steps of the start; see the docstring of the module."""
+        """The shell commands of the two steps of the start."""
         here = f"{BOX}/{self.folder.name}"
         return f"{_SHUT}\necho >{here}/dump\nread -r fp_start <{here}/{_START}"
 
@@ -225,7 +222,8 @@ class Launch:
         deadline = time.monotonic() + ANSWER_S
         dump = self._held["dump"]
         while time.monotonic() < deadline:
-            # Step 1. Whichever comes first: the shell's line, its death, or the container's end.
+            # Step 1. The shell opens its streams, then writes a line to `dump`. Whichever comes first ends the wait:
+            # this line, the shell's death, or the container's end.
             readable, _, _ = select.select([dump, death, self._members.init], [], [], ANSWER_S)
             if dump in readable:
                 break
@@ -233,6 +231,6 @@ class Launch:
                 os.close(death)
                 raise ShellStartError("no process can be started in this sandbox: it ended at once")
         for name in SHELL_FIFOS:
-            # With these ends open, reading would never see the end of a stream, because this process would count as a
-            # writer.
+            # Now the keeper's second ends close. With them open, reading would never see the end of a stream, because
+            # this process would count as a writer.
             os.close(self._held.pop(name))

@@ -3,15 +3,8 @@
 Docker takes 0.4 s to start a container, so `Spares` keeps some started for each combination of image and limits that
 was used last. Taking one starts another in the background.
 
-A container is made in three steps, and each can fail or be cancelled:
-
-1. The box is made: a directory that the container sees as its own, with pipes and programs for the keeper's use.
-2. Docker starts the container with a label that holds its name. `names` has the name from before this step, and the
-   driver's sweep removes labelled containers whose name is not in `names`. So a killed proxy leaves nothing behind.
-3. The keeper launcher forks a keeper, which enters the container's namespaces and then says that it is ready.
-
-Removing reverses them: the channel to the keeper closes, and the keeper kills the container at once; then Docker
-removes it; then the box goes.
+A container is made in three steps, each of which can fail or be cancelled (`Spares._make`). `Spares.throw_away`
+reverses them.
 """
 
 import asyncio
@@ -206,12 +199,14 @@ class Spares:
             raise
 
     async def _make(self, image: str, limits: Limits, name: str, folder: Path) -> Box:
-        # Step 1 of making a container; the steps are in the docstring of the module.
+        # Step 1. The box is made: a directory that the container sees as its own, with pipes and programs for the
+        # keeper's use.
         await asyncio.to_thread(_make_box, folder)
         self.names.add(name)
         try:
-            # Step 2, with the name in `names` first: a sweep in between must not take the container for a dead
-            # process's.
+            # Step 2. Docker starts the container with a label that holds its name. `names` has the name from before
+            # this step, and the driver's sweep removes labelled containers whose name is not in `names`. So a killed
+            # proxy leaves nothing behind.
             async with self._starts:
                 labels = {**self.labels, SANDBOX: name}
                 started = await asyncio.to_thread(
@@ -221,8 +216,8 @@ class Spares:
             self.names.discard(name)
             await asyncio.to_thread(remove_tree, folder)
             raise
-        # Step 3. The keeper gets one end and this process the other; when this process dies, the kernel closes its end,
-        # and the keeper kills the container.
+        # Step 3. The keeper launcher forks a keeper, which enters the container's namespaces and reports that it is
+        # ready. When this process dies, the kernel closes its end of the socket, and the keeper kills the container.
         ours, theirs = socket.socketpair()
         box = Box(name, started.id, Channel(ours), folder)
         order = ForkKeeper(
