@@ -29,14 +29,19 @@ class Channel:
     """
 
     def __init__(self, end: socket.socket) -> None:
+        # The event loop's descriptors must not block: one silent peer would stop every other sandbox.
         end.setblocking(False)
         self._socket = end
         self._inbox = Inbox()
+        # In the order of the requests: the peer answers one after the other, so no answer needs a number.
         self._waiting: deque[asyncio.Future[Message]] = deque()
+        # Messages that came unasked before a caller waited for them.
         self._early: deque[Message] = deque()
+        # Frames of two callers must not mix, and the queue of waiting callers must have the order on the wire.
         self._sending = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self.lost: str | None = None
+        # Read all the time and not only when a caller waits, so the end of the peer is noticed at once.
         self._loop.add_reader(end.fileno(), self._readable)
 
     async def request(self, fields: dict[str, Any], body: bytes = b"", fds: Sequence[int] = ()) -> Message:
@@ -46,10 +51,13 @@ class Channel:
             ChannelClosedError: The other end is gone.
         """
         async with self._sending:
+            # Looked at behind the lock: the channel may have been lost while this caller waited for its turn.
             if self.lost is not None:
                 raise ChannelClosedError(self.lost)
+            # Before the send, because the answer may come while the rest of a long frame is still being written.
             answer = self._expect()
             await self._send(pack(fields, body, len(fds)), fds)
+        # Outside the lock: the next caller may send while this one waits.
         return await answer
 
     async def ask(self, request: IpcRequest[AnswerT], body: bytes = b"", fds: Sequence[int] = ()) -> Envelope[AnswerT]:
@@ -59,12 +67,14 @@ class Channel:
             ChannelClosedError: The other end is gone, or has sent a frame that is no answer to this request.
             PeerFailedError: The other end reports that it failed.
         """
+        # `answers_of` checks at run time what the type argument promises to mypy.
         frame = await self.request(encode(request), body, fds)
         return cast("Envelope[AnswerT]", self._expect_one_of(frame, answers_of(type(request))))
 
     async def post(self, message: IpcMessage) -> None:
         """Send a message that is not answered. Nothing happens if the other end is gone."""
         async with self._sending:
+            # No error for a lost peer: the next request reports it, and a post has no caller that could act.
             if self.lost is None:
                 await self._send(pack_message(message), ())
 
@@ -82,12 +92,15 @@ class Channel:
         try:
             envelope = decode(frame)
         except MalformedFrameError as error:
+            # After a frame that cannot be decoded, nothing that follows can be trusted to begin where it should.
             self.close(str(error))
             raise ChannelClosedError(str(error)) from error
         if isinstance(envelope.message, expected):
             return envelope
+        # The descriptors are in this process already. Without the close each bad answer would leak some.
         for fd in envelope.fds:
             os.close(fd)
+        # The channel stays open: a launcher goes on after one failed request.
         if isinstance(envelope.message, Failed):
             raise PeerFailedError(envelope.message.error)
         self.close(f"{envelope.message.op!r} came where another message was expected")
@@ -105,7 +118,9 @@ class Channel:
         """Close the socket; all waiting callers get a `ChannelClosedError`. Idempotent."""
         if self.lost is not None:
             return
+        # Set first: the callers that are woken below look at it.
         self.lost = reason
+        # Before the close: a closed number may be another file's at once, and the loop would watch that one.
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         while self._waiting:
@@ -117,27 +132,35 @@ class Channel:
         future: asyncio.Future[Message] = self._loop.create_future()
         # The caller may have been cancelled before the channel is lost; asyncio would log its unread exception.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        # A cancelled caller stays in the queue: its answer still comes and must not go to the next caller.
         self._waiting.append(future)
         return future
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         view = memoryview(frame)
+        # Copied, because it is emptied below.
         carried = list(fds)
         while view:
             try:
+                # The kernel attaches descriptors to the first byte of this call (`SCM_RIGHTS`), so they go with the
+                # first piece.
                 sent = socket.send_fds(self._socket, [view], carried) if carried else self._socket.send(view)
             except (BlockingIOError, InterruptedError):
+                # A full buffer means that the peer is busy; the frame goes on where it stopped.
                 await self._writable()
                 continue
             except OSError as error:
+                # A broken pipe while sending is the same loss as an end while reading: all callers must know.
                 self.close(f"{error.strerror}")
                 return
+            # Sent with the first piece. A second time would give the peer a second set of them.
             carried = []
             view = view[sent:]
 
     async def _writable(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
         fd = self._socket.fileno()
+        # `close` ran during the wait before; the next send reports it.
         if fd < 0:
             return
         self._loop.add_writer(fd, _wake, ready)
@@ -146,28 +169,34 @@ class Channel:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ready, 1.0)
         finally:
+            # `close` may have run meanwhile; the loop ignores a number that it does not watch.
             self._loop.remove_writer(fd)
 
     def _readable(self) -> None:
         try:
             data, fds = receive(self._socket)
+        # A readiness that was withdrawn again, which the kernel may do; the loop calls once more.
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
             self.close(f"{error.strerror}")
             return
+        # A stream of length zero is the end: the peer has closed its socket or died, and the kernel closed it.
         if not data:
             self.close("it ended")
             return
         self._inbox.feed(data, fds)
         try:
+            # One read may hold several frames, and several reads one frame.
             while (message := self._inbox.take()) is not None:
                 self._deliver(message)
+        # The boundaries between frames are lost, so is the channel.
         except MalformedFrameError as error:
             self.close(str(error))
 
     def _deliver(self, message: Message) -> None:
         if self._waiting:
+            # Strictly first in, first out, as the peer answers.
             future = self._waiting.popleft()
             if not future.done():
                 future.set_result(message)
@@ -176,10 +205,12 @@ class Channel:
             # No request is pending: the next `receive` gets it.
             self._early.append(message)
             return
+        # The caller was cancelled, so nothing else would close its descriptors.
         for fd in message.fds:
             os.close(fd)
 
 
 def _wake(future: asyncio.Future[None]) -> None:
+    # The wait may have timed out while this call was scheduled.
     if not future.done():
         future.set_result(None)

@@ -42,6 +42,7 @@ class IpcMessage:
     def __init_subclass__(cls, *, op: str = "", descriptors: tuple[int, int] = (0, 0)) -> None:
         """Enter the class into the table of messages under op."""
         super().__init_subclass__()
+        # By class creation and not by registration: a message that a module defines cannot be forgotten.
         if op:
             assert op not in _TABLE, f"two messages are called {op!r}"
             cls.op, cls.descriptors = op, descriptors
@@ -72,6 +73,7 @@ class Envelope(NamedTuple, Generic[MessageT_co]):
 
 def encode(message: IpcMessage) -> dict[str, Any]:
     """Return a message as the JSON object of a frame."""
+    # The op comes first, where it is seen when a frame is read by eye.
     return {"op": message.op, **_shape(type(message)).write(message)}
 
 
@@ -88,6 +90,7 @@ def decode(frame: Message) -> Envelope[IpcMessage]:
     """
     try:
         return Envelope(_read_message(frame), frame.body, frame.fds)
+    # Closed here, because a caller that gets an exception has no envelope to close them from.
     except MalformedFrameError:
         for fd in frame.fds:
             os.close(fd)
@@ -96,7 +99,9 @@ def decode(frame: Message) -> Envelope[IpcMessage]:
 
 def answers_of(request: type[IpcRequest[Any]]) -> tuple[type[IpcMessage], ...]:
     """Return the classes that an answer to a request may have."""
+    # Looked up once for each class: type arguments are slow to resolve.
     if request not in _ANSWERS:
+        # In the class's own dictionary: an inherited entry would name the answer of another request.
         bases = request.__dict__["__orig_bases__"]
         answer = next(get_args(base)[0] for base in bases if get_origin(base) is IpcRequest)
         _ANSWERS[request] = get_args(answer) if _is_union(answer) else (answer,)
@@ -116,8 +121,10 @@ def prepare() -> None:
 
 def _read_message(frame: Message) -> IpcMessage:
     op = frame.fields.get("op")
+    # The op is untrusted: it may be a list, which no dictionary can look up.
     cls = _TABLE.get(op) if isinstance(op, str) else None
     if cls is None:
+        # Cut to 60 characters, so that a hostile frame cannot fill the log.
         raise MalformedFrameError(f"{op!r:.60} is no message")
     # Code behind `decode` indexes the descriptors, so their number is checked here.
     minimum, maximum = cls.descriptors
@@ -128,6 +135,7 @@ def _read_message(frame: Message) -> IpcMessage:
         message: IpcMessage = _shape(cls).read(members)
     except _MismatchError as error:
         raise MalformedFrameError(f"{op}: {error}") from None
+    # An object that parses may still be nested too deeply for the readers, which recurse.
     except RecursionError:
         raise MalformedFrameError(f"{op}: it is nested too deeply") from None
     return message
@@ -147,6 +155,7 @@ class _Shape:
     """
 
     def __init__(self, cls: type) -> None:
+        # Resolves forward references, so a class may name another that is defined below it.
         hints = get_type_hints(cls)
         # Once for each class: type hints are slow to resolve.
         codecs = {field.name: _codec(hints[field.name]) for field in fields(cls)}
@@ -155,11 +164,13 @@ class _Shape:
         self.writers = {name: write for name, (_, write) in codecs.items() if write is not None}
 
     def read(self, members: Any) -> Any:
+        # Exactly a dict: subclasses cannot come from JSON.
         if type(members) is not dict:
             raise _MismatchError(f"{members!r:.60} is no object")
         values = {}
         for name, read in self.readers.items():
             try:
+                # A member that is missing raises KeyError here.
                 values[name] = read(members[name])
             except KeyError:
                 raise _MismatchError(f"member {name!r} is missing") from None
@@ -168,17 +179,21 @@ class _Shape:
         # All known members were read, so any difference in number is an unknown member.
         if len(members) != len(values):
             raise _MismatchError(f"members {sorted(members.keys() - values.keys())!r:.60} are not known")
+        # Every member was checked, so the class needs no checks of its own.
         return self.cls(**values)
 
     def write(self, record: Any) -> dict[str, Any]:
         members = {name: getattr(record, name) for name in self.readers}
+        # Only members whose Python value differs from their JSON value; most messages have none.
         for name, write in self.writers.items():
+            # None stands for an absent value in every type that allows it.
             if members[name] is not None:
                 members[name] = write(members[name])
         return members
 
 
 def _shape(cls: type) -> _Shape:
+    # Filled on first use, or by `prepare` before a launcher forks.
     if (shape := _SHAPES.get(cls)) is None:
         shape = _SHAPES[cls] = _Shape(cls)
     return shape
@@ -189,10 +204,12 @@ def _codec(hint: Any) -> tuple[Read, Write | None]:
     arguments = get_args(hint)
     if hint is Any:
         return (lambda value: value), None
+    # Accepts integers too: encoders may write 1.0 as 1.
     if hint is float:
         return _read_float, None
     if hint is bytes:
         return _read_hex, bytes.hex
+    # Before unions and containers: these are by far the most members.
     if hint in {str, int, bool}:
         return _reader_of_exactly(hint), None
     if is_dataclass(hint):
@@ -201,12 +218,15 @@ def _codec(hint: Any) -> tuple[Read, Write | None]:
         return (lambda value: _shape(record).read(value)), (lambda value: _shape(record).write(value))
     if _is_union(hint):
         return _union_codec(tuple(kind for kind in arguments if kind is not types.NoneType), arguments)
+    # A choice of texts is checked here, so that code behind it may match without a default.
     if get_origin(hint) is Literal:
         return _reader_of_choice(arguments), None
     if get_origin(hint) is list:
         return _list_codec(*_codec(arguments[0]))
+    # The one container with a reader of its own, for its size.
     if hint == dict[str, tuple[str, int]]:
         return _read_delta, None
+    # An assertion, because only our own classes get here: a new type of member needs a codec.
     assert get_origin(hint) is dict, f"no codec for {hint}"
     assert arguments[0] is str, f"no codec for {hint}"
     return _reader_of_dict(None if arguments[1] is Any else _codec(arguments[1])[0]), None
@@ -221,10 +241,12 @@ def _union_codec(kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Re
     if len(kinds) == 1:
         read, write = _codec(kinds[0])
         return (lambda value: None if value is None else read(value)), write
+    # None has no op, so it could not be told from a message.
     assert len(kinds) == len(arguments), "a union of messages is not optional"
     by_op = {kind.op: kind for kind in kinds}
 
     def read_one_of(value: Any) -> Any:
+        # As in a frame: untrusted, so its type is looked at before its value.
         op = value.get("op") if type(value) is dict else None
         if not isinstance(op, str) or op not in by_op:
             raise _MismatchError(f"{op!r:.60} is none of {sorted(by_op)}")
@@ -245,6 +267,7 @@ def _reader_of_exactly(kind: type) -> Read:
 
 def _reader_of_choice(choices: tuple[Any, ...]) -> Read:
     def read(value: Any) -> Any:
+        # The type comes first, as for every untrusted value.
         if not isinstance(value, str) or value not in choices:
             raise _MismatchError(f"{value!r:.60} is none of {list(choices)}")
         return value
@@ -254,6 +277,7 @@ def _reader_of_choice(choices: tuple[Any, ...]) -> Read:
 
 def _list_codec(read: Read, write: Write | None) -> tuple[Read, Write | None]:
     def read_list(value: Any) -> Any:
+        # Exactly a list: a text is a sequence too, and its letters would pass as elements.
         if type(value) is not list:
             raise _MismatchError(f"{value!r:.60} is no list")
         return [read(element) for element in value]
@@ -267,18 +291,22 @@ def _reader_of_dict(read: Read | None) -> Read:
     def read_dict(value: Any) -> Any:
         if type(value) is not dict:
             raise _MismatchError(f"{value!r:.60} is no object")
+        # JSON has no other keys than texts, so only the values are read.
         return value if read is None else {name: read(member) for name, member in value.items()}
 
     return read_dict
 
 
 def _read_float(value: Any) -> float:
+    # An int is a number in JSON, a bool is not, although it is an int to Python.
     if type(value) not in {float, int}:
         raise _MismatchError(f"{value!r:.60} is no number")
     try:
         number = float(value)
+    # JSON has integers of any length; no float holds 10**400.
     except OverflowError:
         number = math.inf
+    # Python's JSON reads NaN and Infinity. A timeout of NaN would compare false with every limit.
     if not math.isfinite(number):
         raise _MismatchError("the number is not finite")
     return number
@@ -294,6 +322,7 @@ def _read_hex(value: Any) -> bytes:
 def _read_delta(value: Any) -> dict[str, tuple[str, int]]:
     """Read a delta of files in one comprehension: it may have thousands of entries."""
     try:
+        # Unpacking checks the length of each pair on the way.
         delta = {path: (what, at) for path, (what, at) in value.items()}
     except (AttributeError, TypeError, ValueError):
         raise _MismatchError("a delta of files maps paths to pairs") from None

@@ -18,8 +18,11 @@ def connect() -> socket.socket:
 
     An event loop may pass on more descriptors than it was asked to. None of the driver's own may reach a sandbox.
     """
+    # `fileno=` takes the descriptor over without a duplicate.
     driver = socket.socket(fileno=int(sys.argv[1]))
+    # Forks that become other programs must not hold the driver's socket.
     driver.set_inheritable(False)
+    # The kernel's `close_range` makes this cheap whatever the limit is.
     os.closerange(3, driver.fileno())
     os.closerange(driver.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
     # Ctrl-C in the terminal reaches the whole process group. The driver handles it and ends its children in order.
@@ -32,6 +35,7 @@ def freeze_heap() -> None:
 
     Forks share the pages of this process until they write to them, and a collection writes to every object's header.
     """
+    # Once before the freeze, so that garbage is not kept for ever.
     gc.collect()
     gc.freeze()
 
@@ -41,6 +45,7 @@ def requests(driver: socket.socket) -> Iterator[Message]:
     inbox = Inbox()
     while True:
         data, fds = receive(driver)
+        # The driver has closed its end, or died and the kernel closed it. Either way the child's work is over.
         if not data:
             return
         inbox.feed(data, fds)

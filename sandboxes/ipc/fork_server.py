@@ -57,6 +57,7 @@ class ForkServer:
         self._site_packages, self._environment = site_packages, environment
         self._channel: Channel | None = None
         self._process: asyncio.subprocess.Process | None = None
+        # Several sandboxes may find the child dead at once; one of them starts the next.
         self._restarting = asyncio.Lock()
 
     @property
@@ -72,6 +73,7 @@ class ForkServer:
     @property
     def has_died(self) -> bool:
         """Whether the child exited without being closed, and everything that it forked with it."""
+        # `lost` is set by the reader as soon as the kernel closes the child's end.
         return self._channel is not None and self._channel.lost is not None
 
     async def start(self) -> dict[str, Any]:
@@ -83,21 +85,27 @@ class ForkServer:
         Raises:
             SandboxError: It does not start.
         """
+        # Closed by the kernel when either process dies, however it dies: no file, no name, nothing to clean up.
         ours, theirs = socket.socketpair()
+        # The path is set before the first import, because -I and -S leave an interpreter without ours.
         program = f"import sys; sys.path.insert(0, {IMPORT_ROOT!r}); from {self._module} import main; main()"
         # -I: nothing of the user's environment. -S: no site-packages. -B: no bytecode files beside the sources.
         flags = ["-I", "-B"] if self._site_packages else ["-I", "-S", "-B"]
+        # Our copy of the child's end must go: as long as it is open, the death of the child is not seen.
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, *flags, "-c", program, str(theirs.fileno()), *self._arguments,
                 pass_fds=[theirs.fileno()], env=dict(self._environment), cwd="/", stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         self._channel = Channel(ours)
+        # The first message comes unasked, after the child has loaded everything.
         try:
             async with asyncio.timeout(START_S):
                 ready = (await self._channel.receive()).fields
+        # The process stays: `close`, which the driver calls after a failed start, ends it.
         except (ChannelClosedError, TimeoutError) as error:
             raise SandboxError(self._start_failure(str(error) or f"no response within {START_S:g} s")) from error
+        # The child says what it lacks, such as a right or a kernel feature.
         if "error" in ready:
             raise SandboxError(self._start_failure(ready["error"]))
         return ready
@@ -112,8 +120,10 @@ class ForkServer:
             SandboxError: The other child does not start.
         """
         async with self._restarting:
+            # Looked at behind the lock: another sandbox may have started the child meanwhile.
             if self.has_died:
                 if self._process is not None:
+                    # Reaped first, so that no zombie stays.
                     await self._process.wait()
                 await self.start()
 
@@ -130,12 +140,15 @@ class ForkServer:
         if self._channel is None:
             raise SandboxError(f"{self._name} is not running: the driver is not open")
         try:
+            # Limited, because a child in an uninterruptible system call answers never.
             async with asyncio.timeout(START_S):
                 response = await self._channel.request(fields, fds=fds)
+        # The answer may still come; the channel keeps its position, so it does not go to the next caller.
         except TimeoutError as error:
             raise SandboxError(f"{self._name} gave no response within {START_S:g} s") from error
         except ChannelClosedError as error:
             raise SandboxError(f"{self._name} ended: {error}. Retry: the next sandbox starts another.") from error
+        # An error is an answer: the child goes on, and its channel is in order.
         if "error" in response.fields:
             raise SandboxError(f"{self._name}: the kernel refused: {response.fields['error']}")
         return response
@@ -147,11 +160,13 @@ class ForkServer:
             SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's.
         """
         answer = decode(await self.request(encode(request), fds))
+        # An assertion and no error: unlike a sandbox, the child is not untrusted.
         assert isinstance(answer.message, answers_of(type(request))), "the child is our own code"
         return cast("Envelope[AnswerT]", answer)
 
     def disconnect(self) -> None:
         """Close the socket, which tells the child to exit. Idempotent."""
+        # Forgotten before the close, so that a second call finds nothing to do.
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -159,6 +174,7 @@ class ForkServer:
     async def close(self) -> None:
         """Disconnect and return when the child has exited; kill it after `STOP_S`. Idempotent."""
         self.disconnect()
+        # Taken out first: `pid` must not name a process that is ending.
         process, self._process = self._process, None
         if process is None:
             return
@@ -166,6 +182,8 @@ class ForkServer:
             async with asyncio.timeout(STOP_S):
                 await process.wait()
         except TimeoutError:
+            # It may end by itself between the timeout and the kill.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+            # Also after a kill: a process that nobody reaps stays as a zombie.
             await process.wait()

@@ -15,6 +15,7 @@ MAX_BYTES = 1 << 31
 """The largest frame. Files of a sandbox cross in one frame, and no sandbox may hold that much."""
 _DESCRIPTORS_AT_ONCE = 8
 """The most descriptors that accompany one frame: those of a sandbox that is restored."""
+# Without spaces: frames are read by programs, and an answer's size is part of a call's cost.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -42,6 +43,7 @@ class MalformedFrameError(ValueError):
 def pack(fields: dict[str, Any], body: bytes = b"", fds: int = 0) -> bytes:
     """Return a frame that a number of descriptors accompanies."""
     text = _encode(fields).encode()
+    # The header gives all three lengths, so a reader knows at once how much to wait for.
     return HEADER.pack(len(text), len(body), fds) + text + body
 
 
@@ -51,10 +53,14 @@ def receive(end: socket.socket, max_bytes: int = 1 << 18) -> tuple[bytes, list[i
     `socket.recv_fds` ignores its flags, so its descriptors would leak into every command.
     """
     fds = array.array("i")
+    # `CMSG_LEN` without padding: more descriptors than this do not fit, and the kernel closes them.
     room = socket.CMSG_LEN(_DESCRIPTORS_AT_ONCE * fds.itemsize)
+    # Close-on-exec from the first moment (`MSG_CMSG_CLOEXEC`): a fork between receiving and setting it would leak
+    # them.
     data, carried, _, _ = end.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in carried:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            # The kernel may cut the list; what remains is whole numbers.
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     return data, list(fds)
 
@@ -69,6 +75,8 @@ class Inbox:
     def feed(self, data: bytes, fds: list[int]) -> None:
         """Add a piece."""
         self._bytes += data
+        # The kernel delivers descriptors with the first byte of their frame, so they arrive in the order of the
+        # frames.
         self._fds += fds
 
     def take(self) -> Message | None:
@@ -81,16 +89,20 @@ class Inbox:
             return None
         text_bytes, body_bytes, fds = HEADER.unpack_from(self._bytes)
         end = HEADER.size + text_bytes + body_bytes
+        # Refused before the rest has come: a hostile length must not make the inbox grow.
         if end > MAX_BYTES:
             raise MalformedFrameError(f"{end} bytes")
         if len(self._bytes) < end:
             return None
         middle = HEADER.size + text_bytes
+        # Copied out, because the buffer is cut below and reused.
         text, body = bytes(self._bytes[HEADER.size : middle]), bytes(self._bytes[middle:end])
         del self._bytes[:end]
+        # The header says how many of the descriptors belong to this frame; the rest belong to the next.
         carried, self._fds = self._fds[:fds], self._fds[fds:]
         try:
             fields = json.loads(text)
+        # A RecursionError is no ValueError: a few thousand brackets are enough for it.
         except (ValueError, RecursionError) as error:
             raise MalformedFrameError(str(error)) from error
         if not isinstance(fields, dict):

@@ -13,9 +13,13 @@ def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
     They are the pipes that led to the processes when they were dumped, and mapped files that CRIU cannot open itself.
     `guest.checkpoint_restore` makes the replacements in the same order.
     """
+    # The anchor's pipes come first on both sides; the order is all that connects a name with its descriptor.
     names = list(checkpoint["anchor"]["pipes"])
     for shell in checkpoint["shells"]:
+        # By number and not by text, where 10 would come before 9: both sides must agree.
         names += [shell["pipes"][number] for number in sorted(shell["pipes"], key=int)]
     for kind in ("servers", "left"):
+        # A checkpoint without processes of a kind may lack the kind.
         names += [name for process in checkpoint.get(kind, ()) for name in process["pipes"]]
+    # Sorted, because the order of an object's members must not matter.
     return names + sorted(checkpoint["mapped"])

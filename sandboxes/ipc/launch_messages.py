@@ -16,6 +16,7 @@ class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
     """The process was forked; a descriptor of a pid 1 accompanies this message, and none of a keeper."""
 
 
+# The socket is made by the proxy, so the new pid 1 needs no name by which it could be reached.
 @dataclass(frozen=True)
 class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(1, 1)):
     """Fork a pid 1, which serves on the socket that accompanies this message.
@@ -24,9 +25,11 @@ class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(1, 1)):
         cgroups: Files of control groups that it joins by writing 0 to them.
     """
 
+    # A process that writes 0 there moves itself, before it starts anything else.
     cgroups: list[str]
 
 
+# A keeper stays outside its container, on the machine, where the container's processes cannot reach it.
 @dataclass(frozen=True)
 class ForkKeeper(IpcRequest[Forked], op="fork_keeper", descriptors=(1, 1)):
     """Fork a keeper, which serves on the socket that accompanies this message.
@@ -69,6 +72,7 @@ class LayerStack:
     root: list[str] | None = None
 
 
+# Descriptors and not paths: a detached mount has no path.
 @dataclass(frozen=True)
 class Mounted(IpcMessage, op="mounted", descriptors=(2, 4)):
     """The layers are mounted; see the table in `messages` for the descriptors."""
@@ -81,6 +85,7 @@ class MountLayers(IpcRequest[Mounted], op="mount"):
     stack: LayerStack
 
 
+# The namespace crosses as a descriptor, because a number could belong to another process by then.
 @dataclass(frozen=True)
 class SwitchLayers(IpcRequest[Mounted], op="switch", descriptors=(1, 1)):
     """Put the sandbox whose mount namespace accompanies this message on other layers.
@@ -94,6 +99,7 @@ class SwitchLayers(IpcRequest[Mounted], op="switch", descriptors=(1, 1)):
     binds: list[str]
 
 
+# All of CRIU's files are opened by the proxy; the launcher passes them on.
 @dataclass(frozen=True)
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
@@ -101,6 +107,7 @@ class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     program: list[str]
 
 
+# Unasked: CRIU's socket exists only once CRIU is about to run.
 @dataclass(frozen=True)
 class CriuStarted(IpcMessage, op="criu_started", descriptors=(1, 1)):
     """CRIU runs; the socket to it accompanies this message.

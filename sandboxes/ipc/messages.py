@@ -64,6 +64,7 @@ FileDelta = dict[str, tuple[str, int]]
 """The paths that differ from the root state: what each is now, and its modification time in nanoseconds."""
 
 
+# Not under a request: any request may be answered by it (`Channel.ask` raises it as `PeerFailedError`).
 @dataclass(frozen=True)
 class Failed(IpcMessage, op="failed"):
     """The sender ends, or could not do what was requested.
@@ -83,6 +84,7 @@ class Done(IpcMessage, op="done"):
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
+# A record and no message: it has no op, because it only comes as a member of messages.
 @dataclass(frozen=True)
 class StateSummary:
     """What every answer reports of the sandbox's state.
@@ -93,11 +95,13 @@ class StateSummary:
         restless: Whether something that runs in the sandbox may be changing the state by itself.
     """
 
+    # Of a digest and a witness at most one is there: beside running processes no digest can be taken.
     digest: StateDigest | None
     witness: bytes | None
     restless: bool
 
 
+# A message, although it comes only as a member: the op tells the outcomes of a union apart.
 @dataclass(frozen=True)
 class CommandOutcome(IpcMessage, op="command_outcome"):
     """How a session's command ended; the body is its stdout, then its stderr.
@@ -140,6 +144,7 @@ class FileOutcome(IpcMessage, op="file_outcome"):
 
     status: int
     media_type: str
+    # Optional, because only statements on databases have such facts.
     sql: SqlOutcome | None = None
 
 
@@ -171,6 +176,7 @@ class ServerOutcome(IpcMessage, op="server_outcome"):
     log: str
 
 
+# The codec reads a union of messages by their op, so a new kind of outcome must be added here.
 Outcome = CommandOutcome | FileOutcome | ProcessOutcome | ServerOutcome
 
 
@@ -192,13 +198,16 @@ class CallDone(IpcMessage, op="call_done"):
     """
 
     outcome: Outcome
+    # The supervisor measures, because the way to the proxy is not part of the call.
     seconds: float
     changed_session: bool
     changed_processes: bool
     changed_files: bool
     settling: bool
+    # Read by `MachineSandbox.conclude`: the sandbox dies, so that the result is never recorded.
     host_full: bool
     state: StateSummary
+    # At most one of the two: an upper layer is thrown away or kept.
     discard: bool = False
     seal: bool = False
 
@@ -216,6 +225,7 @@ class RunCommand(IpcRequest[CallDone], op="exec"):
     timeout_s: float
 
 
+# The descriptor is the archive of `unpack`, which may be larger than any frame.
 @dataclass(frozen=True)
 class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
     """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
@@ -228,6 +238,7 @@ class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
 
     tool: str
     arguments: dict[str, Any]
+    # Also the time limit of the child that runs it, so that a hostile file cannot hold the supervisor.
     timeout_s: float
 
 
@@ -240,6 +251,7 @@ class UseBackgroundProcess(IpcRequest[CallDone], op="background"):
     timeout_s: float
 
 
+# The output has a socket of its own: on the channel, a frame must be whole before it can be sent.
 @dataclass(frozen=True)
 class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
     """A process of its own was requested; its output comes on the socket that accompanies this message."""
@@ -256,10 +268,12 @@ class RunProcess(IpcRequest[ProcessStarted], op="process"):
     """
 
     arguments: dict[str, Any]
+    # Whole and not a difference: the process gets these variables and no others.
     environment: dict[str, str]
     timeout_s: float
 
 
+# No request, so nothing answers it: the process may end at the same moment.
 @dataclass(frozen=True)
 class Detach(IpcMessage, op="detach"):
     """The client of the running process has left; the process goes on in the background."""
@@ -290,9 +304,11 @@ class ServerOrder:
     workdir: str
     ready: str
     ready_s: float
+    # A connection over which a WebSocket runs is a process too; it needs its server first.
     behind: "ServerOrder | None" = None
 
 
+# Two descriptors for a server without a port: its stdin and its stdout.
 @dataclass(frozen=True)
 class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
     """The descriptors lead to the server: one connection, or its stdin and its stdout.
@@ -302,10 +318,12 @@ class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
         note: What an earlier call noted about this server process; empty if nothing.
     """
 
+    # The proxy makes the protocol's handshake with a fresh process only.
     fresh: bool
     note: str
 
 
+# After this message the sandbox counts as dead: what the server did before is not known.
 @dataclass(frozen=True)
 class ServerFailed(IpcMessage, op="server_failed"):
     """The server ended, or did not get ready in time.
@@ -315,6 +333,7 @@ class ServerFailed(IpcMessage, op="server_failed"):
         detail: The reason, with the last lines of the server's log.
     """
 
+    # The codec refuses any other text, so the proxy may match without a default.
     kind: Literal["crashed", "silent"]
     detail: str
 
@@ -326,6 +345,7 @@ class UseServer(IpcRequest[ServerConnected | ServerFailed], op="serve"):
     server: ServerOrder
 
 
+# Only between `serve` and `served`: the supervisor waits for one of these two.
 @dataclass(frozen=True)
 class ReconnectServer(IpcRequest[ServerConnected | ServerFailed], op="reconnect"):
     """During a call to a tool server: give another connection to it."""
@@ -341,8 +361,10 @@ class FinishServerCall(IpcRequest[CallDone], op="served"):
         note: What later calls have to know about this server process; None leaves the note as it is.
     """
 
+    # Decides whether the call counts as a change of the server's memory.
     read: bool
     log: bool = False
+    # Optional and not empty by default: a call that agreed on nothing must not delete the note.
     note: str | None = None
 
 
@@ -376,6 +398,7 @@ class DescribeState(IpcRequest[Described], op="describe"):
     """Describe the state of the sandbox."""
 
 
+# The master end crosses to the proxy; the shell keeps the other end.
 @dataclass(frozen=True)
 class TerminalOpened(IpcMessage, op="terminal_opened", descriptors=(1, 1)):
     """A shell runs on a new terminal, whose master end accompanies this message."""

@@ -15,6 +15,7 @@ Checkpoint = dict[str, Any]
 """What the supervisor has to know to take restored processes over; part of a snapshot."""
 
 
+# No error: the sandbox goes on unfrozen.
 @dataclass(frozen=True)
 class NotFreezable(IpcMessage, op="not_freezable"):
     """The state cannot be frozen, for this reason."""
@@ -22,6 +23,7 @@ class NotFreezable(IpcMessage, op="not_freezable"):
     reason: str
 
 
+# The answer to the first half of a freeze: the proxy runs CRIU on this tree before it asks for the files.
 @dataclass(frozen=True)
 class ProcessTree(IpcMessage, op="process_tree"):
     """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox."""
@@ -32,6 +34,7 @@ class ProcessTree(IpcMessage, op="process_tree"):
 # -- pid 1 of a local sandbox ----------------------------------------------------------------------------------------
 
 
+# Unasked: a pid 1 is forked ahead of its use and waits as a spare.
 @dataclass(frozen=True)
 class Ready(IpcMessage, op="ready"):
     """Pid 1 has its namespaces and waits for `StartSandbox`."""
@@ -48,11 +51,13 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 1)):
     shell_error: str | None
 
 
+# The second half is `FinishRestore`, because CRIU runs between the two under the proxy's control.
 @dataclass(frozen=True)
 class RestoreStarted(IpcMessage, op="restore_started"):
     """CRIU was started, and the proxy may tell it to restore."""
 
 
+# Four descriptors are the mounts; a restore from a checkpoint adds CRIU's files.
 @dataclass(frozen=True)
 class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(4, 8)):
     """Become a sandbox.
@@ -78,6 +83,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
 
     binds: list[str]
     disk_bytes: int
+    # Limits of each process where no control group exists; otherwise None, and the group limits all of them.
     memory_bytes: int | None
     pids: int | None
     environment: dict[str, str]
@@ -90,6 +96,7 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     sessions: dict[str, ShellSession]
     pristine: ShellSession | None
     delta: FileDelta | None
+    # Plain JSON here: its members are a disk format and outlive this version of the vocabulary.
     checkpoint: Checkpoint | None
     program: list[str]
 
@@ -99,6 +106,7 @@ class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
     """CRIU has restored the processes and ended."""
 
 
+# The answer to `Pause` without processes, and to `InspectHeld` while CRIU holds them.
 @dataclass(frozen=True)
 class LayerState(IpcMessage, op="layer_state"):
     """The state of a sandbox whose upper layer can be frozen now.
@@ -135,11 +143,13 @@ class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
     checkpoint: bool
 
 
+# Files and processes are of the same moment, because neither can change meanwhile.
 @dataclass(frozen=True)
 class InspectHeld(IpcRequest[LayerState], op="inspect_held"):
     """Report the state while CRIU holds all processes still."""
 
 
+# The descriptors replace those of `StartSandbox`, which still lead to the old layers.
 @dataclass(frozen=True)
 class LayersSwitched(IpcRequest[Done], op="layers_switched", descriptors=(2, 2)):
     """The sandbox has a fresh upper layer; the descriptors are the new upper and lower directories.
@@ -154,6 +164,7 @@ class LayersSwitched(IpcRequest[Done], op="layers_switched", descriptors=(2, 2))
 # -- the keeper of a container ---------------------------------------------------------------------------------------
 
 
+# Unasked, like `Ready` of a pid 1.
 @dataclass(frozen=True)
 class KeeperReady(IpcMessage, op="keeper_ready"):
     """The container's anchor runs.
@@ -176,6 +187,7 @@ class SandboxBegun(IpcMessage, op="sandbox_begun"):
     shell_error: str | None = None
 
 
+# No descriptors without a checkpoint: the container exists already, with its mounts.
 @dataclass(frozen=True)
 class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 4)):
     """Make a spare container a sandbox.
@@ -244,6 +256,7 @@ class FreezeContainer(IpcRequest[NotFreezable | ProcessTree | CopiedState], op="
     checkpoint: bool
 
 
+# The second half of a freeze with processes; `folder` and `becomes` are those of the first half.
 @dataclass(frozen=True)
 class CopyFiles(IpcRequest[CopiedState], op="copy"):
     """Copy the container's files while CRIU holds all processes still; see `FreezeContainer`."""
@@ -252,6 +265,7 @@ class CopyFiles(IpcRequest[CopiedState], op="copy"):
     becomes: str
 
 
+# The keeper starts CRIU on the machine, with the files that the proxy has opened.
 @dataclass(frozen=True)
 class DumpProcesses(IpcRequest[Done], op="dump", descriptors=(4, 4)):
     """Start CRIU, with these arguments, to dump the container's processes."""
