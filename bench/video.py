@@ -56,10 +56,10 @@ def promise(holds: object, text: str) -> None:
 def prepare(clip: Path, folder: Path) -> None:
     """Preprocess a clip into a folder in this process, and print its cost."""
     from sandboxes.video import passes as preparation  # noqa: PLC0415 - only in this process
-    from sandboxes.video import probe  # noqa: PLC0415 - only in this process
+    from sandboxes.video import video_file  # noqa: PLC0415 - only in this process
 
     before = resource.getrusage(resource.RUSAGE_SELF)
-    for _ in preparation.MeasuringPass(clip, folder, probe.probe(clip, 1e5), SETTINGS):
+    for _ in preparation.MeasuringPass(clip, folder, video_file.probe(clip, 1e5), SETTINGS):
         pass
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -102,7 +102,7 @@ class Spares:
         self._restocking: asyncio.Task[None] | None = None
         self._launcher = ForkServer(
             "the launcher of containers' keepers",
-            "sandboxes.container.keeper_launcher",
+            "sandboxes.container.keeper.launcher",
             hint="Run the proxy as root on the machine of the Docker daemon. If it runs in a container itself, see "
             "docs/containers.md.",
         )

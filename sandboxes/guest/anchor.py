@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from sandboxes.guest import bash_session as session_texts
 from sandboxes.linux import syscalls as kernel
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import quote
 
 BASH = "/bin/bash"
 PATIENCE_S = 10.0

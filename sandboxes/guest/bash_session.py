@@ -25,8 +25,7 @@ import hashlib
 import json
 import re
 
-from sandboxes.session_types import Jobs, ShellSession
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import Jobs, ShellSession, quote
 
 RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = 29, 30, 31, 32, 33
 """The shell's descriptors: high, so that commands do not meet them by chance."""

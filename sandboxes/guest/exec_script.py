@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import quote
 
 TEXT_FD = 29
 """The descriptor from which bash reads the script."""

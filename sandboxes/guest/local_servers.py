@@ -8,7 +8,7 @@ from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.tool_servers import ServerProcess, Servers, ToolServerError
 from sandboxes.ipc.messages import ServerOrder
 from sandboxes.linux import processes
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import quote
 
 
 class LocalServers(Servers):

@@ -12,7 +12,7 @@ from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import KILLED, Shells
 from sandboxes.linux import processes
 from sandboxes.linux.processes import open_descriptors
-from sandboxes.session_types import Jobs, ShellSession
+from sandboxes.shell_text import Jobs, ShellSession
 
 _LIMITS = tuple(
     (name, getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_OFILE"

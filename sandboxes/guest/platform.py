@@ -11,7 +11,7 @@ from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Shell
 from sandboxes.ipc.messages import CallDone, CommandOutcome, Outcome, RunCommand, RunProcess, ServerOrder
 from sandboxes.linux.processes import Process
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 TIMED_OUT, OVER_DISK = 124, 137
 """Exit codes of commands that were killed: as `timeout` reports them, and as a shell reports a SIGKILL."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from sandboxes.guest import bash_session as session_texts
 from sandboxes.linux.processes import wait_until_asleep
-from sandboxes.session_types import Jobs, ShellSession
+from sandboxes.shell_text import Jobs, ShellSession
 
 _CHUNK = 1 << 16
 """How much is read at once: the size of a pipe."""

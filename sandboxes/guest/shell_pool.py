@@ -16,7 +16,7 @@ from typing import Any
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.bash_session import MalformedDumpError
 from sandboxes.guest.shell import Output, Shell
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 READY_S = 10.0
 """How long a shell may take to its first dump. It takes milliseconds on an idle machine. The value is an estimate."""

@@ -15,7 +15,7 @@ from sandboxes.guest.shell_pool import Shells
 from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.tty import set_size
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 INTERACTIVE = b"""
 shopt -s expand_aliases; set -mH; export TERM=xterm-256color; unset PROMPT_COMMAND; PS1='\\w\\$ '

@@ -9,7 +9,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
 from sandboxes.ipc.codec import Envelope
 from sandboxes.ipc.messages import CallDone, Described, FileOutcome
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 _VARIABLE = re.compile(r"(?:declare -\S+ )?([A-Za-z_][A-Za-z0-9_]*)")
 """The name in a variable's line, as bash declares it or as a POSIX shell assigns it."""

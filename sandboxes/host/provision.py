@@ -11,7 +11,7 @@ from sandboxes.calls import Execution, ToolCall
 from sandboxes.errors import SpecError
 from sandboxes.host.guest import Guest
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import quote
 from sandboxes.spec import EnvironmentSpec
 
 UNPACK_S = 3600.0

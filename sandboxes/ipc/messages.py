@@ -58,7 +58,7 @@ from typing import Any, Literal
 
 from sandboxes.effects import StateDigest
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 FileDelta = dict[str, tuple[str, int]]
 """The paths that differ from the root state: what each is now, and its modification time in nanoseconds."""

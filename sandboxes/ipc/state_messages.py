@@ -9,7 +9,7 @@ from typing import Any
 
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
 from sandboxes.ipc.messages import Done, FileDelta, StateSummary
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 Checkpoint = dict[str, Any]
 """What the supervisor has to know to take restored processes over; part of a snapshot."""

@@ -16,9 +16,9 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 from PIL import Image
 
-from sandboxes.video.container import decoded_frames, pictures_of, raise_if_out_of_memory
 from sandboxes.video.faults import VideoError
 from sandboxes.video.measurements import SAMPLE_RATE, SMALL, seek_pays
+from sandboxes.video.video_file import decoded_frames, pictures_of, raise_if_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)

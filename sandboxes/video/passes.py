@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sandboxes.video import container, decode, images, index, measurements, ranking
+from sandboxes.video import decode, images, index, measurements, ranking, video_file
 from sandboxes.video.faults import VideoError
 
 VERSION = 1
@@ -102,7 +102,7 @@ class MeasuringPass:
     # -- pictures ----------------------------------------------------------------------------------------------------
 
     def _pictures(self) -> Iterator[PassProgress]:
-        with container.opened(self._source) as source, (self._folder / "frames.bin").open("wb") as out:
+        with video_file.opened(self._source) as source, (self._folder / "frames.bin").open("wb") as out:
             video, before = decode.VideoFile(source), None
             for picture in video.all():
                 small = video.small(picture)
@@ -153,11 +153,11 @@ class MeasuringPass:
     def _sound(self, sounds: list[_SegmentSound]) -> Iterator[PassProgress]:
         if self._info["audio"] is None:
             return
-        with container.opened(self._source) as source:
+        with video_file.opened(self._source) as source:
             start_s = decode.start_of(source)
         edges = [round(end * measurements.SAMPLE_RATE) for _, end in self._spans]
         held: list[NDArray[np.int16]] = []
-        with container.opened(self._source) as source:
+        with video_file.opened(self._source) as source:
             for first, samples in decode.sound(source, start_s):
                 # Samples before the first picture belong to no segment.
                 remaining = samples[max(0, -first) :]
@@ -210,11 +210,11 @@ class MeasuringPass:
         entries: list[tuple[int, str | None, float, float, str]] = []
         if not any(track["text"] for track in self._info["subtitles"]):
             return entries
-        with container.opened(self._source) as source:
+        with video_file.opened(self._source) as source:
             start_s = decode.start_of(source)
         for number, track in enumerate(self._info["subtitles"]):
             if track["text"]:
-                with container.opened(self._source) as source:
+                with video_file.opened(self._source) as source:
                     for begins, ends, text in decode.subtitles(source, number):
                         times = round(begins - start_s, 3), round(ends - start_s, 3)
                         entries.append((number, track["language"], *times, text))

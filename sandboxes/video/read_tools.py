@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from sandboxes.video import container, decode, images, measurements, ranking
+from sandboxes.video import decode, images, measurements, ranking, video_file
 from sandboxes.video.faults import VideoError
 from sandboxes.video.index import Index
 
@@ -115,7 +115,7 @@ def _pictures(
         kept = loaded.index.kept
         numbers = [loaded.index.kept_at(t) for t in times]
         return [(kept[n], images.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
-    with container.opened(loaded.path) as source:
+    with video_file.opened(loaded.path) as source:
         video = decode.VideoFile(source)
 
         def drawn(picture: decode.Picture) -> tuple[float, bytes]:

@@ -29,7 +29,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import numpy as np
 from PIL import Image
 
-from sandboxes.video import decode, images, index, measurements, passes, probe, read_tools
+from sandboxes.video import decode, images, index, measurements, passes, read_tools, video_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ class VideoEngine:
         return {"versions": versions()}, b""
 
     def _do_probe(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
-        return {"info": probe.probe(Path(request["path"]), request["max_duration_s"])}, b""
+        return {"info": video_file.probe(Path(request["path"]), request["max_duration_s"])}, b""
 
     def _do_begin(self, request: Fields, _body: bytes) -> tuple[Fields, bytes]:
         folder = Path(request["folder"])

@@ -24,7 +24,7 @@ from sandboxes.guest import bash_session as session_texts
 from sandboxes.guest.files import delta
 from sandboxes.ipc.state_messages import StartSandbox
 from sandboxes.linux import processes
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 Digests = tuple[StateDigest | None, bytes | None]
 """The digest of a state without running processes, or the witness of a state with some; None for the other."""

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from sandboxes.container import posix_session as posix
-from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.boot_scripts import SHELL_TEXTS
-from sandboxes.container.cgroup_processes import ContainerProcesses
-from sandboxes.container.shell import ContainerShell, read_limits, restore_script
+from sandboxes.container.keeper import posix_session as posix
+from sandboxes.container.keeper.anchor import ContainerAnchor
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
+from sandboxes.container.keeper.shell import ContainerShell, read_limits, restore_script
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.shell import Shell

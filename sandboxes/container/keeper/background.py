@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.cgroup_processes import ContainerProcesses
-from sandboxes.container.shell import RIGHTS
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
+from sandboxes.container.keeper.shell import RIGHTS
 from sandboxes.guest.background import BackgroundProcess, pending_outputs
 from sandboxes.guest.process_io import death_of
 

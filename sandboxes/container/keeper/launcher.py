@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 
-from sandboxes.container import keeper
+from sandboxes.container.keeper import keeper
 from sandboxes.ipc.codec import decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.launch_messages import Forked, ForkKeeper, LauncherReady

@@ -4,8 +4,8 @@ The terminal is one of the container's own, and the shell has the container's ri
 process in it. `sandboxes.host.pty` is the proxy's end.
 """
 
-from sandboxes.container.exec_launch import Launch
-from sandboxes.container.shell_pool import ContainerShells
+from sandboxes.container.keeper.exec_launch import Launch
+from sandboxes.container.keeper.shell_pool import ContainerShells
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.terminal import INTERACTIVE
 

@@ -14,15 +14,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import cgroup_processes
-from sandboxes.container import posix_session as posix
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
+from sandboxes.container.keeper import cgroup_processes
+from sandboxes.container.keeper import posix_session as posix
 from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.linux import processes
-from sandboxes.session_types import Jobs, ShellSession
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import Jobs, ShellSession, quote
 
 RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 """How the keeper opens a FIFO: at both ends, so that neither its open nor the shell's waits for the other."""

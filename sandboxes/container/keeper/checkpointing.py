@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import cgroup_processes
-from sandboxes.container.anchor import ContainerAnchor
-from sandboxes.container.background import PendingRestore
-from sandboxes.container.changes import ContainerChanges
-from sandboxes.container.shell_pool import ContainerShells
-from sandboxes.container.tool_servers import ContainerServers
+from sandboxes.container.keeper import cgroup_processes
+from sandboxes.container.keeper.anchor import ContainerAnchor
+from sandboxes.container.keeper.background import PendingRestore
+from sandboxes.container.keeper.changes import ContainerChanges
+from sandboxes.container.keeper.shell_pool import ContainerShells
+from sandboxes.container.keeper.tool_servers import ContainerServers
 from sandboxes.guest.checkpoint_restore import PID_DISTANCE
 from sandboxes.guest.criu_launch import operate, set_last_pid
 from sandboxes.guest.supervisor import Supervisor

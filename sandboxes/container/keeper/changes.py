@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from sandboxes.container import copies
-from sandboxes.container.cgroup_processes import ContainerProcesses
+from sandboxes.container.keeper import copies
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.guest.files import delta
 from sandboxes.guest.files.changes import Digests, digests_of, disk_watch, free_bytes
 from sandboxes.ipc.launch_messages import ForkKeeper
-from sandboxes.session_types import ShellSession
+from sandboxes.shell_text import ShellSession
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """How a directory is opened."""

@@ -22,15 +22,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container import cgroup_processes, mounts, terminal
-from sandboxes.container.anchor import ContainerAnchor
-from sandboxes.container.background import ContainerBackgroundProcess
-from sandboxes.container.changes import FOLDER, ContainerChanges
-from sandboxes.container.checkpointing import ContainerFreezer
-from sandboxes.container.exec_launch import Launch
-from sandboxes.container.shell import limit
-from sandboxes.container.shell_pool import ContainerShells
-from sandboxes.container.tool_servers import ContainerServers
+from sandboxes.container.keeper import cgroup_processes, mounts, terminal
+from sandboxes.container.keeper.anchor import ContainerAnchor
+from sandboxes.container.keeper.background import ContainerBackgroundProcess
+from sandboxes.container.keeper.changes import FOLDER, ContainerChanges
+from sandboxes.container.keeper.checkpointing import ContainerFreezer
+from sandboxes.container.keeper.exec_launch import Launch
+from sandboxes.container.keeper.shell import limit
+from sandboxes.container.keeper.shell_pool import ContainerShells
+from sandboxes.container.keeper.tool_servers import ContainerServers
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses
 from sandboxes.guest.driver_link import DriverLink

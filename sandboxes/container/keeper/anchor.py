@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxes.container.boot_scripts import FIFOS
-from sandboxes.container.cgroup_processes import ContainerProcesses, inner_of, kill, start_time
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses, inner_of, kill, start_time
 from sandboxes.guest.anchor import ShellStartError
 
 ANSWER_S = 10.0

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sandboxes.container.anchor import ANSWER_S, ContainerAnchor
-from sandboxes.container.background import remove
 from sandboxes.container.boot_scripts import BOX, SHELL_FIFOS, SHELL_TEXTS
-from sandboxes.container.cgroup_processes import ContainerProcesses
-from sandboxes.container.shell import RIGHTS
+from sandboxes.container.keeper.anchor import ANSWER_S, ContainerAnchor
+from sandboxes.container.keeper.background import remove
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
+from sandboxes.container.keeper.shell import RIGHTS
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.exec_script import terminal_text, text
 from sandboxes.guest.process_io import Running, death_of, due_of, open_terminal

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sandboxes.container.anchor import ContainerAnchor
 from sandboxes.container.boot_scripts import BOX, SHELL_TEXTS
-from sandboxes.container.cgroup_processes import ContainerProcesses
-from sandboxes.container.shell import make_files
+from sandboxes.container.keeper.anchor import ContainerAnchor
+from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
+from sandboxes.container.keeper.shell import make_files
 from sandboxes.guest.anchor import ShellStartError
 from sandboxes.guest.tool_servers import Log, ServerProcess, Servers, ToolServerError
 from sandboxes.ipc.messages import ServerOrder
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import quote
 
 
 class ContainerServer(ServerProcess):

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 
 from sandboxes.container.boot_scripts import BOX
 from sandboxes.guest.bash_session import END, MAX_DUMP_BYTES, MalformedDumpError
-from sandboxes.session_types import Jobs, ShellSession
-from sandboxes.shell_quote import quote
+from sandboxes.shell_text import Jobs, ShellSession, quote
 
 _FIELDS = 11
 """Number of a dump's fields before the positional parameters."""

@@ -1,0 +1,21 @@
+"""Shell sessions as text: the types of a session's dump, and quoting for POSIX shells."""
+
+from typing import Any
+
+ShellSession = dict[str, Any]
+"""JSON: cwd, dirs, umask, arguments, variables, functions, aliases, traps, options, disabled builtins, limits."""
+
+Jobs = tuple[str, ...]
+"""The jobs of a shell: `[2]+ 31` and ` 32` for the processes of job 2, `$! 32` for the last background process."""
+
+
+def quote(text: str) -> str:
+    """Return text as a single-quoted word of any POSIX shell.
+
+    `shlex.quote` leaves harmless words bare. This function always quotes, so that equal scripts are equal bytes
+    whatever the word, and guest code need not load `shlex` and `re`.
+
+    Args:
+        text: Any text without NUL. Line breaks stay part of the word.
+    """
+    return "'" + text.replace("'", "'\\''") + "'"
