@@ -68,7 +68,8 @@ def test_verl_tries_again_when_the_trouble_is_ours(proxy: Proxy) -> None:
     assert proxy.recorded == recorded
 
 
-def test_verl_tries_again_when_a_server_elsewhere_has_trouble(tmp_path: Path) -> None:
+def test_verl_retries_after_an_upstream_failure(tmp_path: Path) -> None:
+    """verl sends a call again after a failure of the server elsewhere."""
     with elsewhere() as there, serving(tmp_path, drivers={"http": HttpDriver(tmp_path / "http")}) as running:
         server = {"upstream": there.url, "dialect": "sandbox-fusion"}
         running.client.put("/api/v1/tasks/t", json={"driver": "http", "servers": {"tool": server}}).raise_for_status()

@@ -33,7 +33,8 @@ def proxy() -> Iterator[Proxy]:
 
 
 @pytest.mark.parametrize("form", ["/t/gym/gym", "/ng-rollout/gym-{n}"])
-def test_a_group_shares_its_session_and_parts_with_its_memory(proxy: Proxy, form: str) -> None:
+def test_gym_group_shares_its_session_until_it_diverges(proxy: Proxy, form: str) -> None:
+    """A group shares its session until its rollouts diverge; each continues with the session's memory."""
     with ExitStack() as stack:
         clients = [
             stack.enter_context(httpx.Client(base_url=proxy.url + form.format(n=n), trust_env=False, timeout=60))

@@ -40,7 +40,8 @@ def plain(answers: list[Any], part: str) -> Any:
     return json.loads(re.sub(rf"\b{part}\b", "PART", text))
 
 
-def test_a_group_of_sdks_and_wires_that_parts_gets_what_the_server_says_alone() -> None:
+def test_diverging_mcp_group_gets_the_servers_own_results() -> None:
+    """Rollouts with several SDKs and transports diverge; each gets the results that the server alone gives."""
     require_criu()
     shared, alone, progress, tools = run(packages(OLD), "mcp_client.py", str(HERE / "mcp_server.py"), "-", "p9")
     told = []
@@ -73,7 +74,7 @@ STOCK = "mcp-server-sqlite==2025.4.25"
 STOCK_MAIN = "from mcp_server_sqlite import main; main()"
 
 
-def test_a_group_on_a_stock_server_shares_its_prefix_and_parts_with_its_files_and_memory() -> None:
+def test_group_on_sqlite_server_shares_its_prefix() -> None:
     """mcp-server-sqlite, unmodified: a database in a file, and insights in its memory."""
     require_sandboxes()
     entry = {"command": "python3", "args": ["-c", STOCK_MAIN, "--db-path", "/root/db"], "ready_s": 120}
@@ -102,7 +103,8 @@ def test_a_group_on_a_stock_server_shares_its_prefix_and_parts_with_its_files_an
 THINKING = "@modelcontextprotocol/server-sequential-thinking@2026.8.31"
 
 
-def test_a_stock_server_of_node_that_says_it_only_reads_keeps_each_rollouts_thoughts() -> None:
+def test_server_with_read_only_hint_keeps_rollouts_apart() -> None:
+    """A server for Node.js, unmodified, marks its tool as read-only but keeps thoughts; each rollout has its own."""
     require_criu()
     archive = {"source": str(node_packages(THINKING) / "node_modules"), "target": "/opt/node_modules"}
     program = "/opt/node_modules/@modelcontextprotocol/server-sequential-thinking/dist/index.js"
@@ -147,7 +149,8 @@ def proxy() -> Iterator[Proxy]:
         yield running
 
 
-def test_the_built_in_tools_are_the_shell_endpoints_calls_with_the_same_records(proxy: Proxy) -> None:
+def test_builtin_tools_share_records_with_the_shell(proxy: Proxy) -> None:
+    """The built-in tools are the shell endpoint's calls, with the same records."""
     agent = Agent(proxy, "/t/plain/r/tools/mcp")
     assert [tool["name"] for tool in agent.send("tools/list").json()["result"]["tools"]] == [
         "exec", "read_file", "write_file",
@@ -161,7 +164,7 @@ def test_the_built_in_tools_are_the_shell_endpoints_calls_with_the_same_records(
     assert other.headers["cache-status"] == HIT
 
 
-def test_a_hint_that_a_tool_only_reads_is_not_believed_of_a_servers_memory(proxy: Proxy) -> None:
+def test_read_only_hint_does_not_cover_memory(proxy: Proxy) -> None:
     """As stock servers have it that count what they are told in a tool that says it only reads."""
     for rollout in ("h1", "h2"):
         agent = Agent(proxy, f"/t/m/r/{rollout}/mcp")
@@ -176,7 +179,8 @@ def text_of(answer: httpx.Response) -> Any:
     return json.loads(last)["result"]["content"][0]["text"]
 
 
-def test_a_trusted_hint_is_overruled_by_what_a_tool_wrote(proxy: Proxy) -> None:
+def test_written_files_overrule_a_trusted_hint(proxy: Proxy) -> None:
+    """A tool that wrote files has made a change, although its hint is trusted."""
     proxy.put("trusting", **spec(trust_hints=True))
     agent = Agent(proxy, "/t/trusting/r/hint/mcp")
     agent.tool("remember", key="a", value="1")
@@ -186,7 +190,8 @@ def test_a_trusted_hint_is_overruled_by_what_a_tool_wrote(proxy: Proxy) -> None:
     assert agent.tool("exec", command="cat t").json()["result"]["content"][0]["text"] == "touched\n"
 
 
-def test_what_asks_the_clients_model_is_for_this_rollout_alone(proxy: Proxy) -> None:
+def test_sampling_result_is_private_to_its_rollout(proxy: Proxy) -> None:
+    """The result of a call that asked the client's model is used for no other rollout."""
     for rollout in ("t1", "t2"):
         answer = Agent(proxy, f"/t/m/r/{rollout}/mcp").tool("think")
         assert "Sampling not supported" in answer.text
@@ -209,7 +214,8 @@ def test_ids_progress_and_forms_are_each_clients_own(proxy: Proxy) -> None:
     assert third.send("tools/call", asked).text.startswith("event: message\ndata: ")
 
 
-def test_a_session_is_a_rollout_until_its_client_ends_it(proxy: Proxy) -> None:
+def test_session_is_a_rollout_until_it_ends(proxy: Proxy) -> None:
+    """A session is a rollout until its client ends it."""
     begun = Agent(proxy, "/t/m/mcp").send("initialize", {"protocolVersion": "2025-06-18"})
     session = begun.headers["mcp-session-id"]
     assert begun.json()["result"]["protocolVersion"] == "2025-06-18"
@@ -248,7 +254,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_a_json_rpc_error_and_nothing_is_recorded(proxy: Proxy, case: str) -> None:
+def test_invalid_input_is_a_json_rpc_error(proxy: Proxy, case: str) -> None:
+    """Invalid input is answered with a JSON-RPC error, and nothing is recorded."""
     body, status, code, headers = BAD[case]
     content = body if isinstance(body, bytes) else json.dumps({"jsonrpc": "2.0", "id": 7, **body}).encode()
     recorded = proxy.recorded
@@ -257,7 +264,8 @@ def test_bad_input_is_a_json_rpc_error_and_nothing_is_recorded(proxy: Proxy, cas
     assert proxy.recorded == recorded
 
 
-def test_who_does_not_say_which_rollout_is_told_how(proxy: Proxy) -> None:
+def test_request_without_rollout_explains_how_to_name_it(proxy: Proxy) -> None:
+    """A request that names no rollout is answered with the ways to name it."""
     for wire in ("2025-11-25", "2026-07-28"):
         answer = Agent(proxy, "/t/m/mcp", wire=wire).tool("recall", key="x")
         assert answer.status_code == 400
@@ -275,7 +283,8 @@ def test_who_does_not_say_which_rollout_is_told_how(proxy: Proxy) -> None:
         (["sleep", "60"], "says nothing"),
     ],
 )
-def test_a_server_that_does_not_work_is_an_error_of_the_protocol(proxy: Proxy, command: list[str], words: str) -> None:
+def test_broken_server_is_an_error_of_the_protocol(proxy: Proxy, command: list[str], words: str) -> None:
+    """A server that does not work is reported as an error of the protocol."""
     name = f"broken-{words.replace(' ', '-')}"
     proxy.put(name, mcp_servers={"x": {"command": command[0], "args": command[1:], "ready_s": 1.5}})
     answer = Agent(proxy, f"/t/{name}/r/a/mcp").tool("anything")
@@ -285,7 +294,8 @@ def test_a_server_that_does_not_work_is_an_error_of_the_protocol(proxy: Proxy, c
     assert words in error["message"]
 
 
-def test_several_servers_are_told_apart_by_the_names_of_their_tools(proxy: Proxy) -> None:
+def test_tool_names_distinguish_several_servers(proxy: Proxy) -> None:
+    """The name of a tool decides which of several servers gets the call."""
     one = spec()["mcp_servers"]["memory"]
     proxy.put("two", **{**spec(), "mcp_servers": {"left": one, "right": one}})
     agent = Agent(proxy, "/t/two/r/a/mcp")
@@ -309,7 +319,8 @@ def served(request: pytest.FixtureRequest, proxy: Proxy) -> str:
     return "over-http"
 
 
-def test_a_server_over_http_keeps_its_session_and_its_memory(proxy: Proxy) -> None:
+def test_http_server_keeps_session_and_memory(proxy: Proxy) -> None:
+    """A server that speaks HTTP keeps its session and its memory."""
     proxy.put("over-http", **spec(**OVER_HTTP))
     told = []
     for task in ("m", "over-http"):
@@ -355,7 +366,8 @@ def lingering(seconds: float, **meta: str) -> dict[str, Any]:
     return {"name": "linger", "arguments": {"seconds": seconds}, "_meta": meta}
 
 
-def test_what_a_server_says_while_it_works_comes_at_once_and_again_on_a_hit(proxy: Proxy, served: str) -> None:
+def test_progress_is_live_and_replayed_on_a_hit(proxy: Proxy, served: str) -> None:
+    """Messages that a server sends during a call reach the client at once, and again on a hit."""
     asking = Asking(proxy, served, "live", wire="2025-11-25", **lingering(2))
     assert asking.next()["params"]["data"] == "began"
     # The answer is not there yet.
@@ -368,7 +380,8 @@ def test_what_a_server_says_while_it_works_comes_at_once_and_again_on_a_hit(prox
     assert [event.get("method", "answer") for event in events] == ["notifications/message", "answer"]
 
 
-def test_a_call_that_is_cancelled_reaches_its_server_and_nobody_else(proxy: Proxy, served: str) -> None:
+def test_cancellation_reaches_only_its_own_server(proxy: Proxy, served: str) -> None:
+    """The cancellation of a call reaches its server and no other rollout."""
     asking = Asking(proxy, served, "cancels", wire="2025-11-25", **lingering(50))
     assert asking.next()["params"]["data"] == "began"
     told = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 7}}
@@ -382,7 +395,8 @@ def test_a_call_that_is_cancelled_reaches_its_server_and_nobody_else(proxy: Prox
     assert "Error executing tool recall" in text_of(other.tool("recall", key="lingered"))
 
 
-def test_on_the_wire_without_sessions_who_leaves_has_cancelled(proxy: Proxy) -> None:
+def test_disconnect_cancels_a_call_without_session(proxy: Proxy) -> None:
+    """In the protocol without sessions a client cancels its call by closing the connection."""
     asking = Asking(proxy, "m", "leaves", wire="2026-07-28", **lingering(50, progressToken="p"))
     recorded = proxy.recorded
     asking.leave()
@@ -417,7 +431,8 @@ def test_lists_in_pages_come_whole(proxy: Proxy) -> None:
     assert "nextCursor" not in told
 
 
-def test_the_sql_endpoints_tools_are_offered_where_there_are_databases(proxy: Proxy) -> None:
+def test_sql_tools_are_offered_for_databases(proxy: Proxy) -> None:
+    """The tools of the SQL endpoint are listed for tasks with databases."""
     proxy.put("db", driver="sqlite", databases={"main": {"source": str(script())}})
     agent = Agent(proxy, "/t/db/r/a/mcp")
     listed = {
@@ -452,9 +467,8 @@ def script() -> Path:
         ({"args": ["x"]}, "a command, or a url"),
     ],
 )
-def test_a_server_that_cannot_be_reached_is_refused_when_its_task_is_put(
-    proxy: Proxy, entry: dict[str, Any], words: str
-) -> None:
+def test_unreachable_server_is_refused_with_its_task(proxy: Proxy, entry: dict[str, Any], words: str) -> None:
+    """A task whose server cannot be reached is refused when it is put."""
     answer = proxy.client.put("/api/v1/tasks/never", json={"mcp_servers": {"x": entry}})
     assert answer.status_code == 422
     assert words in answer.text
@@ -471,7 +485,8 @@ def test_who_waits_long_is_sent_comments(proxy: Proxy, monkeypatch: pytest.Monke
     assert agent.tool("exec", command="sleep 0.5; echo two").json()["result"]["structuredContent"]["stdout"] == "two\n"
 
 
-def test_two_clients_of_one_rollout_are_answered_one_after_the_other(proxy: Proxy) -> None:
+def test_two_clients_of_a_rollout_take_turns(proxy: Proxy) -> None:
+    """Two clients that use one rollout are answered one after the other."""
     one = Asking(proxy, "m", "both", wire="2025-11-25", **lingering(1))
     two = Agent(proxy, "/t/m/r/both/mcp")
     assert two.tool("remember", key="k", value="v").json()["result"]["isError"] is False

@@ -64,7 +64,8 @@ def plain(seen: Any, part: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", ["with checkpoints", "by replay"])
-def test_a_group_over_the_local_driver_gets_what_a_rollout_alone_gets(place: Path, tmp_path: Path, way: str) -> None:
+def test_local_group_gets_the_results_of_one(place: Path, tmp_path: Path, way: str) -> None:
+    """A group with the local driver gets the results of a rollout that runs alone."""
     require_sandboxes()
     steady = way == "by replay"
     if not steady:

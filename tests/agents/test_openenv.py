@@ -60,7 +60,8 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("version", "size"), VERSIONS.items())
-def test_a_group_gets_what_it_would_get_without_and_runs_its_prefix_once(version: str, size: int) -> None:
+def test_group_runs_its_prefix_once(version: str, size: int) -> None:
+    """A group gets the results that it would get without the proxy, and its prefix runs once."""
     require_sandboxes()
     require_criu()
     place = packages(*NEEDED, bare=(version,))

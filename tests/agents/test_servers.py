@@ -47,7 +47,8 @@ def raw(proxy: Proxy, sent: bytes) -> bytes:
         return answer
 
 
-def test_the_second_rollout_is_answered_from_the_tree_byte_for_byte(proxy: Proxy, task: str) -> None:
+def test_second_rollout_gets_identical_bytes_from_the_tree(proxy: Proxy, task: str) -> None:
+    """The second rollout is answered from the tree, byte for byte."""
     answers = {}
     for rollout in ("a", "b"):
         base = f"/t/{task}/r/{rollout}/api"
@@ -71,7 +72,8 @@ def test_the_second_rollout_is_answered_from_the_tree_byte_for_byte(proxy: Proxy
     assert answers["b"][4].status_code == 500
 
 
-def test_memory_of_the_server_is_state_and_reads_do_not_split_the_tree(proxy: Proxy, task: str) -> None:
+def test_server_memory_is_state(proxy: Proxy, task: str) -> None:
+    """Changes of a server's memory split the tree; reads do not."""
     base = f"/t/{task}/r/{{}}/api"
     for rollout in ("a", "b"):
         proxy.client.post(base.format(rollout) + "/put", json={"x": "1"})
@@ -85,7 +87,8 @@ def test_memory_of_the_server_is_state_and_reads_do_not_split_the_tree(proxy: Pr
     assert proxy.client.get(base.format("a") + "/echo").headers["x-forkpoint-node"] == before != nodes["b"]
 
 
-def test_a_read_that_writes_files_is_a_change_whatever_its_method_says(proxy: Proxy, task: str) -> None:
+def test_read_that_writes_files_is_a_change(proxy: Proxy, task: str) -> None:
+    """A request that writes files is a change, whatever its HTTP method says."""
     base = f"/t/{task}/r/a"
     before = proxy.client.get(f"{base}/api/echo").headers["x-forkpoint-node"]
     after = proxy.client.get(f"{base}/api/touch").headers["x-forkpoint-node"]
@@ -94,7 +97,8 @@ def test_a_read_that_writes_files_is_a_change_whatever_its_method_says(proxy: Pr
     assert told["stdout"] == "x"
 
 
-def test_a_rollout_that_leaves_the_tree_finds_the_servers_memory_by_replay(proxy: Proxy, task: str) -> None:
+def test_replay_rebuilds_the_servers_memory(proxy: Proxy, task: str) -> None:
+    """A rollout that diverges from the tree finds the server's memory, rebuilt by a replay."""
     base = f"/t/{task}/r/{{}}/api"
     for rollout in ("a", "b"):
         for n in range(3):
@@ -105,7 +109,8 @@ def test_a_rollout_that_leaves_the_tree_finds_the_servers_memory_by_replay(proxy
     assert found.headers["cache-status"] == STORED
 
 
-def test_a_random_value_in_memory_comes_back_from_a_checkpoint() -> None:
+def test_checkpoint_restores_a_random_value_in_memory() -> None:
+    """A value that no replay could make again comes back from a checkpoint."""
     require_criu()
     with real_proxy(checkpoints=True) as running:
         running.put("random", files={"/srv.py": PROGRAM}, servers=serve())
@@ -119,7 +124,8 @@ def test_a_random_value_in_memory_comes_back_from_a_checkpoint() -> None:
     assert [d.headers["cache-status"] for d in drawn] == [STORED, HIT, HIT]
 
 
-def test_a_server_of_the_root_state_runs_before_the_first_call() -> None:
+def test_server_of_the_root_state_is_running() -> None:
+    """A server that belongs to the root state runs before the first call."""
     require_criu()
     with real_proxy(checkpoints=True) as running:
         running.put("rooted", files={"/srv.py": PROGRAM}, servers=serve(start="root", ready="/echo"))
@@ -131,7 +137,8 @@ def test_a_server_of_the_root_state_runs_before_the_first_call() -> None:
     assert "processes" in json.dumps(snapshots)
 
 
-def test_a_stream_reaches_its_client_as_it_comes_and_others_from_the_record(proxy: Proxy, task: str) -> None:
+def test_stream_is_passed_on_live_and_recorded(proxy: Proxy, task: str) -> None:
+    """A stream reaches its client as it is produced, and other rollouts from the record."""
     base = f"/t/{task}/r/{{}}"
     proxy.client.post(base.format("a") + "/shell/exec", json={"command": "touch gate"})
     proxy.client.post(base.format("b") + "/shell/exec", json={"command": "touch gate"})
@@ -147,7 +154,8 @@ def test_a_stream_reaches_its_client_as_it_comes_and_others_from_the_record(prox
     )  # fmt: skip
 
 
-def test_a_client_that_vanishes_does_not_cancel_the_run(proxy: Proxy, task: str) -> None:
+def test_lost_client_does_not_cancel_the_run(proxy: Proxy, task: str) -> None:
+    """A client that disconnects does not cancel the call; its result is recorded."""
     path = f"/t/{task}/r/{{}}/api/stream?n=20000"
     with socket.create_connection(proxy.address) as connection:
         connection.sendall(f"GET {path.format('a')} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
@@ -161,7 +169,8 @@ def _waiting(proxy: Proxy, task: str) -> int:
     return proxy.engine.tasks.rollouts[task, "a"].waiting
 
 
-def test_what_is_too_long_to_record_passes_and_is_run_again(proxy: Proxy) -> None:
+def test_response_too_long_to_record_is_passed_on(proxy: Proxy) -> None:
+    """A response that is too long for a record reaches the client, and the next equal call runs again."""
     proxy.put("long", files={"/srv.py": PROGRAM}, servers=serve(answer_bytes=1 << 20))
     for rollout in ("a", "b"):
         answer = proxy.client.get(f"/t/long/r/{rollout}/api/big?mb=3")
@@ -180,7 +189,8 @@ FAILS = {
 
 
 @pytest.mark.parametrize("path", FAILS)
-def test_a_server_that_fails_is_an_error_and_nothing_is_recorded(proxy: Proxy, task: str, path: str) -> None:
+def test_failing_server_records_nothing(proxy: Proxy, task: str, path: str) -> None:
+    """A failure of the server is an error for the client, and nothing is recorded."""
     status, words = FAILS[path]
     base = f"/t/{task}/r/a/api"
     proxy.client.post(f"{base}/put", json={"x": "1"})
@@ -197,9 +207,8 @@ def test_a_server_that_fails_is_an_error_and_nothing_is_recorded(proxy: Proxy, t
     ("command", "status", "words"),
     [("echo no such luck; exit 3", 502, "no such luck"), ("echo waits; sleep 60", 504, "waits")],
 )
-def test_a_server_that_does_not_start_is_an_error_with_what_it_said(
-    proxy: Proxy, command: str, status: int, words: str
-) -> None:
+def test_failed_server_start_shows_its_output(proxy: Proxy, command: str, status: int, words: str) -> None:
+    """A server that does not start is an error that contains the server's output."""
     name = f"start-{status}"
     proxy.put(name, servers={"api": {"command": command, "port": 9000, "ready_s": 1}})
     answer = proxy.client.get(f"/t/{name}/r/a/api/x")
@@ -228,7 +237,8 @@ SMUGGLED = {
 
 
 @pytest.mark.parametrize("case", SMUGGLED)
-def test_a_request_that_could_be_read_in_two_ways_is_refused(proxy: Proxy, task: str, case: str) -> None:
+def test_ambiguous_request_is_refused(proxy: Proxy, task: str, case: str) -> None:
+    """A request that two servers could parse differently is refused."""
     sent, status = SMUGGLED[case]
     recorded = proxy.recorded
     sent = sent.replace(b"/t/T", f"/t/{task}".encode())
@@ -241,7 +251,8 @@ def test_a_request_that_could_be_read_in_two_ways_is_refused(proxy: Proxy, task:
     assert proxy.recorded == recorded
 
 
-def test_the_server_sees_its_own_address_and_none_of_ours(proxy: Proxy, task: str) -> None:
+def test_server_sees_only_its_own_address(proxy: Proxy, task: str) -> None:
+    """The server sees its own address in a request, and no address of the proxy."""
     base = f"{proxy.url}/t/{task}/r/a/api"
     headers = {
         "Host": "evil.test", "X-Forkpoint-Task": "x", "Connection": "x-hop", "X-Hop": "1", "X-Kept": "2",
@@ -273,7 +284,8 @@ def test_places_in_answers_are_ours_for_each_client(proxy: Proxy, task: str) -> 
         proxy.client.cookies.clear()
 
 
-def test_an_encoded_slash_below_the_endpoint_reaches_the_server_as_it_was_sent(proxy: Proxy, task: str) -> None:
+def test_encoded_slash_reaches_the_server_unchanged(proxy: Proxy, task: str) -> None:
+    """An encoded slash below the endpoint reaches the server as it was sent."""
     told = raw(
         proxy, f"GET /t/{task}/r/a/api/a%2Fb/c?d=%2F&e HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
     )
@@ -288,7 +300,9 @@ def test_uploads_are_whole_and_binary(proxy: Proxy, task: str) -> None:
     assert over.status_code == 413
 
 
-def test_the_key_has_what_may_matter_and_not_what_does_not(proxy: Proxy, task: str) -> None:
+def test_key_contains_only_relevant_parts(proxy: Proxy, task: str) -> None:
+    """The key contains the parts of a request that may change its result, and no others."""
+
     def asked(rollout: str, path: str, **headers: str) -> str:
         return str(proxy.client.get(f"/t/{task}/r/{rollout}/api{path}", headers=headers).headers["cache-status"])
 
@@ -299,7 +313,8 @@ def test_the_key_has_what_may_matter_and_not_what_does_not(proxy: Proxy, task: s
     assert asked("e", "/echo?a=2&a=1", **{"X-User": "alice"}) == STORED
 
 
-def test_a_request_that_is_sent_again_joins_the_first(proxy: Proxy, task: str) -> None:
+def test_retried_request_joins_the_first(proxy: Proxy, task: str) -> None:
+    """A request that is sent again joins the first one."""
     path, headers = f"/t/{task}/r/a/api/draw", {"X-Request-ID": "once"}
     first, second = (proxy.client.post(path, headers=headers).json() for _ in range(2))
     assert first == second
@@ -307,7 +322,8 @@ def test_a_request_that_is_sent_again_joins_the_first(proxy: Proxy, task: str) -
     assert other != first
 
 
-def test_two_clients_on_one_rollout_are_answered_one_after_the_other(proxy: Proxy, task: str) -> None:
+def test_two_clients_of_a_rollout_take_turns(proxy: Proxy, task: str) -> None:
+    """Two clients that use one rollout are answered one after the other."""
     answers: list[httpx.Response] = []
 
     def put(n: int) -> None:
@@ -321,14 +337,16 @@ def test_two_clients_on_one_rollout_are_answered_one_after_the_other(proxy: Prox
     assert sorted(len(answer.json()) for answer in answers) == [1, 2, 3, 4]
 
 
-def test_a_server_that_was_killed_by_a_command_is_started_again(proxy: Proxy, task: str) -> None:
+def test_killed_server_is_started_again(proxy: Proxy, task: str) -> None:
+    """A server that a command has killed is started again."""
     base = f"/t/{task}/r/a"
     proxy.client.post(f"{base}/api/put", json={"x": "1"})
     proxy.client.post(f"{base}/shell/exec", json={"command": "pkill -f srv.py; sleep .2"})
     assert proxy.client.get(f"{base}/api/get?key=x").json() == {"value": None}
 
 
-def test_the_shell_and_the_server_share_files_and_loopback(proxy: Proxy, task: str) -> None:
+def test_shell_and_server_share_files_and_loopback(proxy: Proxy, task: str) -> None:
+    """The shell and the server share files and the loopback network."""
     base = f"/t/{task}/r/a"
     proxy.client.post(f"{base}/api/put", json={"x": "1"})
     told = proxy.client.post(f"{base}/shell/exec", json={"command": "curl -s http://127.0.0.1:9000/get?key=x"}).json()
@@ -360,7 +378,9 @@ def test_unknown_endpoints_are_told_which_there_are(proxy: Proxy, task: str) -> 
     assert "rollout" in nameless.json()["detail"]
 
 
-def test_the_wait_for_a_busy_rollout_does_not_block_others(proxy: Proxy, task: str) -> None:
+def test_busy_rollout_does_not_block_others(proxy: Proxy, task: str) -> None:
+    """A request that waits for a busy rollout does not block requests of other rollouts."""
+
     def silent() -> None:
         httpx.get(f"{proxy.url}/t/{task}/r/busy/api/silent", timeout=30)
 

@@ -80,7 +80,8 @@ def test_a_stateless_sandbox_answers_each_code_once(proxy: Proxy) -> None:
     assert again.headers["cache-status"] == HIT, "a read did not move anybody"
 
 
-def test_a_cookie_names_the_session_of_a_gym_server(proxy: Proxy) -> None:
+def test_cookie_names_the_gym_servers_session(proxy: Proxy) -> None:
+    """A cookie names the session of a gym server."""
     put(proxy, "gym", "gym", "nemo-gym")
     clients = [httpx.Client(base_url=f"{proxy.url}/t/gym/tool", trust_env=False, timeout=30) for _ in range(3)]
     told = []

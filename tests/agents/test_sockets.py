@@ -54,7 +54,8 @@ def ask(line: ClientConnection, text: str) -> Any:
     return json.loads(line.recv(20))
 
 
-def test_messages_are_calls_and_the_second_rollout_is_answered_from_the_tree(proxy: Proxy, task: str) -> None:
+def test_second_rollouts_messages_are_hits(proxy: Proxy, task: str) -> None:
+    """Messages are calls, and the second rollout is answered from the tree."""
     told = {}
     before, hits = proxy.engine.counts.starts, proxy.engine.counts.outcomes[Outcome.HIT]
     for rollout in ("a", "b"):
@@ -67,7 +68,8 @@ def test_messages_are_calls_and_the_second_rollout_is_answered_from_the_tree(pro
     assert proxy.engine.counts.outcomes[Outcome.HIT] == hits + 4
 
 
-def test_a_rollout_that_leaves_the_tree_finds_its_connection_s_memory_by_replay(proxy: Proxy, task: str) -> None:
+def test_replay_rebuilds_the_connections_memory(proxy: Proxy, task: str) -> None:
+    """A rollout that diverges from the tree finds its connection's memory, rebuilt by a replay."""
     with ExitStack() as stack:
         lines = [stack.enter_context(opened(proxy, f"{task}/r/{n}/api/x")) for n in range(3)]
         for line in lines:
@@ -77,7 +79,8 @@ def test_a_rollout_that_leaves_the_tree_finds_its_connection_s_memory_by_replay(
         assert [ask(line, "get")["said"] for line in lines] == [["1", f"of {n}"] for n in range(3)]
 
 
-def test_a_random_value_in_a_connection_s_memory_comes_back_from_a_checkpoint() -> None:
+def test_checkpoint_restores_the_connections_memory() -> None:
+    """A value in a connection's memory that no replay could make again comes back from a checkpoint."""
     require_criu()
     with real_proxy(checkpoints=True) as running, ExitStack() as stack:
         running.put("random", **spec())
@@ -92,7 +95,8 @@ def test_a_random_value_in_a_connection_s_memory_comes_back_from_a_checkpoint() 
         assert running.engine.counts.restores > 0
 
 
-def test_a_connection_that_no_url_names_is_a_rollout_of_its_own(proxy: Proxy, task: str) -> None:
+def test_connection_without_rollout_gets_its_own(proxy: Proxy, task: str) -> None:
+    """A connection whose URL names no rollout is a rollout of its own."""
     with opened(proxy, f"{task}/api/x") as one, opened(proxy, f"{task}/api/x") as other:
         assert ask(one, "add 1")["said"] == ["1"]
         assert ask(other, "add 2")["said"] == ["2"]
@@ -103,7 +107,8 @@ def test_a_connection_that_no_url_names_is_a_rollout_of_its_own(proxy: Proxy, ta
     )
 
 
-def test_a_second_connection_of_a_rollout_is_another_one_to_the_server(proxy: Proxy, task: str) -> None:
+def test_second_connection_opens_another_to_the_server(proxy: Proxy, task: str) -> None:
+    """A second connection of a rollout opens a second connection to the server."""
     for rollout in ("a", "b"):
         with opened(proxy, f"{task}/r/{rollout}/api/x") as line:
             ask(line, "add 1")
@@ -111,7 +116,8 @@ def test_a_second_connection_of_a_rollout_is_another_one_to_the_server(proxy: Pr
             assert ask(line, "get") == {"said": [], "shared": ["1"]}
 
 
-def test_text_and_binary_pass_and_are_not_one_message(proxy: Proxy, task: str) -> None:
+def test_text_and_binary_messages_differ(proxy: Proxy, task: str) -> None:
+    """A text message and a binary message with the same bytes are different calls."""
     with opened(proxy, f"{task}/r/a/api/x") as line:
         line.send(b"\x00abc\xff")
         assert line.recv(20) == b"\xffcba\x00"
@@ -133,7 +139,8 @@ def test_a_rule_says_how_many_messages_answer(proxy: Proxy, task: str, path: str
             assert [json.loads(line.recv(20)) for _ in range(count)] == list(range(count))
 
 
-def test_a_message_that_nothing_answers_is_a_call_all_the_same(proxy: Proxy, task: str) -> None:
+def test_message_without_answer_is_a_call(proxy: Proxy, task: str) -> None:
+    """A message that the server does not answer is a call as well."""
     for rollout in ("a", "b"):
         with opened(proxy, f"{task}/r/{rollout}/api/none") as line:
             line.send("nothing")
@@ -145,7 +152,8 @@ def _calls(proxy: Proxy, task: str, rollout: str) -> int:
     return 0 if found is None else found.calls
 
 
-def test_a_message_that_reads_does_not_split_the_tree(proxy: Proxy, task: str) -> None:
+def test_reading_message_does_not_split_the_tree(proxy: Proxy, task: str) -> None:
+    """A message that changes nothing does not split the tree."""
     with opened(proxy, f"{task}/r/a/api/reads") as line:
         ask(line, "add 1")
         node = proxy.engine.tasks.rollouts[task, "a"].node
@@ -155,7 +163,8 @@ def test_a_message_that_reads_does_not_split_the_tree(proxy: Proxy, task: str) -
         assert proxy.engine.tasks.rollouts[task, "a"].node is not node
 
 
-def test_a_close_of_the_server_reaches_the_client_with_its_code(proxy: Proxy, task: str) -> None:
+def test_server_close_code_reaches_the_client(proxy: Proxy, task: str) -> None:
+    """When the server closes the connection, the client gets its close code."""
     for rollout in ("a", "b"):
         with opened(proxy, f"{task}/r/{rollout}/api/x") as line:
             line.send("close 4321")
@@ -174,9 +183,8 @@ def test_a_close_of_the_server_reaches_the_client_with_its_code(proxy: Proxy, ta
         ("silent", "says nothing"),
     ],
 )
-def test_a_server_that_fails_closes_the_connection_and_nothing_is_recorded(
-    proxy: Proxy, task: str, text: str, words: str
-) -> None:
+def test_failing_server_closes_without_a_record(proxy: Proxy, task: str, text: str, words: str) -> None:
+    """A server that fails closes the connection, and nothing is recorded."""
     with opened(proxy, f"{task}/r/a/api/x") as line:
         ask(line, "add 1")
         recorded = proxy.recorded
@@ -198,7 +206,8 @@ def test_a_refused_handshake_of_the_server_is_told(proxy: Proxy, task: str) -> N
     assert "refuses the WebSocket" in closed.value.rcvd.reason
 
 
-def test_the_server_sees_its_own_address_and_the_client_s_headers(proxy: Proxy, task: str) -> None:
+def test_server_sees_own_address_and_client_headers(proxy: Proxy, task: str) -> None:
+    """The server sees its own address and the client's headers."""
     more = {"User-Agent": "mine", "X-Forkpoint-Task": "x", "Authorization": "Bearer theirs"}
     with opened(
         proxy,
@@ -221,7 +230,8 @@ def test_a_page_of_another_site_opens_no_connection(proxy: Proxy, task: str) -> 
     assert refused.value.response.status_code == 403
 
 
-def test_a_client_that_pings_is_answered_while_a_message_is(proxy: Proxy, task: str) -> None:
+def test_ping_is_answered_during_a_message(proxy: Proxy, task: str) -> None:
+    """A client's ping is answered while a message is still being answered."""
     proxy.put("slow", **spec(command="sleep 1; exec python3 /srv.py 9000"))
     with opened(proxy, "slow/r/a/api/x") as line:
         line.send("add 1")
@@ -237,7 +247,8 @@ def test_many_messages_at_once_are_answered_in_order(proxy: Proxy, task: str) ->
         assert [json.loads(line.recv(20))["echo"] for _ in range(100)] == [f"echo {n}" for n in range(100)]
 
 
-def test_a_client_that_vanishes_does_not_cancel_its_message(proxy: Proxy, task: str) -> None:
+def test_lost_client_does_not_cancel_its_message(proxy: Proxy, task: str) -> None:
+    """A client that disconnects does not cancel its message; the result is recorded."""
     with opened(proxy, f"{task}/r/a/api/x") as line:
         ask(line, "add 1")
         line.send("add 2")

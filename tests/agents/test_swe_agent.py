@@ -22,7 +22,8 @@ def place() -> Path:
     return packages(*REQUIREMENTS)
 
 
-def test_a_group_shares_its_prefix_and_each_finds_its_own_state_behind_it(place: Path) -> None:
+def test_group_shares_its_prefix_then_diverges(place: Path) -> None:
+    """A group shares its prefix, and after it each rollout has its own state."""
     server = {"command": SERVER, "port": 9000, "dialect": "swe-rex", "env": {"PYTHONPATH": "/opt/x"}, "ready": "/"}
     told = {}
     with real_proxy(checkpoints=True, keeps_all=False, warm_sandboxes=8) as proxy:

@@ -90,7 +90,7 @@ def outcomes(proxy: Proxy, rollout: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["with checkpoints", "by replay"])
-def test_a_group_that_parts_gets_what_the_projects_own_server_says(place: Path, way: str) -> None:
+def test_diverging_group_gets_the_original_servers_results(place: Path, way: str) -> None:
     """The settings are the default ones: what is kept is what anybody's proxy keeps."""
     if way == "with checkpoints":
         require_criu()
@@ -116,7 +116,8 @@ def test_a_group_that_parts_gets_what_the_projects_own_server_says(place: Path, 
     assert counts["divergences"] == 0
 
 
-def test_health_is_answered_within_its_clients_patience_while_a_sandbox_is_made(place: Path) -> None:
+def test_health_is_answered_while_a_sandbox_starts(place: Path) -> None:
+    """The health request is answered within its client's timeout while a sandbox is being started."""
     with real_proxy() as proxy:
         put(proxy, place)
         start = time.monotonic()

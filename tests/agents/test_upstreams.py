@@ -47,7 +47,8 @@ def recorded(proxy: Running, rollout: str) -> int:
     return len(proxy.client.get(f"/api/v1/tasks/t/rollouts/{rollout}").json()["steps"])
 
 
-def test_what_a_rule_says_to_read_is_asked_once_for_all(proxy: Running, there: Elsewhere) -> None:
+def test_read_by_rule_is_requested_once(proxy: Running, there: Elsewhere) -> None:
+    """A request that a rule marks as a read is sent once for all rollouts."""
     put(proxy, there, rules=READS)
     answers = [proxy.client.post(f"/t/t/r/{r}/api/search", json={"q": "x"}) for r in ("a", "b", "b")]
     assert [answer.json()["echo"] for answer in answers] == [{"q": "x"}] * 3
@@ -55,7 +56,8 @@ def test_what_a_rule_says_to_read_is_asked_once_for_all(proxy: Running, there: E
     assert there.asked == ["POST /api/search"]
 
 
-def test_what_no_rule_speaks_of_is_asked_each_time(proxy: Running, there: Elsewhere) -> None:
+def test_request_without_rule_is_sent_each_time(proxy: Running, there: Elsewhere) -> None:
+    """A request that no rule matches is sent each time."""
     put(proxy, there, rules=READS)
     for rollout in ("a", "a", "b"):
         # A server whose state is nobody's to know: not even a GET may be believed.
@@ -85,9 +87,8 @@ class Client:
         return answer.json()
 
 
-def test_a_session_that_leaves_the_tree_is_opened_again_and_its_path_made_again(
-    proxy: Running, there: Elsewhere
-) -> None:
+def test_diverging_session_is_opened_and_replayed(proxy: Running, there: Elsewhere) -> None:
+    """A session that diverges from the tree is opened at the server, and its path is replayed."""
     put(proxy, there, rules=SESSIONS, bind=["session", "note"])
     clients = [Client(proxy) for _ in range(4)]
     for client in clients:
@@ -127,7 +128,8 @@ def test_what_is_stateless_touches_no_session(proxy: Running, there: Elsewhere) 
     assert there.asked[asked:] == ["POST /api/search"]
 
 
-def test_a_call_before_any_session_is_told_what_to_do(proxy: Running, there: Elsewhere) -> None:
+def test_call_without_session_explains_the_remedy(proxy: Running, there: Elsewhere) -> None:
+    """A call before any session gets an error that says what to do."""
     put(proxy, there, rules=SESSIONS)
     answer = proxy.client.post("/t/t/r/a/api/add", json={"word": "x"})
     assert answer.status_code == 409
@@ -135,7 +137,8 @@ def test_a_call_before_any_session_is_told_what_to_do(proxy: Running, there: Els
     assert there.asked == []
 
 
-def test_a_session_that_the_server_has_lost_is_built_again(proxy: Running, there: Elsewhere) -> None:
+def test_lost_session_is_rebuilt(proxy: Running, there: Elsewhere) -> None:
+    """A session that the server has lost is built again."""
     put(proxy, there, rules=SESSIONS, bind=["session", "note"], lost=[404])
     client = Client(proxy)
     client.post("/add", word="one")
@@ -160,9 +163,10 @@ def test_a_session_that_nobody_needs_is_parted_from(tmp_path: Path, there: Elsew
     [("/fail", 500, "as asked"), ("/half", 502, "cannot be reached"), ("/silent", 504, "sent nothing")],
 )
 @pytest.mark.parametrize("mode", ["replay", "pass"])
-def test_what_goes_wrong_there_is_told_and_never_recorded(
+def test_upstream_failure_is_never_recorded(
     proxy: Running, there: Elsewhere, path: str, status: int, words: str, mode: str
 ) -> None:
+    """A failure of the server elsewhere is reported to the client and never recorded."""
     put(proxy, there, rules=[{"on": "* /{any}", "effect": "read"}], mode=mode, timeout_s=0.5)
     for _ in range(2):
         answer = proxy.client.post(f"/t/t/r/a/api{path}", json={})
@@ -238,9 +242,8 @@ def test_no_path_leaves_the_prefix(proxy: Running, there: Elsewhere, path: str) 
         ("/%E2%82%AC?q=\u00e4", None),
     ],
 )
-def test_a_request_can_choose_what_is_asked_but_not_of_whom(
-    proxy: Running, there: Elsewhere, target: str, asked: str | None
-) -> None:
+def test_request_cannot_choose_its_server(proxy: Running, there: Elsewhere, target: str, asked: str | None) -> None:
+    """A request chooses the path and the body, but not the server that gets them."""
     put(proxy, there)
     with socket.create_connection(proxy.address, timeout=5) as connection:
         line = f"GET /t/t/r/a/api{target} HTTP/1.1\r\nhost: evil.test\r\nconnection: close\r\n\r\n"
@@ -280,7 +283,8 @@ def test_there_is_no_shell_beside_an_upstream(proxy: Running, there: Elsewhere) 
     assert "endpoints here are: api" in answer.json()["detail"]
 
 
-def test_an_upload_that_outgrows_memory_passes_by_way_of_the_disk(tmp_path: Path, there: Elsewhere) -> None:
+def test_large_upload_is_spooled_to_disk(tmp_path: Path, there: Elsewhere) -> None:
+    """An upload that is too large for memory is spooled to disk on its way."""
     with serving(tmp_path, drivers={"http": HttpDriver(tmp_path / "http")}, max_body_bytes=1 << 16) as proxy:
         body = random.Random(1).randbytes(3 << 20)  # noqa: S311
         put(proxy, there, mode="pass")
@@ -303,7 +307,8 @@ def test_an_upload_that_outgrows_memory_passes_by_way_of_the_disk(tmp_path: Path
         assert not list(tmp_path.glob("upload-*"))
 
 
-def test_large_bodies_and_long_streams_pass_in_constant_memory(there: Elsewhere) -> None:
+def test_large_bodies_need_constant_memory(there: Elsewhere) -> None:
+    """Large bodies and long streams pass in constant memory."""
     with ephemeral_proxy() as proxy, httpx.Client(base_url=proxy.url, timeout=120, trust_env=False) as client:
         server = {"upstream": f"{there.url}/api", "answer_bytes": 1 << 20, "mode": "pass"}
         client.put("/api/v1/tasks/t", json={"driver": "http", "servers": {"api": server}}).raise_for_status()
@@ -340,7 +345,8 @@ def test_a_request_may_name_its_task_itself(proxy: Running, there: Elsewhere) ->
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_each_rollout_gets_the_answers_it_would_get_alone(proxy: Running, there: Elsewhere, seed: int) -> None:
+def test_rollouts_get_the_same_answers_as_alone(proxy: Running, there: Elsewhere, seed: int) -> None:
+    """Each rollout gets the answers that it would get without the others."""
     lots = random.Random(seed)  # noqa: S311
     put(proxy, there, rules=SESSIONS, bind=["session", "note"])
     clients = [(Client(proxy), list[str]()) for _ in range(4)]

@@ -42,7 +42,9 @@ class DriverContract:
 
     checkpoints = False
 
-    def test_a_command_answers_with_its_output_and_exit_code(self, driver: Driver) -> None:
+    def test_command_returns_output_and_exit_code(self, driver: Driver) -> None:
+        """A command returns its output and its exit code."""
+
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
             said = await run(sandbox, "echo hi; false")
@@ -64,7 +66,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_whoever_looks_is_told_what_differs_from_the_root_state(self, driver: Driver) -> None:
+    def test_inspection_shows_differences_from_the_root(self, driver: Driver) -> None:
+        """An inspection shows what differs from the root state."""
+
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "echo one > /tmp/f", "mkdir /tmp/d", "cd /tmp; x=5")
             assert isinstance(sandbox, InspectableSandbox)
@@ -99,7 +103,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_an_exit_ends_the_call_and_leaves_the_session_as_it_was(self, driver: Driver) -> None:
+    def test_exit_ends_the_call_but_keeps_the_session(self, driver: Driver) -> None:
+        """`exit` ends the call, and the session stays as it was."""
+
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "x=1", "x=2; echo made > made; exit 4")
             assert (await run(sandbox, "echo $x; cat made")).out == "1\nmade\n"
@@ -130,7 +136,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_the_digest_of_a_frozen_state_is_that_of_the_call_before(self, driver: Driver) -> None:
+    def test_frozen_state_has_the_last_calls_digest(self, driver: Driver) -> None:
+        """A frozen state has the digest of the call before it."""
+
         async def test(driver: Driver) -> None:
             sandbox = await driver.start(SPEC)
             said = await run(sandbox, "echo a > a; x=1")
@@ -178,7 +186,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_what_still_runs_comes_back_with_its_files_and_session(self, driver: Driver) -> None:
+    def test_running_processes_return_with_files_and_session(self, driver: Driver) -> None:
+        """Processes that still run are restored together with their files and session."""
+
         async def test(driver: Driver) -> None:
             if not self.checkpoints:
                 pytest.skip("this driver freezes no live processes")
@@ -201,7 +211,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_what_still_runs_comes_back_when_its_sandbox_is_gone(self, driver: Driver) -> None:
+    def test_running_processes_outlive_their_sandbox(self, driver: Driver) -> None:
+        """Processes that still run are restored after their sandbox was closed."""
+
         async def test(driver: Driver) -> None:
             if not self.checkpoints:
                 pytest.skip("this driver freezes no live processes")
@@ -226,7 +238,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_a_spec_s_files_and_environment_are_there_from_the_start(self, driver: Driver) -> None:
+    def test_spec_files_and_environment_exist_at_start(self, driver: Driver) -> None:
+        """The files and variables of a spec exist from the start."""
+
         async def test(driver: Driver) -> None:
             spec = EnvironmentSpec(
                 files={"/tmp/given": "text\n"}, setup=("echo made > /tmp/made", "x=lost"), env={"E": "e"}
@@ -238,7 +252,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_a_set_up_command_that_fails_is_the_spec_s_fault(self, driver: Driver) -> None:
+    def test_failing_setup_is_a_spec_error(self, driver: Driver) -> None:
+        """A set-up command that fails is an error of the spec."""
+
         async def test(driver: Driver) -> None:
             with pytest.raises(SpecError):
                 await driver.start(EnvironmentSpec(setup=("false",)))
@@ -296,7 +312,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_a_process_of_its_own_shares_files_and_no_session(self, driver: Driver) -> None:
+    def test_separate_process_shares_files_but_no_session(self, driver: Driver) -> None:
+        """A process beside the shell shares its files and has no part in its session."""
+
         async def test(driver: Driver) -> None:
             sandbox = await after(driver, "x=5; cd /tmp")
             told = await ran(sandbox, "/bin/sh", "-c", "pwd; echo $x$y > made; exit 3", env={"y": "6"})
@@ -309,7 +327,9 @@ class DriverContract:
 
         driven(driver, test)
 
-    def test_a_process_that_takes_too_long_does_nothing_more(self, driver: Driver) -> None:
+    def test_overdue_process_is_stopped(self, driver: Driver) -> None:
+        """A process that exceeds its time limit does nothing more."""
+
         async def test(driver: Driver) -> None:
             if driver.name == "memory":
                 pytest.skip("its time passes at once")

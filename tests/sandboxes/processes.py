@@ -76,7 +76,9 @@ class ProcessesSuite:
 
         asyncio.run(go())
 
-    def test_streams_are_told_apart_and_stdin_is_read_to_its_end(self, driver: Driver) -> None:
+    def test_streams_stay_apart_and_stdin_ends(self, driver: Driver) -> None:
+        """Stdout and stderr are kept apart, and stdin is read to its end."""
+
         async def test(sandbox: Sandbox) -> None:
             data = b"0123456789abcdef" * (1 << 16)
             told = await ran(sandbox, "sh", "-c", "cat; echo err >&2", stdin=data)
@@ -118,7 +120,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_beside_a_shell_that_is_still_on_its_way_it_changes_nothing(self, driver: Driver) -> None:
+    def test_process_beside_a_starting_shell_changes_nothing(self, driver: Driver) -> None:
+        """A process that only reads has no effect, although a shell is still being started beside it."""
+
         async def test(sandbox: Sandbox) -> None:
             # So large a session that its next shell, begun after each call, takes longer than a process.
             large = "i=0; while [ $i -lt 6000 ]; do eval v$i=$i; i=$((i+1)); done; echo text >/tmp/f"
@@ -145,9 +149,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_a_terminal_that_was_left_is_typed_at_resized_and_signalled_and_in_no_frozen_state(
-        self, driver: Driver
-    ) -> None:
+    def test_background_terminal_takes_input_and_prevents_freezing(self, driver: Driver) -> None:
+        """A background process on a terminal takes input, sizes and signals; its state cannot be frozen."""
+
         async def test(sandbox: Sandbox) -> None:
             text = "trap 'echo resized' WINCH; sleep 1000 & echo up; while :; do read -r line && echo heard $line; done"
             told = await leave(sandbox, text, tty=True, size=[24, 80])
@@ -168,7 +172,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_one_that_was_left_is_ended_when_its_time_is_up_and_what_it_started_goes_on(self, driver: Driver) -> None:
+    def test_overdue_background_process_ends_without_its_children(self, driver: Driver) -> None:
+        """A background process is killed at its time limit; the processes that it started continue."""
+
         async def test(sandbox: Sandbox) -> None:
             text = "(sleep 0.6; echo on >/tmp/on) >/dev/null 2>&1 & echo up; sleep 1.5; echo late >/tmp/late"
             assert (await leave(sandbox, text, tty=False, stdin=False, timeout_s=0.3)).ending.exit_code is None
@@ -179,7 +185,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_a_directory_is_watched_as_its_user_and_what_happens_in_it_is_told_once(self, driver: Driver) -> None:
+    def test_directory_watch_reports_each_event_once(self, driver: Driver) -> None:
+        """A directory is watched with its user's rights, and each event is reported once."""
+
         async def test(sandbox: Sandbox) -> None:
             await run(sandbox, "mkdir -p /tmp/w/sub; mkdir -m 700 /tmp/own; ln -s /tmp/w /tmp/to; echo old >/tmp/w/old")
             asked = {"path": "/tmp/to", "user": "", "recursive": True, "process": 7}
@@ -212,7 +220,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_what_is_given_to_one_that_was_left_is_a_change_though_it_takes_nothing(self, driver: Driver) -> None:
+    def test_write_to_background_process_is_a_change(self, driver: Driver) -> None:
+        """A write to a background process is a change, although the process reads nothing."""
+
         async def test(sandbox: Sandbox) -> None:
             told = await leave(sandbox, "echo up; sleep 1000", tty=False, stdin=True)
             assert (told.out, told.ending.exit_code, told.shareable) == (b"up\n", None, True)
@@ -224,7 +234,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_a_background_child_that_holds_its_output_does_not_hold_its_end(self, driver: Driver) -> None:
+    def test_child_with_open_output_delays_no_end(self, driver: Driver) -> None:
+        """A child that keeps the output open does not delay the end of its process."""
+
         async def test(sandbox: Sandbox) -> None:
             told = await ran(sandbox, "sh", "-c", "sleep 1000 & echo started")
             assert (told.out, told.ending.exit_code, told.effect) == (b"started\n", 0, Effect.PROCESSES)
@@ -232,7 +244,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_one_whose_time_is_up_is_killed_with_all_that_it_started(self, driver: Driver) -> None:
+    def test_overdue_process_is_killed_with_its_children(self, driver: Driver) -> None:
+        """A process that exceeds its time limit is killed together with all processes that it started."""
+
         async def test(sandbox: Sandbox) -> None:
             told = await ran(sandbox, "sh", "-c", "echo on; sleep 1000 & sleep 1000", timeout_s=0.5)
             assert (told.out, told.ending.timed_out, told.shareable) == (b"on\n", True, False)
@@ -246,7 +260,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_one_whose_client_leaves_goes_on_and_is_nobody_elses_answer(self, driver: Driver) -> None:
+    def test_process_without_client_continues_unshared(self, driver: Driver) -> None:
+        """A process whose client disconnects continues, and its result is shared with no other rollout."""
+
         async def test(sandbox: Sandbox) -> None:
             audience = Audience()
             loop = "echo go; while :; do echo tick; echo t >>/tmp/ticks; sleep 0.05; done"
@@ -266,7 +282,9 @@ class ProcessesSuite:
 
         self.driven(driver, test)
 
-    def test_archives_go_in_and_out_with_owners_modes_links_and_times(self, driver: Driver) -> None:
+    def test_archives_keep_owners_modes_links_and_times(self, driver: Driver) -> None:
+        """Archives keep owners, modes, links and times, in both directions."""
+
         async def test(sandbox: Sandbox) -> None:
             await run(sandbox, "mkdir -p /tmp/in/sub; echo old > /tmp/in/f; ln -s nowhere /tmp/in/link")
             assert await archive(sandbox, "extract", "/tmp/in", _tar()) == (200, b"")

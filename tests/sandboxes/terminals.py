@@ -93,7 +93,9 @@ class TerminalsSuite:
 
         self.driven(driver, test)
 
-    def test_where_nothing_has_happened_it_begins_as_a_call_does(self, driver: Driver) -> None:
+    def test_terminal_in_new_sandbox_begins_like_call(self, driver: Driver) -> None:
+        """In a sandbox without calls a terminal begins as a call does."""
+
         async def test(sandbox: Sandbox) -> None:
             there = (await run(sandbox, 'echo "<$PWD|$HOME|$PATH>"')).out.strip()
             await typed(await opened_in(sandbox), b'echo "<$PWD|$HOME|$PATH>"\n', there)

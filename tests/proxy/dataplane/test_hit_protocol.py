@@ -253,7 +253,7 @@ def test_request_behind_an_unanswered_one_waits() -> None:
     asyncio.run(go())
 
 
-def test_hit_path_waits_for_the_end_of_a_request() -> None:
+def test_hit_path_waits_for_a_requests_end() -> None:
     """A response may end while the next request is half read: the half that is still to come is not a request."""
 
     async def go() -> None:
@@ -293,7 +293,9 @@ def test_responses_do_not_depend_on_packets(requests: list[tuple[str, bytes, boo
     asyncio.run(go())
 
 
-def test_head_in_two_packets_can_still_be_a_hit() -> None:
+def test_split_request_head_can_be_a_hit() -> None:
+    """A request whose head arrives in two packets can be a hit."""
+
     async def go() -> None:
         server = Server()
         whole = request("/hit", b"1")
@@ -344,7 +346,9 @@ def test_client_that_does_not_read_gets_no_more() -> None:
     asyncio.run(go())
 
 
-def test_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
+def test_only_idle_connections_are_closed() -> None:
+    """An idle connection is closed, and a busy connection is not."""
+
     async def go() -> None:
         server = Server(timeout_keep_alive=0)
         await server.send(request("/hit"))

@@ -63,7 +63,8 @@ def test_part_headers_are_in_the_form(header: bytes, other: bytes) -> None:
     assert forms[0] != forms[1]
 
 
-def test_order_and_case_of_part_headers_do_not_count() -> None:
+def test_order_and_case_of_headers_are_irrelevant() -> None:
+    """The order and the case of a part's headers do not change the key."""
     forms = [
         body_form(b"--b\r\n" + head + b"\r\n\r\n1\r\n--b--", "multipart/form-data; boundary=b")
         for head in (FIELD + b"\r\nX-A: 1", b"x-a: 1\r\n" + FIELD)

@@ -207,7 +207,9 @@ def test_calls_take_the_room_of_forks(tmp_path: Path) -> None:
     warmed(tmp_path, test, max_sandboxes=4)
 
 
-def test_the_only_sandbox_of_a_state_is_no_fork(tmp_path: Path) -> None:
+def test_only_sandbox_of_a_state_is_kept(tmp_path: Path) -> None:
+    """A rollout keeps the only sandbox of a state: the sandbox is not used as a fork."""
+
     async def test(running: Engine, _driver: MemoryDriver) -> None:
         first = await begun(running, "first", "sleep 9 &", "echo 1 > a")
         (own,) = [slot for slot in running.pool.roster.slots if slot.owner == first.id]
@@ -220,7 +222,9 @@ def test_the_only_sandbox_of_a_state_is_no_fork(tmp_path: Path) -> None:
     warmed(tmp_path, test)
 
 
-def test_a_failed_fork_costs_no_answer_and_cools_down(tmp_path: Path) -> None:
+def test_failed_fork_costs_no_answer(tmp_path: Path) -> None:
+    """A fork that failed costs no rollout its answer, and is tried again only after a pause."""
+
     async def broken(call: ToolCall) -> None:
         if call.arguments["command"] == "sleep 9 &" and len(ran) > 0:
             raise SandboxError("the machine failed")

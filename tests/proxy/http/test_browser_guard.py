@@ -46,7 +46,8 @@ def test_requests_of_other_sites_are_refused(headers: list[tuple[bytes, bytes]],
     assert refused.value.status == 403
 
 
-def test_links_from_other_sites_open_only_the_control_plane() -> None:
+def test_foreign_links_open_only_the_control_plane() -> None:
+    """Links from other sites open only the control plane."""
     followed = [
         HOST,
         (b"sec-fetch-site", b"cross-site"),

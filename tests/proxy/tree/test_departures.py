@@ -74,7 +74,8 @@ def test_observations_do_not_shorten_the_look_ahead() -> None:
     assert outlook(busy[0]).moves[busy[1]] == pytest.approx(outlook(quiet[0]).moves[quiet[1]], rel=0.35)
 
 
-def test_the_end_of_a_frequent_path_is_a_target() -> None:
+def test_end_of_frequent_path_is_a_target() -> None:
+    """The end of a frequent path is a target."""
     nodes = chain(4, hits=50)
     assert target_nodes({nodes[0]: 1})[0] is nodes[-1]
 
@@ -90,7 +91,8 @@ def test_calls_made_once_make_new_calls_likely() -> None:
     assert target_nodes({nodes[0]: 1})[0] is nodes[0]
 
 
-def test_one_ready_sandbox_is_enough_unless_more_are_requested() -> None:
+def test_one_ready_sandbox_is_enough_by_default() -> None:
+    """One ready sandbox is enough unless more are requested."""
     nodes = chain(1, hits=0)
     frontier = nodes[-1]
     assert frontier in target_nodes({frontier: 8})

@@ -25,7 +25,8 @@ def test_a_request_only_adds_to_a_task_spec() -> None:
     assert spec_for(EnvironmentRequest("x"), task_spec, SPEC, DRIVERS, any_image=False) == task_spec
 
 
-def test_without_a_task_spec_the_image_is_a_container() -> None:
+def test_image_without_task_spec_is_a_container() -> None:
+    """An image without a task's spec becomes a container."""
     spec = spec_for(EnvironmentRequest("debian:12", {"A": "1"}), None, SPEC, DRIVERS, any_image=True)
     assert (spec.driver, spec.image, spec.workdir, spec.env) == ("container", "debian:12", "/", {"A": "1"})
 

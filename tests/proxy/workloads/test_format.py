@@ -97,7 +97,8 @@ def test_fixture_is_unpacked_at_the_root(tmp_path: Path) -> None:
     assert {**spec.env, "PATH": ""} == {"PATH": "", "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
 
 
-def test_rollouts_of_a_task_may_be_in_several_files(tmp_path: Path) -> None:
+def test_rollouts_may_be_in_several_files(tmp_path: Path) -> None:
+    """The rollouts of a task may be in several files."""
     (tmp_path / "b").mkdir()
     one, two = write(tmp_path, line("t", "r", "ls")), write(tmp_path / "b", line("t", "r", "pwd"), line("u", "r", "id"))
     workload = read_workload([one, two])

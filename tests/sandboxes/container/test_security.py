@@ -77,9 +77,8 @@ def test_rights_are_few_and_can_not_grow(container_dir: Path) -> None:
     in_container(container_dir, test)
 
 
-def test_nothing_of_the_host_s_environment_or_files_comes_in(
-    container_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_environment_and_files_stay_outside(container_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container sees no variables and no files of the host."""
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
 
     async def test(sandbox: Sandbox) -> None:
@@ -100,8 +99,8 @@ def test_nothing_of_the_host_s_environment_or_files_comes_in(
     in_container(container_dir, test)
 
 
-def test_all_that_can_be_written_is_of_the_image_s_files(container_dir: Path) -> None:
-    """What lay elsewhere, no effect would show and no snapshot hold."""
+def test_writable_paths_are_in_the_snapshot(container_dir: Path) -> None:
+    """Every path that can be written belongs to the image's files: elsewhere no effect would show it."""
 
     async def test(sandbox: Sandbox) -> None:
         assert (

@@ -56,7 +56,9 @@ def driven(driver: ContainerDriver, test: Callable[[ContainerDriver], Awaitable[
         ["echo x > /dev/shm/x; echo y >> /etc/hosts"],
     ],
 )
-def test_a_restored_container_has_the_files_of_the_frozen_one(container_dir: Path, commands: list[str]) -> None:
+def test_restored_container_has_the_frozen_files(container_dir: Path, commands: list[str]) -> None:
+    """A restored container has the files of the frozen one."""
+
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         for command in commands:
@@ -144,7 +146,9 @@ def test_what_the_live_bash_holds_comes_back(container_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("image", "said"), [(BASH_IMAGE, "line 1: "), (SH_IMAGE, ": 1: "), (BUSYBOX_IMAGE, "line 1: ")]
 )
-def test_a_command_that_is_none_leaves_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+def test_invalid_command_keeps_options_and_traps(container_dir: Path, image: str, said: str) -> None:
+    """A command with a syntax error leaves options and traps as they were."""
+
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "set -u; trap 'echo one' USR1; trap 'echo two' USR2")
@@ -265,7 +269,9 @@ def test_spare_is_used_once(container_dir: Path) -> None:
     driven(OnImage(container_dir, spares=2), test)
 
 
-def test_a_container_that_is_killed_from_outside_is_an_error(container_dir: Path) -> None:
+def test_container_killed_from_outside_is_an_error(container_dir: Path) -> None:
+    """A container that is killed from outside is an error for its rollout."""
+
     async def test(driver: ContainerDriver) -> None:
         sandbox = await driver.start(SPEC)
         assert isinstance(sandbox, ContainerSandbox)

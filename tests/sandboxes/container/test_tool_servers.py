@@ -86,7 +86,9 @@ def test_container_server_is_part_of_the_state(container_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/die", "/silent"])
-def test_a_server_that_fails_takes_its_container_with_it(container_dir: Path, path: str) -> None:
+def test_failing_server_ends_its_container(container_dir: Path, path: str) -> None:
+    """A server that fails ends its container."""
+
     async def test(driver: OnImage) -> None:
         sandbox = await driver.start(spec())
         with pytest.raises(ServerError, match="api"):

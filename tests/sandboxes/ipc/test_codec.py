@@ -144,7 +144,8 @@ def test_deep_nesting_is_refused() -> None:
         inbox.take()
 
 
-def test_a_wrong_number_of_descriptors_is_refused_and_closes_them() -> None:
+def test_wrong_number_of_descriptors_is_refused() -> None:
+    """A message with a wrong number of descriptors is refused, and the descriptors are closed."""
     fd = os.open("/dev/null", os.O_RDONLY)
     with pytest.raises(MalformedFrameError, match="done: 1 descriptors"):
         decode(Message({"op": "done"}, b"", [fd]))

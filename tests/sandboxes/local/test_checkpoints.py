@@ -267,7 +267,9 @@ def test_missing_or_damaged_images_are_an_error(data_dir: Path) -> None:
     driven(data_dir, test)
 
 
-def test_collecting_deletes_the_images_of_what_is_not_kept(data_dir: Path) -> None:
+def test_collecting_deletes_unneeded_images(data_dir: Path) -> None:
+    """A collection deletes the images of states that are not kept."""
+
     async def test(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
         await run(sandbox, "echo a > a; sleep 1000 &")

@@ -153,7 +153,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
     assert {name: len(os.listdir(name)) for name in before} == before  # noqa: PTH208 - a count or names
 
 
-def test_a_sandbox_whose_pid_1_dies_is_an_error(data_dir: Path) -> None:
+def test_death_of_pid_1_is_an_error(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)

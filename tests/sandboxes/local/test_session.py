@@ -56,7 +56,9 @@ def test_a_session_keeps(data_dir: Path, before: str, after: str, out: str | Non
     asyncio.run(go())
 
 
-def test_commands_run_at_the_top_level_of_the_shell(data_dir: Path) -> None:
+def test_commands_run_at_the_shells_top_level(data_dir: Path) -> None:
+    """Commands run at the top level of the shell, not in a function or a subshell."""
+
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, "if true")).code == 2
         assert (await run(sandbox, "return 3; echo on")).out == "on\n"
@@ -72,7 +74,9 @@ def test_commands_run_at_the_top_level_of_the_shell(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-def test_a_command_that_is_none_leaves_options_and_traps(data_dir: Path) -> None:
+def test_invalid_command_keeps_options_and_traps(data_dir: Path) -> None:
+    """A command with a syntax error leaves options and traps as they were."""
+
     async def test(sandbox: Sandbox) -> None:
         traps = ["trap -- 'echo one' SIGUSR1", "trap -- 'echo two' SIGUSR2", "trap -- 'many\nlines' SIGALRM"]
         await run(sandbox, f"set -u -o pipefail; IFS=dt; {'; '.join(traps)}")
@@ -145,7 +149,9 @@ def test_what_ends_the_shell_ends_the_call_only(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-def test_a_call_that_takes_too_long_is_killed_with_all_it_started(data_dir: Path) -> None:
+def test_overdue_call_is_killed_with_its_children(data_dir: Path) -> None:
+    """A call that exceeds its time limit is killed together with all processes that it started."""
+
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "x=1")
         for command in (
@@ -245,7 +251,9 @@ def test_a_sandbox_whose_anchor_was_killed_goes_on(data_dir: Path) -> None:
     in_sandbox(data_dir, test)
 
 
-def test_a_server_s_output_comes_with_the_next_call(data_dir: Path) -> None:
+def test_background_output_comes_with_the_next_call(data_dir: Path) -> None:
+    """The output of a server in the background comes with the next call."""
+
     async def test(sandbox: Sandbox) -> None:
         await run(sandbox, "mkfifo /tmp/p; (cat /tmp/p >/dev/null; echo late; cat /tmp/p) &")
         said = await run(sandbox, "echo > /tmp/p; sleep 0.1")
@@ -290,7 +298,9 @@ def test_long_output_is_cut_and_says_so(data_dir: Path) -> None:
     in_sandbox(data_dir, test, limits=Limits(output_bytes=1000))
 
 
-def test_bytes_that_are_no_text_are_shown_as_such(data_dir: Path) -> None:
+def test_invalid_utf8_becomes_replacement_characters(data_dir: Path) -> None:
+    """Bytes that are not UTF-8 are shown as the replacement character."""
+
     async def test(sandbox: Sandbox) -> None:
         assert (await run(sandbox, "printf 'a\\xffb'")).out == "a\ufffdb"
         assert (await run(sandbox, "x=$(printf '\\xff'); echo ${#x}")).out == "1\n"

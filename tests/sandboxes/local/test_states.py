@@ -94,7 +94,9 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_leaves_things_as_they_were_is_no_change(data_dir: Path, frozen: bool) -> None:
+def test_command_without_difference_has_no_effect(data_dir: Path, frozen: bool) -> None:
+    """A command that leaves every file as it was has no effect, frozen before or not."""
+
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
@@ -227,7 +229,8 @@ def test_rebuilt_root_state_must_be_equal(data_dir: Path) -> None:
 
 
 @needs_root
-def test_a_state_of_a_base_that_changed_is_gone(data_dir: Path, tmp_path: Path) -> None:
+def test_state_of_a_changed_base_is_gone(data_dir: Path, tmp_path: Path) -> None:
+    """A state whose base has changed since cannot be restored."""
     base = small_base(tmp_path / "base")
     spec = SPEC.model_copy(update={"base": str(base)})
 
@@ -247,7 +250,8 @@ def test_a_state_of_a_base_that_changed_is_gone(data_dir: Path, tmp_path: Path) 
     asyncio.run(go())
 
 
-def test_a_spec_s_archives_files_and_set_up_make_its_root(data_dir: Path, tmp_path: Path) -> None:
+def test_archives_files_and_setup_make_the_root(data_dir: Path, tmp_path: Path) -> None:
+    """The archives, files and set-up commands of a spec make its root state."""
     source = tmp_path / "tree"
     (source / "sub").mkdir(parents=True)
     (source / "sub" / "f").write_text("from a directory\n")
@@ -287,7 +291,9 @@ def test_data_elsewhere_is_not_to_be_seen(place: str) -> None:
     assert not in_sight(Path(place))
 
 
-def test_the_host_is_one_base_wherever_the_data_lies(data_dir: Path) -> None:
+def test_host_base_is_independent_of_the_data_directory(data_dir: Path) -> None:
+    """The host as a base has one identity, wherever the data directory is."""
+
     async def go() -> None:
         async with opened(local_driver(data_dir / "a")) as one, opened(local_driver(data_dir / "b")) as two:
             assert await one.identity(EnvironmentSpec()) == await two.identity(EnvironmentSpec())
@@ -492,7 +498,9 @@ def _told(answers: list[Answer]) -> list[tuple[str, str, int, Effect]]:
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(commands, min_size=2, max_size=12))
-def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, program: list[str]) -> None:
+def test_freezing_between_commands_changes_no_answer(data_dir: Path, program: list[str]) -> None:
+    """A run that is frozen and restored between commands gives the same answers as an uninterrupted one."""
+
     async def straight(driver: LocalDriver) -> list[Answer]:
         sandbox = await driver.start(SPEC)
         answers = [await run(sandbox, command) for command in program]
@@ -525,7 +533,8 @@ def test_a_run_over_frozen_states_answers_as_a_straight_one(data_dir: Path, prog
     asyncio.run(go())
 
 
-def test_removing_a_tree_leaves_what_it_lies_in_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_tree_leaves_the_parent_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The removal of a directory tree does not change the directory that contains it."""
     tmp_path.chmod(0o755)
     tree, real = tmp_path / "tree", shutil.rmtree
     tree.mkdir()

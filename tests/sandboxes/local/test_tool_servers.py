@@ -27,7 +27,9 @@ async def ask(sandbox: Sandbox, method: str, target: str, body: bytes = b"", **m
     return await sandbox.execute(ToolCall("api", f"{method} {target}", arguments, body))
 
 
-def test_the_first_call_starts_the_server_and_that_is_its_effect(data_dir: Path) -> None:
+def test_first_call_starts_the_server(data_dir: Path) -> None:
+    """The first call starts the server, which is part of its effect."""
+
     async def test(sandbox: Sandbox) -> None:
         assert (await ask(sandbox, "GET", "/echo")).effect is Effect.PROCESSES
         assert (await ask(sandbox, "GET", "/echo")).effect is Effect.NONE
@@ -58,7 +60,9 @@ def test_idle_server_adds_no_effect_to_commands(data_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/die", "/half", "/garbage", "/silent"])
-def test_a_server_that_fails_takes_its_sandbox_with_it(data_dir: Path, path: str) -> None:
+def test_failing_server_ends_its_sandbox(data_dir: Path, path: str) -> None:
+    """A server that fails ends its sandbox."""
+
     async def test(sandbox: Sandbox) -> None:
         with pytest.raises(ServerError, match="api") as failed:
             await ask(sandbox, "GET", path)
@@ -68,7 +72,8 @@ def test_a_server_that_fails_takes_its_sandbox_with_it(data_dir: Path, path: str
     in_sandbox(data_dir, test, **SPEC)
 
 
-def test_a_server_cannot_hold_more_than_the_sandbox_may(data_dir: Path) -> None:
+def test_server_files_count_for_the_disk_limit(data_dir: Path) -> None:
+    """Files that a server writes count for the disk limit of its sandbox."""
     hog = "exec python3 -c \"open('/root/big','wb').write(b'x' * (200 << 20)); import time; time.sleep(60)\""
 
     async def test(sandbox: Sandbox) -> None:
@@ -91,7 +96,8 @@ def test_server_output_never_blocks_or_mixes(data_dir: Path) -> None:
     in_sandbox(data_dir, test, **{**SPEC, "servers": {"api": API.model_copy(update={"command": loud})}})
 
 
-def test_a_restored_server_goes_on_as_often_as_it_is_wanted(data_dir: Path) -> None:
+def test_frozen_server_can_be_restored_repeatedly(data_dir: Path) -> None:
+    """A frozen server can be restored any number of times, and continues each time."""
     require_criu()
 
     async def go() -> None:

@@ -58,7 +58,9 @@ async def settled() -> None:
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=25))
-def test_budget_limits_live_sandboxes_and_all_callers_are_served(budget: int, uses: list[tuple[int, bool]]) -> None:
+def test_budget_limits_live_sandboxes(budget: int, uses: list[tuple[int, bool]]) -> None:
+    """The budget limits the live sandboxes, and all callers are served in the end."""
+
     async def use(pool: Pool, driver: Slow, turns: int, close: bool) -> None:
         slot = await pool.start(driver.make, "n1", 1)
         for _ in range(turns):

@@ -20,7 +20,8 @@ def test_a_quiet_sandbox_counts_as_still() -> None:
     assert restless_after((0, True), (0.6, True), (0.6, False), (9, True)) == [True, True, True, True]
 
 
-def test_time_in_a_dump_does_not_count_for_writers() -> None:
+def test_dump_time_does_not_count_for_writers() -> None:
+    """The time that a dump takes does not count for processes that write."""
     now = 100.0
     writing, starting = Stillness(lambda: now), Stillness(lambda: now)
     writing.saw(wrote=True)

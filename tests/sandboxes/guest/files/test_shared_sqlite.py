@@ -59,7 +59,9 @@ class TestShared:
     def spec(self, driver: Driver, source: Path) -> EnvironmentSpec:
         return spec_of(source, **({"driver": "container", "image": BASH_IMAGE} if driver.name == "container" else {}))
 
-    def test_the_shell_and_the_sql_endpoint_see_one_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+    def test_shell_and_sql_endpoint_share_state(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """The shell and the SQL endpoint see the same state."""
+
         async def test(driver: Driver, sandbox: Sandbox) -> None:
             assert (await run(sandbox, "cp app.db old.db; head -c 13 app.db")).out == "SQLite format"
             read = await ask(sandbox, COUNT, database="app")
@@ -74,9 +76,9 @@ class TestShared:
 
         driven(driver, spec, test)
 
-    def test_a_database_that_is_not_there_is_made_by_the_first_statement(
-        self, driver: Driver, spec: EnvironmentSpec
-    ) -> None:
+    def test_first_statement_creates_a_missing_database(self, driver: Driver, spec: EnvironmentSpec) -> None:
+        """The first statement creates a database that does not exist."""
+
         async def test(_driver: Driver, sandbox: Sandbox) -> None:
             assert (await ask(sandbox, "CREATE TABLE a (b)", database="new")).effect == CHANGED
             assert (await run(sandbox, "test -s new.db; echo $?")).out == "0\n"
@@ -103,7 +105,9 @@ def test_a_script_does_all_or_nothing(data_dir: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("statement", ["BEGIN", "CREATE TEMP TABLE t (a)", "PRAGMA foreign_keys = ON"])
-def test_what_would_last_from_call_to_call_is_refused(data_dir: Path, source: Path, statement: str) -> None:
+def test_writes_outside_the_state_are_refused(data_dir: Path, source: Path, statement: str) -> None:
+    """What would last from call to call without being part of the state is refused."""
+
     async def test(_driver: Driver, sandbox: Sandbox) -> None:
         said = await ask(sandbox, statement, database="app")
         assert said.error is not None
@@ -132,7 +136,8 @@ def test_hostile_statements_reach_nothing(data_dir: Path, source: Path) -> None:
     local(data_dir / "hostile", spec_of(source), test)
 
 
-def test_the_content_of_the_source_names_the_root_state(data_dir: Path, source: Path) -> None:
+def test_source_content_names_the_root_state(data_dir: Path, source: Path) -> None:
+    """The content of the source names the root state."""
     require_sandboxes()
 
     async def go() -> None:
