@@ -112,7 +112,7 @@ class SnapshotCache:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of the snapshots that hold live processes."""
-        # Counted anew on each use: there are few snapshots with processes, and a second total could drift from the
+        # Counted on each use: there are few snapshots with processes, and a second total could drift from the
         # store's.
         return sum(snapshot.size_bytes for snapshot in self._store if snapshot.kind == "processes")
 

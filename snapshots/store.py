@@ -136,7 +136,7 @@ def _read(directory: Path) -> Snapshot | None:
     """Return the snapshot in a directory; None if it is half written or damaged."""
     try:
         return _snapshot(directory.name, orjson.loads((directory / _MANIFEST).read_bytes()))
-    # A newer version may have written other members; such a snapshot is unusable here and removed.
+    # A manifest of another version may lack members; such a snapshot is unusable here and is removed.
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 

@@ -181,7 +181,7 @@ class Dispatch:
             # A second first call may wait in this rollout meanwhile; the last of them ends it.
             if not rollout.waiting:
                 await engine.tasks.finish(rollout)
-        # A private answer holds for one rollout only (the server asked its client something, for example).
+        # A private answer holds for one rollout only (the server made a request of its client, for example).
         if not answer.record.private:
             self._constants[key] = answer
         await self._send(answer, exchange)
@@ -194,7 +194,7 @@ class Dispatch:
             case Close():
                 rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
                 if rollout is not None:
-                    # The call in flight ends first. Otherwise its sandbox would be closed or given away under it.
+                    # The call in flight ends first: its step belongs to the rollout that is about to end.
                     await tasks.finish_in_turn(rollout)
                 await exchange.local(meaning.answer)
             case Cancel():

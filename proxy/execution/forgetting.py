@@ -1,12 +1,7 @@
 """Removes what is known: nodes and tasks for good on request, and unused tasks from memory alone.
 
 Forgetting a node means that no rollout is answered from it or from anything below it again. Rollouts that are there
-now cannot be moved, so they go on:
-
-1. The record that leads to the node is set aside, with the reason `FORGOTTEN`. No other rollout comes there any more.
-2. Everything below the node is deleted, except for the paths to the nodes where rollouts are. Their sandboxes can be
-   restored along these paths, also after a restart.
-3. When the last of those rollouts has ended, the background sweep deletes the rest.
+now cannot be moved, so they go on: their paths stay until they end. The three steps are numbered below.
 """
 
 import time
@@ -89,7 +84,8 @@ class Forgetting:
         # between leaves too much on disk, never a path with a gap.
         if staying and node.origin is not None:
             self._store.records.save_set_aside(tree.set_aside(node.origin, FORGOTTEN))
-            # 2. Everything but the paths to the nodes where rollouts are goes now.
+            # 2. Everything below goes now, except for the paths to the nodes where rollouts are. Their sandboxes can be
+            # restored along these paths, also after a restart.
             await self._delete_but_paths(tree, node, {rollout.node for rollout in staying})
         elif not node.detached:
             await self._delete(tree, node)
@@ -100,7 +96,8 @@ class Forgetting:
         """Delete what was kept for rollouts that have ended since; return how many nodes were deleted."""
         deleted = 0
         for tree in self._trees:
-            # 3. The tops of forgotten parts: the node on which `forget` was requested, and not what came from it.
+            # 3. When the last rollout has ended, the rest goes. The tops of forgotten parts: the node on which `forget`
+            # was requested, and not what came from it.
             tops = [record.target for record in tree.aside if record.target.diverged == FORGOTTEN]
             for top in [top for top in tops if top.origin is not None and top.origin in tree.aside]:
                 # An earlier round of this loop deleted it together with a node above.

@@ -48,7 +48,7 @@ class OpenTrees:
         if tree is None:
             tree = self._keep(self._store.open(task, key, spec))
         if spec.shared:
-            # The store remembers who shares a tree, so that deleting one of the tasks keeps it.
+            # The store remembers which tasks share a tree, so that deleting one of the tasks keeps it.
             self._store.share(task, tree.id)
             # Specs with one root key may name their databases at different addresses; the newest one surely works.
             tree.spec = spec

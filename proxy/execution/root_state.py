@@ -37,5 +37,5 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> str:
         rules = identity(spec)
     except RulesError as error:
         raise SpecError(str(error)) from error
-    # The driver may have to read files or ask a container engine: it awaits, so callers look again afterwards.
+    # The driver may have to read files or query a container engine: it awaits, so callers look again afterwards.
     return root_key(canonical_json(spec.root()), await driver.identity(spec) + rules)

@@ -262,7 +262,7 @@ class Tasks:
 
     async def finish_in_turn(self, rollout: Rollout) -> None:
         """End a rollout after its call in flight, if it has not ended by then."""
-        # In turn: without `hold`, a call in flight would be given a sandbox that is being closed.
+        # In turn: a call in flight would otherwise take its step in a rollout that has ended.
         async with self._order.hold(rollout):
             if not rollout.finished:
                 await self.finish(rollout)

@@ -155,7 +155,7 @@ class McpCalls:
         # The progress token is always there, so that a server sees the same bytes whichever client asks.
         params["_meta"] = {**params.get("_meta", {}), "progressToken": PROGRESS_TOKEN}
         try:
-            # From here every error ends the call at the supervisor too, with the server's log.
+            # From here each failure of the server ends the call at the supervisor too, which brings the server's log.
             async with self._servers.conversation(order.name):
                 # Over HTTP a server that was started by something else has no session of ours either.
                 if connected.message.fresh or (server.url is not None and not connected.message.note):

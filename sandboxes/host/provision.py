@@ -45,8 +45,7 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
         answer = (await sandbox.execute(ToolCall("shell", "put", {"path": path}, text.encode()))).result
         if answer.status >= 400:
             raise SpecError(f"file {path!r} cannot be written: {orjson.loads(answer.body)['detail']}")
-    # Each command in the same session, so that `cd` and variables of one do not surprise: the directory is set
-    # anew.
+    # All commands share a session, so a `cd` of an earlier one must not decide where a later one runs.
     for command in spec.setup:
         await _must(sandbox, spec, command, f"cd -- {quote(spec.workdir)}\n{command}")
 

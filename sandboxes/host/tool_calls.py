@@ -120,7 +120,7 @@ class ToolCalls:
             for fd in connected.fds:
                 os.close(fd)
             return known
-        # The carrier was started anew, so the old end leads nowhere.
+        # The carrier was restarted, so the old end leads nowhere.
         if known is not None:
             known.close()
         # A connection that is neither known nor fresh has come back with a checkpoint: its handshake is over.

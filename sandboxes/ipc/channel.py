@@ -181,7 +181,7 @@ class Channel:
         except OSError as error:
             self.close(f"{error.strerror}")
             return
-        # A stream of length zero is the end: the peer has closed its socket or died, and the kernel closed it.
+        # An empty read is the end: the peer has closed its socket, or it died and the kernel closed the socket.
         if not data:
             self.close("it ended")
             return

@@ -241,7 +241,7 @@ def _union_codec(kinds: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Re
     if len(kinds) == 1:
         read, write = _codec(kinds[0])
         return (lambda value: None if value is None else read(value)), write
-    # None has no op, so it could not be told from a message.
+    # None has no op, by which the codec tells messages apart.
     assert len(kinds) == len(arguments), "a union of messages is not optional"
     by_op = {kind.op: kind for kind in kinds}
 

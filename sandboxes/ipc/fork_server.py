@@ -185,5 +185,5 @@ class ForkServer:
             # It may end by itself between the timeout and the kill.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            # Also after a kill: a process that nobody reaps stays as a zombie.
+            # Also after a kill: a process that is not reaped stays as a zombie.
             await process.wait()

@@ -318,7 +318,7 @@ class ServerConnected(IpcMessage, op="server_connected", descriptors=(1, 2)):
         note: What an earlier call noted about this server process; empty if nothing.
     """
 
-    # The proxy makes the protocol's handshake with a fresh process only.
+    # The proxy makes the protocol's handshake with a fresh process; an older one has had it.
     fresh: bool
     note: str
 

@@ -69,7 +69,7 @@ async def exchange(
         # A large body is still being sent meanwhile: a server that answers while it reads would otherwise wait for
         # us, and we for it.
         while not response.complete:
-            # The limit starts anew with each piece: it bounds the server's silence and not the length of its
+            # The limit restarts with each piece: it bounds the server's silence and not the length of its
             # response.
             async with asyncio.timeout(silence_s):
                 # An empty result is the end of the connection, which frames a response without a length (RFC 9112,

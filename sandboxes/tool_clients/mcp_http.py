@@ -262,7 +262,7 @@ class _SideStreamReader(_ResponseReader):
         if status != 200:
             raise _ResponseComplete
         await super().head(status, headers)
-        # Only now may the request go out: the server has the stream to ask on.
+        # Only now may the request go out: the server has its stream for reverse requests.
         self._opened.set()
 
     async def _handle(self, message: Any) -> None:
