@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -29,7 +29,7 @@ from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Record
 from proxy.ui.columns import TreeColumns, columns_of, tree_columns
-from proxy.ui.lookups import Lookups
+from proxy.ui.lookups import Lookups, PassageView
 
 _LABELS = 500
 """Labels in one response."""
@@ -58,20 +58,6 @@ class LabelView(BaseModel):
     exit_code: int | None
     seconds: float
     hits: int
-
-
-class PassageView(BaseModel):
-    """A rollout that made a call.
-
-    Attributes:
-        rollout: Name of the rollout.
-        turn: Number of the call in the rollout, from 0.
-        outcome: How the call was answered.
-    """
-
-    rollout: str
-    turn: int
-    outcome: Literal["hit", "miss", "wait", "bypass"]
 
 
 class RecordView(BaseModel):
@@ -258,7 +244,7 @@ async def get_call(
         private=recorded.private,
         reproducible=recorded.reproducible,
         answer=await asyncio.to_thread(shown_answer, result),
-        passed=[PassageView(**asdict(passage)) for passage in passed],
+        passed=passed,
     )
 
 

@@ -6,7 +6,9 @@ import sqlite3
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel
 
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
@@ -29,8 +31,7 @@ class Failures:
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
+class PassageView(BaseModel):
     """A rollout that made a call.
 
     Attributes:
@@ -41,7 +42,7 @@ class Passage:
 
     rollout: str
     turn: int
-    outcome: str
+    outcome: Literal["hit", "miss", "wait", "bypass"]
 
 
 class Lookups:
@@ -52,7 +53,7 @@ class Lookups:
         self._failures: dict[int, Failures] = {}
         self._examining = asyncio.Lock()
 
-    async def passages(self, record: int, limit: int) -> list[Passage]:
+    async def passages(self, record: int, limit: int) -> list[PassageView]:
         """Return the rollouts that made a call, the latest first. O(steps of all tasks), without holding the GIL."""
         sql = (
             "SELECT r.name, s.turn, s.outcome FROM steps s JOIN rollouts r ON r.id = s.rollout "
@@ -60,7 +61,10 @@ class Lookups:
         )
         read = partial(_all, sql=sql, values=(record, limit))
         rows = await asyncio.to_thread(self._store.database.read_apart, read)
-        return [Passage(name, turn, Outcome(outcome).name.lower()) for name, turn, outcome in rows]
+        return [
+            PassageView.model_validate({"rollout": name, "turn": turn, "outcome": Outcome(outcome).name.lower()})
+            for name, turn, outcome in rows
+        ]
 
     async def failures(self, tree: int) -> Failures:
         """Return the failed calls of a tree. Only records since the last request are examined, at 10 µs each."""

@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.local.bases import Base, Bases
-from sandboxes.local.machine import START_S, Machine
+from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.open_sandboxes import OpenSandboxes
@@ -257,32 +256,27 @@ class LocalDriver:
             SpecError: The base cannot run a shell.
             SandboxError: The machine failed.
         """
-        launch = partial(self._launch_once, spec, base, root, layers, state, images=images, seals=seals)
+
+        def make(spare: Spare) -> LocalSandbox:
+            return LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
+
         try:
-            return await launch()
+            return await self._launch_once(make, state, images)
         except SandboxError:
             if not self.machine.launcher.has_died:
                 raise
         # The launcher died and took its spares along, which shows only now. The next spare has another launcher.
-        return await launch()
+        return await self._launch_once(make, state, images)
 
     async def _launch_once(
-        self,
-        spec: EnvironmentSpec,
-        base: Base,
-        root: RootLayers,
-        layers: tuple[str, ...],
-        state: dict[str, Any],
-        *,
-        images: str | None,
-        seals: bool,
+        self, make: Callable[[Spare], LocalSandbox], state: dict[str, Any], images: str | None
     ) -> LocalSandbox:
         try:
             async with asyncio.timeout(START_S):
                 spare = await self.machine.spare()
         except (ChannelClosedError, TimeoutError, OSError) as error:
             raise SandboxError(f"a sandbox could not be started: {error}") from error
-        sandbox = LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
+        sandbox = make(spare)
         # Known before `begin`: `aclose` and `collect` must see a sandbox that is still starting.
         self.sandboxes.add(sandbox)
         try:
