@@ -1,6 +1,7 @@
 """Sandboxes run tool calls: the driver contract, its values, and one package for each driver.
 
 Process: the proxy.
+May import: nothing.
 """
 
 import os.path

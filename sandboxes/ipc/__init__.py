@@ -1,4 +1,5 @@
 """Messages between our processes: frames and file descriptors over a Unix socket.
 
 Process: all of ours.
+May import: sandboxes.
 """

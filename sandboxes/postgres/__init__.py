@@ -1,4 +1,5 @@
 """The `postgres` driver: a private clone of a PostgreSQL database for each sandbox.
 
 Process: the proxy; `worker_engine` runs in the worker processes.
+May import: sandboxes, sandboxes.ipc, sandboxes.linux, sandboxes.sql, sandboxes.workers.
 """

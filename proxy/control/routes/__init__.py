@@ -1,4 +1,6 @@
 """The REST routes, one module for each resource.
 
 Process: the proxy.
+May import: proxy, proxy.audit, proxy.control, proxy.control.views, proxy.dialects, proxy.http, proxy.storage,
+proxy.tree, snapshots, sandboxes, sandboxes.video.
 """

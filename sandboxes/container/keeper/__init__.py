@@ -3,4 +3,5 @@
 Standard library only, no event loop.
 
 Process: the keeper beside each container, forked from the launcher.
+May import: sandboxes, sandboxes.container, sandboxes.guest, sandboxes.guest.files, sandboxes.ipc, sandboxes.linux.
 """

@@ -1,0 +1,143 @@
+"""The rooms of the code are what their `__init__` docstrings and docs/architecture.md say.
+
+A room is a package. Its docstring says what it is for, in which process it runs, and which rooms it imports.
+`python -m tests.test_rooms` writes the imports into the docstrings, and the table into the page.
+"""
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = REPOSITORY / "docs" / "architecture.md"
+TOPS = ("proxy", "snapshots", "sandboxes")
+BEGIN, END = "<!-- rooms -->\n", "<!-- /rooms -->"
+MAX_MODULES = 20
+"""The largest number of modules in one room. A room with more is a drawer: nobody finds anything in it."""
+_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Room:
+    """One package.
+
+    Attributes:
+        name: Dotted, such as `proxy.tree`.
+        purpose: The first paragraph of its docstring, and the second where there is one, as one line.
+        process: The process that it runs in.
+        imports: The rooms that it may import, as its docstring lists them.
+    """
+
+    name: str
+    purpose: str
+    process: str
+    imports: tuple[str, ...]
+
+    @property
+    def row(self) -> str:
+        """The room's line in the page's table."""
+        path = self.name.replace(".", "/")
+        imports = ", ".join(f"`{name}`" for name in self.imports) or "nothing"
+        return f"| [`{path}/`](../{path}/) | {self.purpose} | {self.process} | {imports} |"
+
+
+def folders() -> Iterator[Path]:
+    """Yield the folder of each room, the outer ones first."""
+    for top in TOPS:
+        yield from sorted(path.parent for path in (REPOSITORY / top).rglob("__init__.py"))
+
+
+def name_of(folder: Path) -> str:
+    return ".".join(folder.relative_to(REPOSITORY).parts)
+
+
+def room_of(folder: Path) -> Room:
+    """Read a room's docstring."""
+    doc = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    purpose, _, rest = doc.partition("\n\nProcess: ")
+    process, _, imports = rest.partition("\nMay import: ")
+    listed = tuple(re.findall(r"[a-z0-9_.]*[a-z0-9_]", imports.replace("nothing", "")))
+    return Room(name_of(folder), " ".join(purpose.split()), " ".join(process.split()).rstrip("."), listed)
+
+
+def imported_by(folder: Path, rooms: set[str]) -> tuple[str, ...]:
+    """Return the other rooms that the modules of a room import, as their sources say; tests of types included."""
+    found: set[str] = set()
+    for module in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                parts = target.split(".")
+                prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+                room = next((prefix for prefix in prefixes if prefix in rooms), None)
+                if room is not None and room != name_of(folder):
+                    found.add(room)
+    return tuple(sorted(found, key=lambda name: (TOPS.index(name.partition(".")[0]), name)))
+
+
+def rooms() -> list[Room]:
+    return [room_of(folder) for folder in folders()]
+
+
+@pytest.mark.parametrize("room", rooms(), ids=lambda room: room.name)
+def test_docstring_says_purpose_process_and_imports(room: Room) -> None:
+    assert room.purpose.endswith(".")
+    assert room.process
+    assert room.imports == imported_by(REPOSITORY / room.name.replace(".", "/"), {other.name for other in rooms()})
+
+
+def test_page_shows_the_docstrings() -> None:
+    assert PAGE.read_text().partition(BEGIN)[2].partition(END)[0] == table()
+
+
+@pytest.mark.parametrize("folder", list(folders()), ids=name_of)
+def test_room_is_no_drawer(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= MAX_MODULES + 1  # its `__init__` is no module of its own
+
+
+def test_pages_that_sources_name_exist() -> None:
+    """A docstring that names a page, a test or a benchmark leads there."""
+    missing = [
+        f"{path.relative_to(REPOSITORY)} names {page}"
+        for top in TOPS
+        for path in sorted((REPOSITORY / top).rglob("*.py"))
+        for page in re.findall(r"\b(?:docs|tests|bench|examples)/[\w./-]+\.(?:md|py)\b", path.read_text())
+        if not (REPOSITORY / page).exists()
+    ]
+    assert missing == []
+
+
+def table() -> str:
+    lines = ["| Room | What it is for | Process | Imports |", "|---|---|---|---|", *(room.row for room in rooms())]
+    return "\n".join(lines) + "\n"
+
+
+def write() -> None:
+    """Write what the sources import into the docstrings, then the table into the page."""
+    names = {room.name for room in rooms()}
+    for folder in folders():
+        path = folder / "__init__.py"
+        imports = ", ".join(imported_by(folder, names)) or "nothing"
+        line = textwrap.fill(f"May import: {imports}.", _WIDTH, break_on_hyphens=False)
+        old = path.read_text()
+        doc = ast.get_docstring(ast.parse(old), clean=False)
+        assert doc is not None, path
+        kept = re.split(r"\nMay import: ", doc)[0].rstrip()
+        path.write_text(old.replace(doc, f"{kept}\n{line}\n", 1))
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    write()
