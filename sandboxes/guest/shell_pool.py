@@ -170,11 +170,6 @@ class Shells(ABC):
         """The processes that are ours and not the agent's."""
         return {shell.pid for shell in self} | self.anchor_pids
 
-    @property
-    def arriving(self) -> bool:
-        """Whether a shell was started whose first dump has not come yet."""
-        return any(shell.baseline is None for shell in self)
-
     def holding(self) -> list[Shell]:
         """Return the idle shells that hold more descriptors than when they were new."""
         holding = []

@@ -81,7 +81,7 @@ class Survivors:
         while True:
             others = self._others()
             unknown = others - self.now
-            if unknown and self._shells.arriving:
+            if unknown and any(shell.baseline is None for shell in self._shells):
                 # A shell that is still starting has children of its own, which are not the agent's.
                 self._shells.ready_all()
                 continue
