@@ -62,7 +62,9 @@ def room_of(folder: Path) -> Room:
     purpose, _, rest = doc.partition("\n\nProcess: ")
     process, _, imports = rest.partition("\nMay import: ")
     listed = tuple(re.findall(r"[a-z0-9_.]*[a-z0-9_]", imports.replace("nothing", "")))
-    return Room(name_of(folder), " ".join(purpose.split()), " ".join(process.split()).rstrip("."), listed)
+    return Room(
+        name_of(folder), " ".join(purpose.split()), " ".join(process.partition("\n\n")[0].split()).rstrip("."), listed
+    )
 
 
 def imported_by(folder: Path, rooms: set[str]) -> tuple[str, ...]:
