@@ -310,7 +310,7 @@ def test_commands_reach_every_tree(proxy: Running, tmp_path: Path) -> None:
     ).output  # fmt: skip
     assert "recorded" not in typed(proxy, "verify", "typed", "--root", other, "--all")
     typed(proxy, "export", "typed", str(tmp_path / "f"), "--root", other_root)
-    assert "the tree of rollouts that ask for its environment" in typed(proxy, "import", str(tmp_path / "f"), "copied")
+    assert "for rollouts that request its environment" in typed(proxy, "import", str(tmp_path / "f"), "copied")
 
 
 def test_title_has_no_values_of_variables() -> None:
