@@ -36,7 +36,7 @@ class HitPath:
         apis: Names of endpoints that are whole APIs and no dialects; their requests take the regular path.
     """
 
-    def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str] = frozenset()) -> None:
+    def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str]) -> None:
         self._engine, self._addressing = engine, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
         self._answers, self._rollouts = engine.answers, engine.tasks.rollouts

@@ -40,7 +40,7 @@ Between the proxy and a container's keeper only:
 | copy | proxy | copied_state | |
 | dump | proxy | done | CRIU's files |
 
-Between the proxy and a launcher (of pid 1s, or of keepers), and whoever runs CRIU:
+Between the proxy and a launcher (of pid 1s, or of keepers), and the process that runs CRIU:
 
 | op | sent by | answer | descriptors |
 |---|---|---|---|

@@ -82,8 +82,8 @@ class Roster:
     def find(self, position: Hashable, owner: int | None, *, shared: bool) -> Slot | None:
         """Return the sandbox at a position that a rollout should use, or None.
 
-        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for, whoever
-        owns it: once it is frozen, its state exists as a snapshot too.
+        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for,
+        whatever its owner: once it is frozen, its state exists as a snapshot too.
 
         Args:
             position: Where the sandbox must be.
