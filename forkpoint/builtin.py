@@ -20,21 +20,23 @@ def local_driver(context: DriverContext) -> "Driver":
     """Return the driver of namespaces and overlay layers on this machine."""
     from sandboxes.local.driver import LocalDriver
 
-    return LocalDriver(context.directory, context.checkpointer())
+    return LocalDriver(context.directory, context.checkpointer(), context.sources)
 
 
 def container_driver(context: DriverContext) -> "Driver":
     """Return the driver of Docker containers."""
     from sandboxes.container.driver import ContainerDriver
 
-    return ContainerDriver(context.directory, context.checkpointer(outer_session=True), spares=context.spares)
+    return ContainerDriver(
+        context.directory, context.checkpointer(outer_session=True), context.sources, spares=context.spares
+    )
 
 
 def sqlite_driver(context: DriverContext) -> "Driver":
     """Return the driver of SQLite databases."""
     from sandboxes.sqlite.driver import SqliteDriver
 
-    return SqliteDriver(context.directory)
+    return SqliteDriver(context.directory, context.sources)
 
 
 def postgres_driver(context: DriverContext) -> "Driver":
@@ -58,7 +60,7 @@ def video_driver(context: DriverContext) -> "Driver":
     _require("video", "av", "numpy", "PIL")
     from sandboxes.video.driver import VideoDriver
 
-    return VideoDriver(context.directory)
+    return VideoDriver(context.directory, context.sources)
 
 
 def http_driver(context: DriverContext) -> "Driver":

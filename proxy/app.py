@@ -6,6 +6,7 @@ from proxy.logs import setup
 # isort: split
 
 import functools
+import os
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -26,15 +27,18 @@ from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, granted
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import protocol_for, report_responses
+from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.engine import Engine, build_engine
 from proxy.http.browser_guard import BrowserGuard
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.settings import Settings
+from proxy.storage.errors import StoreError
 from proxy.ui.api import PageData, page_data
 from proxy.ui.static_files import page
 from sandboxes.driver import Driver
-from sandboxes.plugins import DriverContext, PluginError, make_driver
+from sandboxes.errors import SandboxError
+from sandboxes.plugins import CheckpointerFactory, DriverContext, PluginError, make_driver, no_checkpointer
 from snapshots.criu.checkpoints import CriuCheckpointer
 
 log = structlog.get_logger()
@@ -56,13 +60,41 @@ def assemble(control: ControlPlane) -> DataPlane:
     return DataPlane(control.engine, BrowserGuard(_behind(control), control.engine.names))
 
 
+class StartError(RuntimeError):
+    """The proxy cannot start. The text says why, and what helps."""
+
+
 def run(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; the calls in flight are answered first."""
+    """Serve until SIGTERM or SIGINT; the calls in flight are answered first.
+
+    Raises:
+        StartError: The port is in use, the data directory belongs to another process, or a driver cannot start.
+    """
     setup(settings.log_level, json=settings.log == "json")
-    listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
-    host, port = listener.getsockname()[:2]
-    log.info("listening", url=f"http://{host}:{port}")
-    server(build(settings)).run(sockets=[listener])
+    try:
+        listener = socket.create_server((settings.host, settings.port), backlog=4096, family=_family(settings.host))
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {settings.host}:{settings.port}: {os.strerror(error.errno or 0)}. Choose another "
+            "--port, or stop the process that uses this one."
+        ) from error
+    with listener:
+        try:
+            application = build(settings)
+        except (StoreError, OSError) as error:
+            raise StartError(str(error)) from error
+        if settings.default_spec.driver == "local" and settings.default_spec.base == "host":
+            log.info(
+                "tasks without a base of their own run on this machine's system (base: host), which is for trying out: "
+                "each change of the machine begins new trees. See docs/tasks.md."
+            )
+        try:
+            server(application).run(sockets=[listener])
+        except SystemExit:
+            # uvicorn exits like this after a start that failed.
+            if not application.engine.lifecycle.start_error:
+                raise
+            raise StartError(application.engine.lifecycle.start_error) from None
 
 
 def server(application: DataPlane) -> uvicorn.Server:
@@ -73,7 +105,7 @@ def server(application: DataPlane) -> uvicorn.Server:
             report_responses(application),
             loop="uvloop",
             http=protocol_for(application),
-            ws="websockets-sansio",
+            ws=BoundedSocketProtocol,
             ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",
             log_config=None,
@@ -96,6 +128,12 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._engine = engine
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or () if self.started else ():
+            host, port = listener.getsockname()[:2]
+            log.info("listening", url=f"http://{host}:{port}")
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.lifecycle.hang_up()
         await super().shutdown(sockets)
@@ -110,9 +148,13 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
     created: dict[str, Driver] = {}
     for name in settings.drivers:
         directory = settings.data / name
-        checkpointer = functools.partial(CriuCheckpointer, directory, images_dir=settings.checkpoint_dir)
+        checkpointer: CheckpointerFactory = no_checkpointer
+        if settings.checkpoints:
+            checkpointer = functools.partial(CriuCheckpointer, directory, images_dir=settings.checkpoint_dir)
         try:
-            created[name] = make_driver(name, DriverContext(directory, checkpointer, spares.get(name, 0)))
+            created[name] = make_driver(
+                name, DriverContext(directory, checkpointer, spares.get(name, 0), settings.source_rules)
+            )
         except PluginError as error:
             raise SystemExit(str(error)) from error
     return created
@@ -123,17 +165,25 @@ def _behind(control: ControlPlane) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await engine.open()
+        try:
+            await engine.open()
+        except (SandboxError, StoreError, OSError) as error:
+            # Foreseen: `run` shows the sentence, and the data plane keeps the traceback away from the log.
+            engine.lifecycle.start_error = str(error)
+            raise
         try:
             yield
         finally:
             await engine.aclose()
+            log.info("stopped")
 
     app = FastAPI(
         title="Forkpoint",
         version=version("forkpoint"),
         summary="A transparent proxy between LLM agents and their tools.",
         lifespan=lifespan,
+        # The framework's pages run scripts of other hosts. `proxy.ui` shows the description with its own files.
+        docs_url=None,
         redoc_url=None,
     )
     app.state.control = control

@@ -5,16 +5,18 @@ The rooms above (endpoints, control plane) read the parts and add their own work
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import structlog
 
 from proxy.audit.auditor import Auditor
+from proxy.audit.prover import Prover
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.restore import Restorer
+from proxy.execution.root_state import RootChanges
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.tasks import Tasks
 from proxy.execution.tracing import Traces
@@ -23,13 +25,15 @@ from proxy.http.access import Access, read_tokens
 from proxy.http.answer_cache import Answers
 from proxy.settings import Settings
 from proxy.step import Step
-from proxy.storage.journal import Journal, JournalEntry
+from proxy.storage.data_dir import make_private
+from proxy.storage.journal import Journal
+from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
 from proxy.transfer.adopt import Adopter
 from proxy.transfer.service import TransferService
 from proxy.tree.task import Walkers
-from proxy.tree.tree import Node
+from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from sandboxes.task_owner import TaskOwner
@@ -72,6 +76,7 @@ class Lifecycle:
         background: Repeated while the engine is open. Rooms append their work before `Engine.open`.
         at_hang_up: Called when the server stops accepting requests; each ends streams that would never end.
         before_close: Awaited first when the engine closes; each ends what a protocol has in flight.
+        start_error: Why the engine could not open, if the reason was foreseen; empty otherwise.
     """
 
     ready: bool = False
@@ -79,6 +84,7 @@ class Lifecycle:
     background: list[BackgroundWork] = field(default_factory=list)
     at_hang_up: list[Callable[[], None]] = field(default_factory=list)
     before_close: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    start_error: str = ""
     _running: TaskOwner = field(default_factory=TaskOwner)
 
     def start(self, failed: Callable[[str, Exception], None]) -> None:
@@ -132,6 +138,7 @@ class Engine:
         forgetting: Deletes nodes and tasks.
         audit: Runs recorded calls again.
         transfer: Exports and imports trees.
+        roots: Knows which trees are what their specs mean now.
         lifecycle: What happens when the engine opens and closes.
     """
 
@@ -158,6 +165,7 @@ class Engine:
     forgetting: Forgetting
     audit: Auditor
     transfer: TransferService
+    roots: RootChanges
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
 
     @property
@@ -177,21 +185,42 @@ class Engine:
         for driver in self.drivers.values():
             await driver.open()
         self.transfer.open()
-        steps, snapshots = self.journal.open(), self.snapshots.open()
+        recovery, snapshots = self.journal.open(), self.snapshots.open()
+        for damage in recovery.damage:
+            self.counts.failure("damaged-journal")
+            log.error("the journal is damaged: its rollouts are refused from now on", damage=damage)
         await self.evict_snapshots()
         self.lifecycle.background += [
             BackgroundWork("fold", _FOLD_EVERY_S, self.journal.trickle),
             BackgroundWork("sweep", _SWEEP_EVERY_S, self._sweep),
             BackgroundWork("warm", 0.0, self.warm.work),
             BackgroundWork("audit", _AUDIT_EVERY_S, self.audit.work),
+            BackgroundWork("prove", _AUDIT_EVERY_S, self._prover().work),
         ]
         self.lifecycle.start(self._note_failure)
         self.lifecycle.ready = True
-        log.info("open", data=str(self.settings.data), steps_read_back=steps, snapshots=snapshots)
+        log.info(
+            "open",
+            data=str(self.settings.data),
+            steps_read_back=recovery.steps,
+            snapshots=snapshots,
+            rollouts_lost=recovery.lost,
+        )
 
     async def evict_snapshots(self) -> int:
         """Evict snapshots until their budgets hold, and return how many were evicted."""
-        return await self.cache.fit(self.trees.node, self.snapshot_value.prospect)
+        # Which nodes running rollouts are at is asked of the store for tasks that are not in memory.
+        self.journal.fold()
+        return await self.cache.fit(self.trees.node, self.snapshot_value.prospect, self.forgetting.abandon)
+
+    def _prover(self) -> Prover:
+        def find(tree_id: int, node_id: int) -> tuple[Tree, Node] | None:
+            node = self.trees.node(tree_id, node_id)
+            return None if node is None else (self.trees.load(tree_id), node)
+
+        return Prover(
+            self.restorer, self.cache, self.snapshots.get, find, self.evict_snapshots, lambda: len(self.step.calls)
+        )
 
     async def aclose(self) -> None:
         """Let the calls in flight end, write what is known, and leave no sandbox behind."""
@@ -204,6 +233,8 @@ class Engine:
         # Only now: a call that has ended may have started a capture.
         await self.capture.drain()
         await self.pool.close_where(lambda _: True)
+        self.roots.background.cancel()
+        await self.roots.background.wait()
         for driver in self.drivers.values():
             await driver.aclose()
         if self.traces is not None:
@@ -239,21 +270,27 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
         store.rollouts.fold(steps)
         audit.sample_hits(steps)
 
+    def stored_positions(tree: int) -> Iterator[Node]:
+        nodes = (trees.node(tree, number) for number in store.rollouts.positions(tree))
+        return (node for node in nodes if node is not None)
+
     survives_power_loss = settings.durability == "power"
     token = None if settings.token is None else settings.token.get_secret_value()
     access, counts, walkers = Access(read_tokens(token, settings.token_file)), Counters(), Walkers()
+    make_private(settings.data)
     database = settings.data / "forkpoint.sqlite"
     store = Store(database, sync="FULL" if survives_power_loss else "NORMAL", namespace=access.namespace)
-    journal = Journal(settings.data / "journal", fold, sync=survives_power_loss)
+    journal = Journal(settings.data / "journal", fold, store.rollouts, sync=survives_power_loss)
     snapshots = SnapshotStore(settings.data / "snapshots")
     pool = Pool(budget=settings.max_sandboxes, patience_s=settings.sandbox_patience_s)
     cache = SnapshotCache(
         snapshots, drivers, counts,
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
     )  # fmt: skip
-    snapshot_value = SnapshotValue(cache, counts, walkers)
+    snapshot_value = SnapshotValue(cache, counts, walkers, stored_positions)
     capture = Capture(cache, pool, counts, store.records.save_node)
-    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts)
+    roots = RootChanges(drivers, settings.source_rules, counts)
+    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts, roots)
     warm = WarmForks(
         restorer, pool, cache.costs, counts, walkers,
         max_forks=min(settings.warm_sandboxes, settings.max_sandboxes // 2), idle_s=settings.sandbox_idle_s,
@@ -261,16 +298,17 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
-    executor = Executor(restorer, store.records)
-    step = Step(executor, journal, counts, warm, traces)
+    executor = Executor(restorer, store.records, counts, roots)
+    step = Step(executor, journal, counts, warm, answers.of, traces)
     trees = OpenTrees(store.trees, cache)
     tasks = Tasks(
-        store, journal, trees, pool, drivers, walkers, step.order, settings.default_spec,
+        store, journal, trees, pool, drivers, walkers, step.order, settings.default_spec, roots,
         any_image=settings.any_image,
     )  # fmt: skip
+    step.renew = tasks.renew
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool)
     audit = Auditor(
-        restorer, store, counts, lambda: len(step.calls), trees.get,
+        restorer, store, counts, lambda: len(step.calls), trees.get, roots,
         share=settings.audit_share, quarantine=settings.audit_quarantine,
     )  # fmt: skip
     adopter = Adopter(store, journal, tasks, trees, cache)
@@ -279,7 +317,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
     )
     return Engine(
         settings, drivers, counts, access, store, journal, snapshots, cache, snapshot_value, capture, pool, restorer,
-        warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer,
+        warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
     )  # fmt: skip
 
 

@@ -1,12 +1,28 @@
 """Logs, pretty or as JSON, on stderr. The one door to structlog's configuration."""
 
+import contextlib
+import io
 import logging
 import sys
+from typing import TextIO, cast
 
 from sandboxes.lean_imports import without
 
 with without("rich"):
     import structlog
+
+
+class _BestEffort(io.TextIOBase):
+    """Standard error, whose failures are ignored: a log on a full disk must not turn an answer into an error."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 def setup(level_name: str, *, json: bool) -> None:
@@ -27,7 +43,7 @@ def setup(level_name: str, *, json: bool) -> None:
     structlog.configure(
         processors=[*shared, last],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _BestEffort())),
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -12,6 +12,7 @@ from pydantic_settings import (
 )
 
 from proxy.names import is_loopback
+from sandboxes.sources import SourceRules, malformed_source
 from sandboxes.spec import EnvironmentSpec
 
 
@@ -39,6 +40,10 @@ class Settings(BaseSettings):
     log: Literal["pretty", "json"] = Field(default="pretty", description="The format of log lines on stderr.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least severe level that is logged."
+    )
+    sources: tuple[str, ...] = Field(
+        default=(),
+        description="What specs of tokens for some tasks may name: directories, prefixes of URLs, env:NAME.",
     )
     drivers: tuple[str, ...] = Field(
         default=("local", "sqlite", "http"),
@@ -74,6 +79,10 @@ class Settings(BaseSettings):
     )
     snapshot_bytes: int = Field(
         default=20 << 30, ge=0, description="Most bytes of snapshots on disk. The least valuable are evicted first."
+    )
+    checkpoints: bool = Field(
+        default=True,
+        description="Whether CRIU saves live processes. If not, states with live processes are reached by replay.",
     )
     checkpoint_dir: Path | None = Field(
         default=None, description="The directory of images of live processes, if not below data. A tmpfs is faster."
@@ -115,6 +124,11 @@ class Settings(BaseSettings):
     max_requests: int = Field(
         default=4096, ge=1, description="Most calls that are answered at once. Further ones get 429."
     )
+    max_connections: int = Field(
+        default=8192,
+        ge=16,
+        description="Most connections at once, below the limit of open files. Further ones close idle ones.",
+    )
     durability: Literal["process", "power"] = Field(
         default="process",
         description="What an answered call survives: process, a kill of the proxy; power, a loss of power too.",
@@ -128,6 +142,22 @@ class Settings(BaseSettings):
                 "token_file (docs/security.md), or listen on 127.0.0.1"
             )
         return self
+
+    @field_validator("sources")
+    @classmethod
+    def _are_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in sources:
+            if malformed_source(entry):
+                raise ValueError(f"{entry!r} is no source: use an absolute path, a URL without a query, or env:NAME")
+        return sources
+
+    @property
+    def source_rules(self) -> SourceRules:
+        """What specs may name, and which files of this proxy none may reach."""
+        # A TOML file may hold the token.
+        files = (self.data, self.token_file, self.checkpoint_dir, self.model_config.get("toml_file"))
+        private = (Path(file).resolve() for file in files if isinstance(file, str | Path))
+        return SourceRules(tuple(private), self.sources)
 
     @classmethod
     def load(cls, config: Path | None = None, **options: object) -> "Settings":

@@ -1,7 +1,7 @@
 """The product on one screen: how a tool call is answered.
 
-1. Hit. The tree has a record of the call at the rollout's node. `known` writes the step to the journal and returns the
-   record, without an `await` and without a sandbox.
+1. Hit. The tree has a record of the call at the rollout's node. Its answer is read first, so that a step is never
+   taken for an answer that cannot be sent. Then `take` writes the step to the journal. Nothing here awaits.
 2. Miss. `run` waits for the rollout's turn and executes the call in a sandbox in the node's state, once for all
    rollouts that make it there (`executor`). The result is recorded before it is answered.
 3. Either way the rollout moves to the record's target node, and `warm` may prepare a sandbox where it is heading.
@@ -9,6 +9,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import structlog
@@ -17,13 +18,16 @@ from structlog.contextvars import bind_contextvars
 from proxy.execution.call_order import CallOrder
 from proxy.execution.errors import RolloutGoneError
 from proxy.execution.executor import AnyCall, Executor
+from proxy.execution.root_state import RootChangedError
 from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import WarmForks
-from proxy.storage.journal import Journal, JournalEntry
+from proxy.storage.errors import DamagedError
+from proxy.storage.journal import Journal
+from proxy.storage.journal_segments import JournalEntry
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.keys import CallKey
-from proxy.tree.polling import key_for
+from proxy.tree.polling import holds, key_for
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record
 from sandboxes.listener import Listener
@@ -45,20 +49,51 @@ class Step:
     """Answers the calls of all rollouts. `order` has each rollout's turns; `calls` are the tasks of calls in flight."""
 
     def __init__(
-        self, executor: Executor, journal: Journal, counts: Counters, warm: WarmForks, traces: Traces | None = None
+        self,
+        executor: Executor,
+        journal: Journal,
+        counts: Counters,
+        warm: WarmForks,
+        read: Callable[[Record], object],
+        traces: Traces | None = None,
     ) -> None:
-        self._executor, self._journal, self._counts, self._warm, self._traces = executor, journal, counts, warm, traces
-        self.order, self.calls = CallOrder(), TaskOwner()
+        """Create the step of all rollouts.
 
-    def known(self, rollout: Rollout, key: CallKey) -> Record | None:
-        """Answer a call from the tree and take the step, or return None. O(1): about 2 us with the journal entry."""
-        if self.order.busy(rollout) or not rollout.cached:
+        Args:
+            executor: Runs the calls that the tree does not know.
+            journal: Takes each step before its answer is sent.
+            counts: Where answers are counted.
+            warm: Is told of each step.
+            read: Reads a record's answer, and raises `DamagedError` if it is not what was written.
+            traces: Exports spans; None if no endpoint is set.
+        """
+        self._executor, self._journal, self._counts, self._warm, self._traces = executor, journal, counts, warm, traces
+        self._read = read
+        self.order, self.calls = CallOrder(), TaskOwner()
+        # Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`.
+        self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
+
+    def find(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
+        """Return the record that answers a call, or None. No step is taken: `take` follows, without an await. O(1)."""
+        if self.order.busy(rollout, but_for=expected) or not rollout.cached:
             return None
-        if rollout.polled_keys or rollout.node.settling:
+        if rollout.node.state is None:
             key = key_for(rollout, key, time.monotonic())
-        record = rollout.node.records.get(key)
-        if record is not None:
-            self._advance(rollout, record, Outcome.HIT)
+        return rollout.node.records.get(key)
+
+    def take(self, rollout: Rollout, record: Record) -> None:
+        """Take the step of a record that `find` returned and whose answer was read. 2 us with the journal."""
+        self._advance(rollout, record, Outcome.HIT)
+
+    def known(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
+        """Answer a call from the tree and take the step, or return None. The answer is in memory then.
+
+        `expected` is 1 for a call that `CallOrder.expect` has noted itself: it does not wait for itself.
+        """
+        record = self.find(rollout, key, expected=expected)
+        if record is None or not self._is_readable(rollout, record):
+            return None
+        self.take(rollout, record)
         return record
 
     async def run(
@@ -99,16 +134,45 @@ class Step:
             bind_contextvars(task=rollout.task, rollout=rollout.name, node=f"n{node.id}")
             if rollout.finished or node.detached:
                 raise RolloutGoneError(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
-            key = key_for(rollout, key, time.monotonic())
-            record, outcome = node.records.get(key), Outcome.HIT
-            if record is None:
+            while True:
+                now = time.monotonic()
+                own = key_for(rollout, key, now)
+                record, outcome = node.records.get(own), Outcome.HIT
+                if record is not None and self._is_readable(rollout, record):
+                    break
                 timing.wait_s = time.perf_counter() - began
-                record, outcome = await self._executor.execute(rollout, node, call, key, timing, listener)
+                try:
+                    record, outcome = await self._executor.execute(rollout, node, call, own, timing, listener)
+                except RootChangedError:
+                    # The base changed after the rollout began. If it has seen nothing yet, it begins with the new one.
+                    if self.renew is None or not await self.renew(rollout):
+                        raise
+                    record, outcome = await self._executor.execute(rollout, rollout.node, call, key, timing, listener)
                 if record is None:
                     return None
+                # The execution that this call joined may be one of a rollout whose processes have another age.
+                if outcome is Outcome.WAIT and not holds(record, rollout, now):
+                    continue
+                # A response that was passed on while it arrived may be too large for the memory, and is not read.
+                if listener is None:
+                    self._read(record)
+                break
             self._advance(rollout, record, outcome, timing)
             log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
         return Answer(record, outcome, timing)
+
+    def _is_readable(self, rollout: Rollout, record: Record) -> bool:
+        """Return whether a record's answer can be read; a damaged one answers no call any more.
+
+        Raises:
+            StoreError: The store cannot be read now. No step was taken, so the client may send the call again.
+        """
+        try:
+            self._read(record)
+        except DamagedError as error:
+            self._executor.discard(rollout.tree, record, str(error))
+            return False
+        return True
 
     def _advance(self, rollout: Rollout, record: Record, outcome: Outcome, timing: Timing | None = None) -> None:
         # The journal comes first: after a crash, the rollout continues where its agent last saw it.

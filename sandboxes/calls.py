@@ -58,15 +58,16 @@ class Execution:
         result: What the tool answered.
         effect: What the call changed.
         seconds: How long the tool took, without restoring the state before or detecting the effects after.
-        state: The state after the call. None if it has no digest: processes are running, or too much changed.
+        state: The state after the call. None if it has no digest: processes are running, or directories are
+            nested too deeply.
         witness: While processes are running: a digest of the files that none of them writes, and of the sessions.
             A replay must reach it, but it does not name a state.
         shareable: False if the result holds for this rollout and moment only, such as a timeout or the time of day.
             It stays in the rollout's own history, and a state that the call made is private.
         restless: While processes are running: files or processes changed lately without a call, so the state may
             differ a moment later.
-        settling: Processes started or ended and may still be starting.
         replay: The call that a replay must run to reach the state, if that is not the call itself.
+        order: The order in which the call wrote files, for `driver.expect_order`; None if there is none.
         is_empty: Nothing happened since the last call, as for a poll without new output. It is not recorded.
     """
 
@@ -77,6 +78,6 @@ class Execution:
     witness: bytes | None = None
     shareable: bool = True
     restless: bool = False
-    settling: bool = False
     replay: ToolCall | None = None
+    order: bytes | None = None
     is_empty: bool = False

@@ -4,7 +4,7 @@ Drivers get a checkpointer from the proxy, so that they do not depend on CRIU. T
 `snapshots.criu.checkpoints.CriuCheckpointer`.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 MappedFiles = dict[str, str]
@@ -13,8 +13,8 @@ MappedFiles = dict[str, str]
 ProgramStarter = Callable[[list[str], list[int]], Awaitable[Any]]
 """Starts the checkpoint program inside a sandbox.
 
-Its arguments are the program's path on the host with the program's own arguments, and the descriptors that
-`sandboxes.guest.criu_launch.operate` takes. The caller keeps the descriptors and closes them.
+Its arguments are the program's own, and descriptors: the `sandboxes.guest.criu_launch.CriuFiles`, and for a restore
+`ns_last_pid` before them. The caller keeps the descriptors and closes them.
 """
 
 FreezeHook = Callable[[MappedFiles], Awaitable[None]]
@@ -51,7 +51,7 @@ class Checkpointer(Protocol):
         Args:
             start: Starts the checkpoint program in the sandbox.
             root_pid: The tree's root, as a pid of the sandbox's namespace.
-            on_frozen: Awaited while the processes are frozen. It may run again if an attempt has to be repeated.
+            on_frozen: Awaited while the processes are frozen.
 
         Returns:
             The new checkpoint's name.
@@ -103,16 +103,3 @@ class NoCheckpointer:
     async def restore(self, name: str, start: ProgramStarter, inherited: Sequence[str]) -> None:
         """Fail: no checkpoint has a name here."""
         raise NotImplementedError
-
-
-def changed_since_mapped(mapped: MappedFiles, delta: Mapping[str, Any] | None) -> str | None:
-    """Return the path of a mapped file that may have been replaced, so that opening it by path would be wrong.
-
-    Args:
-        mapped: The mapped files of the processes.
-        delta: The paths that differ from the base, without their leading slash; None if they are unknown.
-
-    Returns:
-        The first such path, or None if every mapped file is still the one in the base.
-    """
-    return min((path for path in mapped.values() if delta is None or path.lstrip("/") in delta), default=None)

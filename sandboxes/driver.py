@@ -7,7 +7,7 @@ restores states. It knows nothing of trees, rollouts or requests. Optional abili
 All methods are coroutines of one event loop. Blocking work belongs into threads or processes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -110,6 +110,22 @@ listens and diverge. Doubled, each replay of such a call waits up to five second
 
 
 @runtime_checkable
+class WatchingDriver(Protocol):
+    """A driver that notices when something changes that a spec only names, without looking at it again."""
+
+    def unchanged(self, spec: EnvironmentSpec, /) -> Hashable | None:
+        """Return a value that stands for `Driver.identity`, in microseconds and without blocking.
+
+        Args:
+            spec: The environment of a task.
+
+        Returns:
+            Equal values mean equal identities. None: something may have changed, and only `identity` can tell.
+        """
+        ...
+
+
+@runtime_checkable
 class Resting(Protocol):
     """A sandbox in which calls may leave processes running that take a while to start."""
 
@@ -121,6 +137,30 @@ class Resting(Protocol):
                 once the processes count as started (`SETTLE_S`).
         """
         ...
+
+
+@runtime_checkable
+class Ordering(Protocol):
+    """A sandbox that can give what a call writes a recorded order of modification times."""
+
+    async def expect_order(self, order: bytes, /) -> None:
+        """Prepare for a call that is a replay: the files that it writes get times in this order.
+
+        If the call writes other files than the recorded one, their times stay as they are.
+
+        Args:
+            order: `Execution.order` of the recorded call.
+
+        Raises:
+            SandboxError: The sandbox failed and is dead.
+        """
+        ...
+
+
+async def expect_order(sandbox: Sandbox, order: bytes | None) -> None:
+    """Prepare a sandbox for a replay, if it is an `Ordering` one and the recorded call has an order."""
+    if order is not None and isinstance(sandbox, Ordering):
+        await sandbox.expect_order(order)
 
 
 async def rest(sandbox: Sandbox, dwell_s: float) -> None:

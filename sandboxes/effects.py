@@ -36,8 +36,8 @@ class StateDigest:
     Attributes:
         exact: Covers content, modes, owners, links, extended attributes, the order of modification times, and the
             sessions. States with equal `exact` digests are one node of the tree.
-        content: Covers the same without the order of modification times. A replay must reach it. Two files that are
-            written within one tick of the kernel's clock may swap their order from run to run, which is no divergence.
+        content: Covers the same without the order of modification times. Two files that are written within one tick of
+            the kernel's clock may swap their order from run to run. A replay puts the recorded order back.
     """
 
     exact: bytes

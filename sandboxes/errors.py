@@ -26,5 +26,9 @@ class SpecError(ValueError):
     """The environment spec cannot be built: a base does not exist, or a set-up command fails."""
 
 
+class ForbiddenSourceError(SpecError):
+    """The spec names a path, URL or variable that specs, or specs of this client, must not reach."""
+
+
 class NotFreezableError(RuntimeError):
     """This state cannot be frozen now, for example because processes are running. Its path is replayed instead."""

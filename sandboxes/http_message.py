@@ -18,6 +18,12 @@ HOP_BY_HOP = frozenset({
     "transfer-encoding", "upgrade", "http2-settings",
 })  # fmt: skip
 """Headers that concern one connection only (RFC 9110, 7.6.1). Headers named by `Connection` do so too."""
+_OF_THE_ORIGIN = frozenset({
+    "cache-status", "server-timing", "alt-svc", "clear-site-data", "nel", "origin-agent-cluster", "report-to",
+    "reporting-endpoints", "service-worker-allowed", "strict-transport-security",
+})  # fmt: skip
+"""Headers with which a response speaks for its whole origin, or for the proxy. A tool server is neither."""
+_OUR_PREFIXES = ("x-forkpoint-", "access-control-")
 _SET_BY_REQUEST_HEAD = frozenset({"host", "content-length", "expect"})
 """Headers that `request_head` writes itself, or never sends."""
 
@@ -34,6 +40,14 @@ def end_to_end(headers: Iterable[tuple[str, str]], *, without: frozenset[str] = 
     }
     dropped = HOP_BY_HOP | named | without
     return tuple((name, value) for name, value in listed if name.lower() not in dropped)
+
+
+def of_tool_server(headers: Iterable[tuple[str, str]]) -> Headers:
+    """Return the headers of a tool server's response that reach the client: none that only the proxy may set."""
+    return tuple(
+        (name, value) for name, value in end_to_end(headers, without=_OF_THE_ORIGIN)
+        if not name.lower().startswith(_OUR_PREFIXES)
+    )  # fmt: skip
 
 
 def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], host: str, length: int) -> bytes:

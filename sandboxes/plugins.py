@@ -11,13 +11,14 @@ both kinds.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import Driver
+from sandboxes.sources import SourceRules
 
 DRIVERS = "forkpoint.drivers"
 """The group of driver factories: each is called with a `DriverContext` and returns a `Driver`."""
@@ -52,12 +53,15 @@ class DriverContext:
     Attributes:
         directory: The driver's own data directory. It may not exist yet, and nothing else writes to it.
         checkpointer: Makes the checkpointer for drivers that freeze live processes. The proxy gives CRIU's.
+        sources: What specs may name on this machine and elsewhere. A driver that opens a path of a spec checks it
+            again when it does (`SourceRules.real`).
         spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
     """
 
     directory: Path
     checkpointer: CheckpointerFactory = no_checkpointer
     spares: int = 0
+    sources: SourceRules = field(default_factory=SourceRules)
 
 
 DriverFactory = Callable[[DriverContext], Driver]

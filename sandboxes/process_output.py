@@ -22,6 +22,10 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _HEADER = struct.Struct(">BxxxI")
 
 
+class OutputError(ValueError):
+    """The bytes are not the output of a process: cut off, or of another form."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """How a process ended.
@@ -45,11 +49,19 @@ def frame(kind: int, data: bytes) -> bytes:
 
 
 def frames(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield kind and data of each frame of a complete body."""
+    """Yield kind and data of each frame of a complete body.
+
+    Raises:
+        OutputError: The body ends within a frame.
+    """
     at = 0
     while at < len(body):
+        if len(body) - at < _HEADER.size:
+            raise OutputError("the output of a process ends within the header of a frame")
         kind, length = _HEADER.unpack_from(body, at)
         at += _HEADER.size
+        if len(body) - at < length:
+            raise OutputError(f"the output of a process lacks {length - len(body) + at} bytes of a frame")
         yield kind, body[at : at + length]
         at += length
 
@@ -65,12 +77,19 @@ def by_stream(body: bytes) -> bytes:
 
 
 def ending(body: bytes) -> Ending:
-    """Return the ending that the last frame of a body describes."""
-    fields: dict[str, Any] = {}
-    for kind, data in frames(body):
-        if kind == END:
-            fields = json.loads(data)
-    return Ending(fields["exit_code"], fields["timed_out"], fields["truncated"], fields.get("signal", 0))
+    """Return the ending that the last frame of a body describes.
+
+    Raises:
+        OutputError: The body is cut off, or has no ending.
+    """
+    fields: Any = None
+    try:
+        for kind, data in frames(body):
+            if kind == END:
+                fields = json.loads(data)
+        return Ending(fields["exit_code"], fields["timed_out"], fields["truncated"], fields.get("signal", 0))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"the output of a process has no ending: {error!r}") from None
 
 
 class Frames:

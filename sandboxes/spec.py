@@ -121,7 +121,17 @@ class EnvironmentSpec(BaseModel):
         default_factory=dict,
         description="Settings for a driver from another package. They are part of the root state.",
     )
+    confined: bool = Field(
+        default=False,
+        description="Whether paths and URLs must be among the setting `sources`. Always true in the specs of tokens "
+        "that see some tasks only.",
+    )
     limits: Limits = Limits()
+    timeouts: Literal["private", "shared"] = Field(
+        default="private",
+        description="Results of calls that ran out of wall time. private: they are their rollout's own, because they "
+        "depend on how busy the machine was. shared: they are recorded for all rollouts like any result.",
+    )
     merge: Literal["on", "off"] = Field(default="on", description="on: equal states are one node of the tree.")
     cache: Literal["always", "never"] = Field(default="always", description="never: every call runs, for baselines.")
     share: Literal["on", "off"] | None = Field(
@@ -134,6 +144,11 @@ class EnvironmentSpec(BaseModel):
     def shared(self) -> bool:
         """Whether all tasks with this root state share one tree."""
         return self.driver in SHELLLESS_DRIVERS if self.share is None else self.share == "on"
+
+    @property
+    def shares_timeouts(self) -> bool:
+        """Whether a result of a call that ran out of wall time may answer other rollouts."""
+        return self.timeouts == "shared"
 
     @property
     def hosted(self) -> dict[str, Server]:
@@ -176,7 +191,7 @@ class EnvironmentSpec(BaseModel):
 
         The source of a database is left out, because only its content matters. `Driver.identity` covers that content.
         """
-        members = self.model_dump(mode="json", exclude={"share"})
+        members = self.model_dump(mode="json", exclude={"share", "confined"})
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
@@ -184,6 +199,8 @@ class EnvironmentSpec(BaseModel):
             if not members[kind]:
                 # Older versions had no such members. Without empty ones, their trees are found again.
                 del members[kind]
+        if self.timeouts == "private":
+            del members["timeouts"]
         return members
 
     @model_validator(mode="after")

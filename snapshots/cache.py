@@ -2,11 +2,16 @@
 
 A snapshot is attached to its node (1), leased by restores (2), dropped after failures (3), and evicted when one of two
 byte budgets is exceeded (4): one for all snapshots, and one for images of live processes. The steps are numbered below.
+
+An eviction costs time and never an answer. What goes first are snapshots of states that a replay has reached before.
+Then states go at which no rollout is: they are forgotten with their snapshots. Others stay, although they exceed the
+budget (`full`). Beyond a hard bound no further snapshot is taken (`accepts`), and none is given up for another.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import structlog
@@ -14,12 +19,21 @@ import structlog
 from sandboxes.driver import Driver, FrozenState
 from sandboxes.effects import StateDigest
 from sandboxes.errors import SandboxError, StateGoneError
-from snapshots.costs import Costs
-from snapshots.policy import Prospect, victims
+from snapshots.costs import Costs, SnapshotKind
+from snapshots.policy import Prospect, abandoned, unproven, victims
 from snapshots.snapshot import Snapshot, snapshot_kind
 from snapshots.store import SnapshotStore
 
 log = structlog.get_logger()
+
+HARD_SHARE = 1.25
+"""Share of a budget beyond which no snapshot is taken, whatever could still be evicted: the bound on the disk.
+
+Evictions follow freezes by some seconds and proofs by minutes. Nearer to 1, more states go without a snapshot
+meanwhile. Farther from it, the disk must have more room than the budgets say.
+"""
+HARD_BYTES = 256 << 20
+"""Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
 
 
 class StateNode(Protocol):
@@ -82,6 +96,9 @@ class SnapshotCache:
     Attributes:
         costs: By driver, what freezing, restoring, starting and replaying cost here (see `snapshots.costs`).
         used_bytes: Bytes that all snapshots take, as the drivers last counted them, with what was added since.
+        unproven: Names of the snapshots that can be evicted once a replay has reached their states, least value first;
+            as of the last `fit` that found too little to evict.
+        full: Kinds of snapshots whose budget is exceeded by states that cannot be evicted at all.
     """
 
     def __init__(
@@ -106,6 +123,9 @@ class SnapshotCache:
         self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
         self._failures: Counter[str] = Counter()
         self.used_bytes = 0
+        self.unproven: list[str] = []
+        self.full: set[SnapshotKind] = set()
+        self._hopeless: set[str] = set()
         # A tree may be older than the settings that turned its driver off, so any name has costs.
         self.costs = defaultdict(Costs, dict.fromkeys(drivers, Costs()))
 
@@ -121,6 +141,17 @@ class SnapshotCache:
         """Bytes that the budget for all snapshots has left."""
         # Never negative: freezes add to the total before the next `fit` evicts.
         return max(0, self._budget_bytes - self.used_bytes)
+
+    def accepts(self, kind: SnapshotKind) -> bool:
+        """Return whether a further snapshot of this kind may be taken; pins and roots are taken all the same."""
+        # Files count towards the budget for all snapshots, images towards both.
+        if self.used_bytes > _hard_bound(self._budget_bytes):
+            return False
+        return kind == "files" or self.checkpoint_bytes <= _hard_bound(self._checkpoint_bytes)
+
+    def give_up(self, name: str) -> None:
+        """Note that no replay can be made to the state of a snapshot, so that nothing waits for its proof."""
+        self._hopeless.add(name)
 
     @property
     def over_budget(self) -> bool:
@@ -147,8 +178,9 @@ class SnapshotCache:
         """Make a saved snapshot the node's; drop it and return False if the node is forgotten or has one already."""
         # Counted even if it is dropped here: the driver still holds its storage until the next `collect`.
         self.used_bytes += snapshot.size_bytes
-        # During the freeze the node may have been forgotten, or another sandbox at it may have been frozen.
-        if node.detached or node.snapshot is not None:
+        # During the freeze the node may have been forgotten, or another sandbox at it may have been frozen. Between
+        # `save` and this line an eviction may have chosen the snapshot: a node must not name one that is gone.
+        if node.detached or node.snapshot is not None or self._store.get(snapshot.id) is None:
             self._store.drop(snapshot)
             return False
         # 1. A node has at most one snapshot. It holds the id and not the object: the store decides whether it still
@@ -258,40 +290,67 @@ class SnapshotCache:
                 self._store.drop(snapshot)
 
     async def fit(
-        self, find: Callable[[int, int], N | None], prospect: Callable[[Snapshot, N | None], Prospect]
+        self,
+        find: Callable[[int, int], N | None],
+        prospect: Callable[[Snapshot, N | None], Prospect],
+        abandon: Callable[[N], None],
     ) -> int:
         """Evict snapshots until both budgets hold, free what no snapshot uses, and return how many were evicted.
 
         Args:
             find: Returns the node of a tree id and a node id; None if it has been forgotten.
             prospect: Returns what is known of a snapshot's worth at its node.
+            abandon: Forgets a node at which no rollout is, so that none is led there any more.
         """
+        self._hopeless.intersection_update(snapshot.id for snapshot in self._store)
+        unproven_before, self.unproven = self.unproven, []
 
-        def evict(snapshots: list[Snapshot], excess_bytes: int) -> int:
-            # 4. Least value first, until the budget holds. Pinned and leased snapshots, and states that no replay
-            # reaches, are never chosen.
-            chosen = victims([prospect(s, find(s.tree, s.node)) for s in snapshots], excess_bytes=excess_bytes)
+        def evict(kind: SnapshotKind, snapshots: list[Snapshot], excess_bytes: int) -> int:
+            # 4. Least value first, until the budget holds. Pinned and leased snapshots are never chosen.
+            prospects = [self._judged(prospect(s, find(s.tree, s.node))) for s in snapshots] if excess_bytes > 0 else []
+            chosen = victims(prospects, excess_bytes=excess_bytes)
+            waiting = unproven(prospects)
+            if not chosen and not waiting:
+                # Only states without another way are left. Those where no rollout is are forgotten.
+                chosen = abandoned(prospects, excess_bytes=excess_bytes)
+                for name in chosen:
+                    snapshot = self._store.get(name)
+                    node = None if snapshot is None else find(snapshot.tree, snapshot.node)
+                    if node is not None:
+                        abandon(node)
             for name in chosen:
                 self._evict(name, find)
+            if excess_bytes > 0 and not chosen:
+                self.unproven += [name for name in waiting if name not in self.unproven]
+            self._note_full(kind, is_full=excess_bytes > 0 and not chosen and not waiting)
             return len(chosen)
 
         # Images first: evicting them also counts towards the budget for all snapshots.
         # Images share nothing, so their bytes can be summed up without the drivers.
         images = [snapshot for snapshot in self._store if snapshot.kind == "processes"]
-        evicted = evict(images, sum(image.size_bytes for image in images) - self._checkpoint_bytes)
+        evicted = evict("processes", images, sum(image.size_bytes for image in images) - self._checkpoint_bytes)
         self.used_bytes = await self._collect()
         # Snapshots share storage, so only the drivers know what an eviction freed: count again after each round.
-        while self.used_bytes > self._budget_bytes:
-            count = evict(list(self._store), self.used_bytes - self._budget_bytes)
-            if not count:
-                log.warning("snapshots exceed their budget, and none may be evicted", bytes=self.used_bytes)
-                # All that remain are pinned, leased, or the only way to their state. The budget gives way, not the
-                # states.
-                break
+        while count := evict("files", list(self._store), self.used_bytes - self._budget_bytes):
             evicted += count
             self.used_bytes = await self._collect()
+        if self.unproven and not unproven_before:
+            log.info("snapshots exceed their budget until replays prove their states", snapshots=len(self.unproven))
         self._counters.evictions += evicted
         return evicted
+
+    def _judged(self, prospect: Prospect) -> Prospect:
+        """Return a prospect with what attempts to prove it have shown."""
+        return replace(prospect, reproducible=False) if prospect.name in self._hopeless else prospect
+
+    def _note_full(self, kind: SnapshotKind, *, is_full: bool) -> None:
+        if is_full and kind not in self.full:
+            log.warning(
+                "states that no replay reaches exceed their budget. Beyond a quarter more none is taken. Raise the "
+                "budget, or end the rollouts that are there.",
+                kind=kind, bytes=self.used_bytes,
+            )  # fmt: skip
+        (self.full.add if is_full else self.full.discard)(kind)
 
     def _evict(self, name: str, find: Callable[[int, int], StateNode | None]) -> None:
         # Another round, or a dropped tree, may have removed the snapshot already.
@@ -308,3 +367,7 @@ class SnapshotCache:
         # Parts of live sandboxes stay as well; the drivers know them.
         parts = [part for snapshot in self._store for part in snapshot.parts]
         return sum([await driver.collect(parts) for driver in self._drivers.values()])
+
+
+def _hard_bound(budget_bytes: int) -> float:
+    return max(HARD_SHARE * budget_bytes, budget_bytes + HARD_BYTES)

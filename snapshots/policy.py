@@ -64,7 +64,9 @@ class Prospect:
         saved_s: Seconds that it saves at each use: the cheapest other way and its risk (`at_stake_s`) less the restore.
         uses: Expected number of uses.
         size_bytes: Bytes that it holds.
-        reproducible: Whether another way reaches the state.
+        reproducible: Whether another way may reach the state: none of its calls is known to diverge.
+        proven: Whether another way is known to reach it: each of its calls has been replayed to its state.
+        occupied: Whether a running rollout is at the state, or at one that came from it.
         held: Why the snapshot must not be evicted ("pinned", "leased"); empty if it may be.
     """
 
@@ -73,6 +75,8 @@ class Prospect:
     uses: float
     size_bytes: int
     reproducible: bool = True
+    proven: bool = True
+    occupied: bool = True
     held: str = ""
 
 
@@ -130,6 +134,8 @@ def why(prospect: Prospect) -> str:
     reasons = [prospect.held] if prospect.held else []
     if not prospect.reproducible:
         reasons.append("the only way back: no replay reaches this state")
+    elif not prospect.proven:
+        reasons.append("no replay has reached this state yet, so it is not evicted")
     reasons.append(f"saves {prospect.saved_s:.3g} s at each use, {prospect.uses:.2g} uses expected")
     return "; ".join(reasons)
 
@@ -137,17 +143,38 @@ def why(prospect: Prospect) -> str:
 def victims(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
     """Return the names of the snapshots to evict, least value first, until `excess_bytes` are freed.
 
-    Snapshots that are held (leased, pinned), or that are the only way to their state, are never among them, even if
-    less is freed then.
+    Snapshots that are held (leased, pinned), or that may be the only way to their state, are never among them, even if
+    less is freed then. An eviction costs time and never an answer, so the other way must have been proven.
     """
+    return _least_valuable((p for p in prospects if p.proven and not p.held), excess_bytes)
+
+
+def abandoned(prospects: Iterable[Prospect], *, excess_bytes: int) -> list[str]:
+    """Return the names of snapshots without another way to give up with their states, until `excess_bytes` are freed.
+
+    Only states at which no rollout is, and from which none went on: a rollout that makes the same calls later runs
+    them again and gets a state of its own. This too costs time and no answer.
+    """
+    chosen = (p for p in prospects if not (p.reproducible or p.occupied or p.held))
+    return _least_valuable(chosen, excess_bytes)
+
+
+def unproven(prospects: Iterable[Prospect]) -> list[str]:
+    """Return the names of the snapshots that could be evicted if a replay reached their states, least value first."""
+    candidates = (p for p in prospects if p.reproducible and not p.proven and not p.held)
+    return [prospect.name for prospect in sorted(candidates, key=_order)]
+
+
+def _order(prospect: Prospect) -> tuple[float, str]:
+    # The name breaks ties, so that two runs over the same prospects choose the same snapshots.
+    return value(prospect), prospect.name
+
+
+def _least_valuable(prospects: Iterable[Prospect], excess_bytes: int) -> list[str]:
     chosen: list[str] = []
-    # The name breaks ties, so that two runs over the same prospects choose the same victims.
-    for prospect in sorted(prospects, key=lambda p: (value(p), p.name)):
+    for prospect in sorted(prospects, key=_order):
         if excess_bytes <= 0:
             break
-        if prospect.held or not prospect.reproducible:
-            # Skipped and not ended: less may be freed than was wanted, which `fit` reports.
-            continue
         chosen.append(prospect.name)
         # An estimate, because parts may be shared. `fit` counts again once the drivers have collected.
         excess_bytes -= prospect.size_bytes

@@ -3,6 +3,9 @@
 A directory without a manifest is half written and is removed at the next start. Layers are written without waiting for
 the disk, so after a reboot no snapshot can be trusted, and all are removed: a lost snapshot costs time, a damaged one a
 wrong answer.
+
+A manifest begins with a line that holds its own digest, and it names the digest of the payload. Both are compared
+whenever they are read.
 """
 
 import contextlib
@@ -10,6 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +42,8 @@ class SnapshotStore:
         self._directory.mkdir(parents=True, exist_ok=True)
         # The kernel makes a new boot id at each start of the machine.
         boot, mark = _boot_id(), self._directory / "boot-id"
-        # Without a mark the directory is new: there is nothing in it to distrust.
-        rebooted = mark.exists() and mark.read_text() != boot
+        # Without a mark the directory is new, or a loss of power took the mark: what is in it is not to be trusted.
+        rebooted = not mark.exists() or mark.read_text() != boot
         for entry in sorted(self._directory.iterdir()):
             if entry == mark:
                 continue
@@ -68,7 +72,7 @@ class SnapshotStore:
         # Random and not counted: a name is never used twice, so nothing stale can be mistaken for this snapshot.
         name = uuid.uuid4().hex
         state = frozen.state
-        manifest = {
+        manifest: dict[str, Any] = {
             "tree": tree,
             "node": node,
             "driver": frozen.driver,
@@ -83,10 +87,13 @@ class SnapshotStore:
         directory = self._directory / name
         directory.mkdir()
         try:
-            (directory / _PAYLOAD).write_bytes(orjson.dumps(frozen.payload))
+            payload = orjson.dumps(frozen.payload)
+            (directory / _PAYLOAD).write_bytes(payload)
+            manifest["payload"] = _digest(payload)
             # Written under another name, so that a kill in the middle leaves no manifest at all.
             draft = directory / _DRAFT
-            draft.write_bytes(orjson.dumps(manifest))
+            body = orjson.dumps(manifest)
+            draft.write_bytes(f"{_digest(body)}\n".encode() + body)
             # The manifest comes last and by a rename: with a manifest a snapshot is whole.
             draft.rename(directory / _MANIFEST)
         # Whatever failed: a directory without a manifest holds its bytes until the next start.
@@ -106,10 +113,13 @@ class SnapshotStore:
             OSError: The machine cannot read it now.
         """
         directory = self._directory / snapshot.id
-        manifest = orjson.loads((directory / _MANIFEST).read_bytes())
+        manifest = _manifest(directory)
         # A state with live processes has no digest.
         state = manifest["state"] and StateDigest(*(bytes.fromhex(digest) for digest in manifest["state"]))
-        payload: dict[str, Any] = orjson.loads((directory / _PAYLOAD).read_bytes())
+        content = (directory / _PAYLOAD).read_bytes()
+        if _digest(content) != manifest["payload"]:
+            raise ValueError("its payload is not what was written")
+        payload: dict[str, Any] = orjson.loads(content)
         return FrozenState(
             snapshot.driver, snapshot.kind, payload, snapshot.size_bytes, state or None, tuple(manifest["parts"])
         )
@@ -135,10 +145,28 @@ class SnapshotStore:
 def _read(directory: Path) -> Snapshot | None:
     """Return the snapshot in a directory; None if it is half written or damaged."""
     try:
-        return _snapshot(directory.name, orjson.loads((directory / _MANIFEST).read_bytes()))
+        return _snapshot(directory.name, _manifest(directory))
     # A manifest of another version may lack members; such a snapshot is unusable here and is removed.
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    """Return a manifest.
+
+    Raises:
+        ValueError: It is not what was written.
+        OSError: It cannot be read.
+    """
+    digest, _, body = (directory / _MANIFEST).read_bytes().partition(b"\n")
+    if digest != _digest(body).encode():
+        raise ValueError("its manifest is not what was written")
+    manifest: dict[str, Any] = orjson.loads(body)
+    return manifest
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:

@@ -35,15 +35,20 @@ LEFT_OUT = {
     "tests/sandboxes/video/": "minutes",
     "tests/test_kill": "minutes",
     "tests/test_machine_faults.py": "minutes",
+    "tests/test_power_cuts.py": "strace",
+    "tests/test_differential.py": "minutes",
+    "tests/test_soak.py": "minutes",
+    "tests/test_compose_run.py": "Docker",
     "tests/test_examples.py": "minutes",
     "tests/test_run.py": "the package index",
+    "tests/sandboxes/test_attacks.py": "minutes",
     "tests/test_wheel.py": "the package index",
 }
 """Prefixes of the tests that only `--all` runs, with what they need. Measured on two cores: the rest takes 70 s."""
 
 LONGEST = (
-    "tests/test_kill_storm.py", "tests/test_kill.py", "tests/agents/", "tests/sandboxes/container/",
-    "tests/proxy/test_transparency", "tests/test_run.py",
+    "tests/test_kill_storm.py", "tests/test_kill.py", "tests/test_differential.py", "tests/agents/",
+    "tests/sandboxes/container/", "tests/proxy/test_transparency", "tests/test_run.py",
 )  # fmt: skip
 """Tests that begin first, so that no worker process waits for them at the end."""
 

@@ -200,7 +200,8 @@ def unnamed(proxy: Proxy) -> list[Path]:
     data = proxy.data / "data"
     named: set[str] = set()
     for manifest in data.glob("snapshots/*/manifest.json"):
-        named |= set(json.loads(manifest.read_bytes())["parts"])
+        # The first line is the digest of the rest.
+        named |= set(json.loads(manifest.read_bytes().partition(b"\n")[2])["parts"])
     for root in data.glob("local/roots/*.json"):
         named |= set(json.loads(root.read_bytes())["layers"])
     kinds = ("local/layers", "local/checkpoints", "container/states", "container/checkpoints")

@@ -151,8 +151,12 @@ class Storm:
             if answer.is_success:
                 return answer
             problem = answer.text
-            self._count(f"{answer.status_code} {answer.json()['type'].rpartition(':')[2]}")
-            if answer.status_code not in _AGAIN:
+            is_problem = answer.headers.get("content-type") == "application/problem+json"
+            kind = answer.json()["type"].rpartition(":")[2] if is_problem else "without problem details"
+            self._count(f"{answer.status_code} {kind}")
+            # The web server's own answer: the proxy had no memory left for one, and may have recorded the call.
+            unsure = not is_problem
+            if is_problem and answer.status_code not in _AGAIN:
                 break
             time.sleep(0.2)
         raise GivenUp(problem)

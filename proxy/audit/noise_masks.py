@@ -1,16 +1,19 @@
 """Noise masks: parts of an answer that an audit does not compare, chosen per task (pure)."""
 
-import re
 from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from proxy.patterns import BytesPattern, bytes_pattern
+
 MaskName = Literal["dates", "pids", "addresses", "temp_names"]
 _MAX_BYTES = 4 << 20
-"""Largest answer that is masked: regular expressions take about a second for this many bytes."""
+"""Largest answer that is masked: the named masks take about a second for this many bytes."""
 _MAX_PATTERN_CHARS = 1000
 """Longest pattern of a task's own."""
+_MAX_STEPS = 2_000
+"""Largest sum of the programs of a task's own patterns: two minutes of a thread for the largest, worst answer."""
 
 KNOWN: dict[MaskName, tuple[str, ...]] = {
     "dates": (
@@ -33,7 +36,7 @@ class Masks(BaseModel):
 
     Attributes:
         masks: Names of built-in masks.
-        patterns: Regular expressions of the task's own, at most 50.
+        patterns: Regular expressions of the task's own, at most 50, in the syntax of RE2.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,21 +50,21 @@ class Masks(BaseModel):
         for pattern in patterns:
             if len(pattern) > _MAX_PATTERN_CHARS:
                 raise ValueError(f"a pattern may have at most {_MAX_PATTERN_CHARS} characters")
-            try:
-                compiled = re.compile(pattern.encode())
-            except (re.error, UnicodeEncodeError, RecursionError, OverflowError) as error:
-                raise ValueError(f"{pattern[:80]!r} is not a valid regular expression: {error}") from None
-            if compiled.match(b"") is not None:
+            # A PatternError is a ValueError, and its text says what to do.
+            if bytes_pattern(pattern).match(b"") is not None:
                 raise ValueError(f"{pattern[:80]!r} matches the empty text, so it would match everywhere")
+        steps = sum(bytes_pattern(pattern).programsize for pattern in patterns)
+        if steps > _MAX_STEPS:
+            raise ValueError(f"the patterns have {steps} steps together, of {_MAX_STEPS}. Use fewer or shorter ones.")
         return patterns
 
-    def expressions(self) -> list[re.Pattern[bytes]]:
+    def expressions(self) -> list[BytesPattern]:
         """Return the patterns of all masks, compiled, the named ones first."""
         named: Iterable[str] = (pattern for name in sorted(set(self.masks)) for pattern in KNOWN[name])
-        return [re.compile(pattern.encode()) for pattern in (*named, *self.patterns)]
+        return [bytes_pattern(pattern) for pattern in (*named, *self.patterns)]
 
 
-def masked(body: bytes, expressions: Iterable[re.Pattern[bytes]]) -> bytes:
+def masked(body: bytes, expressions: Iterable[BytesPattern]) -> bytes:
     """Return an answer's body with each match replaced by the number of its pattern; above 4 MiB it is unchanged."""
     if len(body) > _MAX_BYTES:
         return body

@@ -30,6 +30,8 @@ class ControlClient:
     """The control plane at a base URL, with the token in FORKPOINT_TOKEN if it is set."""
 
     def __init__(self, url: str) -> None:
+        # As typed: `--url 127.0.0.1:8700` means plain HTTP.
+        url = url if "://" in url else f"http://{url}"
         self._url = url
         token = os.environ.get("FORKPOINT_TOKEN")
         headers = {"x-forkpoint-token": token} if token else {}

@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,18 +55,20 @@ class Requirement:
     required: bool = True
 
 
-def check(data_dir: Path) -> list[Requirement]:
+def check(data_dir: Path, *, checkpoints: bool = True) -> list[Requirement]:
     """Check this machine, and run `true` in a real sandbox. Takes 0.1 s, and removes what it created.
 
     Args:
         data_dir: Directory of the store and the snapshots; it need not exist.
+        checkpoints: The setting of this name: whether CRIU is used if it works.
     """
     results = [*_platform()]
     if not all(requirement.ok for requirement in results):
         return results
     results += [_namespaces(), _file_system(data_dir), _cgroups(), _descriptors(), _docker()]
+    results += [*_damage(data_dir), *_host_changes(data_dir)]
     if all(requirement.ok for requirement in results if requirement.required):
-        results += [_trial(data_dir), _criu(), _sqlite(data_dir)]
+        results += [_trial(data_dir), _criu() if checkpoints else _no_checkpoints(), _sqlite(data_dir)]
     return results
 
 
@@ -113,6 +116,23 @@ def _file_system(data_dir: Path) -> Requirement:
     return Requirement("data directory", ok, detail, "Choose a writable directory with free disk space: --data DIR.")
 
 
+def _damage(data_dir: Path) -> Iterator[Requirement]:
+    """Report rollouts that lost their position, and damaged segments of the journal that were set aside."""
+    damaged = sorted(path.name for path in (data_dir / "journal").glob("*.damaged"))
+    lost, store = 0, data_dir / "forkpoint.sqlite"
+    if store.exists():
+        try:
+            with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as connection:
+                query = "SELECT COUNT(*) FROM rollouts WHERE finished = 0 AND lost <> ''"
+                (lost,) = connection.execute(query).fetchone()
+        except sqlite3.Error as error:
+            yield Requirement("store", False, str(error), "Restore the file from a copy.", required=False)
+    if damaged or lost:
+        detail = f"{len(damaged)} damaged journal segments were set aside; {lost} rollouts lost their position"
+        remedy = "Check the disk. End these rollouts (DELETE …/rollouts/{rollout}), then delete journal/*.damaged."
+        yield Requirement("journal", False, detail, remedy, required=False)
+
+
 def _cgroups() -> Requirement:
     groups = Cgroups(f"forkpoint-check-{os.getpid()}")
     groups.open()
@@ -141,6 +161,16 @@ def _descriptors() -> Requirement:
     )
 
 
+def _host_changes(data_dir: Path) -> Iterator[Requirement]:
+    """Report how often the host changed under tasks that have it as their base: each version has a layer of its own."""
+    folder = data_dir / "local" / "bases"
+    versions = [*folder.glob("mask-*"), *folder.glob("host-*")]
+    if versions:
+        detail = f"this machine has changed {len(versions) - 1} times under tasks with base host"
+        remedy = "New rollouts begin new trees then. Give tasks a directory or a tarball as base: docs/tasks.md."
+        yield Requirement("host base", len(versions) == 1, detail, remedy, required=False)
+
+
 def _criu() -> Requirement:
     remedy = (
         "Without CRIU, states with live processes (a server, a REPL) are reached by replaying their calls, which is "
@@ -154,6 +184,11 @@ def _criu() -> Requirement:
     return Requirement(
         "checkpoints", True, "CRIU works: live processes can be checkpointed and restored", "", required=False
     )
+
+
+def _no_checkpoints() -> Requirement:
+    detail = "turned off by the setting checkpoints: states with live processes are reached by replay"
+    return Requirement("checkpoints", True, detail, "", required=False)
 
 
 def _docker() -> Requirement:

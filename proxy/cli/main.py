@@ -1,7 +1,9 @@
 """The command line of `forkpoint`: `serve`, `doctor`, `tree` and `replay`; the other commands are in `commands`."""
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version as distribution_version
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import httpx
 import orjson
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +20,8 @@ from proxy.cli.client import ControlClient, fail, given
 from proxy.cli.commands import DEFAULT_URL, JsonOption, RootOption, UrlOption, add_commands, show
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from proxy.cli.doctor import Requirement
     from proxy.settings import Settings
 
@@ -27,6 +32,9 @@ app = typer.Typer(
     # A traceback with local variables would print what agents sent.
     pretty_exceptions_show_locals=False,
 )
+
+_OTHER_VARIABLES = ("FORKPOINT_URL", "FORKPOINT_NEEDS_", "FORKPOINT_THOROUGH")
+"""Prefixes of variables that the commands and the tests read."""
 
 DataOption = Annotated[
     Path | None, typer.Option("--data", help="Directory of the store and the snapshots.", show_default="forkpoint-data")
@@ -67,15 +75,22 @@ def serve(
 ) -> None:
     """Run the proxy. Settings can also come from FORKPOINT_… variables or from the config file."""
     settings = _settings(config, host=host, port=port, data=data, log=log)
-    from proxy.app import run
+    from proxy.app import StartError, run
     from proxy.cli.doctor import check
 
+    if settings.data.exists() and not settings.data.is_dir():
+        fail(f"--data must name a directory, and {settings.data} is a file.")
+    for unknown, meant in unknown_variables(os.environ):
+        typer.echo(f"{unknown} is no setting and is ignored.{meant and f' Did you mean {meant}?'}", err=True)
     # Only the local driver needs these checks; the container driver checks Docker itself when it opens.
-    requirements = check(settings.data) if "local" in settings.drivers else []
+    requirements = check(settings.data, checkpoints=settings.checkpoints) if "local" in settings.drivers else []
     if not _met(requirements):
         _show(requirements, Console(stderr=True))
         fail("This machine does not meet the requirements of sandboxes, so commands would run unprotected. See above.")
-    run(settings)
+    try:
+        run(settings)
+    except StartError as error:
+        fail(f"The proxy cannot start: {error}")
 
 
 @app.command()
@@ -83,7 +98,8 @@ def doctor(data: DataOption = None) -> None:
     """Check this machine against the requirements of sandboxes, and say how to meet those that it does not."""
     from proxy.cli.doctor import check
 
-    requirements = check(_settings(None, data=data).data)
+    settings = _settings(None, data=data)
+    requirements = check(settings.data, checkpoints=settings.checkpoints)
     _show(requirements, Console())
     if not _met(requirements):
         raise typer.Exit(1)
@@ -170,8 +186,39 @@ def _settings(config: Path | None, **options: object) -> "Settings":
 
     try:
         return Settings.load(config, **options)
+    except ValidationError as error:
+        fail("\n".join(_fault(fault, config, options) for fault in error.errors()))
     except (ValueError, OSError) as error:
         fail(f"The settings are invalid: {error}")
+
+
+def _fault(fault: "ErrorDetails", config: Path | None, options: Mapping[str, object]) -> str:
+    """Return one invalid setting in one line, with where its value comes from."""
+    name = str(fault["loc"][0]) if fault["loc"] else ""
+    if not name:
+        return f"The settings are invalid: {fault['msg'].removeprefix('Value error, ')}."
+    variable = f"FORKPOINT_{name.upper()}"
+    if options.get(name) is not None:
+        source = f"--{name}"
+    elif variable in os.environ:
+        source = variable
+    else:
+        source = str(config)
+    inner = "".join(f".{part}" for part in fault["loc"][1:])
+    value = "" if name == "token" else f", not {fault['input']!r}"
+    return f"The setting {name}{inner} in {source} is invalid: {fault['msg'].removeprefix('Value error, ')}{value}."
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the FORKPOINT_ variables that are no settings, each with the setting that was probably meant, or ""."""
+    from proxy.settings import Settings
+
+    known = [f"FORKPOINT_{name.upper()}" for name in Settings.model_fields]
+    return [
+        (name, next(iter(get_close_matches(name, known, n=1)), ""))
+        for name in sorted(environment)
+        if name.startswith("FORKPOINT_") and not name.startswith(_OTHER_VARIABLES) and name not in known
+    ]
 
 
 def _met(requirements: Sequence["Requirement"]) -> bool:

@@ -34,7 +34,7 @@ def render_rollout(view: Json) -> RenderableType:
         outcome = str(step["outcome"])
         text = "(forgotten)" if step["call"] is None else describe(step["call"])
         table.add_row(
-            Text(str(step["turn"]), style="dim"),
+            Text(str(step["turn"] + 1), style="dim"),
             Text(outcome, style=_STYLES.get(outcome, "")),
             Text(f"{seconds:.2f} s", justify="right"),
             Text("█" * max(1, round(12 * seconds / longest)) if seconds else "", style=_STYLES.get(outcome, "")),

@@ -97,12 +97,8 @@ def _title(node: NodeView) -> Text:
 
 
 def describe(call: Mapping[str, Any]) -> str:
-    """Return a call in one printable line: the shell command, or else the tool and its arguments."""
-    arguments = call.get("arguments") or {}
-    if call.get("endpoint") == "shell" and isinstance(arguments.get("command"), str):
-        return printable(arguments["command"])
-    fields = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return printable(f"{call.get('endpoint')}/{call.get('tool')} {fields}".rstrip())
+    """Return a call in one printable line."""
+    return printable(str(call.get("title", "")))
 
 
 def _marks(node: NodeView) -> Text:

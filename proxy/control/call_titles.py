@@ -19,6 +19,10 @@ def title(call: ToolCall) -> str:
         text = call.arguments.get(member)
         if call.endpoint == endpoint and isinstance(text, str):
             return text
+    if "target" in call.arguments and "headers" in call.arguments:
+        # A request to a tool server: what it says is in its body, and its headers are nearly always the same.
+        body = call.body[:TITLE_CHARS].decode(errors="replace")
+        return f"{call.arguments.get('method', '')} {call.endpoint}{call.arguments['target']} {body}".strip()
     arguments = orjson.dumps(call.arguments).decode() if call.arguments else ""
     return f"{call.endpoint}/{call.tool} {arguments}".rstrip()
 

@@ -43,6 +43,7 @@ class _Totals(Collector):
             ("snapshots_taken", counts.snapshots),
             ("evictions", counts.evictions),
             ("divergences", counts.divergences),
+            ("root_changes", counts.root_changes),
             ("warm_made", counts.warm_made),
             ("warm_used", counts.warm_used),
         ):
@@ -81,6 +82,9 @@ class _Totals(Collector):
             ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
             ("snapshots", len(engine.snapshots)),
             ("snapshot_bytes", engine.cache.used_bytes),
+            ("snapshots_full", len(engine.cache.full)),
+            ("snapshots_unproven", len(engine.cache.unproven)),
+            ("damaged_rows", engine.store.trees.damaged),
             ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
             ("answer_bytes", engine.answers.used_bytes),
             ("answer_budget_bytes", engine.settings.answer_memory_bytes),

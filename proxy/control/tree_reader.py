@@ -80,8 +80,7 @@ class Reader:
 
     def call(self, record: Record) -> CallView:
         """Return the view of a record's call."""
-        call = self._store.records.call(record)
-        return CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments))
+        return CallView.of(self._store.records.call(record))
 
     def steps(self, rollout: int, tree: Tree, *, offset: int, limit: int) -> list[StepView]:
         """Return a page of a rollout's calls, in order.

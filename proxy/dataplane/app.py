@@ -20,14 +20,16 @@ from proxy.dataplane.websockets import Sockets, refuse
 from proxy.engine import Engine
 from proxy.http.access import GRANT
 from proxy.http.address import Address, address_of
-from proxy.http.asgi import AsgiApp, Receive, Scope, Send
-from proxy.http.exchange import Exchange
+from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
+from proxy.http.exchange import EXPECTED, Exchange
 from proxy.http.problems import count_problem, problem_of
 from proxy.http.uploads import ClientDisconnectedError
 from proxy.refusals import RefusalError
+from proxy.tree.rollout import Rollout
 
 log = structlog.get_logger()
 
+_CONTENT_TYPE, _FORM = b"content-type", b"application/x-www-form-urlencoded"
 _AGENTS_PATHS = ("/t/", "/e/", "/ng-rollout/")
 
 
@@ -51,18 +53,21 @@ class DataPlane:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""
-        agents = scope["type"] != "lifespan" and scope["path"].startswith(_AGENTS_PATHS)
         # The server's start and stop (`lifespan`) are no requests: they carry no headers to authorise.
-        refusal = None if scope["type"] == "lifespan" else self._authorise(scope)
+        if scope["type"] == "lifespan":
+            await self._behind(scope, receive, self._without_traceback(send))
+            return
+        agents = scope["path"].startswith(_AGENTS_PATHS)
+        refusal = self._authorise(scope)
         if refusal is None and not agents:
-            await self._behind(scope, receive, send)
+            await self._behind(_as_json(scope), receive, send)
         # A refused WebSocket of the control plane ends here too, so the application behind never sees it.
         elif scope["type"] == "websocket":
             await self._converse(scope, receive, send, refusal)
         elif refusal is not None:
             await self._dispatch.refuse(scope, _address_of(scope), refusal, Exchange(send, receive))
         else:
-            exchange = Exchange(send, receive)
+            exchange = Exchange(send, receive, scope.get(EXPECTED))
             try:
                 await self._dispatch.serve(scope, receive, exchange)
             except ClientDisconnectedError:
@@ -86,10 +91,28 @@ class DataPlane:
             return streaming.known(scope, body)
         return self._hit_path.known(scope, body)
 
+    def expect(self, scope: Scope) -> Rollout | None:
+        """Note a request that the hit path does not answer; see `HitPath.expect`."""
+        return self._hit_path.expect(scope) if self._authorise(scope) is None else None
+
+    def handled(self, rollout: Rollout) -> None:
+        """Note that a request which `expect` noted has been handled."""
+        self.engine.step.order.expected(rollout)
+
     def may_stream(self, scope: Scope) -> bool:
         """Return whether an authorised request may take its connection over as a stream."""
         streaming = self.streaming
         return streaming is not None and streaming.may_stream(scope) and self._authorise(scope) is None
+
+    def _without_traceback(self, send: Send) -> Send:
+        """Return a `send` that leaves out the traceback of a start that failed for a foreseen reason."""
+
+        async def shortened(message: AsgiMessage) -> None:
+            if message["type"] == "lifespan.startup.failed" and self.engine.lifecycle.start_error:
+                message = {"type": message["type"], "message": ""}
+            await send(message)
+
+        return shortened
 
     def _authorise(self, scope: Scope) -> RefusalError | None:
         """Note in the scope what a request may see; return why it may see nothing, or None. Idempotent."""
@@ -136,3 +159,15 @@ def _address_of(scope: Scope) -> Address:
         with suppress(RefusalError):
             return address_of(scope["raw_path"], scope["headers"])
     return Address("", "", "", "")
+
+
+def _as_json(scope: Scope) -> Scope:
+    """Return a request of the control plane whose body counts as JSON although the client named no type.
+
+    `curl -d` says that every body is a form. No route takes forms, and a page of another site that sends one is refused
+    by its Origin before this.
+    """
+    if scope["type"] != "http" or (_CONTENT_TYPE, _FORM) not in scope["headers"]:
+        return scope
+    others = [header for header in scope["headers"] if header[0] != _CONTENT_TYPE]
+    return {**scope, "headers": [*others, (_CONTENT_TYPE, b"application/json")]}

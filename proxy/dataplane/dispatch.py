@@ -6,6 +6,7 @@ names another task than its URL passes `_respond` again, with that task.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from proxy.dialects import dialect_of
 from proxy.dialects.base import Call, Cancel, Close, Local, Meaning, Open
 from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
-from proxy.http.access import ALL, GRANT
+from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import HIT_HEADERS, HIT_STATUS, RawHeaders
 from proxy.http.asgi import Receive, Scope
@@ -54,6 +55,7 @@ class Dispatch:
         self._engine, self._addressing, self._endpoints = engine, addressing, endpoints
         self._answers, self._retries = engine.answers, Retries()
         self._constants: LruCache[tuple[int, CallKey], Answer] = LruCache(MAX_REMEMBERED)
+        self._constant_callers: Counter[int] = Counter()
         self._cancellable: dict[tuple[int, str], ServerEvents] = {}
         self._in_flight = 0
 
@@ -85,6 +87,10 @@ class Dispatch:
             # proxy in front.
             _refuse_smuggling(scope)
             address = self._addressing.address(scope)
+            # Tool servers, in sandboxes and elsewhere, receive headers and targets: none may hold a token of the proxy.
+            access = self._engine.access
+            scope["headers"] = access.without_tokens(scope["headers"])
+            access.refuse_token((scope["raw_path"] + b"?" + scope["query_string"]).decode("latin-1"))
             message, settings = await receive(), self._engine.settings
             # Most bodies are complete in the first message, and need neither a file nor a copy.
             if not message.get("more_body") and len(message.get("body", b"")) <= settings.max_body_bytes:
@@ -127,6 +133,7 @@ class Dispatch:
             await self._respond(scope, await self._routed(address, task, spec), body, exchange, upload)
             return
         meaning = dialect.read(request)
+        _require_own(scope.get(GRANT, ALL), meaning)
         # Before the client's rollout is begun: a list of tools is no step of it.
         if isinstance(meaning, Call) and meaning.constant:
             await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
@@ -174,12 +181,17 @@ class Dispatch:
             await exchange.answer(self._answers.of(answer.record), HIT_HEADERS)
             return
         rollout = await engine.tasks.rollout(task, f"~{call.key.hex()[:32]}")
+        # Counted here and not by `rollout.waiting`: a second first call has found the rollout, but its task has not
+        # run yet, so it does not wait in it yet.
+        self._constant_callers[rollout.id] += 1
         listener = exchange.listener(call)
         try:
             answer = await exchange.until(start(engine.step.run(rollout, call.call, call.key, listener)), call)
         finally:
-            # A second first call may wait in this rollout meanwhile; the last of them ends it.
-            if not rollout.waiting:
+            self._constant_callers[rollout.id] -= 1
+            # The last caller ends the rollout.
+            if not self._constant_callers[rollout.id]:
+                del self._constant_callers[rollout.id]
                 await engine.tasks.finish(rollout)
         # A private answer holds for one rollout only (the server made a request of its client, for example).
         if not answer.record.private:
@@ -196,6 +208,8 @@ class Dispatch:
                 if rollout is not None:
                     # The call in flight ends first: its step belongs to the rollout that is about to end.
                     await tasks.finish_in_turn(rollout)
+                else:
+                    await tasks.dismiss(task, meaning.rollout)
                 await exchange.local(meaning.answer)
             case Cancel():
                 rollout = rollout or tasks.rollouts.get((task, meaning.rollout))
@@ -223,7 +237,7 @@ class Dispatch:
             await exchange.answer(self._answers.of(answer.record), _headers_of(answer))
             return
         # Requests with an ID, or whose body came slowly, were not looked up on the hit path.
-        record = step.known(rollout, call.key)
+        record = step.known(rollout, call.key, expected=int(exchange.expected is rollout))
         if record is not None:
             endpoints[call.call.endpoint][Outcome.HIT] += 1
             self._retries.remember_hit(rollout, call, record)
@@ -261,6 +275,23 @@ class Dispatch:
             # The client may have given the name to a second call meanwhile.
             if self._cancellable.get(key) is events:
                 del self._cancellable[key]
+
+
+def _require_own(grant: Grant, meaning: Meaning) -> None:
+    """Check that a request reaches no other rollout than its token stands for, whatever its body names.
+
+    Raises:
+        RefusalError: 403.
+    """
+    if isinstance(meaning, Local):
+        return
+    grant.require_rollout(meaning.rollout)
+    if isinstance(meaning, Open):
+        if not meaning.rollout:
+            # The new rollout would get a name of the proxy's.
+            grant.require_no_rollout()
+        grant.require_rollout(meaning.parent)
+        _require_own(grant, meaning.then)
 
 
 def _is_forwarded(spec: EnvironmentSpec, endpoint: str) -> bool:

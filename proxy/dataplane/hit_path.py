@@ -37,7 +37,7 @@ class HitPath:
     """
 
     def __init__(self, engine: Engine, addressing: Addressing, apis: frozenset[str]) -> None:
-        self._engine, self._addressing = engine, addressing
+        self._step, self._addressing = engine.step, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
         self._answers, self._rollouts = engine.answers, engine.tasks.rollouts
         self._max_body_bytes = engine.settings.max_body_bytes
@@ -66,23 +66,43 @@ class HitPath:
             log.debug("hit path failed", error=repr(error))
             return None
 
+    def expect(self, scope: Mapping[str, Any]) -> Rollout | None:
+        """Note that a request goes the regular way, so that no later request of its rollout overtakes it.
+
+        Returns:
+            The rollout, for `CallOrder.expected` when the request has been handled; None if the request names none
+            that is known here.
+        """
+        address = self._addressing.remembered(scope)
+        if address is None or address.endpoint in self._apis:
+            return None
+        rollout = self._rollouts.get((address.task, address.rollout))
+        if rollout is not None:
+            self._step.order.expect(rollout)
+        return rollout
+
     def _response(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> bytes | None:
         call = self._meaning(scope, address, body, rollout)
         # A request with an ID may be a retry, a constant call belongs to no rollout, and a routed one to another task.
         if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
             return None
-        # 4. The record at the rollout's node. `known` writes the step to the journal before this response is sent.
-        record = self._engine.step.known(rollout, call.key)
+        # 4. The record at the rollout's node.
+        record = self._step.find(rollout, call.key)
         if record is None:
             return None
-        self._endpoints[call.call.endpoint][Outcome.HIT] += 1
         ready = self._answers.of(record)
         # Most answers are the same bytes for every client, whole response included.
-        if not (ready.has_location or call.bound):
-            return ready.hit
-        # The recorded answer names a URL or a rollout, so this client gets its own form of it.
-        own = client_form(ready, self._addressing.dialect(rollout, address.endpoint), request_of(scope, address, body))
-        return response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)
+        whole = ready.hit
+        if ready.has_location or call.bound:
+            # The recorded answer names a URL or a rollout, so this client gets its own form of it.
+            dialect = self._addressing.dialect(rollout, address.endpoint)
+            own = client_form(ready, dialect, request_of(scope, address, body))
+            whole = response(own.status, raw(own.headers) + ready.headers[ready.own :] + HIT_HEADERS, own.body)
+        # The step comes last: whatever fails above leaves the rollout where its agent saw it. It is in the journal
+        # before the response is sent.
+        self._step.take(rollout, record)
+        self._endpoints[call.call.endpoint][Outcome.HIT] += 1
+        return whole
 
     def _meaning(self, scope: Mapping[str, Any], address: Address, body: bytes, rollout: Rollout) -> Meaning:
         # 2. Endpoint -> `Dialect` of the rollout's tree: how the bytes of a request become a call.

@@ -22,7 +22,7 @@ therefore ignores `close` in READING, where only `HitFirst` closes an idle conne
 import asyncio
 from enum import Enum
 from time import perf_counter
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import httptools
 import uvicorn
@@ -32,10 +32,15 @@ from uvicorn.server import ServerState
 
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
+from proxy.dataplane.connection_limits import ConnectionLimits, Phase, Watch
 from proxy.dataplane.request_reader import RequestReader
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
+from proxy.http.exchange import EXPECTED
 from proxy.telemetry.histogram import Histogram
 from sandboxes.task_owner import TaskOwner
+
+if TYPE_CHECKING:
+    from proxy.tree.rollout import Rollout
 
 MAX_STREAM_REQUEST_BYTES = 32 << 10
 """Limits a request that may take its connection over; the JSON of an exec start has less than 200 bytes."""
@@ -43,10 +48,20 @@ MAX_HELD_BYTES = 64 << 10
 """Limits the bytes of a head that are held until it is complete. uvicorn gets a longer head piece by piece."""
 _CONNECTION = "forkpoint.connection"
 """The key of a connection's `HitFirst` in the `state` of its ASGI scopes."""
-_REFUSAL = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 30\r\n"
-    b"connection: close\r\n\r\nInvalid HTTP request received."
+
+
+def _refusal(status: bytes, text: bytes) -> bytes:
+    """Return a whole response that closes the connection."""
+    head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+    return head % (status, len(text)) + text
+
+
+_REFUSAL = _refusal(b"400 Bad Request", b"Invalid HTTP request received.")
+_TOO_LARGE = _refusal(
+    b"431 Request Header Fields Too Large", b"A request's head may have 64 KiB and 256 headers. Send less."
 )
+_TOO_SLOW = _refusal(b"408 Request Timeout", b"The request took too long to arrive. Send it again, in one go.")
+_CROWDED = _refusal(b"503 Service Unavailable", b"All connections of this proxy are in use (max_connections).")
 
 
 class _State(Enum):
@@ -60,7 +75,10 @@ class _State(Enum):
 
 def protocol_for(data_plane: DataPlane) -> type["HitFirst"]:
     """Return the protocol class of a server whose application is `report_responses(data_plane)`."""
-    members = {"data_plane": data_plane, "hit_s": data_plane.engine.counts.hit_s, "tasks": TaskOwner()}
+    members = {
+        "data_plane": data_plane, "hit_s": data_plane.engine.counts.hit_s, "tasks": TaskOwner(),
+        "limits": ConnectionLimits(data_plane.engine.settings.max_connections),
+    }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
 
 
@@ -73,6 +91,8 @@ def report_responses(application: AsgiApp) -> AsgiApp:
             await application(scope, receive, send)
             return
         connection: HitFirst = scope["state"][_CONNECTION]
+        expected, connection.expected = connection.expected, None
+        scope[EXPECTED] = expected
 
         async def sending(message: AsgiMessage) -> None:
             # Counted after the write, because a connection that is back in READING may write the next hit at once.
@@ -80,7 +100,11 @@ def report_responses(application: AsgiApp) -> AsgiApp:
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 connection.response_ended()
 
-        await application(scope, receive, sending)
+        try:
+            await application(scope, receive, sending)
+        finally:
+            if expected is not None:
+                connection.data_plane.handled(expected)
 
     return reporting
 
@@ -91,6 +115,7 @@ class HitFirst(asyncio.Protocol):
     data_plane: ClassVar[DataPlane]
     hit_s: ClassVar[Histogram]
     tasks: ClassVar[TaskOwner]
+    limits: ClassVar[ConnectionLimits]
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **_: object
@@ -108,6 +133,8 @@ class HitFirst(asyncio.Protocol):
         self._inner: HttpToolsProtocol | None = None
         self._stream: Stream | None = None
         self._stream_is_held = False
+        self.expected: Rollout | None = None
+        self.watch = Watch()
 
     # -- called by the event loop ------------------------------------------------------------------------------------
 
@@ -116,6 +143,10 @@ class HitFirst(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._uvicorn_transport = UvicornTransport(self, self._transport, self._loop)
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        if not self.limits.admit(self, self._loop):
+            self._transport.write(_CROWDED)
+            self._transport.close()
+            return
         # The server calls `shutdown` of what it finds here, and waits until it is gone.
         self._server_state.connections.add(cast("Any", self))
 
@@ -148,6 +179,7 @@ class HitFirst(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        self.limits.discard(self)
         # A stream may wait in `_drain`, and nothing will drain a lost connection.
         self._writable.set()
         if self._stream is not None:
@@ -193,6 +225,46 @@ class HitFirst(asyncio.Protocol):
         self._state = _State.PASSED
         self._leave()
 
+    # -- called by `ConnectionLimits` --------------------------------------------------------------------------------
+
+    def phase(self) -> tuple[Phase, int]:
+        """Return what the client has to do next, and the number of its request; -1 between two requests."""
+        reader = self._reader
+        if self._state is _State.READING and not self._held:
+            return (Phase.BUSY, -1) if reader.ended else (Phase.UNUSED, 0)
+        if self._state is _State.READING and self._body_at is not None:
+            # For the parser, a request that asks for an upgrade ends with its head.
+            return Phase.BODY, reader.begun
+        if self._state in {_State.PASSED, _State.STREAM} or reader.begun == reader.ended:
+            return Phase.BUSY, reader.ended
+        return (Phase.BODY if reader.has_head else Phase.HEAD), reader.begun
+
+    def received_bytes(self) -> int:
+        """Return how many bytes of bodies were received."""
+        return self._reader.received_bytes
+
+    def is_held_up(self) -> bool:
+        """Return whether uvicorn does not read, because the application has not taken what is there."""
+        return self._inner is not None and self._inner.flow is not None and self._inner.flow.read_paused
+
+    def unread_bytes(self) -> int:
+        """Return how many bytes wait for the client to read; 0 for a stream, whose client may take its time."""
+        return 0 if self._state is _State.STREAM else self._transport.get_write_buffer_size()
+
+    def is_closed(self) -> bool:
+        """Return whether the connection is closed."""
+        return self._transport.is_closing()
+
+    def time_out(self) -> None:
+        """Close the connection. A client that has only begun its first request is told why."""
+        if self._state is _State.READING and self._held:
+            self._transport.write(_TOO_SLOW)
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once, whatever is unsent."""
+        self._transport.abort()
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _read(self, data: bytes) -> None:
@@ -211,16 +283,30 @@ class HitFirst(asyncio.Protocol):
         elif scope is not None and unanswered == 1 and self._may_stream(scope):
             self._stream_when_whole(scope)
         elif self._body_at is not None:
-            # A WebSocket, or another upgrade: the parser cannot follow what comes after it.
-            self._serve(_State.PASSED)
+            self._serve_upgrade()
         elif unanswered == 1 and reader.ended == reader.begun:
             if scope is None or not self._answer(scope):
+                # uvicorn makes a task of the request. Until that runs, a hit on another connection must not overtake.
+                self.expected = None if scope is None else self.data_plane.expect(scope)
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
                 self._serve(_State.SERVED)
         elif unanswered > 1 or reader.has_head or len(self._held) > MAX_HELD_BYTES:
             # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a body may
             # come too slowly to hold.
+            self._serve(_State.SERVED)
+
+    def _serve_upgrade(self) -> None:
+        """Give uvicorn a request that asks for another protocol than Docker's streams."""
+        if self._reader.wants_websocket:
+            # The parser cannot follow what comes after the handshake.
+            self._serve(_State.PASSED)
+        elif self._reader.content_length or self._reader.begun - self._answered > 1:
+            # No parser reads a body behind an upgrade.
+            self._refuse()
+        else:
+            # A server may ignore an upgrade (RFC 9110, 7.8), as curl's to HTTP/2.
+            self._held = self._reader.without_upgrade(b"")
             self._serve(_State.SERVED)
 
     def _parse(self, data: bytes) -> bool:
@@ -279,7 +365,10 @@ class HitFirst(asyncio.Protocol):
         try:
             self._reader.feed(data)
         except httptools.HttpParserUpgrade:
-            # The request asks for another protocol: from its head on, the bytes are no longer HTTP.
+            if not self._reader.wants_websocket:
+                self._refuse()
+                return False
+            # From its head on, the bytes are no longer HTTP.
             self._state = _State.PASSED
         except httptools.HttpParserError:
             if self._reader.is_refused:
@@ -291,7 +380,7 @@ class HitFirst(asyncio.Protocol):
 
     def _refuse(self) -> None:
         self._state = _State.PASSED
-        self._transport.write(_REFUSAL)
+        self._transport.write(_TOO_LARGE if self._reader.is_too_large else _REFUSAL)
         self._transport.close()
 
     # -- idle connections --------------------------------------------------------------------------------------------

@@ -6,6 +6,11 @@ import httptools
 
 from proxy.http.asgi import Scope
 
+MAX_HEAD_BYTES = 64 << 10
+"""Limits a request's head, and what a client may send within a body that is no body: trailers, extensions of chunks."""
+MAX_HEADERS = 256
+"""Limits the headers of a request; browsers and agents send less than 40."""
+
 
 class RequestReader:
     """Holds the request that is being read, and counts all requests of its connection.
@@ -18,13 +23,18 @@ class RequestReader:
             no `Expect`. Valid once the head is complete.
         expects_continue: Whether the client sends the body only after a `100 Continue`.
         is_refused: Whether `feed` raised because of a rule of ours; the bytes may be valid HTTP then.
+        is_too_large: Whether the rule of ours was the size of the head.
         keeps_body: Whether the body of the current request is kept in `body`.
+        received_bytes: Bytes of all bodies.
     """
 
     # httptools calls the methods `on_…` from within `feed_data`, so after `feed` the attributes are up to date.
     def __init__(self) -> None:
         self._parser = httptools.HttpRequestParser(self)
-        self.begun = self.ended = 0
+        self.begun = self.ended = self.received_bytes = 0
+        # Bytes since the last that ended a head, belonged to a body, or ended a request.
+        self._fruitless_bytes = 0
+        self.is_too_large = False
         self.has_head = self.is_plain = self.expects_continue = self.is_refused = False
         self.keeps_body = True
         self.url = self.body = b""
@@ -38,7 +48,15 @@ class RequestReader:
                 where its head ends; a body, if it has one, was not read.
             httptools.HttpParserError: The bytes are not HTTP, or `is_refused`.
         """
+        self._fruitless_bytes += len(data)
         self._parser.feed_data(data)
+        # The parser keeps an unfinished header itself, so only the bytes of the connection can be counted.
+        if self._fruitless_bytes > MAX_HEAD_BYTES:
+            self._refuse_size()
+
+    def _refuse_size(self) -> None:
+        self.is_refused = self.is_too_large = True
+        raise httptools.HttpParserError("the head is too large")
 
     def scope(self, scheme: str) -> Scope | None:
         """Return what the hit path reads of an ASGI scope; None for a target that only uvicorn interprets."""
@@ -67,6 +85,11 @@ class RequestReader:
         return b"\r\n".join(lines)
 
     @property
+    def wants_websocket(self) -> bool:
+        """Whether the request asks for the WebSocket protocol."""
+        return any(name == b"upgrade" and value.strip().lower() == b"websocket" for name, value in self.headers)
+
+    @property
     def content_length(self) -> int:
         """The length that the head announces; 0 if it announces none. The parser has checked that it is a number."""
         return int(next((value for name, value in self.headers if name == b"content-length"), b"0"))
@@ -88,6 +111,9 @@ class RequestReader:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header."""
+        if self.has_head:
+            # A trailer (RFC 9110, 6.5) is no header: it must not pass for one.
+            return
         # Field names are case-insensitive (RFC 9110, 5.1), and ASGI promises lower case.
         self.headers.append((name.lower(), value))
 
@@ -103,17 +129,29 @@ class RequestReader:
         if not self.url.startswith(b"/") or version not in ("1.1", "1.0"):
             self.is_refused = True
             raise ValueError("the request line is not one of HTTP/1.1 to an origin server")
+        if len(self.headers) > MAX_HEADERS or self._fruitless_bytes > MAX_HEAD_BYTES:
+            self._require_small_head()
+        self._fruitless_bytes = 0
         self.expects_continue = any(name == b"expect" for name, _ in self.headers)
         keep_alive: bool = self._parser.should_keep_alive()
         self.is_plain = version == "1.1" and keep_alive and not self.expects_continue
         self.has_head = True
 
+    def _require_small_head(self) -> None:
+        """Measure the head itself: the bytes that were counted may hold a part of the body too."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if len(self.headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
+            self._refuse_size()
+
     def on_body(self, body: bytes) -> None:
         """Add a piece of the body."""
+        self._fruitless_bytes = 0
+        self.received_bytes += len(body)
         # uvicorn collects the bodies of its own requests; a second copy of an upload would only cost memory.
         if self.keeps_body:
             self.body += body
 
     def on_message_complete(self) -> None:
         """Count a request that ends."""
+        self._fruitless_bytes = 0
         self.ended += 1

@@ -18,6 +18,7 @@ from proxy.dialects import dialect_of
 from proxy.dialects.base import Call, Close, Local, Open, Request, Response
 from proxy.dialects.rule_based import Declared
 from proxy.engine import Engine
+from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
@@ -34,6 +35,8 @@ log = structlog.get_logger()
 
 MAX_QUEUED = 64
 """Limits the messages of one connection that wait for their turn; beyond it the client's sending is held up."""
+MAX_QUEUED_BYTES = 1 << 20
+"""Limits their bytes, beyond which no further message is read; a message itself may be longer."""
 MAX_TRIES = 3
 """How often a message is tried, each time in another sandbox: on a WebSocket no client retries a failed message."""
 _MAX_REMEMBERED = 8192
@@ -67,6 +70,7 @@ class _Connection:
         address: What the URL names.
         name: The name of the rollout.
         request: The handshake, as a request with the method `WS`.
+        grant: What the client's token may see.
         subprotocols: The subprotocols that the client offered.
         send: Sends an ASGI message to the client.
         numbered: The rollout that got this connection's last message, and the connection's number there.
@@ -76,6 +80,7 @@ class _Connection:
     address: Address
     name: str
     request: Request
+    grant: Grant
     subprotocols: list[str]
     send: Send
     numbered: tuple[int, int] | None = None
@@ -104,15 +109,21 @@ class Sockets:
         await receive()
         try:
             # 1. Before the handshake is accepted, a refusal can still be an HTTP response, which clients show.
-            self._admit(address)
+            self._admit(address, request)
         except Exception as error:  # noqa: BLE001 - every error of a handshake becomes its response
             await refuse(problem_of(error), send)
             return
-        headers = tuple(header for header in request.headers if header[0] not in _HANDSHAKE_HEADERS)
+        # The handshake reaches a server inside the sandbox, so no token of the proxy may be in it.
+        holds_token = self._engine.access.holds_token
+        headers = tuple(
+            (name, value)
+            for name, value in request.headers
+            if name not in _HANDSHAKE_HEADERS and not holds_token(value)
+        )
         # A URL without a rollout gets one under a name of its own, so that the rollout can end with the connection.
         name = address.rollout or secrets.token_hex(12)
         handshake = replace(request, headers=headers, method="WS")
-        connection = _Connection(address, name, handshake, scope["subprotocols"], send)
+        connection = _Connection(address, name, handshake, scope.get(GRANT, ALL), scope["subprotocols"], send)
         # No await between the count and `try`: whatever ends the connection takes it back.
         self._open += 1
         try:
@@ -122,12 +133,14 @@ class Sockets:
             if not address.rollout:
                 await self._finish(self._engine.tasks.rollouts.get((address.task, name)))
 
-    def _admit(self, address: Address) -> None:
+    def _admit(self, address: Address, request: Request) -> None:
         """Check that a connection may be made.
 
         Raises:
-            RefusalError: 429 for too many connections; 400 or 404 for an endpoint without WebSockets.
+            RefusalError: 429 for too many connections; 400 or 404 for an endpoint without WebSockets, or for a target
+                with a token in it.
         """
+        self._engine.access.refuse_token(request.target)
         if self._open >= self._engine.settings.max_requests:
             raise RefusalError(429, "too-many-requests", "more connections are open than max_requests allows.")
         # The task is not opened yet, so a refused handshake writes nothing to the store.
@@ -145,11 +158,19 @@ class Sockets:
         # Bounded: a full queue stops `read`, then the server's buffer fills, then TCP holds the client up.
         queue: asyncio.Queue[AsgiMessage] = asyncio.Queue(MAX_QUEUED)
 
+        waiting_bytes, taken = 0, asyncio.Event()
+
         async def read() -> None:
+            nonlocal waiting_bytes
             # Always wait for the next message: without a reader the server answers no ping either.
             while True:
                 message = await receive()
+                waiting_bytes += _size_of(message)
                 await queue.put(message)
+                # One message may be as large as a body, but not sixty-four.
+                while waiting_bytes > MAX_QUEUED_BYTES and not queue.empty():
+                    taken.clear()
+                    await taken.wait()
                 # The disconnect goes through the queue as well, behind the messages that the client still sent.
                 if message["type"] != "websocket.receive":
                     return
@@ -159,6 +180,8 @@ class Sockets:
             await connection.send(accept)
             # 2. One after the other: the second message is looked up at the node that the first one led to.
             while (message := await queue.get())["type"] == "websocket.receive":
+                waiting_bytes -= _size_of(message)
+                taken.set()
                 await self._handle(connection, message)
         except _CloseConnectionError as close:
             await _send(connection, {"type": "websocket.close", "code": close.code, "reason": close.reason})
@@ -237,6 +260,7 @@ class Sockets:
 
     async def _begin(self, connection: _Connection, meaning: Open) -> Rollout:
         """Begin the rollout that a message opens; a rollout of the same name that has made calls ends before."""
+        connection.grant.require_rollout(meaning.parent)
         tasks, task = self._engine.tasks, connection.address.task
         before = tasks.rollouts.get((task, connection.name))
         # A rollout without calls is still at its start and need not end first.
@@ -327,6 +351,10 @@ class Sockets:
             reason = f"{problem.slug}: {problem.detail}".encode()[:123].decode(errors="ignore")
             raise _CloseConnectionError(code, reason)
         await _send(connection, {"type": "websocket.send", "text": text})
+
+
+def _size_of(message: AsgiMessage) -> int:
+    return len(message.get("text") or message.get("bytes") or b"")
 
 
 async def _send(connection: _Connection, message: AsgiMessage) -> None:

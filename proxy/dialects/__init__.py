@@ -1,7 +1,7 @@
 """Dialects: the bytes of a request become a call, and a result becomes the bytes of a response. Pure.
 
 Process: the proxy.
-May import: proxy, proxy.tree, sandboxes.
+May import: proxy, proxy.tree, sandboxes, sandboxes.tool_clients.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,6 +3,7 @@
 A dialect reads a `Request` and returns its `Meaning`; later it brings a recorded response into the client's form.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -209,3 +210,23 @@ def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int 
     if not isinstance(value, dict):
         raise RefusalError(status, slug, f"the body must be a JSON object.{example}")
     return value
+
+
+def tool_entry(
+    name: str, description: str, properties: Mapping[str, dict[str, Any]], required: Sequence[str], *, reads: bool
+) -> dict[str, Any]:
+    """Return a tool's entry in MCP's `tools/list`.
+
+    Args:
+        name: The tool's name.
+        description: What the tool does, for the model.
+        properties: JSON schemas of its arguments.
+        required: The arguments that must be given.
+        reads: Whether the tool never changes the state.
+    """
+    # Clients that give every argument, such as smolagents, need to know which may be null.
+    schemas = {
+        member: schema if member in required else {**schema, "nullable": True} for member, schema in properties.items()
+    }
+    schema = {"type": "object", "properties": schemas, "required": list(required), "additionalProperties": False}
+    return {"name": name, "description": description, "inputSchema": schema, "annotations": {"readOnlyHint": reads}}

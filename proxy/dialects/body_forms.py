@@ -4,16 +4,21 @@ A form leaves out spelling: the order of JSON members, a multipart boundary, the
 is malformed is identified by the digest of its bytes, so that a mistake here costs a miss and never a wrong hit.
 """
 
+import bz2
+import gzip
 import io
 import json
+import lzma
+import os
 import re
 import tarfile
 import zipfile
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from operator import itemgetter
-from typing import Any
+from typing import IO, Any, cast
 from urllib.parse import parse_qsl
 
 import orjson
@@ -118,7 +123,7 @@ def _zip_members(data: bytes) -> list[list[Any]]:
 def _tar_members(data: bytes) -> list[list[Any]]:
     rows: list[list[Any]] = []
     size = 0
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+    with open_tar(data) as archive:
         for member in archive:
             size += member.size
             _require_small([size])
@@ -127,6 +132,56 @@ def _tar_members(data: bytes) -> list[list[Any]]:
             kind = member.type.decode("latin-1")
             rows.append([member.name, member.mode, kind, member.linkname, member.uname, digest])
     return sorted(rows, key=itemgetter(0))
+
+
+@contextmanager
+def open_tar(data: bytes) -> Iterator[tarfile.TarFile]:
+    """Open a tar archive, compressed or not, from which at most `MAX_UNPACKED_BYTES` are read.
+
+    `tarfile` reads a header with the size that the header claims, and a small compressed body unpacks to any size.
+
+    Raises:
+        tarfile.TarError: The data is no archive.
+        ValueError: It is larger; reading raises this as well.
+        OSError: Its compression is damaged; reading raises this or EOFError as well.
+    """
+    with _decompressed(data) as stream, tarfile.open(fileobj=cast("Any", _BoundedReader(stream)), mode="r:") as archive:
+        try:
+            yield archive
+        # A header that describes the next header makes tarfile call itself, as often as the archive likes.
+        except RecursionError as error:
+            raise ValueError("the archive has too many headers for one member") from error
+
+
+def _decompressed(data: bytes) -> IO[bytes]:
+    source = io.BytesIO(data)
+    if data.startswith(b"\x1f\x8b"):
+        return cast("IO[bytes]", gzip.GzipFile(fileobj=source))
+    if data.startswith(b"BZh"):
+        return cast("IO[bytes]", bz2.BZ2File(source))
+    if data.startswith(b"\xfd7zXZ\0"):
+        return cast("IO[bytes]", lzma.LZMAFile(source))
+    return source
+
+
+class _BoundedReader:
+    """A file of which nothing beyond `MAX_UNPACKED_BYTES` is read."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.tell = file, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """Return bytes from the present position on."""
+        _require_small([self.tell() + (MAX_UNPACKED_BYTES + 1 if size < 0 else size)])
+        try:
+            return self._file.read(size)
+        except (zlib.error, lzma.LZMAError) as error:
+            raise OSError(str(error)) from error
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Go to a position; in a compressed file all before it is unpacked."""
+        _require_small([position])
+        return self._file.seek(position, whence)
 
 
 def _require_small(sizes: Iterable[int]) -> None:

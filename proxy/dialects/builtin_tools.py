@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from proxy.dialects import shell, sql, video
-from proxy.dialects.base import Response
+from proxy.dialects.base import Response, tool_entry
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
@@ -49,14 +49,7 @@ class McpTool:
 
     def listed(self) -> dict[str, Any]:
         """Return the tool's entry in `tools/list`."""
-        schema = {
-            "type": "object",
-            "properties": self.properties,
-            "required": list(self.required),
-            "additionalProperties": False,
-        }
-        hints = {"readOnlyHint": self.reads}
-        return {"name": self.name, "description": self.description, "inputSchema": schema, "annotations": hints}
+        return tool_entry(self.name, self.description, self.properties, self.required, reads=self.reads)
 
 
 # -- shell -----------------------------------------------------------------------------------------------------------
@@ -87,7 +80,17 @@ def _text(arguments: dict[str, Any], name: str, known: set[str]) -> str:
 
 def _command_result(response: Response) -> Result | None:
     value = _object(response, {"stdout", "stderr", "exit_code"})
-    return value and _structured(value, value["stdout"] + value["stderr"], failed=value["exit_code"] != 0)
+    return value and _structured(value, _command_text(value), failed=value["exit_code"] != 0)
+
+
+def _command_text(value: dict[str, Any]) -> str:
+    """Return what a model reads. Many clients show it only the text, so a failure must be part of the text."""
+    output = str(value["stdout"] + value["stderr"])
+    if value["exit_code"] == 0:
+        return output
+    gap = "" if output.endswith("\n") or not output else "\n"
+    cause = "timed out, " if value.get("timed_out") else ""
+    return f"{output}{gap}[{cause}exit code {value['exit_code']}]\n"
 
 
 _TEXT: Schema = {"type": "string"}

@@ -114,6 +114,9 @@ class Mcp(Eventful):
     def _server(self, request: Request) -> str:
         """Return the server that the path names; empty for all servers."""
         name = request.path.strip("/")
+        # Some clients append `/mcp` to every URL that does not end with it.
+        if name not in self._names:
+            name = "" if name == "mcp" else name.removesuffix("/mcp")
         if name and name not in self._names:
             paths = ", ".join(f"/mcp/{known}" for known in self._names) or "only /mcp, with the built-in tools"
             raise RefusalError(404, "no-such-server", f"this task has no MCP server {name!r}. Use {paths}.")
@@ -173,7 +176,9 @@ class Mcp(Eventful):
             raise _McpError(_INVALID, "tools/call takes a name, and arguments as an object.")
         if not server and name in self._tools:
             try:
-                call = self._tools[name].call(arguments, self._spec)
+                # Null stands for an argument that is not given: `tools/list` says so of all optional ones.
+                given = {member: value for member, value in arguments.items() if value is not None}
+                call = self._tools[name].call(given, self._spec)
             except RefusalError as error:
                 raise _McpError(_INVALID, str(error)) from error
             call = video.for_rollout(call, self._rollout(request), self._spec)

@@ -24,13 +24,14 @@ from proxy.dialects.base import Call, Close, Dialect, Local, Meaning, Open, Requ
 from proxy.dialects.body_forms import body_form, json_value, media_type, query_form
 from proxy.dialects.rule_schema import Reply, Rule, Rules, without
 from proxy.names import named
+from proxy.patterns import PathPattern, path_pattern
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.http_message import HOP_BY_HOP, InvalidRequestError, request_head
-from sandboxes.json_paths import OUR_NAME, member, renamed
 from sandboxes.listener import Headers
 from sandboxes.server_spec import Server, Upstream
+from sandboxes.tool_clients.json_paths import OUR_NAME, member, renamed
 
 NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
@@ -48,7 +49,7 @@ _ADDRESSES = frozenset({"origin", "referer"})
 @dataclass(frozen=True, slots=True)
 class _Route:
     methods: frozenset[str]
-    path: re.Pattern[str]
+    path: PathPattern
     rule: Rule
 
 
@@ -255,10 +256,10 @@ class Declared(Dialect):
         if name == "set-cookie":
             # The cookie belongs to the endpoint's path at the proxy, and the proxy's host is the only domain.
             prefix = urlsplit(request.base).path
-            value = re.sub(rf"(;\s*path=){re.escape(self._prefix)}(?=/|;|$)", r"\1", value, flags=re.IGNORECASE)
-            value = re.sub(r"(;\s*path=)(?=;|$)", r"\1/", value, flags=re.IGNORECASE)
-            value = re.sub(r";\s*domain=[^;]*", "", value, flags=re.IGNORECASE)
-            return re.sub(r"(;\s*path=)/", lambda match: f"{match[1]}{prefix}/", value, flags=re.IGNORECASE)
+            value = re.sub(rf"(;\s*path\s*=\s*){re.escape(self._prefix)}(?=/|;|$)", r"\1", value, flags=re.IGNORECASE)
+            value = re.sub(r"(;\s*path\s*=\s*)(?=;|$)", r"\1/", value, flags=re.IGNORECASE)
+            value = re.sub(r";\s*domain\s*(=[^;]*)?(?=;|$)", "", value, flags=re.IGNORECASE)
+            return re.sub(r"(;\s*path\s*=\s*)/", lambda match: f"{match[1]}{prefix}/", value, flags=re.IGNORECASE)
         return value
 
     def _bound_reply(self, reply: Reply, rollout: str) -> Local:
@@ -350,7 +351,14 @@ def _route(rule: Rule) -> _Route:
             pattern += f"(?P<{name}>.*)" if piece.endswith("...}") else f"(?P<{name}>[^/]+)"
         else:
             pattern += re.escape(piece)
-    return _Route(frozenset(methods.split("|")), re.compile(pattern), rule)
+    return _Route(frozenset(methods.split("|")), path_pattern(pattern, ambiguous=_is_ambiguous(path)), rule)
+
+
+def _is_ambiguous(path: str) -> bool:
+    """Return whether a path can match in several ways: two wildcards in a segment, or something after `{name...}`."""
+    segments = [re.findall(r"\{[A-Za-z_]+(?:\.\.\.)?\}|\*", segment) for segment in path.split("/")]
+    wildcards = [wildcard for segment in segments for wildcard in segment]
+    return any(len(segment) > 1 for segment in segments) or any("..." in wildcard for wildcard in wildcards[:-1])
 
 
 def _tool(rule: Rule, request: Request, fields: _Fields) -> str:

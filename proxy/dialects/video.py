@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import override
 
 from proxy.dialects import tvcache_video
-from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response
+from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response, tool_entry
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -120,12 +120,7 @@ class VideoTool:
 
     def listed(self, name: str) -> dict[str, Any]:
         """Return the tool's entry in `GET tools`, in MCP's form."""
-        schema = {
-            "type": "object", "properties": self.properties, "required": list(self.required),
-            "additionalProperties": False,
-        }  # fmt: skip
-        hints = {"readOnlyHint": name not in CHANGING}
-        return {"name": name, "description": self.description, "inputSchema": schema, "annotations": hints}
+        return tool_entry(name, self.description, self.properties, self.required, reads=name not in CHANGING)
 
 
 def _untitled(schema: Any) -> Any:

@@ -47,9 +47,18 @@ class CallOrder:
     def __init__(self) -> None:
         self._queues: dict[int, _Queue] = {}
 
-    def busy(self, rollout: Rollout) -> bool:
-        """Return whether a call of the rollout waits or runs."""
-        return rollout.id in self._queues
+    def busy(self, rollout: Rollout, *, but_for: int = 0) -> bool:
+        """Return whether a call of the rollout waits or runs, apart from `but_for` of them."""
+        queue = self._queues.get(rollout.id)
+        return queue is not None and queue.holders > but_for
+
+    def expect(self, rollout: Rollout) -> None:
+        """Note that a request of the rollout was read, which may become a call. `expected` must follow."""
+        self._join(rollout)
+
+    def expected(self, rollout: Rollout) -> None:
+        """Note that an expected request has been handled, whatever became of it."""
+        self._leave(rollout)
 
     def arrive(self, rollout: Rollout) -> None:
         """Note that a call of the rollout has arrived. Its `turn` must follow."""

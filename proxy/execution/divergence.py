@@ -3,8 +3,9 @@
 A replay need not repeat everything: an answer that shows the time of day may differ and leave the same state. What
 counts depends on what is known of the two states:
 
-1. Both have a digest: their contents must be equal, and the answers may differ.
-2. Neither has one (live processes run, or too much changed): the rest of the state (`witness`), the effect and the
+1. Both have a digest: the states must be equal, and the answers may differ. Files that it wrote in another order
+   have the recorded order by then (`sandboxes.driver.expect_order`).
+2. Neither has one (live processes run): the rest of the state (`witness`), the effect and the
    answer must be equal.
 3. Only one has a digest: the states differ.
 """
@@ -42,23 +43,26 @@ def require_conclusive(record: Record, execution: Execution) -> None:
 
 
 def divergence(
-    record: Record, execution: Execution, recorded: ToolResult, steady: Callable[[bytes], bytes] = bytes
+    record: Record, execution: Execution, recorded: Callable[[], ToolResult], steady: Callable[[bytes], bytes] = bytes
 ) -> str:
     """Return how a replayed call differs from its record; empty if it counts as the same.
 
     Args:
         record: The record of the call.
         execution: The replayed call.
-        recorded: The recorded result.
+        recorded: Reads the recorded result. It is invoked only if the answers decide.
         steady: Returns the part of an answer that a replay must repeat.
     """
-    # 1. and 3. Where digests exist they decide: equal contents serve all later calls equally, whatever the answers
-    # showed.
+    # 1. and 3. Where digests exist they decide: equal states serve all later calls equally, whatever was answered.
     then, now = record.target.state, execution.state
     if then is not None and now is not None:
-        return "" if then.content == now.content else "it left another state"
+        if then.content != now.content:
+            return "it left another state"
+        # Only where the sandbox knows in which order the call wrote, so that the recorded order was possible.
+        same = then.exact == now.exact or execution.order is None
+        return "" if same else "it left files whose modification times have another order"
     if (then is None) != (now is None):
-        return "only one of the two states has a digest: in the other, processes run or too much changed"
+        return "only one of the two states has a digest: in the other, processes run"
     # 2. Without digests: everything that processes in the background do not write themselves.
     if record.target.witness != execution.witness:
         return "it left other files or another session"
@@ -66,7 +70,7 @@ def divergence(
     if (execution.effect ^ record.effect) & ~Effect.PROCESSES:
         return f"its effect was {execution.effect.names}, recorded {record.effect.names}"
     # Last, because `steady` parses both answers.
-    return "" if same_answer(execution.result, recorded, steady) else ANSWER_DIFFERS
+    return "" if same_answer(execution.result, recorded(), steady) else ANSWER_DIFFERS
 
 
 def same_answer(now: ToolResult, then: ToolResult, steady: Callable[[bytes], bytes]) -> bool:

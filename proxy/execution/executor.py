@@ -4,17 +4,23 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import structlog
+
 from proxy.execution.errors import RolloutGoneError
 from proxy.execution.restore import Restorer
+from proxy.execution.root_state import RootChanges
 from proxy.execution.single_flight import SingleFlight
 from proxy.storage.records import RecordStore
+from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
 from proxy.tree.keys import CallKey, private_key
 from proxy.tree.rollout import Outcome, Rollout
-from proxy.tree.tree import Node, Record, doubtful
+from proxy.tree.tree import Node, Record, Tree, doubtful
 from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import execute
 from sandboxes.listener import Listener
+
+log = structlog.get_logger()
 
 CallFactory = Callable[[Node, CallKey, asyncio.Event], ToolCall]
 """Builds a call once its node and key are known; not invoked on a hit. The event is `Flight.detach`."""
@@ -29,9 +35,25 @@ class Executor:
         timings: Where the time of the latest calls went.
     """
 
-    def __init__(self, restorer: Restorer, records: RecordStore) -> None:
-        self._restorer, self._records = restorer, records
+    def __init__(self, restorer: Restorer, records: RecordStore, counts: Counters, roots: RootChanges) -> None:
+        self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         self.flights, self.timings = SingleFlight(), Timings()
+
+    def discard(self, tree: Tree, record: Record, why: str) -> None:
+        """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
+
+        The record stays a step of the path to its target, because its call may be whole. If the new execution leaves
+        the same state, its record leads to the same node.
+
+        Raises:
+            StoreError: The change cannot be written.
+        """
+        # The number of the record makes the key unique, and no look-up ever computes it.
+        key = private_key(record.key, record.id, 0)
+        self._records.save_key(record, key)
+        tree.rekey(record, key)
+        self._counts.failure("damaged-answer")
+        log.warning("recorded answer is damaged, so its call runs again", record=record.id, error=why)
 
     async def execute(
         self, rollout: Rollout, node: Node, call: AnyCall, key: CallKey, timing: Timing, listener: Listener | None
@@ -52,13 +74,14 @@ class Executor:
         with self.flights.join(rollout, node, key) as flight:
             # Built before the lock is there: the factory's owner needs the process number while the call waits, too.
             built = call if isinstance(call, ToolCall) else call(node, key, flight.detach)
-            async with flight.lock:
+            async with flight.turn():
                 timing.wait_s += time.perf_counter() - began
                 # Look again: another rollout may have recorded the call while this one waited for the lock.
                 record, outcome = node.records.get(key), Outcome.WAIT
                 if record is None:
                     record = await self._execute(rollout, node, built, key, timing, listener)
                     outcome = Outcome.BYPASS if record is not None and record.private else Outcome.MISS
+                    flight.apart |= outcome is Outcome.BYPASS
         if record is not None:
             self.timings.note(rollout.id, rollout.calls, timing)
         return record, outcome
@@ -70,30 +93,43 @@ class Executor:
         async with self._restorer.lease_at(rollout, node, timing) as slot:
             assert slot.sandbox is not None
             # Taken before the call runs: the answer shows the sandbox as it was after this long.
-            dwell_s = rollout.dwell_s(time.monotonic())
+            age_s = rollout.age_s(time.monotonic())
             execution = await execute(slot.sandbox, call, listener)
             timing.tool_s = execution.seconds
             slot.calls += 1
             # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.
             if execution.is_empty:
                 return None
+            # A base that changes shows through in sandboxes that run. So a change before the end of the call may be in
+            # its result, and others must not be given that in a tree of the old base.
+            current = await self._roots.is_usable(rollout.tree, looks=False)
             # 3. Recorded while the sandbox is still leased: no other call can change the state between the call and
             # its node.
-            record = self._record(rollout, node, call, key, execution, dwell_s)
+            record = self._record(rollout, node, call, key, execution, age_s, current=current)
             # The sandbox follows the call to its target, where the end of the lease may freeze it.
             self._restorer.moved(slot, record.target)
             return record
 
     def _record(
-        self, rollout: Rollout, node: Node, call: ToolCall, key: CallKey, execution: Execution, dwell_s: float
+        self,
+        rollout: Rollout,
+        node: Node,
+        call: ToolCall,
+        key: CallKey,
+        execution: Execution,
+        age_s: float,
+        *,
+        current: bool,
     ) -> Record:
         # The tree has removed this node. A record from it would have no path from the root, in memory or on disk.
         if node.detached:
             raise RolloutGoneError(f"the state n{node.id} was forgotten while its call ran. Start another rollout.")
         tree = rollout.tree
-        # Private: the answer holds for this rollout alone (a time limit, a volatile rule), or an audit has found
-        # the call to differ.
-        private = not (rollout.cached and execution.shareable) or key in node.quarantined
+        # Private: the answer holds for this rollout alone (a time limit, a volatile rule, a base that changed), or an
+        # audit has found the call to differ. Or another rollout, which executed the call beside this one, has recorded
+        # it meanwhile.
+        private = not (rollout.cached and execution.shareable and current) or key in node.quarantined
+        private = private or key in node.records
         # A rollout that shares nothing has a private key already (`polling.key_for`).
         if rollout.cached and private:
             key = private_key(key, rollout.id, rollout.calls)
@@ -103,13 +139,12 @@ class Executor:
         if destination.known is None:
             number = self._records.new_node_id()
             new_node = Node(number, state=destination.state, witness=execution.witness, diverged=node.diverged)
-            new_node.settling = execution.settling
         record = Record(
             # The number is taken before the write; that of a failed write is never used again.
             self._records.new_record_id(), key, node, destination.known or new_node or node, execution.effect,
-            execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), dwell_s=dwell_s,
+            execution.seconds, time.time(), private=private, doubtful=doubtful(call, execution), age_s=age_s,
         )  # fmt: skip
-        self._records.save(tree.id, record, new_node, execution.replay or call, execution.result)
+        self._records.save(tree.id, record, new_node, execution.replay or call, execution.result, execution.order)
         if new_node is not None:
             # The store comes first. If this raises, the tree does not know the call either, and another rollout
             # runs it again.

@@ -13,12 +13,13 @@ import structlog
 
 from proxy.dialects.rule_schema import steady
 from proxy.execution.divergence import divergence, gap_s, require_conclusive
+from proxy.storage.errors import DamagedError
 from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.restore_plan import RestorePlan
-from proxy.tree.tree import Record, Tree
-from sandboxes.driver import rest
+from proxy.tree.tree import PROOF_AGE_S, Record, Tree
+from sandboxes.driver import expect_order, rest
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
@@ -73,9 +74,25 @@ class Replayer:
     async def _replay(
         self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, *, patient: bool
     ) -> ReplayResult:
+        proven: list[Record] = []
+        try:
+            return await self._replay_all(slot, plan, tree, timing, proven, patient=patient)
+        finally:
+            # Also those before a call that diverged: they did reach their states.
+            if proven:
+                self._records.save_proven(proven)
+
+    async def _replay_all(
+        self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, proven: list[Record], *, patient: bool
+    ) -> ReplayResult:
         for record in plan.suffix:
             # In the recorded order: each call must find the state that its predecessor left.
-            reason = await self._run(slot, record, tree, timing, patient=patient)
+            try:
+                reason = await self._run(slot, record, tree, timing, patient=patient)
+            except DamagedError as error:
+                # The call, or the answer that would have to repeat, is not what was written: nothing can be checked.
+                self._mark_divergence(record, str(error))
+                return ReplayResult.DIVERGED
             # Without a gap the first replay had as much time as the recorded calls, so a second one would not help.
             # 1. Too fast: background processes had less time than when the call was recorded. A server may not have
             # listened yet, so the replay is tried once more, patiently: with the recorded gaps.
@@ -87,6 +104,9 @@ class Replayer:
                 return ReplayResult.DIVERGED
             # Seen to repeat once: later plans no longer count the risk.
             record.doubtful = False
+            if not record.proven and time.time() - record.recorded_at >= PROOF_AGE_S:
+                record.proven = True
+                proven.append(record)
             # Moved after each call and not at the end: a failure in between leaves the slot where its sandbox
             # really was.
             self._pool.roster.move(slot, record.target)
@@ -102,6 +122,8 @@ class Replayer:
         start = time.perf_counter()
         # Read from the store: calls may carry uploads of megabytes, so the tree holds only their numbers.
         call = self._records.call(record)
+        # A second run may write in another order, which later calls could see.
+        await expect_order(slot.sandbox, self._records.order(record))
         execution = await slot.sandbox.execute(call)
         # What the replay costs beside the tool itself: plans add it for each call of a suffix.
         overhead_s = max(0.0, time.perf_counter() - start - execution.seconds)
@@ -112,7 +134,7 @@ class Replayer:
         self._counts.replayed_s += execution.seconds
         # A replay that ran out of time says nothing about the record, so it is an error and no divergence.
         require_conclusive(record, execution)
-        return divergence(record, execution, self._records.result(record), partial(steady, tree.spec, call))
+        return divergence(record, execution, partial(self._records.result, record), partial(steady, tree.spec, call))
 
     def _mark_divergence(self, record: Record, reason: str) -> None:
         # In memory first: the next plan must not choose this record again, whatever the store does.

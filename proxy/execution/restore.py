@@ -11,7 +11,7 @@ unreachable.
 
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from enum import IntEnum
 
@@ -19,7 +19,7 @@ import structlog
 
 from proxy.execution.errors import StateLostError
 from proxy.execution.replay import Replayer, ReplayResult
-from proxy.execution.root_state import driver_of, tree_key
+from proxy.execution.root_state import RootChangedError, RootChanges, driver_of
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
@@ -28,7 +28,7 @@ from proxy.tree.restore_plan import RestorePlan, Way, plan_restore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, Sandbox, rest
-from sandboxes.errors import NotFreezableError, SandboxError, SpecError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
@@ -58,7 +58,9 @@ class Restorer:
         value: SnapshotValue,
         records: RecordStore,
         counts: Counters,
+        roots: RootChanges,
     ) -> None:
+        self._roots = roots
         self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
@@ -140,6 +142,15 @@ class Restorer:
         finally:
             await self._pool.close(slot)
 
+    async def prove(self, tree: Tree, node: Node) -> None:
+        """Reach the node once without its snapshot; the records that were replayed are proven then.
+
+        Raises:
+            StateLostError: A replay reaches another state, so the snapshot is the only way.
+            SandboxError, SpecError, OverloadedError: The machine, the spec or the budget does not allow it.
+        """
+        await self._pool.close(await self._lease(tree, node, None, Timing(), without=(node,)))
+
     async def take_snapshot(self, tree: Tree, node: Node) -> None:
         """Take the node's snapshot now, if it has none.
 
@@ -175,7 +186,9 @@ class Restorer:
         assert slot.sandbox is not None
         await rest(slot.sandbox, dwell_s)
 
-    async def _lease(self, tree: Tree, node: Node, owner: int | None, timing: Timing) -> Slot:
+    async def _lease(
+        self, tree: Tree, node: Node, owner: int | None, timing: Timing, *, without: Collection[Node] = ()
+    ) -> Slot:
         """Lease a sandbox in the node's state.
 
         Args:
@@ -183,6 +196,7 @@ class Restorer:
             node: The node.
             owner: Id of a rollout, or an `Owner`. None for a warm fork: made from snapshots and replays alone.
             timing: Takes the seconds of restore and replay.
+            without: Nodes whose snapshots must not be used.
         """
         # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
         driver_of(self._drivers, tree.spec)
@@ -197,7 +211,7 @@ class Restorer:
                 node,
                 idle_at=lambda at: self._idle_at(at, owner) is not None,
                 costs=self._cache.costs[tree.spec.driver],
-                avoid=failed,
+                avoid={*failed, *without},
             )
             if plan is None:
                 # A snapshot that the machine failed to restore is an error of the machine, not a lost state.
@@ -269,7 +283,7 @@ class Restorer:
             log.warning("restore failed", node=node.id, error=str(error))
             # A damaged snapshot is dropped at once, another one at its second failure if a replay reaches the node
             # as well.
-            self._cache.failed(node, error, reproducible=self._value.reproducible(node, tree.spec.driver))
+            self._cache.failed(node, error, reproducible=self._value.is_proven(node, tree.spec.driver))
             # A snapshot that was dropped needs no entry: the next plan does not see it.
             if node.snapshot is not None:
                 failed[node] = error
@@ -287,13 +301,15 @@ class Restorer:
     async def _start(self, tree: Tree, owner: int | None) -> Slot:
         driver, costs = self._drivers[tree.spec.driver], self._cache.costs
         # The content that the spec refers to may have changed on disk; its records would then be of another root state.
-        if await tree_key(self._drivers, tree.spec) != tree.key:
-            raise SpecError(
-                "the base or an archive that this rollout's task names has changed since its tree began. "
-                "PUT the task again and start another rollout."
-            )
+        await self._require_current(tree)
         start = time.perf_counter()
         slot = await self._launch(lambda: driver.start(tree.spec), tree.root, owner)
+        try:
+            # A change between that look and the mount is noticed here, before anything is recorded in this sandbox.
+            await self._require_current(tree)
+        except BaseException:
+            await self._pool.close(slot)
+            raise
         seconds = time.perf_counter() - start
         self._counts.starts += 1
         self._counts.start_s.observe(seconds)
@@ -308,6 +324,10 @@ class Restorer:
                 await self._pool.close(slot)
                 raise
         return slot
+
+    async def _require_current(self, tree: Tree) -> None:
+        if not await self._roots.is_current(tree):
+            raise RootChangedError
 
     async def _launch(self, make: Callable[[], Awaitable[Sandbox]], node: Node, owner: int | None) -> Slot:
         # Warm forks must not make room by closing sandboxes, so they have a door of their own.

@@ -2,11 +2,13 @@
 
 The first rollout that gets the flight's lock executes the call; the others wait for the lock and then find the record
 in the tree. If the first one fails or is cancelled, it leaves no record, and the next one in line executes the call.
+If its record is private (it ran out of time, for example), the others have nothing to wait for: they execute the call
+side by side, or a group of rollouts would wait for one timeout after the other.
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from proxy.tree.keys import CallKey
@@ -21,12 +23,23 @@ class Flight:
     Attributes:
         lock: Held by the rollout that executes the call.
         detach: Set when a waiting client sends its next request; the process may then continue in the background.
+        apart: Whether an execution was private, so that each rollout executes the call by itself.
         holders: Number of rollouts that wait for the call.
     """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     detach: asyncio.Event = field(default_factory=asyncio.Event)
+    apart: bool = False
     holders: int = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the call to be this rollout's to execute, for the length of the block."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.lock)
+            if self.apart:
+                await stack.aclose()
+            yield
 
 
 class SingleFlight:

@@ -6,10 +6,13 @@ A snapshot is worth the seconds that it saves at each use, times the uses to exp
   replay diverges, minus the restore.
 - *Expected uses.* Rollouts that are above the node in the tree may still come to it (`_behind`). How many of them need
   a sandbox there follows from this node's history (visits and demand) and from that of all nodes (`Reuse`).
-- *No other way.* A state that no replay reaches has only its snapshot: it is always kept and never evicted.
+- *No other way.* A state that no replay reaches has only its snapshot. While a replay is only expected to reach a
+  state, its snapshot is not evicted: `proxy.audit.prover` tries the replay first.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 from proxy.telemetry.counters import Counters
 from proxy.tree.restore_plan import RestorePlan, kind_of, plan_restore
@@ -28,8 +31,18 @@ class SnapshotValue:
         reuse: How often nodes needed a sandbox again, learnt over all nodes made in this process.
     """
 
-    def __init__(self, cache: SnapshotCache, counts: Counters, walkers: Walkers) -> None:
-        self._cache, self._counts, self._walkers = cache, counts, walkers
+    def __init__(
+        self, cache: SnapshotCache, counts: Counters, walkers: Walkers, stored: Callable[[int], Iterable[Node]]
+    ) -> None:
+        """Value the snapshots of a cache.
+
+        Args:
+            cache: The snapshots, and what ways to a sandbox cost.
+            counts: How often replays diverged.
+            walkers: The running rollouts in memory, by tree.
+            stored: Returns the nodes of a tree at which the store has running rollouts, those in memory or not.
+        """
+        self._cache, self._counts, self._walkers, self._stored = cache, counts, walkers, stored
         self.reuse = Reuse()
 
     def note_demand(self, node: Node) -> None:
@@ -49,6 +62,8 @@ class SnapshotValue:
             node.weighed = True
             self.reuse = self.reuse.made(self._behind(node, tree.id))
         kind, driver = kind_of(node), tree.spec.driver
+        if not self._cache.accepts(kind):
+            return False
         prospect = self._prospect(node, tree.id, driver, kind)
         # The freeze itself is the price; the bytes are the budget's business (`SnapshotCache.fit`).
         return worth_keeping(prospect, cost_s=self._cache.costs[driver].of(kind).freeze.seconds)
@@ -57,7 +72,7 @@ class SnapshotValue:
         """Return what is known of a snapshot's worth at its node; nothing if the node has been forgotten (None)."""
         # A forgotten node is worth nothing: its snapshot is the first to be evicted.
         if node is None:
-            return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes)
+            return Prospect(snapshot.id, 0.0, 0.0, snapshot.size_bytes, occupied=False)
         return self._prospect(node, snapshot.tree, snapshot.driver, snapshot_kind(snapshot), snapshot)
 
     def explain(self, node: Node, tree: Tree) -> str:
@@ -76,9 +91,9 @@ class SnapshotValue:
         cost_s = self._cache.costs[driver].of(kind).freeze.seconds
         return f"not kept: {why(prospect)}, and keeping it takes {cost_s:.3g} s; it is rebuilt by replay"
 
-    def reproducible(self, node: Node, driver: str) -> bool:
-        """Return whether the node can be reached without its snapshot."""
-        return self._way_without(node, driver) is not None
+    def is_proven(self, node: Node, driver: str) -> bool:
+        """Return whether the node is known to be reached without its snapshot: each call was replayed before."""
+        return self._way_without(node, driver, proven=True) is not None
 
     def _prospect(
         self, node: Node, tree_id: int, driver: str, kind: SnapshotKind, snapshot: Snapshot | None = None
@@ -95,12 +110,16 @@ class SnapshotValue:
             # A pin is a person's wish and a lease is a restore under way; both end eviction.
             held = "pinned" if node.pinned else "leased" if snapshot.leases else ""
         behind = self._behind(node, tree_id)
+        is_proven = plan is not None and (all(record.proven for record in plan.suffix) or self.is_proven(node, driver))
         return Prospect(
             "" if snapshot is None else snapshot.id,
             saved_s=saved_s,
             uses=expected_uses(self.reuse, behind=behind, visits=node.visits, demand=node.demand),
             size_bytes=0 if snapshot is None else snapshot.size_bytes,
             reproducible=plan is not None,
+            proven=is_proven,
+            # Looked up only where it decides: the walk up from every rollout may be long.
+            occupied=plan is not None or snapshot is None or self._is_occupied(node, tree_id),
             held=held,
         )
 
@@ -120,7 +139,23 @@ class SnapshotValue:
             above = above.source.origin
         return behind
 
-    def _way_without(self, node: Node, driver: str) -> RestorePlan | None:
+    def _is_occupied(self, node: Node, tree_id: int) -> bool:
+        """Return whether a running rollout is at a node, or at one that came from it."""
+        seen: set[Node] = set()
+        positions = (rollout.node for rollout in self._walkers.of(tree_id))
+        for position in chain(positions, self._stored(tree_id)):
+            at: Node | None = position
+            # Each node is walked up once, however many rollouts share the path.
+            while at is not None and at not in seen:
+                if at is node:
+                    return True
+                seen.add(at)
+                at = None if at.origin is None else at.origin.source
+        return False
+
+    def _way_without(self, node: Node, driver: str, *, proven: bool = False) -> RestorePlan | None:
         """Return the cheapest way to the node without its snapshot or a sandbox that happens to be there, if any."""
         # Idle sandboxes do not count: they may be gone when the snapshot is needed.
-        return plan_restore(node, idle_at=lambda _: False, costs=self._cache.costs[driver], avoid=(node,))
+        return plan_restore(
+            node, idle_at=lambda _: False, costs=self._cache.costs[driver], avoid=(node,), proven=proven
+        )

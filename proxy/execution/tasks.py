@@ -1,15 +1,15 @@
 """Tasks and rollouts by name: read back from the store when they are first needed, created when they are new."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
 from proxy.execution.call_order import CallOrder
 from proxy.execution.open_trees import OpenTrees
-from proxy.execution.root_state import tree_key
+from proxy.execution.root_state import RootChanges
 from proxy.refusals import RefusalError
+from proxy.storage.errors import DamagedError
 from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.tree.environments import EnvironmentRequest, spec_for
@@ -39,6 +39,7 @@ class Tasks:
         walkers: Walkers,
         order: CallOrder,
         default_spec: EnvironmentSpec,
+        roots: RootChanges,
         *,
         any_image: bool = False,
     ) -> None:
@@ -53,14 +54,18 @@ class Tasks:
             walkers: Is kept up to date with which rollouts walk which tree.
             order: The order of each rollout's calls.
             default_spec: Environment of tasks that were given none.
+            roots: Knows which trees are what their specs mean now.
             any_image: Whether an image that no driver has means the default environment, instead of an error.
         """
         self._store, self._journal, self._trees, self._pool, self._drivers = store, journal, trees, pool, drivers
         self._walkers, self._order = walkers, order
-        self._default_spec, self._any_image = default_spec, any_image
+        self._default_spec, self._roots, self._any_image = default_spec, roots, any_image
         self._tasks: dict[str, Task] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self.rollouts: dict[tuple[str, str], Rollout] = {}
+        # Numbers of running rollouts whose position is lost, and why, by task and name. They are no `Rollout`: nothing
+        # could be executed or answered for them.
+        self._lost: dict[tuple[str, str], tuple[int, str]] = {}
 
     def __iter__(self) -> Iterator[Task]:
         """Iterate over a copy of the tasks in memory."""
@@ -90,7 +95,7 @@ class Tasks:
                 spec = EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else None
                 # Awaits: a driver may have to digest a directory. The lock keeps others from opening the task
                 # meanwhile.
-                key = await tree_key(self._drivers, spec or self._default_spec)
+                key = await self.key(spec or self._default_spec)
                 # Only after the spec has proved usable, so that a failed request leaves no task behind.
                 if row is None:
                     self._store.tasks.put(name, None)
@@ -106,6 +111,10 @@ class Tasks:
         if name not in self._tasks and self._store.tasks.get(name) is None:
             raise RefusalError(404, "no-such-task", f"there is no task {name!r}. PUT it, or send it a first call.")
         return await self.open(name)
+
+    async def key(self, spec: EnvironmentSpec) -> str:
+        """Return the key of the tree that a spec means now; see `tree_key`."""
+        return await self._roots.key(spec)
 
     def spec(self, name: str) -> EnvironmentSpec:
         """Return a task's environment without opening the task; the default one for an unknown name."""
@@ -126,8 +135,8 @@ class Tasks:
         """
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Before anything is written: a spec that cannot be used leaves the task as it was.
-            key = await tree_key(self._drivers, spec)
-            is_new = self._store.tasks.get(name) is None
+            key = await self.key(spec)
+            is_new = not self._store.tasks.exists(name)
             self._store.tasks.put(name, spec.model_dump_json())
             return self.admit(name, spec, key), is_new
 
@@ -156,6 +165,7 @@ class Tasks:
 
     def close(self, task: Task) -> None:
         """Remove a task and its rollouts from memory; the store keeps them."""
+        self._lost = {key: lost for key, lost in self._lost.items() if key[0] != task.name}
         for rollout in task.rollouts.values():
             self._remove(rollout)
         self._tasks.pop(task.name, None)
@@ -177,17 +187,65 @@ class Tasks:
         return None if node is None else (tree, node)
 
     async def rollout(self, task_name: str, name: str) -> Rollout:
-        """Return the running rollout of this name; a new one begins at the root of its task's tree."""
+        """Return the running rollout of this name; a new one begins at the root of its task's tree.
+
+        Raises:
+            RefusalError: 409, the rollout runs but its position is lost. `running` and `begin` raise it too.
+        """
         rollout = self.rollouts.get((task_name, name))
         if rollout is None:
-            task = await self.open(task_name)
+            task = await self.current(await self.open(task_name))
             # Another first call may have begun the rollout while the task was opened.
             rollout = task.rollouts.get(name) or self.begin(task, name, task.tree, task.tree.root)
         return rollout
 
+    async def current(self, task: Task) -> Task:
+        """Return a task with the tree that its environment means now, in which new rollouts begin.
+
+        It takes microseconds, unless the base or an archive has changed. Running rollouts stay where they are.
+        """
+        if await self._roots.is_usable(task.tree):
+            return task
+        async with self._opening.setdefault(task.name, asyncio.Lock()):
+            # The task may have got another environment, or have left the memory, while this one waited.
+            known = self._tasks.get(task.name, task)
+            key = await self.key(known.spec)
+            if self._store.tasks.get(task.name) is None or key == known.tree.key:
+                return known
+            return self.admit(task.name, None if known.origin is None else known.spec, key)
+
+    async def renew(self, rollout: Rollout) -> bool:
+        """Move a rollout that has made no call to the tree that its environment means now; return whether there is one.
+
+        Its root state cannot be started any more, and it has seen nothing of it.
+        """
+        task = self._tasks.get(rollout.task)
+        if task is None or rollout.calls or rollout.node is not rollout.tree.root:
+            return False
+        tree = self._trees.open(task.name, await self.key(rollout.tree.spec), rollout.tree.spec)
+        if tree is rollout.tree or rollout.finished:
+            return False
+        self._store.rollouts.move(rollout.id, tree.id, tree.root.id)
+        self._walkers.discard(rollout)
+        rollout.tree, rollout.node = tree, tree.root
+        self._walkers.add(rollout)
+        return True
+
     async def running(self, task_name: str, name: str) -> Rollout | None:
         """Return the running rollout of this name; None if there is none."""
-        return (await self.open(task_name)).rollouts.get(name)
+        task = await self.open(task_name)
+        self._require_position(task_name, name)
+        return task.rollouts.get(name)
+
+    async def dismiss(self, task_name: str, name: str) -> bool:
+        """End a rollout whose position is lost, so that its name is free; return whether there was one."""
+        if not self._store.tasks.exists(task_name):
+            return False
+        await self.open(task_name)
+        number, _ = self._lost.pop((task_name, name), (0, ""))
+        if number:
+            self._store.rollouts.finish(number)
+        return bool(number)
 
     async def open_rollout(
         self, task_name: str, name: str, parent: str = "", environment: EnvironmentRequest | None = None
@@ -207,6 +265,7 @@ class Tasks:
         """
         if parent:
             task = await self.open(task_name)
+            self._require_position(task_name, parent)
             source = task.rollouts.get(parent)
             if source is None:
                 raise RefusalError(404, "no-such-rollout", f"there is no running rollout {parent!r} to fork from.")
@@ -218,29 +277,35 @@ class Tasks:
         task = await self.open(task_name)
         own_spec = None if task.origin is None else task.spec
         spec = spec_for(environment, own_spec, self._default_spec, self._drivers.keys(), any_image=self._any_image)
-        key = await tree_key(self._drivers, spec)
+        key = await self.key(spec)
         # Another first request may have begun the rollout meanwhile.
         tree = self._trees.open(task_name, key, spec)
         return task.rollouts.get(name) or self.begin(task, name, tree, tree.root)
 
-    def begin(self, task: Task, name: str, tree: Tree, node: Node) -> Rollout:
+    def begin(self, task: Task, name: str, tree: Tree, node: Node, token: str = "") -> Rollout:
         """Begin a rollout at a node.
+
+        Args:
+            task: Its task.
+            name: Its name.
+            tree: The tree that it walks.
+            node: The node that it begins at.
+            token: The token that stands for the rollout; empty for none. Only its digest is kept.
 
         Raises:
             RefusalError: 409, a rollout of this name is running.
         """
+        self._require_position(task.name, name)
         if name in task.rollouts:
             raise RefusalError(
                 409,
                 "rollout-exists",
                 f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
             )
-        # 192 random bits, so that a token cannot be guessed; the store keeps it for `rollouts.by_token`.
-        token = "fp_" + secrets.token_urlsafe(24)
         # The store first: a rollout that only memory knows would be lost with its steps.
         number = self._store.rollouts.create(task.name, name, tree.id, node.id, token)
         rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
-        rollout.used_at = time.monotonic()
+        rollout.begin(time.monotonic())
         self._add(task, rollout)
         return rollout
 
@@ -273,16 +338,38 @@ class Tasks:
         self._journal.fold()
         for row in self._store.rollouts.of_task(task.name, running=True):
             # Not the task's current tree: an older rollout stays in the tree that it began in.
-            tree = self._trees.load(row["tree"])
-            node = tree.nodes.get(row["node"])
-            if node is None:
-                # Its node was forgotten while the proxy did not run.
-                self._store.rollouts.finish(row["id"])
+            tree, node, why = None, None, row["lost"] if row["whole"] else "its row in the store is damaged"
+            if not why:
+                try:
+                    tree = self._trees.load(row["tree"])
+                    node = tree.nodes.get(row["node"])
+                except DamagedError as error:
+                    why = str(error)
+            if tree is None or node is None:
+                # Never silently anew: its agent believes in a state that this proxy cannot name.
+                why = why or f"its state n{row['node']} was forgotten, or is damaged in the store"
+                self._lost[task.name, row["name"]] = row["id"], why
+                self._store.rollouts.lose({row["id"]}, why)
                 continue
             cached = tree.spec.cache == "always"
             rollout = Rollout(row["id"], row["name"], task.name, tree, node, cached=cached, calls=row["calls"])
             rollout.polled_keys, rollout.arrived_at = self._polled_keys(rollout), time.monotonic()
+            rollout.begin(rollout.arrived_at)
             self._add(task, rollout)
+
+    def _require_position(self, task: str, name: str) -> None:
+        """Refuse a rollout whose position is lost.
+
+        Raises:
+            RefusalError: 409.
+        """
+        _, why = self._lost.get((task, name), (0, ""))
+        if why:
+            raise RefusalError(
+                409,
+                "rollout-lost",
+                f"the state of rollout {name!r} is not known any more: {why}. Finish it (DELETE), and begin another.",
+            )
 
     def _polled_keys(self, rollout: Rollout) -> set[CallKey]:
         """Return the keys of observations that a rollout has made since it arrived at its node."""

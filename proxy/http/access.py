@@ -6,19 +6,30 @@ other sites (`browser_guard`).
 
 import hmac
 import re
-from collections.abc import Callable, Iterable, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from pathlib import Path
+from urllib.parse import unquote
 
 from proxy.http.asgi import ReceivedHeaders, Scope
 from proxy.refusals import RefusalError
 
 HEADER = b"x-forkpoint-token"
+IDENTITY = (b"x-forkpoint-task", b"x-forkpoint-rollout")
+"""Headers that name a task and a rollout."""
 GRANT = "forkpoint.grant"
 """The key in a request's ASGI scope of its `Grant`: what it may see."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+-]{16,200}")
+_PIECE = re.compile(r"[A-Za-z0-9._~+-]{16,}")
+"""A text of a token's characters that is long enough to hold one."""
+_MAX_OFFSET = 64
+"""How many characters of a piece may precede a token that is searched for: `token.`, `Bearer-`, a cookie's prefix."""
+_ROLLOUT_TOKEN = re.compile(r"fp_[A-Za-z0-9_-]{32}")
+"""The form of rollouts' tokens: `fp_` and 192 random bits in base64."""
+_HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FILTERED_PATHS = (
     "/api/v1/tasks",
     "/api/v1/snapshots",
@@ -29,6 +40,8 @@ _FILTERED_PATHS = (
     "/openapi.json",
 )
 """Paths that name no task and show each token its own tasks. Other paths without a task need a token for all tasks."""
+_DIGEST = "sha256:"
+"""Precedes a token's SHA-256 in hexadecimal digits, which a token file may have in place of the token."""
 _SUBPROTOCOL = "token."
 """Precedes a token among the subprotocols of a WebSocket: a page cannot set other headers there."""
 _PUBLIC_PATHS = frozenset({"/", "/healthz", "/readyz", "/ui"})
@@ -48,9 +61,11 @@ class Grant:
 
     Attributes:
         patterns: Shell patterns of the names of visible tasks; empty means all tasks.
+        rollout: The only rollout that the request may read, change or fork; empty for no such limit.
     """
 
     patterns: tuple[str, ...] = ()
+    rollout: str = ""
 
     @property
     def whole(self) -> bool:
@@ -70,6 +85,26 @@ class Grant:
         if not self.sees(task):
             raise RefusalError(403, "hidden", f"this token sees tasks named {', '.join(self.patterns)}.")
 
+    def require_rollout(self, *names: str) -> None:
+        """Check that all rollouts of these names may be reached. Empty names name none.
+
+        Raises:
+            RefusalError: 403, one of them is another rollout than the request's token stands for.
+        """
+        if self.rollout and any(name and name != self.rollout for name in names):
+            raise RefusalError(403, "hidden", f"this token stands for rollout {self.rollout!r} alone.")
+
+    def require_no_rollout(self) -> None:
+        """Check that the request may begin rollouts, and read what all rollouts of its task share.
+
+        Raises:
+            RefusalError: 403, the request's token stands for one rollout.
+        """
+        if self.rollout:
+            raise RefusalError(
+                403, "hidden", f"this token stands for rollout {self.rollout!r} alone. Begin others with another token."
+            )
+
     def require_whole(self) -> None:
         """Check that all tasks are visible, before a view of all tasks together is shown.
 
@@ -85,10 +120,17 @@ ALL = Grant()
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token's SHA-256 digest and what the token may see."""
+    """A configured token.
+
+    Attributes:
+        digest: Its SHA-256.
+        grant: What it may see.
+        length: Its length in characters; 0 if only its digest was configured.
+    """
 
     digest: bytes
     grant: Grant
+    length: int = 0
 
 
 def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
@@ -96,7 +138,8 @@ def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
 
     Args:
         token: A token that may see everything; None for no such token.
-        file: A file with a line `TOKEN [PATTERN…]` for each token and comments after #; None for no file.
+        file: A file with a line `TOKEN [PATTERN…]` or `sha256:DIGEST [PATTERN…]` for each token, and comments after
+            #; None for no file.
 
     Raises:
         AccessError: A token is malformed or doubled, or the file cannot be read or is empty.
@@ -111,14 +154,31 @@ def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
         if not fields:
             raise AccessError(f"token_file {file} holds no token: write one token a line, of 16 characters or more")
         lines += [(field[0], tuple(field[1:])) for field in fields]
-    for number, (text, _) in enumerate(lines, 1):
-        if _TOKEN.fullmatch(text) is None:
-            raise AccessError(
-                f"token {number} is malformed: use 16 to 200 of A-Z a-z 0-9 . _ ~ + -, as from `openssl rand -hex 24`"
-            )
-    if len({text for text, _ in lines}) < len(lines):
+    tokens = tuple(
+        Token(_digest(number, text), Grant(patterns), 0 if text.startswith(_DIGEST) else len(text))
+        for number, (text, patterns) in enumerate(lines, 1)
+    )
+    if len({known.digest for known in tokens}) < len(tokens):
         raise AccessError("a token is configured twice")
-    return tuple(Token(sha256(text.encode()).digest(), Grant(patterns)) for text, patterns in lines)
+    return tokens
+
+
+def _digest(number: int, text: str) -> bytes:
+    """Return the SHA-256 of a configured token; `number` is its position, for errors that do not show it.
+
+    Raises:
+        AccessError: It is neither a token nor a digest of one.
+    """
+    if text.startswith(_DIGEST):
+        digest = text.removeprefix(_DIGEST)
+        if _HEX_DIGEST.fullmatch(digest) is None:
+            raise AccessError(f"token {number} is no digest: write sha256: and 64 hexadecimal digits")
+        return bytes.fromhex(digest)
+    if _TOKEN.fullmatch(text) is None:
+        raise AccessError(
+            f"token {number} is malformed: use 16 to 200 of A-Z a-z 0-9 . _ ~ + -, as from `openssl rand -hex 24`"
+        )
+    return sha256(text.encode()).digest()
 
 
 class Access:
@@ -126,6 +186,7 @@ class Access:
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self._tokens = tuple(tokens)
+        self._lengths = {token.length for token in tokens if token.length}
         self.needs_token = bool(tokens)
 
     def namespace(self, task: str) -> str:
@@ -165,18 +226,83 @@ class Access:
                     grant.require(task)
                 elif not path.startswith(_FILTERED_PATHS):
                     grant.require_whole()
-                scope["headers"] = _without(scope["headers"], text)
-                if "subprotocols" in scope:
-                    scope["subprotocols"] = [name for name in scope["subprotocols"] if text not in name]
+                _remove(scope, text)
                 return grant
         for text in presented:
-            # The token of a rollout opens the agents' endpoints of that rollout, and nothing else.
+            # The token of a rollout opens the agents' endpoints of that rollout, and nothing else. So the path or the
+            # headers name both, or an address without names is made of the token.
             named = rollout_of(text) if path.startswith(("/t/", "/e/", "/ng-rollout/")) else None
-            if named is not None and (not task or task == named[0]) and (not rollout or rollout == named[1]):
-                return Grant((named[0],))
+            unnamed = path.startswith("/e/") and not task and not rollout
+            if named is not None and (unnamed or (task, rollout) == named):
+                _remove(scope, text)
+                if unnamed:
+                    # The names stand for the token from here on, so that the token is in no header any more.
+                    scope["headers"] += zip(IDENTITY, (name.encode("latin-1") for name in named), strict=True)
+                return Grant((named[0],), named[1])
         raise RefusalError(
             401, "token", "a token is needed: send it as bearer token, as X-API-Key, or as X-Forkpoint-Token."
         )
+
+    def without_tokens(self, headers: ReceivedHeaders) -> list[tuple[bytes, bytes]]:
+        """Return the headers without those that hold a token of the proxy, in whatever form. 2 us for ten headers.
+
+        `admit` removes the token that it was shown. A client may send others, or one in a cookie, and without
+        configured tokens nothing is shown.
+        """
+        return [
+            (name, value) for name, value in headers
+            if name != HEADER and not self.holds_token(value.decode("latin-1"))
+        ]  # fmt: skip
+
+    def holds_token(self, text: str) -> bool:
+        """Return whether a text contains a token of the proxy, also in encodings of URLs and Basic credentials."""
+        texts = [text]
+        if "%" in text:
+            texts.append(unquote(text))
+        if text[:6].lower() == "basic ":
+            texts.append(_decoded(text[6:].strip()))
+        return any(self._holds_token(each) for each in texts)
+
+    def refuse_token(self, target: str) -> None:
+        """Refuse a request whose target holds a token, because the target is recorded and sent on.
+
+        Raises:
+            RefusalError: 400.
+        """
+        if self.holds_token(target):
+            raise RefusalError(
+                400, "token", "the target holds a token of this proxy. Send it in a header, and make a new token."
+            )
+
+    def _holds_token(self, text: str) -> bool:
+        if "fp_" in text and _ROLLOUT_TOKEN.search(text) is not None:
+            return True
+        # Only digests are known, so each part of the text that may be a token is looked up.
+        return bool(self._tokens) and any(
+            self.grant_of(part) is not None for piece in _PIECE.findall(text) for part in self._parts(piece)
+        )
+
+    def _parts(self, piece: str) -> Iterator[str]:
+        """Yield what may be a token in a piece of a token's characters: all of it, or TOKEN in `token.TOKEN`."""
+        yield piece
+        for length in self._lengths:
+            # Not in every long text: a megabyte of base64 would have a million parts.
+            last = min(len(piece) - length, _MAX_OFFSET)
+            yield from (piece[at : at + length] for at in range(last + 1))
+
+
+def _decoded(credentials: str) -> str:
+    try:
+        return b64decode(credentials + "==").decode("latin-1")
+    except ValueError:
+        return ""
+
+
+def _remove(scope: Scope, token: str) -> None:
+    """Remove the headers and the subprotocols that hold a token from a request."""
+    scope["headers"] = _without(scope["headers"], token)
+    if "subprotocols" in scope:
+        scope["subprotocols"] = [name for name in scope["subprotocols"] if token not in name]
 
 
 def _named(scope: Scope) -> tuple[str, str]:
@@ -191,7 +317,7 @@ def _named(scope: Scope) -> tuple[str, str]:
         return task, rollout_name
     if segments[1] == "e":
         headers = dict(scope["headers"])
-        task, rollout = headers.get(b"x-forkpoint-task", b""), headers.get(b"x-forkpoint-rollout", b"")
+        task, rollout = (headers.get(name, b"") for name in IDENTITY)
         return task.decode("latin-1"), rollout.decode("latin-1")
     return "", ""
 

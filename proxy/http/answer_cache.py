@@ -6,6 +6,7 @@ from http import HTTPStatus
 from proxy.http.lru_cache import LruCache
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
+from sandboxes.http_message import of_tool_server
 
 RawHeaders = list[tuple[bytes, bytes]]
 """Header names and values as bytes, in the order in which they are sent."""
@@ -77,8 +78,9 @@ class Answers:
             return ready
         result = self._records.result(record)
         headers: RawHeaders = [
-            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in result.headers
+            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in of_tool_server(result.headers)
         ]
+        # Imported answers, and those of other packages' drivers, were not read by our clients.
         if not result.headers and result.status not in (204, 304):
             headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
         own = len(headers)

@@ -7,7 +7,9 @@ a setting names others or every request needs a token, which such a page cannot 
 """
 
 import ipaddress
+import re
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, ReceivedHeaders, Scope, Send
 from proxy.http.problems import problem_of
@@ -15,6 +17,8 @@ from proxy.refusals import RefusalError
 
 _PRIVATE_SUFFIXES = (".localhost", ".internal", ".local", ".test", ".home.arpa", ".lan")
 """Domains that nobody can register (RFC 6761, RFC 6762, RFC 8375, and ICANN's list of names in private use)."""
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~-]*)(?::[0-9]{0,5})?")
+"""A Host header: a name, an IPv4 address or an IPv6 address in brackets, and a port. It may be empty."""
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _OWN_SITES = frozenset({b"same-origin", b"none"})
 """Values of `Sec-Fetch-Site` for a page of this proxy, and for a request that the user made without a page."""
@@ -79,7 +83,7 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
         names: Host names of the proxy; None accepts every name.
 
     Raises:
-        RefusalError: 403.
+        RefusalError: 403; 400 for a malformed Host header.
     """
     host = site = origin = mode = dest = b""
     for name, value in headers:
@@ -93,13 +97,7 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
             mode = value
         elif name == b"sec-fetch-dest":
             dest = value
-    if names is not None and rebindable(host.decode("latin-1")) and _name(host.decode("latin-1")) not in names:
-        raise RefusalError(
-            403,
-            "host",
-            f"{host.decode('latin-1')!r} is not a name of this proxy. Use its IP address or localhost, or add the name "
-            "to the setting `names`.",
-        )
+    _require_host([value for name, value in headers if name == b"host"], names)
     if tool and dest not in (b"", b"empty"):
         raise RefusalError(
             403,
@@ -109,11 +107,43 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
         )
     is_link = mode == b"navigate" and dest == b"document" and method in _SAFE_METHODS and not tool
     # Old browsers send only `Origin`, which must then be the host that the request is for.
-    foreign = site not in _OWN_SITES if site else bool(origin) and origin.rpartition(b"//")[2].lower() != host.lower()
+    foreign = site not in _OWN_SITES if site else bool(origin) and not _is_origin_of(origin, host)
     if foreign and not is_link:
         raise RefusalError(
             403, "cross-site", "the request comes from a page of another site. Only /ui of this proxy may send it."
         )
+
+
+def _require_host(hosts: list[bytes], names: Collection[str] | None) -> None:
+    """Check that a request has one Host header, with a name of this proxy.
+
+    Raises:
+        RefusalError: 400 for several or a malformed one, 403 for a name that its owner may have pointed here.
+    """
+    # HTTP/1.0 may send none.
+    if len(hosts) > 1 or _HOST.fullmatch(b"".join(hosts)) is None:
+        # A reader of one of them, or of a part of it, would see another name than this check (RFC 9112, 3.2).
+        raise RefusalError(400, "host", "the request needs one Host header, with a name or an address and a port.")
+    host = b"".join(hosts).decode("latin-1")
+    if names is not None and rebindable(host) and _name(host) not in names:
+        raise RefusalError(
+            403,
+            "host",
+            f"{host!r} is not a name of this proxy. Use its IP address or localhost, or add the name to the setting "
+            "`names`.",
+        )
+
+
+def _is_origin_of(origin: bytes, host: bytes) -> bool:
+    """Return whether an Origin header (RFC 6454, 6.2) names the host that a request is for."""
+    try:
+        parts = urlsplit(origin.decode("ascii"))
+    except ValueError:
+        return False
+    return (
+        parts.scheme in ("http", "https") and parts.netloc.encode().lower() == host.lower()
+        and not (parts.path or parts.query or parts.fragment)
+    )  # fmt: skip
 
 
 def rebindable(host: str) -> bool:

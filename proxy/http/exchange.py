@@ -11,8 +11,12 @@ from proxy.http.asgi import Receive, Send
 from proxy.http.streaming import COMMENT_S, ResponseRelay, ServerEvents
 from proxy.refusals import Problem
 from proxy.step import Answer
+from proxy.tree.rollout import Rollout
 from sandboxes.listener import Headers
 from sandboxes.task_owner import start
+
+EXPECTED = "forkpoint.expected"
+"""Member of a scope with the rollout whose request it is, if the order of its calls already counts the request."""
 
 
 class Exchange:
@@ -26,10 +30,11 @@ class Exchange:
         began: When the request was read, by `time.perf_counter`.
         events: The server-sent events of the call, if its client may get or cancel some.
         extra: More headers for the response, whatever it is.
+        expected: The rollout whose order of calls already counts this request, or None.
     """
 
-    def __init__(self, send: Send, receive: Receive) -> None:
-        self.send, self.receive = send, receive
+    def __init__(self, send: Send, receive: Receive, expected: Rollout | None = None) -> None:
+        self.send, self.receive, self.expected = send, receive, expected
         self.began = time.perf_counter()
         self._dialect: Dialect | None = None
         self._request: Request | None = None

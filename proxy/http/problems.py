@@ -7,7 +7,7 @@ from proxy.refusals import Problem, RefusalError
 from proxy.storage.errors import StoreError
 from proxy.telemetry.counters import Counters
 from proxy.tree.keys import UncanonicalArgumentsError
-from sandboxes.errors import SandboxError, ServerError, SpecError
+from sandboxes.errors import ForbiddenSourceError, SandboxError, ServerError, SpecError
 from sandboxes.pool.pool import OverloadedError
 
 FORESEEN = (
@@ -21,6 +21,7 @@ FORESEEN = (
     StoreError,
     sqlite3.Error,
     OSError,
+    MemoryError,
 )
 """Exceptions that have a status of their own; every other exception is a defect of the proxy."""
 
@@ -50,7 +51,7 @@ def problem_of(error: BaseException) -> Problem:
         case UncanonicalArgumentsError():
             return Problem(422, "uncanonical-arguments", _TITLES[422], text)
         case SpecError():
-            return Problem(422, "spec", "Invalid environment", text)
+            return _of_spec(error)
         case RolloutGoneError():
             return Problem(410, "rollout-gone", _TITLES[410], text)
         case StateLostError():
@@ -62,7 +63,7 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(status, slug, title, text, retry_after_s=1, infrastructure=True)
         case StoreError() | sqlite3.Error():
             return Problem(507, "store", "Store unavailable", text, infrastructure=True)
-        case OSError():
+        case OSError() | MemoryError():
             detail = f"{text}. Check free disk space, memory and file descriptors (ulimit -n) on the proxy's machine."
             return Problem(503, "machine", "Insufficient resources", detail, retry_after_s=1, infrastructure=True)
         case _:
@@ -75,6 +76,12 @@ def count_problem(counters: Counters, problem: Problem) -> None:
         counters.failure(problem.slug)
     else:
         counters.refusals[problem.slug] += 1
+
+
+def _of_spec(error: SpecError) -> Problem:
+    if isinstance(error, ForbiddenSourceError):
+        return Problem(403, "source", _TITLES[403], str(error))
+    return Problem(422, "spec", "Invalid environment", str(error))
 
 
 def _of_sandbox(error: SandboxError) -> tuple[int, str, str]:

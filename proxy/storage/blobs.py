@@ -4,10 +4,14 @@ import zlib
 from hashlib import blake2b
 
 from proxy.storage.database import Execute, StoreDatabase
-from proxy.storage.errors import StoreError
+from proxy.storage.errors import DamagedError, StoreError
+from proxy.storage.schema import is_whole
 
 _COMPRESS_FROM = 1024
 """Smallest blob that is compressed, in bytes: below it zlib saves less than the page of the database wastes."""
+
+_READ = f"SELECT packed, data, digest, {is_whole('blobs')} FROM blobs WHERE id = ?"
+_DIGEST = f"SELECT digest, {is_whole('blobs')} FROM blobs WHERE id = ?"
 
 
 class BlobStore:
@@ -15,15 +19,24 @@ class BlobStore:
 
     def __init__(self, database: StoreDatabase) -> None:
         self._database = database
+        # Numbers of the blobs that were found damaged; the next insert of their bytes writes them again.
+        self._damaged: set[int] = set()
 
     def insert(self, execute: Execute, data: bytes) -> int:
         """Return the number of these bytes, which are written if they are new."""
         digest = blake2b(data, digest_size=32).digest()
         row = self._database.row("SELECT id FROM blobs WHERE digest = ?", (digest,))
-        if row is not None:
+        if row is not None and row[0] not in self._damaged:
+            self._require_digest(row[0], digest)
             return int(row[0])
         packed = zlib.compress(data, 1) if len(data) >= _COMPRESS_FROM else data
         smaller = len(packed) < len(data)
+        if row is not None:
+            # Every record that names this blob is whole again.
+            values = (smaller, packed if smaller else data, digest, row[0])
+            execute("UPDATE blobs SET packed = ?, data = ?, digest = ? WHERE id = ?", values)
+            self._damaged.discard(row[0])
+            return int(row[0])
         return self.insert_stored(execute, digest, packed=smaller, data=packed if smaller else data)
 
     def insert_stored(self, execute: Execute, digest: bytes, *, packed: bool, data: bytes) -> int:
@@ -54,12 +67,31 @@ class BlobStore:
         """Return the uncompressed bytes of a blob.
 
         Raises:
-            StoreError: The store has no such blob.
+            DamagedError: The bytes are not those that were written, or the store has no such blob.
+            StoreError: The file cannot be read now.
         """
-        row = self._database.row("SELECT packed, data FROM blobs WHERE id = ?", (blob,))
-        if row is None:
-            raise StoreError(f"blob {blob} is not in the store: another program damaged or changed the file.")
-        return zlib.decompress(row[1]) if row[0] else bytes(row[1])
+        row = self._database.row(_READ, (blob,))
+        if row is not None and row[3]:
+            try:
+                data = zlib.decompress(row[1]) if row[0] else bytes(row[1])
+                if blake2b(data, digest_size=32).digest() == row[2]:
+                    return data
+            # A flipped bit may also change the type of a column.
+            except (zlib.error, TypeError, ValueError):
+                pass
+        self._damaged.add(blob)
+        raise DamagedError(f"blob {blob} of the store is damaged: a disk or another program has changed the file.")
+
+    def _require_digest(self, blob: int, digest: bytes) -> None:
+        """Check that the index on digests led to the right row: a damaged index would give a record foreign bytes.
+
+        Raises:
+            DamagedError: The row has another digest, or there is none.
+        """
+        row = self._database.row(_DIGEST, (blob,))
+        if row is None or row[0] != digest or not row[1]:
+            self._damaged.add(blob)
+            raise DamagedError("the index of the store's blobs is damaged. Restore the file from a copy.")
 
     def delete_unused(self) -> None:
         """Delete the blobs that no record names."""

@@ -22,8 +22,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from proxy.storage.errors import StoreError
-from proxy.storage.schema import ForeignDatabaseError, check_version, create_tables
+from proxy.storage.errors import DamagedError, StoreError
+from proxy.storage.schema import CHECKSUM_FUNCTION, NAMED, check_version, create_tables, is_whole, row_checksum
 from sandboxes.lean_imports import without
 
 with without("numpy"):
@@ -33,6 +33,8 @@ T = TypeVar("T")
 Execute = Callable[..., sqlite3.Cursor]
 """Executes one statement with its values inside a transaction."""
 NumberedTable = Literal["trees", "nodes", "records", "rollouts", "blobs"]
+_CHECKED_BYTES = 128 << 20
+"""Largest file whose pages are checked at each start: 0.4 s from the page cache. Rows and blobs have checksums too."""
 _NUMBERED: tuple[NumberedTable, ...] = ("trees", "nodes", "records", "rollouts", "blobs")
 
 
@@ -50,17 +52,24 @@ class StoreDatabase:
             StoreError: The file is no database, another program's, or of another version. It is left unchanged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A copy of the file elsewhere stays private too. SQLite gives its -wal and -shm the mode of the file.
+        path.touch(mode=0o600)
         self._path = path
+        self._sync = sync
         self._connection = sqlite3.connect(path, isolation_level=None)
+        self._connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
         self.tables = sqlite_utils.Database(self._connection)
         try:
             check_version(self.tables)
+            self._check_pages()
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute(f"PRAGMA synchronous={sync}")
             self._connection.execute("PRAGMA wal_autocheckpoint=0")
             create_tables(self.tables)
+            self._check_names()
             self._next = {name: self._last_number(name) + 1 for name in _NUMBERED}
-        except (ForeignDatabaseError, sqlite3.DatabaseError) as error:
+        # SQLite's messages about a damaged schema may be no UTF-8: a ValueError, as a foreign database is.
+        except (ValueError, TypeError, sqlite3.Error) as error:
             self._connection.close()
             raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
 
@@ -100,8 +109,11 @@ class StoreDatabase:
             execute("INSERT OR REPLACE INTO meta VALUES ('checked', ?)", (str(time.time()),))
 
     @contextmanager
-    def transaction(self) -> Iterator[Execute]:
+    def transaction(self, *, durable: bool = False) -> Iterator[Execute]:
         """Run the block in one transaction: all of its statements are committed, or none is.
+
+        Args:
+            durable: Whether the commit waits for the disk whatever `sync` says; all earlier commits are on it then too.
 
         Yields:
             The function that executes one statement.
@@ -111,6 +123,8 @@ class StoreDatabase:
         """
         execute = self._connection.execute
         try:
+            if durable:
+                execute("PRAGMA synchronous=FULL")
             execute("BEGIN IMMEDIATE")
             yield execute
             execute("COMMIT")
@@ -122,23 +136,39 @@ class StoreDatabase:
                     f"the store could not be written: {error}. Free disk space, or check the file."
                 ) from error
             raise
+        finally:
+            if durable:
+                execute(f"PRAGMA synchronous={self._sync}")
 
     def execute_many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         """Execute one statement for each row of values, inside a running transaction."""
         self._connection.executemany(sql, rows)
 
     def row(self, sql: str, values: tuple[Any, ...] | Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Return the first row of a query; None if there is none."""
-        row: tuple[Any, ...] | None = self._connection.execute(sql, values).fetchone()
+        """Return the first row of a query; None if there is none.
+
+        Raises:
+            StoreError: SQLite cannot read the file, for example because it is damaged. `rows` and `views` raise it too.
+        """
+        try:
+            row: tuple[Any, ...] | None = self._connection.execute(sql, values).fetchone()
+        except sqlite3.Error as error:
+            raise _unreadable(error) from error
         return row
 
     def rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         """Return all rows of a query."""
-        return self._connection.execute(sql, values).fetchall()
+        try:
+            return self._connection.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise _unreadable(error) from error
 
     def views(self, sql: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return all rows of a query, each by the names of its columns."""
-        return list(self.tables.query(sql, dict(values)))
+        try:
+            return list(self.tables.query(sql, dict(values)))
+        except sqlite3.Error as error:
+            raise _unreadable(error) from error
 
     def take_number(self, table: NumberedTable, count: int = 1) -> int:
         """Return the first of count numbers of a table that were never given out before."""
@@ -151,8 +181,40 @@ class StoreDatabase:
         for table, number in self._next.items():
             execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"last {table}", str(number - 1)))
 
+    def _check_pages(self) -> None:
+        """Let SQLite check the structure of a file that is not too large for it.
+
+        Raises:
+            sqlite3.DatabaseError: The file is damaged.
+        """
+        if self.size_bytes() <= _CHECKED_BYTES:
+            (report,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+            if report != "ok":
+                raise sqlite3.DatabaseError(f"it is damaged ({' '.join(report.split())})")
+
+    def _check_names(self) -> None:
+        """Check that every row of the tables that are looked up by names is in the indexes.
+
+        Raises:
+            sqlite3.DatabaseError: Rows and indexes are damaged, so nobody can say which names there were.
+        """
+        for table in NAMED:
+            (report,) = self._connection.execute(f"PRAGMA integrity_check({table})").fetchone()
+            if report == "ok":
+                continue
+            damaged = f"SELECT COUNT(*) FROM {table} NOT INDEXED WHERE NOT {is_whole(table)}"
+            if self._connection.execute(damaged).fetchone() != (0,):
+                raise sqlite3.DatabaseError(f"table {table} and its indexes are damaged ({report})")
+            # Only the index is damaged, and the rows have all that it needs.
+            self._connection.execute(f"REINDEX {table}")
+
     def _last_number(self, table: NumberedTable) -> int:
         kept = "(SELECT CAST(value AS INTEGER) FROM meta WHERE name = ?)"
         row = self.row(f"SELECT MAX(COALESCE(MAX(id), 0), COALESCE({kept}, 0)) FROM {table}", (f"last {table}",))
         assert row is not None
         return int(row[0])
+
+
+def _unreadable(error: sqlite3.Error) -> StoreError:
+    kind = DamagedError if isinstance(error, sqlite3.DatabaseError) and "malformed" in str(error) else StoreError
+    return kind(f"the store could not be read: {error}. Check the disk, then restore the file from a copy.")

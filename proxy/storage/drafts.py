@@ -67,6 +67,7 @@ class DraftStore:
         seconds: float,
         recorded_at: float,
         reproducible: bool,
+        age_s: float | None,
     ) -> None:
         """Write the next record.
 
@@ -80,11 +81,12 @@ class DraftStore:
             seconds: How long the tool ran.
             recorded_at: When it ran, in seconds since the epoch.
             reproducible: Whether the call leads to its target again.
+            age_s: For how long background processes had been running; None if that is not known.
         """
         source, target = (draft.first_node + node for node in ends)
         values = (
             draft.first_record + draft.records, draft.tree, source, key, target, *blobs, effect, seconds, recorded_at,
-            False, reproducible,
+            False, reproducible, age_s, False,
         )  # fmt: skip
         execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
         draft.records += 1

@@ -2,104 +2,136 @@
 
 Theory of operation:
 
-1. `append` copies an entry of 25 bytes into a shared mapping of a file. This takes well under a microsecond, against
+1. `append` copies a step of 32 bytes into a shared mapping of a file. This takes well under a microsecond, against
    10 us for a `write(2)` under load and 50 us for a transaction, and it is on the way of every hit.
-2. The pages of the mapping belong to the kernel, so an entry survives a kill of the process from the moment it is
+2. The pages of the mapping belong to the kernel, so a step survives a kill of the process from the moment it is
    copied. A loss of power it survives only with `sync=True`, where each step waits for the disk.
-3. Files are segments of fixed size. `trickle` starts a new segment, folds the entries of the old ones into the store
-   in slices, and deletes a segment when all of its entries are in the store.
-4. A killed process leaves segments behind, and the next `open` folds them. Folding an entry twice does no harm, so
-   nothing needs to record how far a fold had come. Each entry ends with a checksum: the last entry may be torn, but
-   its response was never sent, so it is dropped.
+3. Files are segments of fixed size (`journal_segments`). `trickle` starts a new segment, folds the steps of the old
+   ones into the store in slices, and deletes a segment when all of its steps are in the store.
+4. A killed process leaves segments behind, and the next `open` folds them. Folding a step twice does no harm, so
+   nothing needs to record how far a fold had come.
+5. A mark in the store says which segments there must be, and on which boot of the machine they were written. `open`
+   compares: a rollout whose steps may be missing is marked as lost in the store, and never continues from an earlier
+   position. A damaged segment is renamed to `*.damaged`.
 """
 
 import asyncio
 import mmap
 import os
-import struct
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Protocol
 
-_ENTRY = struct.Struct("<QIQB")
-_CHECK = struct.Struct("<I")
-STEP_BYTES = _ENTRY.size + _CHECK.size
-"""Size of an entry in a segment: rollout, turn, record, outcome and checksum."""
-_SEGMENT_BYTES = 1 << 20
-"""Size of a segment in bytes: 40,000 entries. Smaller ones would be rotated within a fold interval under load."""
+import orjson
+
+from proxy.storage.journal_segments import (
+    SEGMENT_BYTES,
+    STEP_BYTES,
+    JournalEntry,
+    checksum,
+    pack_step,
+    read_segment,
+)
+
 _SLICE = 1000
 """Entries folded at a time while calls are answered: about 2 ms, the longest wait that a fold adds to a hit."""
-
-
-class JournalEntry(NamedTuple):
-    """One step of a rollout.
-
-    Attributes:
-        rollout: Number of the rollout.
-        turn: Which of the rollout's calls this was, from 0.
-        record: Number of the record that answered the call.
-        outcome: How the call was answered; an `Outcome`.
-    """
-
-    rollout: int
-    turn: int
-    record: int
-    outcome: int
-
+_MARK = "journal"
+_MARK_MEMBERS: dict[str, Callable[[Any], Any]] = {"open": bool, "boot": str, "sync": bool, "first": int, "last": int}
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 Fold = Callable[[list[JournalEntry]], None]
 """Writes steps to the store in one transaction, and skips the steps that the store has."""
 
 
+class JournalStore(Protocol):
+    """What the journal needs of the store. `proxy.storage.rollouts.RolloutStore` is one."""
+
+    def recover(self, steps: list[JournalEntry]) -> Mapping[int, str]:
+        """Write the steps that continue where the store stands; return why the others do not, by rollout."""
+        ...
+
+    def lose(self, rollouts: Collection[int] | None, why: str) -> int:
+        """Write that running rollouts (None: all of them) have lost their position; return how many that is new to."""
+        ...
+
+    def mark(self, name: str) -> str | None:
+        """Return a mark; None if it was never put."""
+        ...
+
+    def put_mark(self, name: str, value: str, *, durable: bool) -> None:
+        """Write a mark; with durable it is on the disk afterwards."""
+        ...
+
+
+@dataclass(slots=True)
+class JournalRecovery:
+    """What `Journal.open` met.
+
+    Attributes:
+        steps: How many steps it read.
+        damage: What was wrong, a sentence each; empty after a kill or an orderly end.
+        lost: How many rollouts lost their position for it.
+    """
+
+    steps: int = 0
+    damage: list[str] = field(default_factory=list)
+    lost: int = 0
+
+
 class Journal:
     """An append-only log of steps in segments. Only the event loop's thread may use it."""
 
-    def __init__(self, directory: Path, fold: Fold, *, sync: bool = False) -> None:
+    def __init__(self, directory: Path, fold: Fold, store: JournalStore, *, sync: bool = False) -> None:
         """Create a journal that is not open yet.
 
         Args:
             directory: Where the segments are.
             fold: Writes steps to the store.
+            store: Takes what earlier processes left, and keeps the mark.
             sync: Whether each step waits for the disk, so that it survives a loss of power.
         """
-        self._directory, self._fold, self._sync = directory, fold, sync
+        self._directory, self._fold, self._store, self._sync = directory, fold, store, sync
         self._map: mmap.mmap | None = None
-        self._used = 0
-        self._segment = 0
+        self._used = self._segment = self._previous = 0
         # Entries of the current segment, and full segments with the entries that are still to be folded.
         self._pending: list[JournalEntry] = []
         self._full: deque[tuple[Path, list[JournalEntry]]] = deque()
 
-    def open(self) -> int:
-        """Fold what earlier processes left behind, start a segment, and return how many steps were folded."""
+    def open(self) -> JournalRecovery:
+        """Fold what earlier processes left behind, mark rollouts that lost steps, and start a segment."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        folded = 0
-        for segment in sorted(self._directory.glob("*.steps")):
-            steps = list(read_steps(segment.read_bytes()))
-            if steps:
-                self._fold(steps)
-            folded += len(steps)
-            self._segment = int(segment.stem)
-            segment.unlink()
-        self._start_segment()
-        return folded
+        if self._sync:
+            _sync_directory(self._directory.parent)
+        recovery = JournalRecovery()
+        mark = self._read_mark(recovery)
+        segments = {int(path.stem): path for path in self._directory.glob("*.steps")}
+        self._check_presence(mark, set(segments), recovery)
+        for number, path in sorted(segments.items()):
+            self._recover(number, path, recovery)
+        self._segment = max([*segments, mark.get("last", 0)])
+        # Durable, or a loss of power could make the next process believe in an orderly end.
+        self._start_segment(durable=True)
+        return recovery
 
     def append(self, step: JournalEntry) -> None:
         """Write one step. From here on it survives a kill of this process.
 
         Raises:
-            OSError: The disk is full or fails; the step is not taken.
+            OSError, StoreError: The disk is full or fails; the step is not taken.
         """
-        if self._used + STEP_BYTES > _SEGMENT_BYTES:
+        if self._used + STEP_BYTES > SEGMENT_BYTES:
             self._rotate()
         assert self._map is not None
-        body = _ENTRY.pack(*step)
-        self._map[self._used : self._used + STEP_BYTES] = body + _CHECK.pack(zlib.crc32(body))
+        body, start = pack_step(step, self._previous), self._used
+        end = start + STEP_BYTES
+        # The checksum comes second: a kill in between leaves a slot without one, which the next process drops.
+        self._map[start : end - 4] = body
+        self._map[end - 4 : end] = checksum(body, self._segment, start)
         if self._sync:
             self._map.flush()
-        self._used += STEP_BYTES
+        self._used, self._previous = end, step.rollout
         self._pending.append(step)
 
     def fold(self) -> None:
@@ -121,15 +153,61 @@ class Journal:
             self.fold()
             self._map.close()
             self._map = None
+            # An orderly end: from here on no segment is expected.
+            self._put_mark(is_open=False)
             self._path(self._segment).unlink(missing_ok=True)
+
+    def _read_mark(self, recovery: JournalRecovery) -> dict[str, Any]:
+        """Return the mark of the last process; empty if there was none, or if its mark is damaged."""
+        try:
+            mark = orjson.loads(self._store.mark(_MARK) or "{}")
+            return {name: kind(mark[name]) for name, kind in _MARK_MEMBERS.items()} if mark else {}
+        except (ValueError, TypeError, KeyError):
+            self._lose(None, "the mark of the journal in the store is damaged", recovery)
+            return {}
+
+    def _check_presence(self, mark: dict[str, Any], present: set[int], recovery: JournalRecovery) -> None:
+        """Compare the segments that are there with the mark."""
+        if not mark.get("open"):
+            return
+        missing = sorted(set(range(mark["first"], mark["last"] + 1)) - present)
+        if missing:
+            self._lose(None, f"journal segment {missing[0]} is missing, with the last steps of rollouts", recovery)
+        elif mark["boot"] != _boot_id() and not mark["sync"]:
+            # Neither the journal nor the store waited for the disk, so the last steps of any rollout may be missing.
+            self._lose(None, "the machine stopped, and the last steps may not have reached its disk", recovery)
+
+    def _recover(self, number: int, path: Path, recovery: JournalRecovery) -> None:
+        """Fold one segment of an earlier process; set it aside if it is damaged."""
+        reading = read_segment(path.read_bytes(), number, size_bytes=SEGMENT_BYTES)
+        recovery.steps += len(reading.steps)
+        if reading.damage and (reading.unknown or 0 in reading.lost):
+            self._lose(None, reading.damage, recovery)
+        elif reading.damage:
+            self._lose(reading.lost, reading.damage, recovery)
+        # After the losses: what is lost takes no more steps.
+        for rollout, why in self._store.recover(reading.steps).items():
+            self._lose({rollout}, why, recovery)
+        if reading.damage:
+            path.rename(path.with_suffix(".damaged"))
+        else:
+            path.unlink()
+
+    def _lose(self, rollouts: Collection[int] | None, why: str, recovery: JournalRecovery) -> None:
+        recovery.lost += self._store.lose(rollouts, why)
+        recovery.damage.append(why)
 
     def _rotate(self) -> None:
         """Start a new segment, unless the current one is empty."""
         if self._pending:
             full, old = (self._path(self._segment), self._pending), self._map
             # First the new segment: if the disk is full, this raises and the old one stays in use.
-            self._start_segment()
             self._full.append(full)
+            try:
+                self._start_segment()
+            except BaseException:
+                self._full.pop()
+                raise
             if old is not None:
                 old.close()
 
@@ -138,35 +216,62 @@ class Journal:
         self._fold(steps[:count])
         del steps[:count]
         if not steps:
+            self._full.popleft()
+            # The mark comes first: a segment that is missing while it is expected counts as damage.
+            self._put_mark(is_open=True)
             # Only now: after a kill in between, the next process folds the whole segment again.
             segment.unlink()
-            self._full.popleft()
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:012d}.steps"
 
-    def _start_segment(self) -> None:
-        path = self._path(self._segment + 1)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def _start_segment(self, *, durable: bool = False) -> None:
+        path, draft = self._path(self._segment + 1), self._directory / "draft"
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             # Reserve all blocks now: a full disk raises here. In a sparse file, writing to the mapping would be a
             # SIGBUS that kills the process.
-            os.posix_fallocate(descriptor, 0, _SEGMENT_BYTES)
-            self._map = mmap.mmap(descriptor, _SEGMENT_BYTES)
+            os.posix_fallocate(descriptor, 0, SEGMENT_BYTES)
+            mapping = mmap.mmap(descriptor, SEGMENT_BYTES)
+            if self._sync:
+                os.fsync(descriptor)
         except OSError:
-            path.unlink()
+            draft.unlink()
             raise
         finally:
             os.close(descriptor)
+        # A segment appears with its full size, so a shorter one was cut.
+        draft.rename(path)
+        if self._sync:
+            _sync_directory(self._directory)
         self._segment += 1
-        self._used, self._pending = 0, []
+        try:
+            # Before the first step: from now on the segment is expected.
+            self._put_mark(is_open=True, durable=durable)
+        except BaseException:
+            self._segment -= 1
+            path.unlink()
+            raise
+        self._map, self._used, self._pending = mapping, 0, []
+
+    def _put_mark(self, *, is_open: bool, durable: bool = False) -> None:
+        first = int(self._full[0][0].stem) if self._full else self._segment
+        mark = {"open": is_open, "boot": _boot_id(), "sync": self._sync, "first": first, "last": self._segment}
+        self._store.put_mark(_MARK, orjson.dumps(mark).decode(), durable=durable)
 
 
-def read_steps(data: bytes) -> Iterator[JournalEntry]:
-    """Yield the steps of a segment, up to the first entry that is torn or damaged; unused space reads as damaged."""
-    for start in range(0, len(data) - STEP_BYTES + 1, STEP_BYTES):
-        body = data[start : start + _ENTRY.size]
-        (checksum,) = _CHECK.unpack_from(data, start + _ENTRY.size)
-        if zlib.crc32(body) != checksum:
-            return
-        yield JournalEntry(*_ENTRY.unpack(body))
+def _sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk (fsync(2): syncing a file does not sync its name)."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _boot_id() -> str:
+    """Return the kernel's name of this start of the machine; the same text each time where there is none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return "unknown"

@@ -1,13 +1,16 @@
 """Nodes and records as rows: written one call at a time, with the call and its answer."""
 
+import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import orjson
 
 from proxy.storage.blobs import BlobStore, delete_unused_blobs
 from proxy.storage.database import Execute, StoreDatabase
-from proxy.tree.keys import canonical_json
+from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
 from sandboxes.calls import ToolCall, ToolResult, content_type
 
@@ -29,7 +32,15 @@ class RecordStore:
         """Return a number for a record that no record ever had."""
         return self._database.take_number("records")
 
-    def save(self, tree: int, record: Record, node: Node | None, call: ToolCall, result: ToolResult) -> None:
+    def save(
+        self,
+        tree: int,
+        record: Record,
+        node: Node | None,
+        call: ToolCall,
+        result: ToolResult,
+        order: bytes | None = None,
+    ) -> None:
         """Write a record with its call and answer in one transaction. 0.1 ms.
 
         Args:
@@ -38,12 +49,16 @@ class RecordStore:
             node: The node that the call created; None if it led to a known one.
             call: What was called.
             result: The answer.
+            order: The order in which the call wrote files; None if there is none.
 
         Raises:
             StoreError: Nothing could be written, so the call must not count as recorded.
         """
         with self._database.transaction() as execute:
-            value = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
+            value: dict[str, Any] = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
+            if order is not None:
+                # With the call, because it is what a replay needs besides: so it also travels with exported trees.
+                value["order"] = order.hex()
             record.call = self._blobs.insert(execute, canonical_json(value))
             record.upload = self._blobs.insert(execute, call.body) if call.body else 0
             kind = orjson.dumps(result.headers).decode() if result.headers else result.media_type
@@ -53,9 +68,14 @@ class RecordStore:
             values = (
                 record.id, tree, record.source.id, record.key, record.target.id, record.call, record.upload,
                 record.answer, record.effect.value, record.seconds, record.recorded_at, record.private,
-                record.reproducible,
+                record.reproducible, None if record.age_s == math.inf else record.age_s, record.proven,
             )  # fmt: skip
             execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
+
+    def save_key(self, record: Record, key: CallKey) -> None:
+        """Write that a record has another key, under which no call finds it."""
+        with self._database.transaction() as execute:
+            execute("UPDATE records SET key = ?, private = 1 WHERE id = ?", (key, record.id))
 
     def save_node(self, node: Node) -> None:
         """Write what may change about a node: its digests, its pin, and why it diverged."""
@@ -70,6 +90,12 @@ class RecordStore:
         with self._database.transaction() as execute:
             execute("UPDATE records SET reproducible = 0 WHERE id = ?", (record.id,))
             update_diverged(execute, lost)
+
+    def save_proven(self, records: Iterable[Record]) -> None:
+        """Write that replays have reached the targets of these records."""
+        with self._database.transaction() as execute:
+            for record in records:
+                execute("UPDATE records SET proven = 1 WHERE id = ?", (record.id,))
 
     def save_set_aside(self, nodes: Iterable[Node]) -> None:
         """Write why nodes were set aside."""
@@ -91,6 +117,14 @@ class RecordStore:
         """Return the recorded call."""
         call = self.call_without_upload(record.call)
         return replace(call, body=self._blobs.read(record.upload)) if record.upload else call
+
+    def order(self, record: Record) -> bytes | None:
+        """Return the order in which the recorded call wrote files; None if it is not known."""
+        order = orjson.loads(self._blobs.read(record.call)).get("order")
+        # An imported tree comes from elsewhere.
+        with contextlib.suppress(TypeError, ValueError):
+            return None if order is None else bytes.fromhex(order)
+        return None
 
     def call_without_upload(self, blob: int) -> ToolCall:
         """Return a call by the number of its blob, without the bytes that were uploaded with it."""

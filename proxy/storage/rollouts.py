@@ -4,11 +4,14 @@ Steps are written to the journal first and folded in here later: a reader folds 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from hashlib import sha256
+from itertools import groupby
 from typing import Any
 
 from proxy.storage.database import StoreDatabase
-from proxy.storage.journal import JournalEntry
+from proxy.storage.journal_segments import JournalEntry
+from proxy.storage.schema import is_whole
 
 
 class RolloutStore:
@@ -17,13 +20,27 @@ class RolloutStore:
     def __init__(self, database: StoreDatabase) -> None:
         self._database = database
 
-    def create(self, task: str, name: str, tree: int, node: int, token: str) -> int:
-        """Write a rollout that is at node and has made no call; return its number."""
+    def create(self, task: str, name: str, tree: int, node: int, token: str = "") -> int:
+        """Write a rollout that is at node and has made no call; return its number.
+
+        Args:
+            task: Name of its task.
+            name: Name of the rollout.
+            tree: Number of its tree.
+            node: Number of the node that it begins at.
+            token: Its token, of which only the SHA-256 is written; empty for a rollout without one.
+        """
         rollout = self._database.take_number("rollouts")
-        values = (rollout, task, name, tree, node, node, 0, 0, token, time.time())
+        digest = sha256(token.encode()).digest() if token else None
+        values = (rollout, task, name, tree, node, node, 0, 0, digest, time.time(), "")
         with self._database.transaction() as execute:
             execute(f"INSERT INTO rollouts VALUES ({','.join('?' * len(values))})", values)
         return rollout
+
+    def move(self, rollout: int, tree: int, node: int) -> None:
+        """Write that a rollout that has made no call begins at a node of another tree."""
+        with self._database.transaction() as execute:
+            execute("UPDATE rollouts SET tree = ?, start = ?, node = ? WHERE id = ?", (tree, node, node, rollout))
 
     def finish(self, rollout: int) -> None:
         """Write that a rollout has ended, and delete the notes on it."""
@@ -43,6 +60,8 @@ class RolloutStore:
     ) -> list[dict[str, Any]]:
         """Return a task's rollouts, each with the root of its tree. Fold the journal before.
 
+        Rollouts that the proxy began for itself, to ask a server for its lists, are not among them.
+
         Args:
             task: Name of the task.
             name: Only the rollouts of this name; None for all.
@@ -51,15 +70,34 @@ class RolloutStore:
             offset: How many rollouts to skip.
             limit: How many rollouts to return at most; -1 for all.
         """
-        sql = "SELECT r.*, (SELECT root FROM trees WHERE id = r.tree) AS root FROM rollouts r WHERE task = :task"
+        sql = (
+            f"SELECT id, task, name, tree, start, node, calls, finished, created_at, lost, {is_whole('rollouts')} "
+            "AS whole, (SELECT root FROM trees WHERE id = r.tree) AS root FROM rollouts r WHERE task = :task"
+        )
+        # No URL can name such a rollout, because `~` is not allowed in names.
+        sql += " AND name NOT LIKE '~%'"
         sql += " AND name = :name" if name is not None else ""
-        sql += " AND finished = 0" if running else ""
+        # Whether a damaged row has ended is not known.
+        sql += f" AND (finished = 0 OR NOT {is_whole('rollouts')})" if running else ""
         sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"
-        return self._database.views(sql, {"task": task, "name": name, "limit": limit, "offset": offset})
+        rows = self._database.views(sql, {"task": task, "name": name, "limit": limit, "offset": offset})
+        for row in rows:
+            if not row["whole"]:
+                row["name"] = self._indexed_name(row["id"]) or row["name"]
+        return rows
+
+    def _indexed_name(self, rollout: int) -> str:
+        """Return the name of a rollout whose row is damaged, from the index on names; empty if it is not there."""
+        # Only columns of the index, so that SQLite answers from it without reading the row.
+        sql = "SELECT name FROM rollouts INDEXED BY idx_rollouts_task_name WHERE task > '' AND rowid = ?"
+        row = self._database.row(sql, (rollout,))
+        return "" if row is None else str(row[0])
 
     def by_token(self, token: str) -> tuple[str, str] | None:
         """Return task and name of the running rollout with this token; None if there is none."""
-        row = self._database.row("SELECT task, name FROM rollouts WHERE token = ? AND finished = 0", (token,))
+        # Looked up by digest: how long the index takes tells nothing about the token. 192 random bits need no salt.
+        digest = sha256(token.encode()).digest()
+        row = self._database.row("SELECT task, name FROM rollouts WHERE token_digest = ? AND finished = 0", (digest,))
         return None if row is None else (row[0], row[1])
 
     def steps(self, rollout: int, *, offset: int = 0, limit: int = -1) -> list[tuple[int, int, int]]:
@@ -82,6 +120,59 @@ class RolloutStore:
                 "WHERE id = ?3 AND calls < ?1",
                 [(step.turn + 1, step.record, step.rollout) for step in last.values()],
             )
+
+    def recover(self, steps: Sequence[JournalEntry]) -> dict[int, str]:
+        """Write the steps of an ended process that continue where the store stands.
+
+        Returns:
+            For each rollout with a step that does not continue there: what is missing. Its later steps are not written.
+        """
+        wrong: dict[int, str] = {}
+        sound: list[JournalEntry] = []
+        # Stable: the steps of one rollout stay in their order.
+        for rollout, own in groupby(sorted(steps, key=lambda step: step.rollout), key=lambda step: step.rollout):
+            row = self._database.row(
+                f"SELECT calls, node, name FROM rollouts WHERE id = ? AND lost = '' AND {is_whole('rollouts')}",
+                (rollout,),
+            )
+            if row is None:
+                # Deleted, or lost already.
+                continue
+            calls, node, name = row
+            for step in own:
+                if step.turn < calls:
+                    continue
+                record = self._database.row("SELECT source, target FROM records WHERE id = ?", (step.record,))
+                if step.turn > calls or record is None or record[0] != node:
+                    wrong[rollout] = f"call {calls} of rollout {name!r} is missing in the journal or in the store"
+                    break
+                calls, node = calls + 1, record[1]
+                sound.append(step)
+        if sound:
+            self.fold(sound)
+        return wrong
+
+    def lose(self, rollouts: Collection[int] | None, why: str) -> int:
+        """Write why running rollouts (None: all) have lost their position; return how many are newly lost."""
+        which = "1" if rollouts is None else f"id IN ({','.join(map(str, filter(None, rollouts)))})"
+        with self._database.transaction() as execute:
+            sql = f"UPDATE rollouts SET lost = ? WHERE finished = 0 AND lost = '' AND {which}"
+            return int(execute(sql, (why,)).rowcount)
+
+    def positions(self, tree: int) -> list[int]:
+        """Return the numbers of the nodes that running rollouts of a tree were at when the journal was folded."""
+        sql = "SELECT DISTINCT node FROM rollouts WHERE tree = ? AND finished = 0 AND lost = ''"
+        return [row[0] for row in self._database.rows(sql, (tree,))]
+
+    def mark(self, name: str) -> str | None:
+        """Return a mark of the journal; None if it was never put."""
+        row = self._database.row("SELECT value FROM meta WHERE name = ?", (name,))
+        return None if row is None else str(row[0])
+
+    def put_mark(self, name: str, value: str, *, durable: bool) -> None:
+        """Write a mark of the journal; with durable it is on the disk afterwards."""
+        with self._database.transaction(durable=durable) as execute:
+            execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def put_note(self, rollout: int, protocol: str, value: str) -> None:
         """Write what a protocol remembers of a running rollout, as JSON; other protocols' notes stay. 0.1 ms."""

@@ -5,12 +5,16 @@ from typing import Any
 
 from proxy.storage.blobs import delete_unused_blobs
 from proxy.storage.database import StoreDatabase
+from proxy.storage.errors import DamagedError
+from proxy.storage.schema import is_whole
 from proxy.storage.trees import TREES_OF, TreeStore
 
 _COUNTS = (
     "(SELECT COUNT(*) FROM rollouts r WHERE r.task = t.name) AS rollouts, "
     f"(SELECT COUNT(*) FROM nodes n WHERE n.tree IN ({TREES_OF.format(task='t.name')})) AS nodes"
 )
+
+_WHOLE = is_whole("tasks")
 
 
 class TaskStore:
@@ -29,9 +33,19 @@ class TaskStore:
             )
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return a task's columns; None if there is no such task."""
-        rows = self._database.views("SELECT * FROM tasks WHERE name = :name", {"name": name})
+        """Return a task's columns; None if there is no such task.
+
+        Raises:
+            DamagedError: The row is not as it was written.
+        """
+        rows = self._database.views(f"SELECT *, {_WHOLE} AS whole FROM tasks WHERE name = :name", {"name": name})
+        if rows and not rows[0]["whole"]:
+            raise DamagedError(f"the environment of task {name!r} is damaged in the store. PUT the task again.")
         return rows[0] if rows else None
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is a task of this name, damaged or not."""
+        return self._database.row("SELECT 1 FROM tasks WHERE name = ?", (name,)) is not None
 
     def summary(self, name: str) -> dict[str, Any]:
         """Return an existing task with the number of its rollouts and nodes."""

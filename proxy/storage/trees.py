@@ -1,14 +1,22 @@
 """Trees as rows: read back whole, and filed under the task that they belong to or the group that shares them."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import structlog
 
 from proxy.storage.database import StoreDatabase
+from proxy.storage.errors import DamagedError
 from proxy.storage.records import insert_node
+from proxy.storage.schema import is_whole
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record, Tree
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.spec import EnvironmentSpec
+
+log = structlog.get_logger()
 
 TREES_OF = "SELECT id FROM trees WHERE task = {task} UNION SELECT tree FROM shares WHERE task = {task}"
 """The numbers of the trees that a task uses; the placeholder is formatted in."""
@@ -21,6 +29,9 @@ class TreeStore:
 
     A tree belongs to one task. A tree whose spec is shared belongs to all tasks with its root key: its column `task`
     holds no task's name, and the table `shares` lists the tasks that use it.
+
+    Attributes:
+        damaged: How many rows of nodes and records were left out since the start, because they are damaged.
     """
 
     def __init__(self, database: StoreDatabase, namespace: Callable[[str], str]) -> None:
@@ -31,6 +42,7 @@ class TreeStore:
             namespace: Returns what separates a task's shared trees from those that other tokens see; empty for none.
         """
         self._database, self._namespace = database, namespace
+        self.damaged = 0
 
     def open(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of a task under this root key, which is created if the store has none.
@@ -48,19 +60,29 @@ class TreeStore:
         return Tree(tree, root, spec, root_key)
 
     def load(self, tree_id: int) -> Tree:
-        """Return an existing tree with all of its nodes and records."""
-        row = self._database.row("SELECT root, spec, root_key FROM trees WHERE id = ?", (tree_id,))
-        assert row is not None
+        """Return an existing tree with all of its nodes and records.
+
+        Damaged nodes and records are left out, and so is what no path of whole records leads to. Their number is
+        `damaged` afterwards.
+
+        Raises:
+            DamagedError: The tree's own row, or its root, is not as it was written.
+        """
+        sql = f"SELECT root, spec, root_key FROM trees WHERE id = ? AND {is_whole('trees')}"
+        row = self._database.row(sql, (tree_id,))
+        if row is None:
+            raise DamagedError(f"tree {tree_id} is damaged in the store.")
         tree = Tree(tree_id, self._root(row[0]), EnvironmentSpec.model_validate_json(row[1]), row[2])
-        self._add_nodes(tree)
-        self._add_records(tree)
+        self._add(tree)
         self._add_findings(tree)
         return tree
 
     def id_of(self, task: str, root_key: str, spec: EnvironmentSpec) -> int | None:
         """Return the number of the tree that `open` would read; None if it would create one."""
         values = (self.owner(task, spec), root_key)
-        row = self._database.row("SELECT id FROM trees WHERE task = ? AND root_key = ?", values)
+        # A damaged tree is not found: its task begins another one, and its rollouts are lost.
+        sql = f"SELECT id FROM trees WHERE task = ? AND root_key = ? AND {is_whole('trees')}"
+        row = self._database.row(sql, values)
         return None if row is None else int(row[0])
 
     def exists(self, tree: int) -> bool:
@@ -114,41 +136,84 @@ class TreeStore:
         return None if row is None else int(row[0])
 
     def _root(self, node: int) -> Node:
-        row = self._database.row("SELECT exact, content, pinned FROM nodes WHERE id = ?", (node,))
-        assert row is not None
+        sql = f"SELECT exact, content, pinned FROM nodes WHERE id = ? AND {is_whole('nodes')}"
+        row = self._database.row(sql, (node,))
+        if row is None:
+            raise DamagedError(f"the root n{node} of a tree is damaged in the store.")
         return _node(node, row[0], row[1], "", pinned=row[2])
 
-    def _add_nodes(self, tree: Tree) -> None:
-        private = self._database.rows("SELECT target FROM records WHERE tree = ? AND private = 1", (tree.id,))
-        private_nodes = {target for (target,) in private}
-        sql = "SELECT id, exact, content, diverged, pinned FROM nodes WHERE tree = ? AND id <> ? ORDER BY id"
-        for number, exact, content, diverged, pinned in self._database.rows(sql, (tree.id, tree.root.id)):
-            tree.add_node(_node(number, exact, content, diverged, pinned=pinned), private=number in private_nodes)
+    def _nodes(self, tree: Tree) -> tuple[dict[int, Node], int]:
+        """Return the nodes of a tree but its root, by number, and how many rows are damaged."""
+        sql = (
+            f"SELECT id, exact, content, diverged, pinned, {is_whole('nodes')} FROM nodes "
+            "WHERE tree = ? AND id <> ? ORDER BY id"
+        )
+        rows = self._database.rows(sql, (tree.id, tree.root.id))
+        nodes = {
+            number: _node(number, exact, content, diverged, pinned=pinned)
+            for number, exact, content, diverged, pinned, whole in rows
+            if whole
+        }
+        return nodes, len(rows) - len(nodes)
 
-    def _add_records(self, tree: Tree) -> None:
-        """Add the records, with the hits and visits that the steps of the tree's rollouts add up to."""
+    def _add(self, tree: Tree) -> None:
+        """Add nodes and records, with the hits and visits that the steps of the tree's rollouts add up to."""
+        nodes, damaged = self._nodes(tree)
         sql = (
             "SELECT s.record, COUNT(*) FROM rollouts r JOIN steps s ON s.rollout = r.id "
             "WHERE r.tree = ? GROUP BY s.record"
         )
         uses_of = dict(self._database.rows(sql, (tree.id,)))
+        private = self._database.rows("SELECT target FROM records WHERE tree = ? AND private = 1", (tree.id,))
+        private_nodes = {target for (target,) in private}
         sql = (
             "SELECT id, key, source, target, effect, seconds, recorded_at, private, reproducible, "
-            "call, upload, answer FROM records WHERE tree = ? ORDER BY id"
+            f"call, upload, answer, age_s, {is_whole('records')}, proven FROM records WHERE tree = ? ORDER BY id"
         )
-        for row in self._database.rows(sql, (tree.id,)):
-            record = Record(
-                row[0], CallKey(row[1]), tree.nodes[row[2]], tree.nodes[row[3]], Effect(row[4]), row[5], row[6],
-                private=bool(row[7]), reproducible=bool(row[8]), call=row[9], upload=row[10], answer=row[11],
-            )  # fmt: skip
-            # Whether an answer was doubtful is not stored: a target without a digest says enough to keep its state.
-            record.doubtful = record.target.state is None and record.effect not in (Effect.NONE, Effect.PROCESSES)
-            uses = uses_of.get(record.id, 0)
-            # The first use is the miss that recorded it.
-            record.hits = max(0, uses - 1)
-            if not record.observation:
-                record.target.visits += uses
-            tree.add_record(record)
+        rows = self._database.rows(sql, (tree.id,))
+        pending = [row for row in rows if row[13]]
+        damaged += len(rows) - len(pending)
+        # Records come in the order in which they were made, so nearly always one round adds all of them. What remains
+        # when a round adds nothing has no path from the root: such a node must not pass for a root itself.
+        while pending:
+            waiting = [row for row in pending if not self._add_record(tree, row, nodes, private_nodes, uses_of)]
+            if len(waiting) == len(pending):
+                damaged += len(waiting)
+                break
+            pending = waiting
+        self.damaged += damaged
+        if damaged:
+            log.error("rows of a tree are damaged, so their calls run again", tree=tree.id, rows=damaged)
+
+    def _add_record(
+        self,
+        tree: Tree,
+        row: tuple[Any, ...],
+        nodes: Mapping[int, Node],
+        private_nodes: Collection[int],
+        uses_of: Mapping[int, int],
+    ) -> bool:
+        """Add a record, and its target if the tree lacks it; return False if the tree lacks its source."""
+        source = tree.nodes.get(row[2])
+        target = tree.nodes.get(row[3]) or nodes.get(row[3])
+        if source is None or target is None:
+            return False
+        if target.id not in tree.nodes:
+            tree.add_node(target, private=target.id in private_nodes)
+        record = Record(
+            row[0], CallKey(row[1]), source, target, Effect(row[4]), row[5], row[6],
+            private=bool(row[7]), reproducible=bool(row[8]), proven=bool(row[14]),
+            call=row[9], upload=row[10], answer=row[11], age_s=math.inf if row[12] is None else row[12],
+        )  # fmt: skip
+        # Whether an answer was doubtful is not stored: a target without a digest says enough to keep its state.
+        record.doubtful = record.target.state is None and record.effect not in (Effect.NONE, Effect.PROCESSES)
+        uses = uses_of.get(record.id, 0)
+        # The first use is the miss that recorded it.
+        record.hits = max(0, uses - 1)
+        if not record.observation:
+            record.target.visits += uses
+        tree.add_record(record)
+        return True
 
     def _add_findings(self, tree: Tree) -> None:
         findings = self._database.rows("SELECT record, why, quarantined FROM findings WHERE tree = ?", (tree.id,))

@@ -23,6 +23,7 @@ class Counters:
         snapshots: Snapshots taken.
         evictions: Snapshots evicted.
         divergences: Replays that reached another state than the recorded one.
+        root_changes: Trees whose base, archive, image or database changed while the proxy ran.
         audit_checked: Recorded calls that audits ran again.
         audit_differing: Calls that audits ran again and that differ from their records.
         warm_made: Warm forks made.
@@ -47,6 +48,7 @@ class Counters:
     snapshots: int = 0
     evictions: int = 0
     divergences: int = 0
+    root_changes: int = 0
     audit_checked: int = 0
     audit_differing: int = 0
     warm_made: int = 0
@@ -97,6 +99,7 @@ class Counters:
             "snapshots_taken": self.snapshots,
             "evictions": self.evictions,
             "divergences": self.divergences,
+            "root_changes": self.root_changes,
             "audit_checked": self.audit_checked,
             "audit_differing": self.audit_differing,
             "warm_made": self.warm_made,

@@ -39,7 +39,7 @@ def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) 
                 store.drafts.add_record(
                     execute, draft, (item.source, item.target), bytes.fromhex(item.key), (call, upload, answer),
                     effect=item.effect, seconds=item.seconds, recorded_at=item.recorded_at,
-                    reproducible=item.reproducible,
+                    reproducible=item.reproducible, age_s=item.age_s,
                 )  # fmt: skip
 
 

@@ -1,14 +1,16 @@
 """Writes a tree as a bundle: in one pass over the store, in a thread, in constant memory.
 
 Numbers of the bundle are positions, not numbers of the store: the k-th node that travels has number k. A record is
-written after the nodes that it names, and after its blobs, so that a reader never needs to look ahead. This holds
-because both nodes and records are numbered in the order in which they were made.
+written after the nodes that it names, and after its blobs, so that a reader never needs to look ahead.
+
+Records are written in the order in which they were made. Those whose source is not known yet wait for a later pass:
+a private call may have made a node first, which no record reached until another history met it there.
 """
 
 import sqlite3
 import time
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -43,7 +45,7 @@ def export(
         current: Whether the tree belongs to the task's own environment.
 
     Raises:
-        StoreError: The store's records are not in the order in which they were made.
+        StoreError: The store lacks a blob.
     """
     try:
         # One transaction sees one moment of the store, whatever is recorded meanwhile.
@@ -61,23 +63,36 @@ def export(
 
 @dataclass(slots=True)
 class _Numbers:
-    """The numbers of the nodes that travel.
+    """The numbers of the nodes that travel: 16 bytes for a node.
 
     Attributes:
-        ids: Their numbers in the store, ascending; the position is the number in the bundle. 8 bytes each.
+        ids: Numbers in the store, ascending.
+        numbers: The number in the bundle of each of them.
+        late: Nodes that came after a node with a higher number, as (number in the store, number in the bundle).
     """
 
     ids: "array[int]" = field(default_factory=lambda: array("q"))
+    numbers: "array[int]" = field(default_factory=lambda: array("q"))
+    late: list[tuple[int, int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.ids) + len(self.late)
 
     def of(self, node: int) -> int | None:
         """Return the number in the bundle; None if the node does not travel."""
         position = bisect_left(self.ids, node)
-        return position if position < len(self.ids) and self.ids[position] == node else None
+        if position < len(self.ids) and self.ids[position] == node:
+            return self.numbers[position]
+        position = bisect_left(self.late, (node, 0))
+        return self.late[position][1] if position < len(self.late) and self.late[position][0] == node else None
 
     def add(self, node: int) -> None:
+        number = len(self)
         if self.ids and self.ids[-1] >= node:
-            raise StoreError(f"node n{node} was recorded out of order, so this tree cannot be exported.")
+            insort(self.late, (node, number))
+            return
         self.ids.append(node)
+        self.numbers.append(number)
 
 
 class _Export:
@@ -125,26 +140,40 @@ class _Export:
     def _count(self) -> tuple[int, int]:
         self._numbers.add(self._tree.root.id)
         records = sum(1 for _ in self._travelling())
-        return len(self._numbers.ids), records
+        return len(self._numbers), records
 
     def _travelling(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield the records that travel, in order, and whether each is the first one that leads to its target."""
+        """Yield the records that travel, and whether each is the first one that leads to its target."""
+        waiting: array[int] = array("q")
+        yield from self._reached(self._rows("TRUE"), waiting)
+        # A record may wait for one that has a higher number, so passes go on until one of them reaches nothing.
+        while waiting:
+            again: array[int] = array("q")
+            rows = (row for number in waiting for row in self._rows("r.id = ?", number))
+            yield from self._reached(rows, again)
+            if len(again) == len(waiting):
+                return
+            waiting = again
+
+    def _rows(self, which: str, *values: int) -> Iterator[dict[str, Any]]:
         sql = (
-            "SELECT r.source, r.key, r.target, r.call, r.upload, r.answer, r.effect, r.seconds, r.recorded_at, "
-            "r.reproducible FROM records r JOIN nodes n ON n.id = r.target JOIN nodes m ON m.id = r.source "
+            "SELECT r.id, r.source, r.key, r.target, r.call, r.upload, r.answer, r.effect, r.seconds, r.recorded_at, "
+            "r.reproducible, r.age_s FROM records r JOIN nodes n ON n.id = r.target JOIN nodes m ON m.id = r.source "
             "WHERE r.tree = ? AND r.private = 0 AND n.diverged = '' AND m.diverged = '' "
-            "AND r.id NOT IN (SELECT record FROM findings) ORDER BY r.id"
+            f"AND r.id NOT IN (SELECT record FROM findings) AND {which} ORDER BY r.id"
         )
-        cursor = self._connection.execute(sql, (self._tree.id,))
+        cursor = self._connection.execute(sql, (self._tree.id, *values))
         names = [column[0] for column in cursor.description]
-        for values in cursor:
-            row = dict(zip(names, values, strict=True))
+        for row in cursor:
+            yield dict(zip(names, row, strict=True))
+
+    def _reached(self, rows: Iterator[dict[str, Any]], waiting: "array[int]") -> Iterator[tuple[dict[str, Any], bool]]:
+        """Yield the rows whose source is known; note the numbers of the others in `waiting`."""
+        for row in rows:
             if self._numbers.of(row["source"]) is None:
+                waiting.append(row["id"])
                 continue
             is_new = self._numbers.of(row["target"]) is None
-            if is_new and self._numbers.ids[-1] >= row["target"]:
-                # The record that made the target does not travel, so the target cannot either.
-                continue
             if is_new:
                 self._numbers.add(row["target"])
             yield row, is_new
@@ -160,7 +189,8 @@ class _Export:
         fields = {
             "source": self._numbers.of(row["source"]), "target": self._numbers.of(row["target"]),
             "key": row["key"].hex(), "effect": row["effect"], "seconds": row["seconds"],
-            "recorded_at": row["recorded_at"], "reproducible": bool(row["reproducible"]), **digests,
+            "recorded_at": row["recorded_at"], "reproducible": bool(row["reproducible"]),
+            "age_s": row["age_s"], **digests,
         }  # fmt: skip
         return orjson.dumps(fields)
 

@@ -77,6 +77,7 @@ class RecordLine(BaseModel):
         seconds: How long the tool ran.
         recorded_at: When it ran, in seconds since the epoch.
         reproducible: Whether it leads to its target again.
+        age_s: For how long background processes had been running (`Rollout.age_s`); None if that is not known.
         call: Digest of the blob that holds the call.
         upload: Digest of the blob that holds the uploaded bytes; None if there were none.
         answer: Digest of the blob that holds the answer.
@@ -91,6 +92,7 @@ class RecordLine(BaseModel):
     seconds: float = Field(ge=0, le=1e9, allow_inf_nan=False)
     recorded_at: float = Field(ge=0, le=1e12, allow_inf_nan=False)
     reproducible: bool
+    age_s: float | None = Field(default=None, ge=0, le=1e9, allow_inf_nan=False)
     call: str = Field(pattern=_DIGEST)
     upload: str | None = Field(pattern=_DIGEST)
     answer: str = Field(pattern=_DIGEST)

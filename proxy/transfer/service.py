@@ -2,13 +2,12 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from proxy.execution.root_state import tree_key
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
 from proxy.storage.store import Store
@@ -21,7 +20,7 @@ from proxy.transfer.state_records import BundleStates, ExportedStates, StateLine
 from proxy.transfer.validate import check
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver, FrozenState
-from sandboxes.errors import SpecError
+from sandboxes.errors import ForbiddenSourceError, SpecError
 from sandboxes.portability import PortableDriver, Unpacking
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
@@ -105,7 +104,12 @@ class TransferService:
         with self._cache.leased_all(tree.id) as snapshots:
             yield ExportedStates(snapshots, porter, self._cache.load)
 
-    async def take(self, task: str, body: AsyncIterator[bytes]) -> ImportedTree:
+    async def take(
+        self,
+        task: str,
+        body: AsyncIterator[bytes],
+        confine: Callable[[EnvironmentSpec], EnvironmentSpec] = lambda spec: spec,
+    ) -> ImportedTree:
         """Import a bundle as a tree of a task, which is created if it does not exist. All of it is imported, or none.
 
         The tree of a task's own environment becomes that again. The tree of another environment leaves the task's
@@ -114,6 +118,7 @@ class TransferService:
         Args:
             task: Name of the task.
             body: The bytes of the file.
+            confine: Returns the environment of the file as its importer may have it.
 
         Raises:
             RefusalError: 409, the task has calls, or the root state differs here; 413, the file is too large; 422,
@@ -126,6 +131,7 @@ class TransferService:
                 await self._receive(file, body)
                 try:
                     manifest, states = await asyncio.to_thread(_checked, file, self._folder / f"{name}.sqlite")
+                    manifest = manifest.model_copy(update={"spec": confine(manifest.spec)})
                     spec, current = await self._environment(task, manifest)
                     tree, snapshots = await self._import(task, manifest, spec, file, states)
                 except BundleError as error:
@@ -169,7 +175,9 @@ class TransferService:
 
     async def _key(self, spec: EnvironmentSpec) -> str:
         try:
-            return await tree_key(self._drivers, spec)
+            return await self._tasks.key(spec)
+        except ForbiddenSourceError:
+            raise
         except SpecError as error:
             raise RefusalError(
                 409, "spec", f"the file's environment cannot be used here: {error} PUT the task with a spec that can."

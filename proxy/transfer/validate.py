@@ -4,7 +4,8 @@ Theory of operation. The lines of a bundle number its nodes as they come, and a 
 
 1. Each node but the root is followed directly by the record that leads to it first. Every node is therefore reachable
    from the root, and the tree has no cycle.
-2. A record leads to its own node exactly if its effect is empty, and one node has no key twice.
+2. A record without an effect leads to its own node, and one node has no key twice. A record with an effect may lead
+   to its own node too: writing the same bytes again changes a file's time and reaches the same state.
 3. Every blob that a record names is in the file, and can be read as a call or as an answer.
 4. A record's key follows from its call, so a false file cannot answer a call with another call's answer.
 
@@ -27,11 +28,13 @@ from proxy.transfer.state_records import BundleStates
 from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_key
 from sandboxes.calls import ToolCall
 
-_MISSING_POLLS = 100
-"""How many earlier polls with the same call may be missing from a node, because their records did not travel.
+_MISSING_POLLS = 100_000
+"""How many polls may be missing from a file, because audits quarantined their records or somebody forgot them.
 
-The n-th poll has a key of its own. The check tries the keys of all polls that the node's records allow, and so many
-more; a larger number makes the check of each such record slower."""
+The n-th poll of a call has a key of its own, which the check derives from the call. A false key costs so many
+derivations, 0.3 s, before the file is refused; halved, a tree that lost more polls than that cannot be imported."""
+_DERIVED_POLLS = 16
+"""How many keys of polls are derived at once; most calls of a node have fewer polls."""
 _HEADER_NAME, _HEADER_VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x20-\x7e\x80-\xff]{0,65536}")
 
 
@@ -66,6 +69,13 @@ class _BundleCheck:
             "CREATE TABLE blobs (digest TEXT PRIMARY KEY, call INTEGER, key BLOB, answer INTEGER) WITHOUT ROWID"
         )
         self._execute("CREATE TABLE seen (source INTEGER, key TEXT, PRIMARY KEY (source, key)) WITHOUT ROWID")
+        # The keys that polls of a call have at a node. Each is derived once: trying all of them for each record would
+        # take quadratic time.
+        self._execute(
+            "CREATE TABLE polls (source INTEGER, call BLOB, key TEXT, PRIMARY KEY (source, call, key)) WITHOUT ROWID"
+        )
+        self._execute("CREATE TABLE derived (source INTEGER, call BLOB, polls INTEGER, PRIMARY KEY (source, call))")
+        self._derivations = 0
         self._execute("CREATE TABLE nodes (number INTEGER PRIMARY KEY, content TEXT)")
         self._nodes = self._records = 0
         self._states = BundleStates()
@@ -101,7 +111,7 @@ class _BundleCheck:
         return manifest, self._states
 
     def _content(self, node: int) -> str | None:
-        """Return the content digest of a node as hex, None if it has none.
+        """Return the content digest of a node as hex, None if its state has no digest.
 
         Raises:
             BundleError: There is no such node before this part.
@@ -129,7 +139,9 @@ class _BundleCheck:
             raise BundleError(f"{part}: node {line.node} does not follow the node before it and that node's call.")
         if line.exact is not None and line.content is None:
             raise BundleError(f"{part}: node {line.node} has an exact digest without a content digest.")
-        self._execute("INSERT INTO nodes VALUES (?, ?)", (line.node, line.content))
+        # Without an exact digest, the content digest is a witness of other things than a snapshot's digest.
+        digest = line.content if line.exact is not None else None
+        self._execute("INSERT INTO nodes VALUES (?, ?)", (line.node, digest))
         self._nodes += 1
         if line.node:
             self._unreached = line.node
@@ -138,7 +150,7 @@ class _BundleCheck:
         subject = f"{part}: a call at node {line.source} that leads to node {line.target}"
         if line.source >= self._nodes or line.target >= self._nodes or line.source == self._unreached:
             raise BundleError(f"{subject}: one of them does not exist, or comes from the other: the tree has a cycle.")
-        if (line.source == line.target) != (line.effect == 0):
+        if line.source != line.target and line.effect == 0:
             raise BundleError(f"{subject}: its effect contradicts this.")
         if self._unreached is not None and line.target != self._unreached:
             raise BundleError(f"{subject}: no call leads to node {self._unreached}.")
@@ -162,11 +174,24 @@ class _BundleCheck:
 
     def _has_key(self, line: RecordLine, key: CallKey) -> bool:
         """Return whether a record has the key of its call, or that of one of its repeated polls."""
-        recorded = CallKey(bytes.fromhex(line.key))
-        if recorded == key:
+        if line.key == key.hex():
             return True
-        (calls,) = self._execute("SELECT COUNT(*) FROM seen WHERE source = ?", (line.source,)).fetchone()
-        return recorded in (again_key(key, nth) for nth in range(1, calls + _MISSING_POLLS))
+        is_poll = "SELECT 1 FROM polls WHERE source = ? AND call = ? AND key = ?"
+        while not self._execute(is_poll, (line.source, key, line.key)).fetchone():
+            # Each record of a poll needs one derivation, which it may have caused; the rest is for missing records.
+            if self._derivations > _MISSING_POLLS + _DERIVED_POLLS * self._records:
+                return False
+            self._derive_polls(line.source, key)
+        return True
+
+    def _derive_polls(self, source: int, key: CallKey) -> None:
+        """Derive the keys of the next polls of a call at a node."""
+        row = self._execute("SELECT polls FROM derived WHERE source = ? AND call = ?", (source, key)).fetchone()
+        known = 0 if row is None else int(row[0])
+        for nth in range(known + 1, known + _DERIVED_POLLS + 1):
+            self._execute("INSERT INTO polls VALUES (?, ?, ?)", (source, key, again_key(key, nth).hex()))
+        self._execute("INSERT OR REPLACE INTO derived VALUES (?, ?, ?)", (source, key, known + _DERIVED_POLLS))
+        self._derivations += _DERIVED_POLLS
 
     def _known(self, digest: str) -> tuple[Any, ...] | None:
         """Return whether a blob is a call, the key of that call, and whether it is an answer; None for no blob."""

@@ -4,21 +4,25 @@ A node without a state digest has live processes, so the same call may be answer
 
 1. A repeated call is usually a poll, and replaying its recorded answer would make the agent poll forever. The n-th
    identical call at a node therefore has a key of its own, shared by every rollout that polls n times.
-2. While processes are still starting (a settling node), an answer also depends on when the call was made. An answer
-   recorded early is not reused by a rollout that dwells at the node much longer: it gets the next key.
+2. Processes move by themselves: a job ends, a server opens its port. So an answer holds for rollouts whose processes
+   are about as old as those that gave it. Any other rollout gets the next key.
 """
+
+import math
 
 from proxy.tree.keys import CallKey, again_key, private_key
 from proxy.tree.rollout import Rollout
-from sandboxes.driver import SETTLE_S
+from proxy.tree.tree import Record
 
-DWELL_TOLERANCE_S = 3.0
-"""How much longer than the recording rollout another one may dwell at a settling node and still share its answer.
+AGE_TOLERANCE_S = 3.0
+"""By how much the ages of processes may differ for an answer to be shared.
 
-Chosen to absorb differences in the thinking time of agents that do the same; not measured. Halved, rollouts of one
-group share fewer answers beside starting processes. Doubled, an agent that waited for a server to start may be given
-the refused connection of an agent that did not wait.
+It absorbs differences in the thinking times of agents that do the same. Halved, rollouts of one group share fewer
+answers. Doubled, an agent that waited for a server to start may be given the refused connection of an agent that did
+not wait.
 """
+AGE_TOLERANCE_SHARE = 0.5
+"""By which share of the recorded age the ages may differ, if that is more: differences of thinking times add up."""
 
 
 def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
@@ -34,16 +38,22 @@ def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
     """
     if not rollout.cached:
         return private_key(key, rollout.id, rollout.calls)
-    repetition, candidate = 0, key
-    while candidate in rollout.polled_keys or _is_outdated(rollout, candidate, now):
+    repetition, candidate, records = 0, key, rollout.node.records
+    while candidate in rollout.polled_keys or not holds(records.get(candidate), rollout, now):
         repetition += 1
         candidate = again_key(key, repetition)
     return candidate
 
 
-def _is_outdated(rollout: Rollout, key: CallKey, now: float) -> bool:
-    """Return whether a record shows processes that were starting then and may have started since."""
-    record = rollout.node.records.get(key) if rollout.node.settling else None
-    if record is None or record.dwell_s >= SETTLE_S:
-        return False
-    return rollout.dwell_s(now) > record.dwell_s + DWELL_TOLERANCE_S
+def holds(record: Record | None, rollout: Rollout, now: float) -> bool:
+    """Return whether an answer holds for a rollout at this time, as far as the age of processes goes.
+
+    Args:
+        record: The record at the rollout's node; None if there is none, and anything may be recorded.
+        rollout: The rollout.
+        now: Seconds of the proxy's monotonic clock.
+    """
+    if record is None or record.source.state is not None or record.age_s == math.inf:
+        return True
+    tolerance_s = max(AGE_TOLERANCE_S, AGE_TOLERANCE_SHARE * record.age_s)
+    return abs(rollout.age_s(now) - record.age_s) <= tolerance_s

@@ -50,7 +50,12 @@ class RestorePlan:
 
 
 def plan_restore(
-    target: Node, *, idle_at: Callable[[Node], bool], costs: Costs, avoid: Collection[Node] = ()
+    target: Node,
+    *,
+    idle_at: Callable[[Node], bool],
+    costs: Costs,
+    avoid: Collection[Node] = (),
+    proven: bool = False,
 ) -> RestorePlan | None:
     """Return the plan with the fewest expected seconds; None if no way leads to the target.
 
@@ -62,6 +67,7 @@ def plan_restore(
         idle_at: Returns whether an idle sandbox at a node may be taken.
         costs: What ways to a sandbox cost with the tree's driver.
         avoid: Nodes whose snapshots must not be used.
+        proven: Whether to replay only records whose target a replay has reached before.
     """
     best: RestorePlan | None = None
     suffix: list[Record] = []
@@ -72,7 +78,7 @@ def plan_restore(
                 best = RestorePlan(way, node, tuple(reversed(suffix)), replay_s + acquire_s)
                 best_s = best.cost_s + risk_s
         origin = node.origin
-        if origin is None or not origin.reproducible:
+        if origin is None or not origin.reproducible or (proven and not origin.proven):
             break
         suffix.append(origin)
         replay_s += origin.seconds + costs.replay_overhead.seconds

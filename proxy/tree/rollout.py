@@ -1,5 +1,6 @@
 """Rollouts: each agent's run of a task has a position in the task's tree and a pace of its own."""
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -18,6 +19,11 @@ class Outcome(IntEnum):
     """The call waited for the same call of another rollout and shares its record."""
     BYPASS = 3
     """The call was executed, and its record serves this rollout alone."""
+
+
+def is_moving(node: Node) -> bool:
+    """Return whether a node's state may change by itself. The digest of a root is known later than the root itself."""
+    return node.state is None and node.origin is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +47,8 @@ class Rollout:
             took: `arrived_at` is moved back by that. 0.0 means long ago.
         requested_at: When the oldest unanswered call arrived; 0.0 without one. Time that a call waits for the proxy
             is not the agent's, so it does not count as dwell time.
+        live_from: Since when the state that the rollout sees moves by itself: when it left the last node that has a
+            digest. It is moved back by the time of hits, too, and time that calls wait for the proxy does not count.
         polled_keys: Keys of observations already answered at this node while background processes were running
             (see `polling.key_for`).
     """
@@ -57,15 +65,34 @@ class Rollout:
     used_at: float = 0.0
     arrived_at: float = 0.0
     requested_at: float = 0.0
+    live_from: float = 0.0
     polled_keys: set[CallKey] = field(default_factory=set)
 
     def dwell_s(self, now: float) -> float:
         """Return how many seconds the rollout had been at its node when its current call arrived."""
         return (self.requested_at or now) - self.arrived_at
 
+    def age_s(self, now: float) -> float:
+        """Return for how many seconds background processes had been running when the current call arrived.
+
+        The time counts over all nodes with live processes since the last node without. There it is 0, and at the root,
+        whose servers were awaited.
+        """
+        return max(0.0, (self.requested_at or now) - self.live_from) if is_moving(self.node) else 0.0
+
+    def begin(self, now: float) -> None:
+        """Arrive at the node that the rollout begins at, or that it continues at after a restart."""
+        self.used_at = now
+        # As old as the processes were for the rollout that came here first.
+        origin = self.node.origin if is_moving(self.node) else None
+        known = origin is not None and origin.age_s != math.inf
+        self.live_from = now - (origin.age_s + origin.seconds if origin is not None and known else 0.0)
+
     def advance(self, record: Record, outcome: Outcome, now: float) -> None:
         """Take the step that a record describes. O(1)."""
         self.calls += 1
+        # The agent's time, and the call's own. What the call waited for the proxy is left out.
+        self.live_from = now - (self.age_s(now) + record.seconds if is_moving(self.node) else 0.0)
         self.used_at, self.requested_at = now, 0.0
         if outcome is Outcome.HIT or outcome is Outcome.WAIT:
             record.hits += 1

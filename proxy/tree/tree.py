@@ -4,7 +4,8 @@
 2. Any other call leads to a new node, or to the node that already has the state it reached. Different histories then
    meet, and the tree becomes a graph. The `origin` links (the record that first reached a node) still form a tree, and
    a node's `path` follows them.
-3. Merging needs a state digest. Without one (live processes run, or too much changed) each call leads to a new node.
+3. Merging needs a state digest. Without one (live processes run, or directories are too deep) each call leads to
+   a new node.
 4. A *private* record serves one rollout only. It has a key that no lookup uses, and its node never merges.
 5. A record whose target cannot be rebuilt is *set aside*: it answers no calls any more, and the nodes behind it are
    marked as diverged. Rollouts that are there go on; no other rollout gets there.
@@ -31,13 +32,11 @@ class Node:
     Attributes:
         id: Number of the node, unique in the store.
         origin: The record that first reached the node; None for the root only.
-        state: Digest of the state; None without one (live processes run, or too much changed).
+        state: Digest of the state; None without one (live processes run, or directories are too deep).
         witness: Without a digest: digest of the files and sessions that a replay must reach; None if not known.
         records: Records of the calls made here, by key.
         snapshot: Id of the snapshot that holds the state; None without one.
         pinned: Whether the snapshot is never evicted.
-        settling: Whether background processes may still have been starting when the calls here were made
-            (`polling.key_for`).
         visits: Number of rollouts that have stepped onto the node.
         demand: How often a rollout needed a sandbox here and there was none.
         weighed: Whether a snapshot was considered; once for each node, for the statistics.
@@ -54,7 +53,6 @@ class Node:
     records: "dict[CallKey, Record]" = field(default_factory=dict)
     snapshot: str | None = None
     pinned: bool = False
-    settling: bool = False
     visits: int = 0
     demand: int = 0
     weighed: bool = False
@@ -79,9 +77,11 @@ class Record:
         private: Whether the record serves one rollout only.
         hits: How often the record has answered a call.
         reproducible: Whether a replay may be expected to reach `target`. False once a replay reached another state.
+        proven: Whether a replay reached `target`, at least `PROOF_AGE_S` after the call was recorded.
         doubtful: Whether a replay may well diverge (see `doubtful`). False once a replay did reach `target`.
         differs: How the call was answered in an audit; empty if no audit found a difference.
-        dwell_s: How long the rollout had been at `source` when it made the call. Infinite after a restart: not stored.
+        age_s: For how long background processes had been running when the call was made (`Rollout.age_s`). Infinite if
+            that is not known, as in files of older exports.
         call: Number of the call's blob in the store; 0 before it is stored.
         upload: Number of the uploaded body's blob; 0 without one.
         answer: Number of the result's blob; 0 before it is stored.
@@ -97,9 +97,10 @@ class Record:
     private: bool = False
     hits: int = 0
     reproducible: bool = True
+    proven: bool = False
     doubtful: bool = False
     differs: str = ""
-    dwell_s: float = math.inf
+    age_s: float = math.inf
     call: int = 0
     upload: int = 0
     answer: int = 0
@@ -110,6 +111,11 @@ class Record:
         return self.target is self.source
 
 
+PROOF_AGE_S = 61.0
+"""How long after a call a replay must begin to prove its record: a state that shows the minute differs by then.
+
+Halved, such states would count as proven and be lost after an eviction. Doubled, snapshots are evicted a minute later.
+"""
 _UNREPEATABLE = re.compile(rb"[0-9]{10}|[0-9]\.[0-9]{6}|[0-9a-f]{12}|[0-9]{2}:[0-9]{2}:[0-9]{2}", re.IGNORECASE)
 """Times, random numbers and ids in an answer: a second run would hardly repeat them."""
 _SEARCHED_BYTES = 1 << 16
@@ -195,6 +201,14 @@ class Tree:
             record.source.records[record.key] = record
         if record.target.origin is None and record.target is not self.root:
             record.target.origin = record
+
+    def rekey(self, record: Record, key: CallKey) -> None:
+        """Move a record to a key that no call has: it answers nothing more, and stays a step of the path."""
+        if record.source.records.get(record.key) is record:
+            del record.source.records[record.key]
+            record.source.records[key] = record
+        # Private: neither an audit nor an export may read its answer.
+        record.key, record.private = key, True
 
     def set_root_state(self, state: StateDigest | None) -> None:
         """Give the root its digest, which is first known when a sandbox in the root state is frozen."""

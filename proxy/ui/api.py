@@ -235,7 +235,7 @@ async def get_call(
         record=recorded.id,
         node=f"n{recorded.source.id}",
         leads_to=f"n{recorded.target.id}",
-        call=CallView(endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments)),
+        call=CallView.of(call),
         upload_bytes=len(call.body),
         effect=recorded.effect.names,  # type: ignore[arg-type]
         seconds=recorded.seconds,

@@ -1,5 +1,6 @@
 """The page's static files, served with headers that keep a tool's output from running as script."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -65,6 +66,14 @@ def page() -> APIRouter:
     async def root() -> Response:
         """Redirect the proxy's address to the page."""
         return Response(status_code=307, headers={"location": "/ui/"})
+
+    # The same page as /ui/docs.html, whose links are relative to /ui/.
+    docs = re.sub(rb'(href|src)="', rb'\1="ui/', files["docs.html"].data)
+
+    @router.get("/docs")
+    async def describe() -> Response:
+        """Show the description of the REST API."""
+        return Response(docs, media_type=_TYPES[".html"], headers=HEADERS)
 
     @router.get("/ui")
     async def bare() -> Response:

@@ -8,7 +8,7 @@ All of them are in the box, a directory that is mounted read-only at `BOX`. FIFO
     N/          the files of one shell: out err go dump (FIFOs), restore loop command (programs)
 """
 
-from sandboxes.guest import bash_session as sessions
+from sandboxes.guest.bash import session as sessions
 
 BOX = "/dev/.box"
 """Where a container sees its box. /dev is mounted by Docker, so no image has a file there."""

@@ -18,6 +18,7 @@ from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.types import LogConfig, Mount
 
 from sandboxes.container.boot_scripts import BOX
+from sandboxes.container.seccomp import profile
 from sandboxes.errors import SandboxError, SpecError
 from sandboxes.spec import Limits
 
@@ -43,9 +44,9 @@ INSTANCE, SANDBOX, DATA_DIR, HOST, ROOT = (
 
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "NET_BIND_SERVICE",
-    "SYS_CHROOT", "AUDIT_WRITE", "SETFCAP",
+    "SYS_CHROOT", "SETFCAP",
 )  # fmt: skip
-"""Docker's default capabilities without NET_RAW and MKNOD; package managers need the rest."""
+"""Docker's default capabilities without NET_RAW, MKNOD and AUDIT_WRITE; package managers need the rest."""
 
 ANCHOR_PIDS = 4
 """Processes of the container's own start, which are added to the spec's limit: pid 1, tini, the anchor and its fork."""
@@ -135,6 +136,12 @@ class Daemon:
         """
         loaded = self._retried(lambda: self._docker().images.get(image), image=image)
         return {"Id": loaded.id, **(loaded.attrs.get("Config") or {})}
+
+    def tags(self) -> list[str]:
+        """Return the names of all images, without those that Forkpoint made."""
+        listed = self._retried(lambda: self._docker().api.images(all=False))
+        names = [tag for entry in listed if ROOT not in (entry.get("Labels") or {}) for tag in entry["RepoTags"] or ()]
+        return sorted(name for name in names if name != "<none>:<none>")
 
     # -- containers --------------------------------------------------------------------------------------------------
 
@@ -302,7 +309,7 @@ def _flags(name: str, box: str, limits: Limits, labels: Mapping[str, str]) -> di
         "cap_drop": ["ALL"],
         "cap_add": list(CAPABILITIES),
         # Programs with a set-user-id bit get no further rights (prctl(2), PR_SET_NO_NEW_PRIVS).
-        "security_opt": ["no-new-privileges"],
+        "security_opt": ["no-new-privileges", f"seccomp={profile()}"],
         "mem_limit": memory,
         "memswap_limit": memory,
         "pids_limit": limits.pids + ANCHOR_PIDS,

@@ -27,12 +27,14 @@ from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.provision import furnish
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.host.source_digest import SourceDigests
+from sandboxes.linux.cgroups import hides_other_groups
 from sandboxes.linux.dir_lock import Ownership, is_unowned
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
-VERSION = 2
+VERSION = 3
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 
 REAP_S = 30.0
@@ -55,21 +57,29 @@ class ContainerDriver:
 
     name = "container"
 
-    def __init__(self, data_dir: Path, checkpointer: Checkpointer | None = None, *, spares: int = 2) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        checkpointer: Checkpointer | None = None,
+        sources: SourceRules | None = None,
+        *,
+        spares: int = 2,
+    ) -> None:
         """Create the driver; `open` connects to the daemon.
 
         Args:
             data_dir: The driver's own directory.
             checkpointer: Saves states with live processes; None reaches such states by replay.
+            sources: What specs may name; None allows all paths to those that are not confined.
             spares: How many started containers wait for each image, so that a restore takes milliseconds.
         """
-        self.data_dir = data_dir.resolve()
+        self.data_dir, self.sources = data_dir.resolve(), sources or SourceRules()
         self.daemon = Daemon()
         self.states = StateCopies(self.data_dir / "states")
         self.spares = Spares(self.daemon, self.data_dir, spares=spares)
         self.roots = RootStates(self.data_dir / "roots", RootImage)
         self.checkpointer = checkpointer or NoCheckpointer()
-        self._sources = SourceDigests()
+        self._digests = SourceDigests()
         self.sandboxes = OpenSandboxes[ContainerSandbox]()
         self._ownership = Ownership(self.data_dir)
         self._instance = ""
@@ -113,6 +123,11 @@ class ContainerDriver:
             raise SandboxError(
                 f"Docker at {self.daemon.where} stores its containers with {info.get('Driver')!r}; the driver "
                 'needs `overlay2` with native diffs: set "storage-driver" in /etc/docker/daemon.json.'
+            )
+        if hides_other_groups():
+            raise SandboxError(
+                "the control groups of containers are not visible here, so no sandbox could be started. In a "
+                "container, mount /sys/fs/cgroup from the machine, as compose.yaml does."
             )
         instance_file = self.data_dir / "instance"
         if not instance_file.exists():
@@ -176,6 +191,7 @@ class ContainerDriver:
         # everything above still writes.
         await self.spares.close()
         await asyncio.to_thread(self.daemon.close)
+        self._digests.directories.close()
         self._ownership.release()
 
     # -- states ------------------------------------------------------------------------------------------------------
@@ -190,8 +206,13 @@ class ContainerDriver:
         # The image's id is a digest of its content, so equal images give equal identities on every machine.
         digest = hashlib.blake2b(f"container\0{VERSION}\0{image}".encode(), digest_size=32)
         for source in spec.copied_sources:
-            digest.update((await asyncio.to_thread(self._sources.of, Path(source))).encode())
+            found = await asyncio.to_thread(self._digests.of_source, source, self.sources, confined=spec.confined)
+            digest.update(found.encode())
         return digest.hexdigest()
+
+    async def tags(self) -> list[str]:
+        """Return the names of all images."""
+        return await asyncio.to_thread(self.daemon.tags)
 
     async def config(self, image: str) -> dict[str, Any]:
         """Return the configuration of an image, as Docker's API reports it, with its id.
@@ -287,7 +308,7 @@ class ContainerDriver:
         at_top = spec.model_copy(update={"workdir": "/"})
         sandbox = await self._launch(at_top, image, time.time_ns(), None, spare=False)
         try:
-            await furnish(sandbox, spec)
+            await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze()
             # The copy is not needed: only its digest is, beside the committed image.
             # A kill -9 before this line leaves a state that no record names; the next `collect` deletes it.

@@ -7,16 +7,21 @@ but it still has its box: Docker mounts the box before anything of the image run
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from sandboxes.container.boot_scripts import BOX
+
+NEWCOMERS_S = 30.0
+"""How long a dead proxy's containers are waited for. Docker starts one in 0.3 s, and in seconds on a busy machine."""
+_POLL_S = 0.1
 
 DevicePath = tuple[str, str]
 """A device and a path on it, which name a directory in every mount namespace."""
 
 
-def kill_orphans(boxes: Path, known: Collection[str]) -> int:
+def kill_orphans(boxes: Path, known: Collection[str]) -> set[str]:
     """Kill every container that has a box with an unknown name. Milliseconds for a hundred processes.
 
     Args:
@@ -24,10 +29,31 @@ def kill_orphans(boxes: Path, known: Collection[str]) -> int:
         known: The names of the boxes in use.
 
     Returns:
-        The number of containers that were killed.
+        The names of the boxes whose containers were killed.
     """
+    return _kill_containers(boxes, lambda name: name not in known)
+
+
+def kill_newcomers(boxes: Path, names: Collection[str]) -> None:
+    """Kill the containers that a daemon is still starting for a proxy that died. Takes at most `NEWCOMERS_S`.
+
+    Args:
+        boxes: The directory of the dead proxy's boxes.
+        names: The names of the boxes whose containers have no keeper yet.
+    """
+    deadline = time.monotonic() + NEWCOMERS_S
+    missing = set(names)
+    while missing and time.monotonic() < deadline:
+        # By name: a new proxy of the same data directory may start containers meanwhile, with names of its own.
+        missing -= _kill_containers(boxes, missing.__contains__)
+        # A next proxy empties the directory, and has removed what it found.
+        missing = {name for name in missing if (boxes / name).exists()}
+        time.sleep(_POLL_S)
+
+
+def _kill_containers(boxes: Path, is_chosen: Callable[[str], bool]) -> set[str]:
     device, folder = _device_path(boxes)
-    killed = 0
+    killed: set[str] = set()
     for pid in _first_processes():
         # The descriptor comes first: from here on the signal below reaches this process or none, even if its pid is
         # given to another process meanwhile.
@@ -39,9 +65,10 @@ def kill_orphans(boxes: Path, known: Collection[str]) -> int:
             box = _box(Path(f"/proc/{pid}/mountinfo"))
             if box is None or box[0] != device or not box[1].startswith(f"{folder}/"):
                 continue
-            if box[1].removeprefix(f"{folder}/").split("/")[0] not in known:
+            name = box[1].removeprefix(f"{folder}/").split("/")[0]
+            if is_chosen(name):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
-                killed += 1
+                killed.add(name)
         except OSError:
             # The process ended meanwhile.
             continue

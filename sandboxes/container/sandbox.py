@@ -14,7 +14,7 @@ from sandboxes.container.spares import Box, Spares
 from sandboxes.container.state_copies import StateCopies
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.host.defaults import ENVIRONMENT
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.ipc.messages import CallDone
@@ -27,6 +27,7 @@ from sandboxes.ipc.state_messages import (
     FreezeContainer,
     NotFreezable,
     ProcessTree,
+    SandboxBegun,
 )
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
@@ -100,7 +101,7 @@ class ContainerSandbox(MachineSandbox):
             pristine=payload["pristine"],
             copy="" if frozen is None else str(self._states.folder / frozen.payload["copy"]),
             checkpoint=payload.get("checkpoint"),
-            program=[],
+            criu_arguments=[],
         )
         if frozen is not None:
             self.parts = frozen.parts
@@ -108,6 +109,7 @@ class ContainerSandbox(MachineSandbox):
             self._frozen = frozen if order.checkpoint is None else None
         if frozen is None or order.checkpoint is None:
             begun = (await self.link.ask(order)).message
+            self._require_intact(begun)
             if begun.shell_error is not None:
                 # Without a first shell, no later call could run either.
                 self.link.die(begun.shell_error)
@@ -116,11 +118,19 @@ class ContainerSandbox(MachineSandbox):
 
         # The keeper answers this order before CRIU has restored anything. It then waits for `FinishProcessRestore`,
         # which follows once CRIU has reported its success to this side.
-        async def start_criu(program: list[str], files: list[int]) -> None:
-            await self.link.ask(replace(order, program=program), fds=files)
+        async def start_criu(arguments: list[str], files: list[int]) -> None:
+            begun = await self.link.ask(replace(order, criu_arguments=arguments), fds=files)
+            self._require_intact(begun.message)
 
         await self._checkpointer.restore(frozen.payload["images"], start_criu, [])
         await self.link.ask(FinishProcessRestore())
+
+    def _require_intact(self, begun: SandboxBegun) -> None:
+        if begun.damaged:
+            self.link.die("its files are not what was frozen")
+            raise StateGoneError(
+                f"sandbox {self.id}: the stored files have changed on disk. Replay their path instead."
+            )
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -191,7 +201,7 @@ class ContainerSandbox(MachineSandbox):
         if images:
             payload |= {"images": images[0], "checkpoint": frozen.checkpoint, "young_s": self.settle_s}
             added += await asyncio.to_thread(self._checkpointer.size_bytes, images)
-            return FrozenState("container", "processes", payload, added, None, self.parts)
+            return FrozenState("container", "processes", payload, added, frozen.state.digest, self.parts)
         self._frozen = FrozenState("container", "files", payload, added, frozen.state.digest, self.parts)
         return self._frozen
 
@@ -207,17 +217,19 @@ class ContainerSandbox(MachineSandbox):
         """
         copied: list[CopiedState] = []
 
-        async def start_criu(program: list[str], files: list[int]) -> None:
-            await self.link.ask(DumpProcesses(program), fds=files)
+        async def start_criu(arguments: list[str], files: list[int]) -> None:
+            await self.link.ask(DumpProcesses(arguments), fds=files)
 
         async def copy_files(mapped: MappedFiles) -> None:
             # CRIU holds all processes of the tree at this moment, so memory and files belong together.
-            copied.append((await self.link.ask(copy)).message)
+            copied_state = (await self.link.ask(copy)).message
+            if isinstance(copied_state, NotFreezable):
+                raise NotFreezableError(copied_state.reason)
+            copied.append(copied_state)
             if mapped:
                 raise NotFreezableError(f"{min(mapped.values())} is mapped from below the container's file system")
 
         images = await self._checkpointer.dump(start_criu, tree, copy_files)
-        # A dump may take several attempts; the last copy is of the same moment as the images.
         return copied[-1], (images,)
 
     # -- closing -----------------------------------------------------------------------------------------------------

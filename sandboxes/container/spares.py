@@ -103,6 +103,7 @@ class Spares:
         self._launcher = ForkServer(
             "the launcher of containers' keepers",
             "sandboxes.container.keeper.launcher",
+            [str(self.boxes)],
             hint="Run the proxy as root on the machine of the Docker daemon. If it runs in a container itself, see "
             "docs/containers.md.",
         )

@@ -2,7 +2,7 @@
 
     states/<id>.part                a copy that a keeper is writing
     states/<id>/diff                a copy of what a container wrote over its image; never changed again
-    states/<id>/meta.json           its delta, its hard links, and the bytes that it added
+    states/<id>/meta.json           its digest, its hard links, and the bytes that it added
 
 A file that did not change since the state before is a hard link to that state's copy. So a state costs what it added,
 and deleting a state frees what no other one shares. A state exists once its directory is renamed to its name, and as
@@ -10,12 +10,17 @@ long as it has `meta.json`.
 """
 
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from sandboxes.guest.files.delta import ENTRY_BYTES
+from sandboxes.linux import trees
 from sandboxes.linux.files import remove_tree
+
+_log = logging.getLogger(__name__)
 
 
 class StateCopies:
@@ -38,8 +43,9 @@ class StateCopies:
         for path in self.folder.iterdir():
             # A killed process leaves either form: `.part` while a keeper wrote, a directory without `meta.json` while
             # `drop` deleted.
-            if not (path / "meta.json").exists() or path.suffix == ".part":
-                remove_tree(path)
+            unfinished = not (path / "meta.json").exists() or path.suffix == ".part"
+            if unfinished and not remove_tree(path):
+                _log.warning("%s cannot be removed, and is left as it is", path)
 
     def allocate(self) -> tuple[str, Path]:
         """Return a new name, and the directory in which the keeper writes that state before `keep`."""
@@ -81,9 +87,14 @@ class StateCopies:
 
 def _inodes(folder: Path) -> Iterator[tuple[int, int]]:
     """Yield the inode and the bytes on disk of everything below a directory."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            yield status.st_ino, status.st_blocks * 512
-            if entry.is_dir(follow_symlinks=False):
-                yield from _inodes(Path(entry.path))
+    try:
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        for below in trees.folders(top):
+            for entry in below.entries:
+                status = entry.stat(follow_symlinks=False)
+                yield status.st_ino, max(status.st_blocks * 512, ENTRY_BYTES)
+    finally:
+        os.close(top)

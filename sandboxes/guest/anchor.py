@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from sandboxes.guest import bash_session as session_texts
+from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux import syscalls as kernel
 from sandboxes.shell_text import quote
 
@@ -47,7 +47,16 @@ class AnchorLostError(Exception):
 
 
 class ShellStartError(Exception):
-    """The sandbox's shell does not start, or no process can be started at all."""
+    """The sandbox's shell does not start, or no process can be started at all.
+
+    Attributes:
+        broken: Whether a command has broken the sandbox's shell, so that every attempt fails alike. Otherwise the
+            failure is ours or the machine's: it is no answer of the sandbox.
+    """
+
+    def __init__(self, text: str, *, broken: bool = False) -> None:
+        super().__init__(text)
+        self.broken = broken
 
 
 class Anchor:

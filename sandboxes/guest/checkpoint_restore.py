@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sandboxes.guest.anchor import Anchor
-from sandboxes.guest.criu_launch import operate, set_last_pid
+from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.guest.local_servers import new_pipes as new_server_pipes
 from sandboxes.guest.local_shells import LocalShell
 from sandboxes.guest.local_shells import new_pipes as new_shell_pipes
 from sandboxes.ipc.state_messages import Checkpoint
 from sandboxes.linux import processes
+from sandboxes.linux import syscalls as kernel
 
 PID_DISTANCE = 1000
 """How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree.
@@ -58,13 +59,16 @@ class Restored(NamedTuple):
 class Restoring:
     """One restore, under way from the constructor's return to `finish`."""
 
-    def __init__(self, checkpoint: Checkpoint, program: list[str], files: Sequence[int]) -> None:
+    def __init__(self, checkpoint: Checkpoint, arguments: list[str], files: Sequence[int]) -> None:
         """Make the pipes and start CRIU.
 
         Args:
             checkpoint: What was remembered of the processes.
-            program: CRIU and its arguments.
-            files: A socket to the proxy, the host's root, the images and the kernel features; they are closed here.
+            arguments: CRIU's arguments.
+            files: `ns_last_pid`, then the `CriuFiles`; they are closed here.
+
+        Raises:
+            OSError: A mapped file cannot be opened.
         """
         self._checkpoint = checkpoint
         theirs: list[int] = []
@@ -76,14 +80,19 @@ class Restoring:
         self._background = [
             (process, _process_pipes(process["places"], theirs)) for process in checkpoint.get("left", ())
         ]
-        theirs += [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for _, path in sorted(checkpoint["mapped"].items())]
-        reply, self._host_root, *rest = files
+        # The paths are the agent's, and this process has all rights still. A FIFO that took the name must not block it.
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        theirs += [
+            kernel.open_without_links(os.fsencode(path), flags) for _, path in sorted(checkpoint["mapped"].items())
+        ]
+        self._last_pid, *rest = files
         # Without this, CRIU itself could take a pid that it has to give to a restored process.
-        set_last_pid(self._host_root, max([*checkpoint["pids"], checkpoint["last_pid"]]) + PID_DISTANCE)
+        set_last_pid(self._last_pid, max([*checkpoint["pids"], checkpoint["last_pid"]]) + PID_DISTANCE)
         self._operator = os.fork()
         if self._operator == 0:
-            operate(self._host_root, program, reply, [*rest, *theirs])
-        for fd in (reply, *rest, *theirs):
+            os.close(self._last_pid)
+            operate(CriuFiles(*rest), arguments, theirs, restores=True)
+        for fd in (*rest, *theirs):
             os.close(fd)
 
     def finish(self) -> Restored:
@@ -92,8 +101,8 @@ class Restoring:
         os.waitpid(self._operator, 0)
         # CRIU's helpers became children of pid 1 when CRIU ended.
         processes.reap()
-        set_last_pid(self._host_root, checkpoint["last_pid"])
-        os.close(self._host_root)
+        set_last_pid(self._last_pid, checkpoint["last_pid"])
+        os.close(self._last_pid)
         shells = zip(checkpoint["shells"], self._shell_ends, strict=True)
         return Restored(
             Anchor(checkpoint["anchor"]["pid"], self._anchor_ends),

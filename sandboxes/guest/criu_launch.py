@@ -1,82 +1,147 @@
-"""Runs CRIU inside a sandbox, without letting it load anything from there."""
+"""Runs CRIU inside a sandbox, without letting it load anything from there, and without a way to the host."""
 
 # Theory of operation.
 #
 # CRIU must run in the sandbox's namespaces, because it opens files and creates processes there. But its program,
 # libraries and plugins must not come from the sandbox, whose files the agent controls. Three steps achieve both:
 #
-# 1. The operator, a fork that is in the sandbox's namespaces already, changes its root to the host's.
+# 1. The operator, a fork that is in the sandbox's mount namespace already, changes its root to a directory that holds
+#    CRIU and its libraries only.
 # 2. It starts CRIU in a child that shares its root and working directory (`CLONE_FS`). CRIU's loader, libraries and
-#    settings are found on the host. A first request and its answer show that loading is over.
+#    settings are found there. A first request and its answer show that loading is over.
 # 3. Then the operator changes its root back to the sandbox's. Because the root is shared, CRIU's root changes with it.
 #
-# Afterwards the proxy talks to CRIU over a socket, which the operator hands to it. The operator only waits for CRIU's
-# end. The proxy learns of it when the operator's socket closes.
+# Afterwards the proxy talks to CRIU over a socket, which the operator hands to it. CRIU looks up names that the agent
+# has made, with all rights. Three things keep it inside:
+#
+# - No descriptor in the sandbox leads to a directory of the host. CRIU's directories are detached mounts
+#   (`syscalls.clone_mount`) with nothing above them, and read-only but for the images of a dump.
+# - Before a dump, and while the processes stand still, the operator looks at every name (`held_names`).
+# - During a restore the kernel follows no link that the agent has made (`mounts.stop_following_links`), until CRIU has
+#   looked up its last path. So even images and files that do not belong together lead nowhere.
+#
+# The operator ends when CRIU has ended. The proxy learns of it when the operator's socket closes.
 
-import contextlib
 import os
+import select
 import signal
 import socket
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
-from sandboxes.ipc.codec import pack_message
-from sandboxes.ipc.inherited import IMAGES_FD, INHERITED_FD, KERNEL_FD, SOCKET_FD
-from sandboxes.ipc.launch_messages import CriuStarted
-from sandboxes.ipc.messages import Failed
+from sandboxes.guest.driver_link import DriverLink
+from sandboxes.guest.held_names import HeldNames, UnsafeNameError
+from sandboxes.ipc.codec import IpcMessage
+from sandboxes.ipc.inherited import FEATURES, IMAGES_FD, INHERITED_FD, KERNEL_FD, LIBRARIES, PROGRAM, SOCKET_FD
+from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesInspected, NamesRefused
+from sandboxes.ipc.messages import Done, Failed
+from sandboxes.linux import mounts
 from sandboxes.linux import syscalls as kernel
 
 _HELLO = bytes((0x08, 10, 0x20, 1))
 """A request for CRIU's version that keeps the connection, in protobuf: {type = 10, keep_open = 1}."""
 
 
-def operate(host_root: int, program: list[str], reply: int, files: list[int], *, survey: bool = False) -> NoReturn:
+class CriuFiles(NamedTuple):
+    """The descriptors that the proxy opens for one run of CRIU, in the order in which they cross.
+
+    Attributes:
+        reply: A socket over which the operator talks to the proxy.
+        program: The directory of CRIU's program; see `ipc.inherited.PROGRAM`.
+        images: The directory of the images.
+        log: A file for CRIU's errors.
+    """
+
+    reply: int
+    program: int
+    images: int
+    log: int
+
+
+def operate(files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (), *, restores: bool) -> NoReturn:
     """Start CRIU in the namespaces of this process, or of its children to come; end when CRIU ends. Call in a fork.
 
     Args:
-        host_root: A descriptor of the host's root directory.
-        program: CRIU's path on the host, then its arguments.
-        reply: A socket over which the proxy gets the socket to CRIU.
-        files: The images' directory, the cache of kernel features, then what restored processes inherit.
-        survey: Whether to tell the proxy of mapped files that CRIU cannot open by itself; for a dump.
+        files: What the proxy has opened.
+        arguments: CRIU's arguments, its name first.
+        inherited: What restored processes inherit.
+        restores: Whether CRIU will restore processes, and not dump them.
     """
     code = 1
     # Open until this process ends: so the proxy learns that CRIU has ended.
-    channel = socket.socket(fileno=reply)
+    link = DriverLink(socket.socket(fileno=files.reply))
     try:
+        changed = mounts.stop_following_links() if restores else []
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = os.open("/", os.O_PATH | os.O_CLOEXEC)
-        mapped = mapped_from_below(host_root) if survey else {}
-        _change_root(host_root)
+        root, null = os.open("/", os.O_PATH | os.O_CLOEXEC), os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        _change_root(files.program)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         pid = kernel.fork_sharing_root()
         if pid == 0:
-            _execute(program, theirs.fileno(), files)
+            _execute(arguments, theirs, files, null, inherited)
+        ended = os.pidfd_open(pid)
         theirs.close()
+        # Only the child knows its number in the sandbox.
+        tracer = int(ours.recv(1 << 12))
         ours.send(_HELLO)
         # The answer shows that CRIU has loaded everything. From here on it sees the sandbox's root.
         if not ours.recv(1 << 12):
             raise OSError("CRIU does not start")  # noqa: TRY301
         _change_root(root)
-        socket.send_fds(channel, [pack_message(CriuStarted(mapped), fds=1)], [ours.fileno()])
-        ours.close()
+        for fd in {*files[1:], *inherited, root, null}:
+            os.close(fd)
+        link.hand_over(CriuStarted(), [ours.detach()])
+        _serve(link, ended, tracer, changed)
         os.waitpid(pid, 0)
         code = 0
-    except OSError as error:
-        channel.sendall(pack_message(Failed(str(error))))
+    except (OSError, ValueError) as error:
+        link.send(Failed(str(error)))
     finally:
         os._exit(code)
 
 
-def set_last_pid(host_root: int, last: int) -> None:
-    """Make the next process of this process's pid namespace get the pid after last.
+def set_last_pid(last_pid: int, number: int) -> None:
+    """Make the next process of this process's pid namespace get the pid after a number.
 
-    The file is opened through the host's /proc, because the sandbox's is read-only.
+    Args:
+        last_pid: A descriptor of `ns_last_pid`. The host has opened it, because the sandbox's is read-only. The kernel
+            goes by the namespace of the process that writes (pid_namespaces(7)).
+        number: The pid before the next one.
     """
-    fd = os.open("proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC, dir_fd=host_root)
+    os.pwrite(last_pid, str(number).encode(), 0)
+
+
+def _serve(link: DriverLink, ended: int, tracer: int, changed: list[str]) -> None:
+    """Answer the proxy until CRIU ends.
+
+    Args:
+        link: The socket to the proxy.
+        ended: CRIU's process descriptor.
+        tracer: CRIU, as the sandbox numbers it.
+        changed: The mounts without links.
+    """
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(link, select.POLLIN)
+    while ended not in (ready := [fd for fd, _ in poll.poll()]):
+        if link.fileno() in ready and not link.receive():
+            # The proxy is gone, and CRIU's socket is closed with it.
+            poll.unregister(link)
+        while (envelope := link.take()) is not None:
+            match envelope.message:
+                case InspectNames():
+                    link.send(_inspect(tracer))
+                case FollowLinks():
+                    mounts.follow_links(changed)
+                    link.send(Done())
+
+
+def _inspect(tracer: int) -> IpcMessage:
     try:
-        os.write(fd, str(last).encode())
-    finally:
-        os.close(fd)
+        return NamesInspected(HeldNames(tracer).mapped)
+    # The kernel refuses to show a name that is too long, for example. What was not seen is not dumped.
+    except (UnsafeNameError, OSError) as error:
+        return NamesRefused(str(error))
 
 
 def _change_root(root: int) -> None:
@@ -84,61 +149,18 @@ def _change_root(root: int) -> None:
     os.chroot(".")
 
 
-def _execute(program: list[str], end: int, files: list[int]) -> None:
+def _execute(
+    arguments: list[str], end: socket.socket, files: CriuFiles, null: int, inherited: Sequence[int]
+) -> NoReturn:
     try:
         # A session of its own: CRIU dumps and restores sessions, and must not be part of one of them.
         os.setsid()
-        images, features, *inherited = files
-        numbers = {SOCKET_FD: end, IMAGES_FD: images, KERNEL_FD: features}
+        end.send(str(os.getpid()).encode())
+        features = os.open(FEATURES, os.O_RDONLY | os.O_CLOEXEC)
+        numbers = {SOCKET_FD: end.fileno(), IMAGES_FD: files.images, KERNEL_FD: features}
         numbers |= {INHERITED_FD + index: fd for index, fd in enumerate(inherited)}
-        null = os.open("/dev/null", os.O_RDWR)
-        kernel.arrange_descriptors({0: null, 1: null, 2: null, **numbers})
-        os.execve(program[0], program[1:], {"PATH": "/nowhere"})  # noqa: S606
+        kernel.arrange_descriptors({0: null, 1: null, 2: files.log, **numbers})
+        environment = {"PATH": "/nowhere", "LD_LIBRARY_PATH": f"/{LIBRARIES}"}
+        os.execve(f"/{PROGRAM}", arguments, environment)  # noqa: S606
     finally:
         os._exit(127)
-
-
-def mapped_from_below(host_root: int) -> dict[str, str]:
-    """Return CRIU's names of the files that processes have mapped from below the sandbox's root, and their paths.
-
-    If the base is an overlay itself (the host's view), the kernel reports mappings as if they were made in that lower
-    overlay. No mount namespace lists its mount, so CRIU cannot name the files (Linux 6.18: backing_file_mmap of stacked
-    overlays). They become `external` files, which are opened again by path where they are restored. About 1 ms.
-    """
-    with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
-        listed = {int(line.split()[0]) for line in file}
-    mounts: dict[bytes, int] = {}
-    mapped: dict[str, str] = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
-                lines = [line.split(maxsplit=5) for line in file]
-            for line in lines:
-                if pid == "1" or len(line) < 6 or not _is_plain(line[5]):
-                    continue
-                device, inode = line[3], int(line[4])
-                if device not in mounts:
-                    # One file tells the mount of all files of its device: opening one is the costly part.
-                    mounts[device] = _mount_of(f"/proc/{pid}/map_files/{line[0].decode()}", host_root)
-                if mounts[device] not in listed:
-                    path = line[5].rstrip(b"\n").decode(errors="surrogateescape")
-                    mapped[f"file[{mounts[device]:x}:{inode:x}]"] = path
-    return mapped
-
-
-def _is_plain(path: bytes) -> bool:
-    return path.startswith(b"/") and not path.startswith((b"/memfd:", b"/dev/", b"/SYSV")) and b"(deleted)" not in path
-
-
-def _mount_of(path: str, host_root: int) -> int:
-    """Return the number of the mount that a file was opened in.
-
-    The host's /proc has it; the sandbox's knows this process under no number, because it is in another pid namespace.
-    """
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        facts = os.open(f"proc/self/fdinfo/{fd}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=host_root)
-        with open(facts, "rb") as file:  # noqa: PTH123
-            return next(int(line.split()[1]) for line in file if line.startswith(b"mnt_id:"))
-    finally:
-        os.close(fd)

@@ -22,6 +22,7 @@ from sandboxes.guest.files import user_files
 from sandboxes.ipc.frames import receive
 from sandboxes.ipc.messages import UseBackgroundProcess
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.trees import MAX_PATH_BYTES
 from sandboxes.process_output import ERR, OUT
 
 MAX_FOLDERS = 4096
@@ -110,19 +111,29 @@ class WatchEvents(PendingOutput):
 
     def _add(self, folder: int, where: str, *, new: bool, limit: int = 0) -> None:
         """Watch a directory, which is owned from now on; new: entries may have been made in it before this watch."""
-        if len(self._folders) >= MAX_FOLDERS:
-            os.close(folder)
-            raise TooManyWatchesError(f"more than {MAX_FOLDERS} directories are to be watched")
-        # Added by descriptor: a path could lead elsewhere by the time the kernel reads it.
-        self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder
-        if self._recursive:
-            for name in sorted(os.listdir(folder)):
+        waiting = [(folder, where)]
+        while waiting:
+            folder, where = waiting.pop()
+            if len(self._folders) + len(waiting) >= MAX_FOLDERS:
+                for fd in (folder, *(fd for fd, _ in waiting)):
+                    os.close(fd)
+                raise TooManyWatchesError(f"more than {MAX_FOLDERS} directories are to be watched")
+            # Added by descriptor: a path could lead elsewhere by the time the kernel reads it.
+            self._folders[kernel.inotify_add(self.fd, f"/proc/self/fd/{folder}", _WANTED)] = where, folder
+            if not self._recursive:
+                return
+            below = []
+            for name in sorted(os.listdir(folder)):  # noqa: PTH208
                 shown = f"{where}{_shown(os.fsencode(name))}"
                 if new:
                     self._reported.add(shown)
                     self._report(shown, "create", limit)
+                # Deeper ones are not watched: their paths would fill this process's memory.
+                if len(shown) > MAX_PATH_BYTES:
+                    continue
                 with contextlib.suppress(OSError):
-                    self._add(os.open(name, _FOLDER, dir_fd=folder), f"{shown}/", new=new, limit=limit)
+                    below.append((os.open(name, _FOLDER, dir_fd=folder), f"{shown}/"))
+            waiting.extend(reversed(below))
 
 
 def _shown(name: bytes) -> str:

@@ -1,12 +1,17 @@
 """The supervisor's end of its socket to the proxy."""
 
+import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message
 from sandboxes.ipc.frames import Inbox, receive
+
+_OTHERS_S = 5.0
+"""How long a descriptor waits to be sent while others hold more than a user may have under way."""
 
 
 class DriverLink:
@@ -50,8 +55,20 @@ class DriverLink:
         """Send a message; the descriptors stay the caller's."""
         frame = pack_message(message, body, len(fds))
         # The descriptors travel with the first byte; a short write continues without them.
-        sent = socket.send_fds(self._end, [frame], fds) if fds else 0
+        sent = self._send_fds(frame, fds) if fds else 0
         self._end.sendall(memoryview(frame)[sent:])
+
+    def _send_fds(self, frame: bytes, fds: Sequence[int]) -> int:
+        deadline = time.monotonic() + _OTHERS_S
+        while True:
+            try:
+                return socket.send_fds(self._end, [frame], fds)
+            except OSError as error:
+                # Another sandbox of this user has filled its sockets with descriptors (unix(7), ETOOMANYREFS). Its own
+                # supervisor ends it for that.
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def hand_over(self, message: IpcMessage, fds: Sequence[int]) -> None:
         """Send a message with descriptors, and close these here."""

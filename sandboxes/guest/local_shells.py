@@ -1,15 +1,20 @@
 """The shells of a local sandbox: children of the anchor, started and collected by it."""
 
 import contextlib
+import functools
 import os
 import resource
+import select
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from sandboxes.guest import bash_session as session_texts
 from sandboxes.guest.anchor import BASH, Anchor, AnchorLostError, ShellStartError
+from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.bash.restore import orders, restore_script
+from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
-from sandboxes.guest.shell_pool import KILLED, Shells
+from sandboxes.guest.shell_pool import KILLED, READY_S, Shells
 from sandboxes.linux import processes
 from sandboxes.linux.processes import open_descriptors
 from sandboxes.shell_text import Jobs, ShellSession
@@ -28,7 +33,7 @@ class LocalShell(Shell):
 
     def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
         """Take over a bash that runs; see `Shell`."""
-        super().__init__(name, session, pid, os.pidfd_open(pid), ends)
+        super().__init__(name, session, pid, death_of(pid), ends)
         # Kept together, so that `close` cannot forget one.
         self._ends = [*ends.values(), self.death]
         # The kernel's names of what an idle shell has open. Whatever else it has open, a command has opened.
@@ -37,7 +42,7 @@ class LocalShell(Shell):
 
     @classmethod
     def start(
-        cls, anchor: Anchor, name: str, session: ShellSession | None, *, environment: dict[str, str], workdir: str
+        cls, anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
     ) -> "LocalShell":
         """Start a bash that becomes a session. It is ready when its first dump has come.
 
@@ -45,18 +50,17 @@ class LocalShell(Shell):
             anchor: Starts it.
             name: The session's name.
             session: The session; None for a new one.
-            environment: The variables of a new session.
-            workdir: The directory of a new session.
+            script: What it sources to become that session.
+            environment: Its variables, before it has sourced the script.
 
         Raises:
-            ShellStartError: There is no bash that could be executed.
             AnchorLostError: The anchor is gone.
         """
         # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
         # a dump is checked (`parse_dump`).
         ours, theirs = new_pipes()
         texts = {
-            session_texts.RESTORE_FD: session_texts.restore_script(session, workdir),
+            session_texts.RESTORE_FD: script,
             session_texts.LOOP_FD: session_texts.LOOP.encode(),
         }
         for number, text in {**texts, session_texts.COMMAND_FD: b""}.items():
@@ -67,19 +71,14 @@ class LocalShell(Shell):
         # comes.
         theirs[0] = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # A session that is not new brings its own variables in its restore script.
-            pid = anchor.spawn(environment if session is None else {}, theirs)
+            pid = anchor.spawn(environment, theirs)
             # Each call rewrites the command's text, so it stays open here.
             ours[session_texts.COMMAND_FD] = os.dup(theirs[session_texts.COMMAND_FD])
             shell = cls(name, session, pid, ours)
-        except (AnchorLostError, ProcessLookupError) as error:
-            reason = _read_reason(ours[2])
+        except AnchorLostError:
             for fd in ours.values():
                 os.close(fd)
-            # The caller starts another anchor and tries once more.
-            if isinstance(error, AnchorLostError):
-                raise
-            raise ShellStartError(f"{BASH} does not start in this sandbox: {reason}") from error
+            raise
         finally:
             for fd in theirs.values():
                 os.close(fd)
@@ -100,12 +99,14 @@ class LocalShell(Shell):
         ours = {**ends, session_texts.COMMAND_FD: command}
         shell = cls(remembered["name"], remembered["session"], remembered["pid"], ours)
         shell.baseline, shell.jobs = remembered["baseline"], tuple(remembered["jobs"])
-        shell.runs = remembered["runs"]
+        shell.runs, shell.knowledge = remembered["runs"], bytes.fromhex(remembered.get("knowledge", ""))
+        shell.born = remembered.get("born", [])
         return shell
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep of an idle shell, with the names of the pipes that lead to it."""
         facts = {name: getattr(self, name) for name in ("name", "session", "pid", "baseline", "jobs", "runs")}
+        facts |= {"knowledge": self.knowledge.hex(), "born": self.born}
         return {**facts, "pipes": {str(number): name for number, name in self._pipe_names().items()}}
 
     def _pipe_names(self) -> dict[int, str]:
@@ -122,7 +123,7 @@ class LocalShell(Shell):
                 resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
 
     def _orders(self, command: bytes) -> tuple[bytes, bytes]:
-        return session_texts.orders(self.session, command)
+        return orders(self.session, command)
 
     def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
         status, session, jobs = session_texts.parse_dump(dump)
@@ -136,9 +137,16 @@ class LocalShell(Shell):
             with contextlib.suppress(OSError, ValueError):
                 # Compared with this process's own limits, with which the shell was born.
                 now = resource.prlimit(self.pid, number)
-                if now != resource.getrlimit(number):
+                if now != _own_limit(number):
                     changed[name] = list(now)
         return changed
+
+    def stands_at(self, folder: str) -> bool:
+        """Return whether a name leads to the directory that the idle shell is in."""
+        try:
+            return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
+        except OSError:
+            return False
 
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
@@ -214,6 +222,7 @@ class LocalShells(Shells):
         self.anchor = anchor
         for shell in shells:
             self._shells[shell.name] = shell
+            self.born = shell.born
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint has to keep of the anchor and of all shells."""
@@ -228,11 +237,11 @@ class LocalShells(Shells):
         """
         return self._under_the_anchor(lambda anchor: anchor.spawn(environment, fds, program))
 
-    def _start(self, name: str) -> Shell:
-        session = self.sessions.get(name)
-        return self._under_the_anchor(
-            lambda anchor: LocalShell.start(anchor, name, session, environment=self.environment, workdir=self.workdir)
-        )
+    def _start(self, name: str, session: ShellSession | None) -> Shell:
+        # A session that is not new brings its own variables in its script.
+        script = restore_script(session, self.workdir, self.pristine)
+        environment = self.environment if session is None else {}
+        return self._under_the_anchor(lambda anchor: LocalShell.start(anchor, name, session, script, environment))
 
     def _under_the_anchor(self, start: Callable[[Anchor], StartedT]) -> StartedT:
         try:
@@ -243,7 +252,10 @@ class LocalShells(Shells):
         try:
             return start(self._ready_anchor())
         except AnchorLostError as error:
-            raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
+            if _runs():
+                raise ShellStartError(f"{BASH} does not start in this sandbox: {error}") from error
+            # A recorded answer: how the attempts failed depends on moments, and must not be part of its text.
+            raise ShellStartError(f"{BASH} does not start in this sandbox", broken=True) from error
 
     def _ready_anchor(self) -> Anchor:
         if self.anchor is None:
@@ -259,6 +271,12 @@ class LocalShells(Shells):
             self.anchor = None
 
 
+@functools.cache
+def _own_limit(number: int) -> tuple[int, int]:
+    # They do not change any more when shells are started.
+    return resource.getrlimit(number)
+
+
 def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
     """Return our ends and a shell's ends of its pipes, by the shell's own descriptor numbers."""
     ours, theirs = {}, {}
@@ -272,8 +290,17 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
     return ours, theirs
 
 
-def _read_reason(fd: int) -> str:
-    try:
-        return os.read(fd, _CHUNK).decode(errors="replace").strip()
-    except BlockingIOError:
-        return "it gives no reason"
+def _runs() -> bool:
+    """Return whether the sandbox's bash can be executed. It is asked only after a failure."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.execve(BASH, ["bash", "--noprofile", "--norc", "-c", "exit 42"], {})  # noqa: S606
+        finally:
+            os._exit(127)
+    death = os.pidfd_open(pid)
+    # A program that takes longer may be one that works on a busy machine.
+    if not select.select([death], [], [], READY_S)[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(death)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in {42, -signal.SIGKILL}

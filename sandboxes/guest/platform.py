@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from socket import socket
 from typing import Protocol
 
-from sandboxes.guest.files.changes import Digests
-from sandboxes.guest.files.delta import Delta
+from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.files.tracker import Digests
 from sandboxes.guest.process_call import StartedProcess
 from sandboxes.guest.shell import Shell
-from sandboxes.ipc.messages import CallDone, CommandOutcome, Outcome, RunCommand, RunProcess, ServerOrder
+from sandboxes.ipc.messages import CallDone, CommandOutcome, FileDelta, Outcome, RunCommand, RunProcess, ServerOrder
 from sandboxes.linux.processes import Process
 from sandboxes.shell_text import ShellSession
 
@@ -27,7 +27,8 @@ class Performed:
         session_changed: Whether the shell session differs from before.
         read: Whether the caller knows that the call changed nothing in a server's memory.
         awaited: Whether the processes that it started are known to be ready.
-        host_full: Whether it was killed because the machine's disk was nearly full.
+        host_full: Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what
+            all sandboxes share and the machine has none left of; see `linux.user_counts`.
     """
 
     outcome: Outcome
@@ -41,15 +42,28 @@ class Performed:
 class Files(Protocol):
     """What a sandbox's files differ in from its root state; `changes.Changes` is one implementation."""
 
-    now: Delta | None
     disk_bytes: int
     reserve_bytes: int
+    too_deep: bool
 
     def look(self) -> bool:
         """Update the delta; return whether anything differs from before."""
 
+    def nests_too_deep(self) -> bool:
+        """Look for directories that are nested too deeply."""
+
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
         """Return the state's digest, or its witness if processes run."""
+
+    @property
+    def order(self) -> bytes | None:
+        """The order in which the last call wrote files; see `write_order`."""
+
+    def expect(self, order: bytes) -> None:
+        """Give what the next call writes a recorded order of times."""
+
+    def shown(self) -> FileDelta | None:
+        """Return what differs from the root state, for people; None if it is too much to show."""
 
     def free_bytes(self) -> int:
         """Return the free bytes of the machine's disk."""
@@ -70,6 +84,12 @@ class Platform(Protocol):
 
     def living(self) -> set[Process]:
         """Return all processes of the sandbox, the supervisor's own included."""
+
+    def ipc_objects(self) -> int:
+        """Return the number of IPC objects that no process has to hold."""
+
+    def proc_directory(self, pid: int) -> str:
+        """Return the directory of a process in the /proc that the agent sees."""
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
@@ -103,7 +123,13 @@ class Platform(Protocol):
         """
 
 
-def not_started(error: Exception) -> Performed:
-    """Return what came of a command whose shell does not start."""
+def not_started(error: ShellStartError) -> Performed:
+    """Return what came of a command whose shell does not start, because an earlier command has broken it.
+
+    Raises:
+        ShellStartError: The failure is ours or the machine's. It ends the sandbox, and the call has no answer.
+    """
+    if not error.broken:
+        raise error
     # 127 is the shell's exit code for "command not found" (POSIX, 2.8.2), so agents see an ordinary failure.
     return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())

@@ -39,6 +39,15 @@ class StartedProcess(Protocol):
         """Free what was made to start it."""
 
 
+class WrittenFiles(Protocol):
+    """The limits of what a sandbox writes; `platform.Files` has more."""
+
+    disk_bytes: int
+
+    def nests_too_deep(self) -> bool:
+        """Look for directories that are nested too deeply."""
+
+
 def run(
     link: DriverLink,
     background: BackgroundProcesses,
@@ -48,7 +57,7 @@ def run(
     watch: Callable[[], str | None],
     client_detached: Callable[[], bool],
     require_sandbox: Callable[[], None],
-    disk_bytes: int,
+    files: WrittenFiles,
 ) -> tuple[ProcessOutcome, bool]:
     """Run a process until it ends, its time is up, or its client leaves it.
 
@@ -61,7 +70,7 @@ def run(
         watch: Says, called again and again, that the disk has run out.
         client_detached: Takes a message from the proxy; returns whether the client has left the process.
         require_sandbox: Raises if the sandbox itself has ended.
-        disk_bytes: How much the sandbox may write, for the message to a process that wrote more.
+        files: What the sandbox has written, for the message to a process that wrote too much.
 
     Returns:
         How it ended, and whether it was killed because the machine's disk was nearly full.
@@ -76,6 +85,8 @@ def run(
         except ShellStartError as error:
             # First of all: if the sandbox itself is gone, this failure is not the process's.
             require_sandbox()
+            if not error.broken:
+                raise
             with contextlib.suppress(OSError):
                 ours.sendall(frame(OUT, f"OCI runtime exec failed: {error}\r\n".encode()))
             return ProcessOutcome(126, timed_out=False), False
@@ -84,9 +95,12 @@ def run(
             # The deadline is a moment and not a duration, because a process that is left in the background keeps it.
             ending = process.running.pump(until, link.fileno(), watch, client_detached, detach=detached)
             require_sandbox()
+            # A process can nest directories faster than the watch looks, and output cannot follow its end.
+            if ending == "ended" and files.nests_too_deep():
+                ending = "depth"
             kept = "process" in request.arguments
             # A process that its client has left goes on; every other ending but its own is a kill.
-            if ending in {"timeout", "disk", "host"}:
+            if ending in {"timeout", "disk", "depth", "host"}:
                 process.kill()
             elif ending == "detached" and kept:
                 # The time limit goes on counting in the background.
@@ -97,7 +111,7 @@ def run(
                 # Nothing will poll it, but a full pipe would stop it.
                 for fd in process.running.outputs:
                     servers.drain_detached(fd, process.pid)
-            code = process.running.conclude(ending, process.status, disk_bytes)
+            code = process.running.conclude(ending, process.status, files.disk_bytes)
             return ProcessOutcome(code, ending == "timeout", detached=detached, kept=kept), ending == "host"
         finally:
             process.close()

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sandboxes.guest.files.changes import WATCH_S
+from sandboxes.guest.files.changes import WATCH_S, limit_note
 from sandboxes.process_output import ERR, LINGER_S, OUT, frame
 
 _CHUNK = 1 << 16
@@ -91,7 +91,7 @@ class Running:
         *,
         detach: bool,
     ) -> str:
-        """Pass input and output on; return "ended", "timeout", "disk", "host" or "detached".
+        """Pass input and output on; return "ended", "timeout", "disk", "depth", "host" or "detached".
 
         Args:
             until: When the process's time is up, by `time.monotonic`.
@@ -135,9 +135,8 @@ class Running:
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             for fd in list(self._outputs):
                 self._read(fd)
-            if ending == "disk":
-                note = f"\n[forkpoint: killed: the sandbox may hold {disk_bytes >> 20} MB of new files]\n"
-                self._waiting += frame(ERR, note.encode())
+            if note := limit_note(ending, disk_bytes):
+                self._waiting += frame(ERR, note)
         self._flush()
         self._close(keep_outputs=ending == "detached")
         return code

@@ -4,18 +4,28 @@ Each kind of sandbox has its own: `local_shells.LocalShell` is a child of the an
 `container.shell.ContainerShell` is reached from outside through FIFOs. What they share is here.
 """
 
+import hashlib
 import os
+import re
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from sandboxes.guest import bash_session as session_texts
+from sandboxes.guest.bash import session as session_texts
 from sandboxes.linux.processes import wait_until_asleep
 from sandboxes.shell_text import Jobs, ShellSession
 
 _CHUNK = 1 << 16
 """How much is read at once: the size of a pipe."""
+
+
+def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
+    """Return whether a later call may wait for a job: it still runs, or a variable has its pid."""
+    last = next((entry[3:] for entry in jobs if entry.startswith("$! ")), None)
+    return len(jobs) > (last is not None) or (
+        last is not None and any(re.search(rf"\b{last}\b", line) for line in session["variables"])
+    )
 
 
 class Output:
@@ -66,6 +76,9 @@ class Shell(ABC):
         death: A descriptor that is readable once it has ended. By then the pid may be another process's.
         baseline: The session in its last dump; None until the first dump.
         jobs: The jobs in its last dump.
+        knowledge: What it knows of jobs that may be waited for: a digest of all its lists of jobs since the first such
+            job. Empty if there was none; a fresh shell that is restored from a dump then does as well.
+        born: What the first shell passed on to its children (`live_state.inherited`).
         runs: How many commands it was given.
         out: The stdout of its command.
         err: The stderr of its command.
@@ -85,6 +98,8 @@ class Shell(ABC):
         self.name, self.session, self.pid, self.death = name, session, pid, death
         self.baseline: ShellSession | None = None
         self.jobs: Jobs = ()
+        self.knowledge = b""
+        self.born: list[str] = []
         self.runs = 0
         self.out, self.err = Output(ends[1]), Output(ends[2])
         self._command, self._go = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
@@ -107,6 +122,10 @@ class Shell(ABC):
         Raises:
             MalformedDumpError: A command has interfered with the dump.
         """
+
+    @abstractmethod
+    def stands_at(self, folder: str) -> bool:
+        """Return whether a name leads to the directory that the idle shell is in."""
 
     @abstractmethod
     def is_as_new(self) -> bool:
@@ -161,7 +180,12 @@ class Shell(ABC):
         Raises:
             MalformedDumpError: A command has interfered with the dump.
         """
-        status, session, self.jobs = self._parse_dump(bytes(self._dump))
+        status, session, jobs = self._parse_dump(bytes(self._dump))
+        if jobs != self.jobs:
+            self.jobs = jobs
+            # Bash keeps the exit status of each of them, and no dump can show these.
+            if self.knowledge or may_be_waited_for(jobs, session):
+                self.knowledge = hashlib.blake2b(self.knowledge + repr(jobs).encode(), digest_size=16).digest()
         return status, session
 
     @property

@@ -14,14 +14,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from sandboxes.guest.anchor import ShellStartError
-from sandboxes.guest.bash_session import MalformedDumpError
+from sandboxes.guest.bash.restore import came_back, needs_trial, taken_on_later
+from sandboxes.guest.bash.session import KEPT, MOVED, UNREADABLE, MalformedDumpError
 from sandboxes.guest.shell import Output, Shell
+from sandboxes.linux.live_state import inherited
 from sandboxes.shell_text import ShellSession
 
 READY_S = 10.0
 """How long a shell may take to its first dump. It takes milliseconds on an idle machine. The value is an estimate."""
 KILLED = 137
 """The exit code of a shell whose end is unknown: 128 + 9, as for a SIGKILL."""
+_SIGNALLED = 128
+"""The smallest exit code of a shell that a signal has ended."""
 
 
 class Shells(ABC):
@@ -32,6 +36,7 @@ class Shells(ABC):
         workdir: The directory of new sessions.
         sessions: The sessions that differ from a new one, by name.
         pristine: A new shell's session; None until one has started.
+        born: What the first shell passed on to its children (`live_state.inherited`).
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Shells(ABC):
     ) -> None:
         self.environment, self.workdir = environment, workdir
         self.sessions, self.pristine = sessions, pristine
+        self.born: list[str] = []
         self._shells: dict[str, Shell] = {}
 
     def __iter__(self) -> Iterator[Shell]:
@@ -77,8 +83,8 @@ class Shells(ABC):
         """Return what a checkpoint has to keep of all shells and of what started them."""
 
     @abstractmethod
-    def _start(self, name: str) -> Shell:
-        """Start a session's shell."""
+    def _start(self, name: str, session: ShellSession | None) -> Shell:
+        """Start a shell that becomes a session; None for a new one."""
 
     # -- one shell ---------------------------------------------------------------------------------------------------
 
@@ -93,10 +99,24 @@ class Shells(ABC):
             self.kill(shell)
             shell = None
         if shell is None:
-            shell = self._shells[name] = self._start(name)
+            shell = self._shells[name] = self._start(name, self.sessions.get(name))
         if shell.baseline is None:
             self._await_first_dump(shell)
         return shell
+
+    def begin_first(self, name: str) -> str | None:
+        """Start a session's shell; return why it does not start if a command, or the base, has broken it.
+
+        Raises:
+            ShellStartError: The failure is ours or the machine's.
+        """
+        try:
+            self.ready(name)
+        except ShellStartError as error:
+            if not error.broken:
+                raise
+            return str(error)
+        return None
 
     def take_dump(self, shell: Shell) -> tuple[int, bool]:
         """Return the exit status in a call's dump, and whether the session differs from before the call.
@@ -107,8 +127,13 @@ class Shells(ABC):
         code, now = shell.finish_dump()
         # Compared with the restored shell's own first dump, not with the session that it was restored from: bash may
         # print the same thing differently the second time.
-        changed = now != shell.baseline
+        before = shell.baseline
+        changed = now != before
         if changed:
+            assert before is not None
+            unsure = before.get(KEPT) == UNREADABLE or needs_trial(before, now)
+            if KEPT not in now and unsure and not self._comes_back(shell.name, now):
+                now[KEPT] = UNREADABLE
             # A session that equals a new one is not stored: merely naming a session changes no state.
             shell.session = None if now == self.pristine else now
             shell.baseline = now
@@ -118,14 +143,26 @@ class Shells(ABC):
                 self.sessions[shell.name] = now
         return code, changed
 
-    def kill(self, shell: Shell) -> None:
-        """Kill a shell, and forget it."""
+    def _comes_back(self, name: str, session: ShellSession) -> bool:
+        """Return whether a fresh shell can take on a session. It takes as long as a start, some milliseconds."""
+        trial = self._start(name, session)
+        try:
+            self._await_first_dump(trial)
+        except ShellStartError:
+            return False
+        assert trial.baseline is not None
+        self.kill(trial)
+        return came_back(session, trial.baseline)
+
+    def kill(self, shell: Shell) -> int:
+        """Kill a shell, and forget it; return how it ended."""
         if not shell.ended:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(shell.death, signal.SIGKILL)
         # Asking for the status collects the process: otherwise it would stay a zombie.
-        self.status(shell)
+        status = self.status(shell)
         self.forget(shell)
+        return status
 
     def forget(self, shell: Shell) -> None:
         """Forget a shell that has ended."""
@@ -144,19 +181,35 @@ class Shells(ABC):
                 events = {fd for fd, _ in poll.poll(READY_S * 1000)}
                 if shell.dump_fd in events and shell.read_dump():
                     _, shell.baseline = shell.finish_dump()
+                    # Of the first one: a command may have changed what starts the shells, and so all later ones.
+                    shell.born = self.born = self.born or inherited(shell.pid)
                     if shell.session is None:
                         # The first shell defines what a session without changes looks like.
                         self.pristine = shell.baseline
                     else:
-                        # A restored shell takes these on together with its command: see `bash_session.orders`.
-                        shell.baseline |= {kind: shell.session[kind] for kind in ("traps", "options")}
+                        # A restored shell takes these on together with its command: see `bash.restore.orders`.
+                        shell.baseline = taken_on_later(shell.session, shell.baseline)
                     return
                 if shell.death in events:
                     break
-        shell.err.drain(4096)
-        reason = bytes(shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
-        self.kill(shell)
-        raise ShellStartError(f"{self.program} does not start in this sandbox: {reason}")
+        ended = shell.ended
+        for output in (shell.out, shell.err):
+            output.drain(4096)
+        reason = bytes(shell.out.kept + shell.err.kept).decode(errors="replace").strip() or "it gives no answer"
+        status = self.kill(shell)
+        # A new shell's script is so short that only the sandbox can be the cause; a signal is a lack of memory.
+        broken = ended and status < _SIGNALLED and (shell.session is None or self._is_broken(shell.name))
+        raise ShellStartError(f"{self.program} does not start in this sandbox: {reason}", broken=broken)
+
+    def _is_broken(self, name: str) -> bool:
+        """Return whether not even a new session's shell starts."""
+        try:
+            trial = self._start(name, None)
+            self._await_first_dump(trial)
+        except ShellStartError as error:
+            return error.broken
+        self.kill(trial)
+        return False
 
     # -- all shells --------------------------------------------------------------------------------------------------
 
@@ -184,11 +237,36 @@ class Shells(ABC):
                 holding.append(shell)
         return holding
 
+    def rescheduled(self) -> set[tuple[str, ...]]:
+        """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it."""
+        shells = ((shell, inherited(shell.pid)) for shell in self if shell.baseline is not None)
+        return {("scheduling", shell.name, *now) for shell, now in shells if now not in ([], shell.born)}
+
     def ready_all(self) -> None:
-        """Wait for the first dumps of all shells: in a checkpoint, what is still in a pipe to us would be lost."""
-        for name in list(self._shells):
-            with contextlib.suppress(ShellStartError):
-                self.ready(name)
+        """Wait for the first dumps of all shells.
+
+        In a checkpoint, what is still in a pipe to us would be lost. And a call must not move the directory of a
+        session whose shell has not reached it yet.
+        """
+        for name in {*self._shells, *self.sessions}:
+            shell = self._shells.get(name)
+            if shell is None or shell.baseline is None:
+                with _unless_broken():
+                    self.ready(name)
+
+    def kept(self) -> frozenset[tuple[str, str]]:
+        """Return the sessions that only their own shell has, as pairs of "session" and a name."""
+        for shell in self:
+            if shell.baseline is None or KEPT in shell.baseline or shell.stands_at(shell.baseline["cwd"]):
+                continue
+            if shell.session is None and shell.runs == 0:
+                # Nothing has happened in it. It will begin like a session that was never there.
+                self.kill(shell)
+            else:
+                # A call, of this session or not, has moved its directory.
+                shell.session = self.sessions[shell.name] = {**(shell.session or shell.baseline), KEPT: MOVED}
+                shell.baseline = {**shell.baseline, KEPT: MOVED}
+        return frozenset(("session", shell.name) for shell in self if shell.baseline and KEPT in shell.baseline)
 
     def renew(self, names: list[str]) -> None:
         """Replace shells by fresh ones that are restored from their dumps.
@@ -199,4 +277,14 @@ class Shells(ABC):
             if name in self._shells:
                 self.kill(self._shells[name])
             with contextlib.suppress(ShellStartError):
-                self._shells[name] = self._start(name)
+                self._shells[name] = self._start(name, self.sessions.get(name))
+
+
+@contextlib.contextmanager
+def _unless_broken() -> Iterator[None]:
+    """Let a call go on without a shell that a command has broken; a call to that shell gets the answer."""
+    try:
+        yield
+    except ShellStartError as error:
+        if not error.broken:
+            raise

@@ -17,17 +17,21 @@
 # What differs between the two homes of a supervisor (how a command is killed, how a process of its own starts, where
 # the agent's rights come from) is in `Platform`. The supervisor decides order and answers; a platform does the steps.
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from select import POLLHUP, POLLIN, POLLRDHUP, poll
 
+from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
-from sandboxes.guest.bash_session import MalformedDumpError
+from sandboxes.guest.bash.session import MalformedDumpError
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.files import child as file_child
-from sandboxes.guest.files.changes import WATCH_S, Stillness
+from sandboxes.guest.files.changes import WATCH_S, Stillness, limit_note
+from sandboxes.guest.files.operations import problem
 from sandboxes.guest.platform import OVER_DISK, TIMED_OUT, Files, Performed, Platform
 from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_pool import Shells
@@ -38,8 +42,10 @@ from sandboxes.ipc.messages import (
     CallDone,
     CommandOutcome,
     Described,
+    DescribeState,
     Detach,
     Done,
+    ExpectOrder,
     FileOutcome,
     FinishServerCall,
     RunCommand,
@@ -49,11 +55,15 @@ from sandboxes.ipc.messages import (
     ServerFailed,
     ServerOrder,
     ServerOutcome,
+    StartServers,
     StateSummary,
     UseBackgroundProcess,
     UseServer,
 )
-from sandboxes.linux.processes import ran_between, run_counts
+from sandboxes.linux import user_counts
+from sandboxes.linux.live_state import LiveState, inherited
+from sandboxes.linux.processes import Process, ran_between, run_counts
+from sandboxes.linux.socket_queues import SocketQueues
 
 CallRequest = RunCommand | RunFileOperation | RunProcess | UseBackgroundProcess | UseServer
 """Requests that are calls: their effects are measured and reported."""
@@ -80,12 +90,14 @@ class Supervisor:
         background: BackgroundProcesses,
         changes: Files,
         platform: Platform,
+        sockets: SocketQueues | None,
     ) -> None:
         self.link, self.shells, self.servers = link, shells, servers
         self.background, self.changes = background, changes
-        self.survivors = Survivors(shells, background, platform.living)
+        self.survivors = Survivors(shells, background, platform.living, platform.ipc_objects)
         self.stillness = Stillness()
-        self._platform = platform
+        self._platform, self._sockets = platform, sockets
+        self._live: LiveState | None = None
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -140,28 +152,39 @@ class Supervisor:
         return envelope is not None and isinstance(envelope.message, Detach)
 
     def _call_watch(self) -> Callable[[], str | None]:
-        """Return a function to be called again and again during a call; it returns "disk" or "host" if disk runs out.
+        """Return a function to be called again and again during a call; it says which limit of disk is exceeded.
 
         It also drains servers and background processes: they run during the call, and a full pipe would stop them.
         """
         over_disk = self.changes.disk_watch()
+        takes_too_much = user_counts.watch(self._pids)
 
         def watch() -> str | None:
             self.background.look()
             for log in self.servers.outputs.values():
                 log.drain()
-            return over_disk()
+            # The machine's failure and not the call's: whether it happens depends on what other sandboxes hold.
+            return "host" if takes_too_much() else over_disk()
 
         return watch
+
+    def _pids(self) -> list[int]:
+        return [pid for pid, _ in self._platform.living()]
+
+    def _takes_too_much(self) -> bool:
+        """Return whether what survives holds what the machine has none left of."""
+        return user_counts.are_exhausted() and user_counts.held(self._pids()) > user_counts.SHARE
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
         """Run a call, and answer with what came of it and what it changed."""
         self.shells.reap()
+        self.shells.ready_all()
         # What survives is compared as a whole: a process that ended and one that came in its place are a change.
         before, free = self.survivors.now, self.changes.free_bytes()
         runs_before = run_counts(self.survivors.processes)
+        live = self._live_state(runs_before)
         started = time.perf_counter()
         try:
             performed = self._perform(request, envelope)
@@ -172,12 +195,20 @@ class Supervisor:
         seconds = time.perf_counter() - started
         # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle()
+        if self.survivors and not performed.host_full and self._takes_too_much():
+            performed = replace(performed, host_full=True)
         # A process that answers has worked. After a call that is known to only read, only comings and goings count.
         busy = not performed.read and ran_between(runs_before, run_counts(self.survivors.processes))
         came_or_went, wrote_files = self.survivors.now != before, self.changes.look()
+        # A process that sleeps may have been changed by the call all the same.
+        if live is not None and not (performed.read or busy or came_or_went):
+            busy = live.changed()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
-        # A low disk that this call did not make lower is no fault of this call.
-        disk_low = self.changes.free_bytes() < min(free, self.changes.reserve_bytes)
+        if self.changes.too_deep:
+            performed = _too_deep(performed, self.changes.disk_bytes)
+        # Before counts as well as after: a write may have failed because others had filled the disk, and the disk may
+        # have room again. Nothing tells whether the call noticed, so no result of a moment without room is recorded.
+        disk_low = min(free, self.changes.free_bytes()) < self.changes.reserve_bytes
         # One answer carries everything, so that a call costs one round trip.
         answer = CallDone(
             performed.outcome,
@@ -185,12 +216,27 @@ class Supervisor:
             changed_session=performed.session_changed,
             changed_processes=busy or came_or_went,
             changed_files=wrote_files,
-            settling=bool(self.survivors) and came_or_went and not performed.awaited,
+            settling=self.survivors.moving and came_or_went and not performed.awaited,
             host_full=performed.host_full or disk_low,
             state=self.state(),
+            order=None if self.survivors else self.changes.order,
         )
         session = request.session if isinstance(request, RunCommand) else None
         self._platform.finish_call(answer, performed.body, session)
+
+    def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:
+        """Return a look at what survives, taken before a call; None if no process does.
+
+        The look after the last call serves if nothing has run since then, which halves the cost.
+        """
+        live, shells = self._live, frozenset(self.shells.idle_pids)
+        if live is not None and (live.spent or live.subjects != (runs, shells) or -1 in runs.values()):
+            live.close()
+            live = None
+        if live is None and runs:
+            live = LiveState(runs, shells, self._platform.proc_directory, self._sockets)
+        self._live = live
+        return live
 
     def _perform(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> Performed:
         match request:
@@ -209,24 +255,50 @@ class Supervisor:
                 return Performed(*file_child.run(request, envelope.body, envelope.fds, enter, over_disk))
 
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
-        platform, disk_bytes = self._platform, self.changes.disk_bytes
+        platform = self._platform
         outcome, host_full = process_call.run(
             self.link, self.background, self.servers, request,
             lambda to: platform.start_process(request, stdin, to),
-            self._call_watch(), self._client_detached, platform.require_sandbox, disk_bytes,
+            self._call_watch(), self._client_detached, platform.require_sandbox, self.changes,
         )  # fmt: skip
         return Performed(outcome, host_full=host_full)
 
     def state(self) -> StateSummary:
         """Return what every answer reports of the state."""
-        running = bool(self.survivors)
+        running = self.survivors.moving
         digest, witness = self.changes.digests(self.shells.sessions, alive=running)
+        if digest is not None and (jobs := self.survivors.jobs):
+            # `content` is what a replay must reach, and a replay has other pids.
+            exact = hashlib.blake2b(digest.exact + repr(jobs).encode(), digest_size=32).digest()
+            digest = StateDigest(exact, digest.content)
         return StateSummary(digest, witness, restless=running and self.stillness.restless)
 
-    def describe(self) -> None:
-        """Answer `DescribeState`."""
+    def outside_checkpoint(self) -> str:
+        """Return why CRIU would lose something that survives; empty if nothing is known against a checkpoint."""
+        if self.survivors.has_ipc_objects:
+            return "System V IPC objects or POSIX message queues exist, and a checkpoint does not hold them"
+        if self._sockets is not None and self._sockets.datagrams:
+            return "datagrams wait in a socket, and a checkpoint does not hold them"
+        born = self.shells.born[1:3]
+        pids = {pid for pid, _ in self.survivors.processes} | {shell.pid for shell in self.shells}
+        if any(now and born and now[1:3] != born for now in map(inherited, pids)):
+            return "the CPUs or the priority of I/O of a process were changed, and a checkpoint does not hold that"
+        return self.background.outside_checkpoint
+
+    def answer(self, request: StartServers | ExpectOrder | DescribeState) -> None:
+        """Answer a request that is no call."""
+        match request:
+            case StartServers():
+                self._start_servers(request.servers)
+            case ExpectOrder():
+                self.changes.expect(request.order)
+                self.link.send(Done())
+            case DescribeState():
+                self._describe()
+
+    def _describe(self) -> None:
         self.changes.look()
-        self.link.send(Described(self.changes.now, self.shells.sessions, self.shells.pristine))
+        self.link.send(Described(self.changes.shown(), self.shells.sessions, self.shells.pristine))
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -253,8 +325,7 @@ class Supervisor:
             kill()
             code = TIMED_OUT if ending == "timeout" else OVER_DISK
             if ending == "disk":
-                megabytes = self.changes.disk_bytes >> 20
-                notes = f"\n[forkpoint: killed: the sandbox may hold {megabytes} MB of new files]\n".encode()
+                notes = limit_note(ending, self.changes.disk_bytes)
         # The writers are gone or idle now: what is still in the pipes is the last of the command's output.
         for output in (shell.out, shell.err):
             output.drain(self.background.max_bytes)
@@ -265,7 +336,7 @@ class Supervisor:
         return Performed(outcome, out + err + notes, session_changed=changed, host_full=ending == "host")
 
     def _wait(self, shell: Shell, timeout_s: float) -> str:
-        """Wait for a shell's dump; return "dump", "died", "timeout", "disk" or "host"."""
+        """Wait for a shell's dump; return "dump", "died", "timeout", "disk", "depth" or "host"."""
         deadline, watch = time.monotonic() + timeout_s, self._call_watch()
         waiting = poll()
         outputs = {output.fd: output for output in (shell.out, shell.err)}
@@ -289,7 +360,7 @@ class Supervisor:
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
-    def start_servers(self, orders: Sequence[ServerOrder]) -> None:
+    def _start_servers(self, orders: Sequence[ServerOrder]) -> None:
         """Start tool servers as part of the root state, and answer `StartServers`."""
         try:
             for order in orders:
@@ -346,3 +417,18 @@ class Supervisor:
                 self._platform.end_servers()
 
         return watch_server
+
+
+def _too_deep(performed: Performed, disk_bytes: int) -> Performed:
+    """Return what came of a call that leaves directories nested too deeply: the agent is told, each time.
+
+    Such a state can be neither digested nor frozen. A process has been told already, on its stderr.
+    """
+    note = limit_note("depth", disk_bytes)
+    match performed.outcome:
+        case CommandOutcome() as outcome:
+            return replace(performed, outcome=replace(outcome, exit_code=OVER_DISK), body=performed.body + note)
+        case FileOutcome():
+            status, media_type, body = problem(507, "File operation failed", note.decode().strip("\n[]"))
+            return replace(performed, outcome=FileOutcome(status, media_type), body=body)
+    return performed

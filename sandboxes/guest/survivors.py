@@ -2,9 +2,10 @@
 
 # Theory of operation.
 #
-# Five kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of, System
-# V IPC objects, and output of background processes that was not polled yet. While any of them exists, the files alone
-# do not describe the state, so it has a witness in place of a digest, and only a checkpoint can freeze it.
+# Six kinds of things survive: processes, descriptors that an idle shell holds open, jobs that a shell knows of,
+# sessions that no other shell can take on, IPC objects, and output of background processes that was not polled
+# yet. While any of them exists, the files alone do not describe the state, so it has a witness in place of a digest,
+# and only a checkpoint can freeze it.
 #
 # Processes get some grace before they count: most of what a command starts ends a moment after the command itself.
 
@@ -20,8 +21,10 @@ from sandboxes.linux.processes import Process
 _KINDS = {
     "background": "a background process has not been polled to its end",
     "descriptors": "the shell holds open descriptors",
-    "ipc": "System V IPC objects exist",
-    "jobs": "the shell has jobs",
+    "ipc": "System V IPC objects or POSIX message queues exist",
+    "jobs": "the shell knows of jobs that a later call may wait for",
+    "scheduling": "the shell has another niceness, CPUs or OOM score than it was born with",
+    "session": "a session goes on in its own shell, because no fresh one can take it on",
 }
 
 
@@ -30,12 +33,20 @@ class Survivors:
 
     Attributes:
         now: What was there after the last call. Two equal values mean that the same things survive.
+        moving: Whether anything else than jobs of shells survives. Jobs alone do not change the state by themselves.
     """
 
-    def __init__(self, shells: Shells, background: BackgroundProcesses, living: Callable[[], set[Process]]) -> None:
-        self._shells, self._background, self._living = shells, background, living
+    def __init__(
+        self,
+        shells: Shells,
+        background: BackgroundProcesses,
+        living: Callable[[], set[Process]],
+        ipc_objects: Callable[[], int],
+    ) -> None:
+        self._shells, self._background, self._living, self._ipc_objects = shells, background, living, ipc_objects
         self._settled = 0
         self.now: frozenset[Any] = frozenset()
+        self.moving = False
 
     def __bool__(self) -> bool:
         return bool(self.now)
@@ -46,8 +57,13 @@ class Survivors:
         return [(entry[0], entry[1]) for entry in self.now if isinstance(entry[0], int)]
 
     @property
+    def jobs(self) -> list[tuple[str, bytes]]:
+        """What the shells know of their jobs, by session."""
+        return sorted((entry[1], entry[2]) for entry in self.now if entry[0] == "jobs")
+
+    @property
     def has_ipc_objects(self) -> bool:
-        """Whether System V IPC objects exist, which no checkpoint holds."""
+        """Whether IPC objects exist that no process has to hold. No checkpoint holds them either."""
         return any(kind == "ipc" for kind, *_ in self.now)
 
     @property
@@ -66,13 +82,15 @@ class Survivors:
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
         # the call is part of these entries: they never equal earlier ones.
         held = {("descriptors", shell.name, shell.runs) for shell in self._shells.holding()}
-        objects = processes.ipc_objects()
+        objects = self._ipc_objects()
         shared = {("ipc", objects, self._settled)} if objects else set()
-        now: set[Any] = running | held | shared | self._background.state
-        if now:
-            # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs.
-            now |= {("jobs", shell.name, *shell.jobs) for shell in self._shells if shell.jobs}
-        self.now = frozenset(now)
+        now: set[Any] = (
+            running | held | shared | self._background.state | self._shells.kept() | self._shells.rescheduled()
+        )
+        self.moving = bool(now)
+        # Beside survivors a shell is not replaced after its call, so it goes on knowing its jobs, whatever they are.
+        known = {("jobs", shell.name, shell.knowledge, *shell.jobs) for shell in self._shells if shell.jobs}
+        self.now = frozenset(now | {entry for entry in known if entry[2] or now})
 
     def _running(self) -> set[Process]:
         """Return the agent's processes that are still there after the grace period."""

@@ -8,8 +8,9 @@ import os
 import termios
 from collections.abc import Callable
 
-from sandboxes.guest import bash_session as session_texts
 from sandboxes.guest.anchor import BASH, ShellStartError
+from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.shell_pool import Shells
 from sandboxes.ipc.messages import TerminalFailed, TerminalOpened
@@ -60,7 +61,7 @@ def _become_shell(slave: int, session: ShellSession | None, environment: dict[st
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
         script = os.memfd_create("text", os.MFD_CLOEXEC)
-        os.pwrite(script, session_texts.restore_script(session, workdir) + INTERACTIVE, 0)
+        os.pwrite(script, restore_script(session, workdir) + INTERACTIVE, 0)
         # The script ends with a dump, which nothing reads here.
         null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         numbers = {0: slave, 1: slave, 2: slave, session_texts.RESTORE_FD: script, session_texts.DUMP_FD: null}

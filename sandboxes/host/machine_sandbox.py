@@ -18,11 +18,11 @@ from sandboxes.host.process_calls import ProcessCalls
 from sandboxes.host.pty import Pty
 from sandboxes.host.server_calls import ServerCalls
 from sandboxes.host.tool_calls import ToolCalls
-from sandboxes.host.translate import execution, refuse, request, sql_execution
+from sandboxes.host.translate import command_execution, refuse, request, sql_execution
 from sandboxes.inspection import FileEntry, StateView
 from sandboxes.ipc.channel import Channel
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
-from sandboxes.ipc.messages import CallDone, DescribeState, OpenTerminal, RunFileOperation, TerminalFailed
+from sandboxes.ipc.messages import CallDone, DescribeState, ExpectOrder, OpenTerminal, RunFileOperation, TerminalFailed
 from sandboxes.listener import Listener
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
@@ -155,7 +155,8 @@ class MachineSandbox(ABC):
         timeout_s = float(call.arguments.get("timeout_s", self._spec.limits.timeout_s))
         message, body = request(call, self._spec, timeout_s)
         done = self.conclude(await self.ask(message, body, timeout_s))
-        return sql_execution(done, call, self._spec) if call.endpoint == "sql" else execution(done)
+        translated = sql_execution(done, call, self._spec) if call.endpoint == "sql" else None
+        return translated or command_execution(done, self._spec)
 
     async def ask(
         self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
@@ -169,10 +170,14 @@ class MachineSandbox(ABC):
         """See `Guest.conclude`."""
         if done.message.settling:
             self.begin_settling(SETTLE_S)
-        # A full disk of the machine fails calls that would succeed elsewhere. Such a result must never be recorded.
+        # A full disk of the machine fails calls that would succeed elsewhere. Such a result must never be recorded. A
+        # sandbox that holds all inotify instances of the machine ends here too.
         if done.message.host_full:
-            self.link.die("the machine's disk is full")
-            raise SandboxError(f"sandbox {self.id}: less than {RESERVE_BYTES >> 20} MB of disk are free {self._disk}")
+            self.link.die("the machine cannot hold what it does")
+            raise SandboxError(
+                f"sandbox {self.id} was ended: less than {RESERVE_BYTES >> 20} MB of disk are free {self._disk}, or "
+                "it holds the inotify instances or sent descriptors that all sandboxes of this machine share"
+            )
         # Begun and not awaited: the agent gets its answer, and the next call waits in `_settle`.
         self._begin_after_call(done.message)
         return done
@@ -195,6 +200,12 @@ class MachineSandbox(ABC):
         # The shorter of two waits: what is missing to the recorded dwell time, and what is missing to "started".
         if (wait_s := min(dwell_s - (time.monotonic() - self._stirred_at), self.settle_s)) > 0:
             await asyncio.sleep(wait_s)
+
+    async def expect_order(self, order: bytes) -> None:
+        """See `Ordering.expect_order`."""
+        # The last call's clean-up looks at the files once more, and would take the order for its own.
+        await self._settle()
+        await self.link.ask(ExpectOrder(order))
 
     # -- inspection --------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class ProcessCalls:
         try:
             # The socket with the output ends first; then the supervisor reports how the call ended.
             frames = await self._pass_on(started.fds[0], listener, within_s=timeout_s + GRACE_S)
-            return _ran(call, frames, self._guest.conclude(await link.next(CallDone)))
+            return _ran(call, frames, self._guest.conclude(await link.next(CallDone)), self._spec)
         # The unasked `CallDone` of this call could be taken for the answer to the next request.
         except asyncio.CancelledError:
             link.die("its call was cancelled")
@@ -135,7 +135,7 @@ class ProcessCalls:
         return _used(call, self._guest.conclude(await self._guest.ask(request, call.body, timeout_s)))
 
 
-def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone]) -> Execution:
+def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone], spec: EnvironmentSpec) -> Execution:
     """Return what came of a process that ran, or that goes on (pure)."""
     outcome = done.message.outcome
     assert isinstance(outcome, ProcessOutcome), "the supervisor ran a process"
@@ -150,7 +150,8 @@ def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone]) -> Execution:
         return replace(ran, shareable=steady, effect=ran.effect | Effect.PROCESSES, replay=replay)
     # A process without exit code that was not left on purpose was cut off: that is no result to share.
     abandoned = outcome.exit_code is None and not outcome.detached
-    return replace(ran, shareable=steady and not outcome.timed_out and not abandoned)
+    in_time = spec.shares_timeouts or not outcome.timed_out
+    return replace(ran, shareable=steady and in_time and not abandoned)
 
 
 def _used(call: ToolCall, done: Envelope[CallDone]) -> Execution:

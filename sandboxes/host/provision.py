@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +13,9 @@ from sandboxes.calls import Execution, ToolCall
 from sandboxes.errors import SpecError
 from sandboxes.host.guest import Guest
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
+from sandboxes.linux.plain_files import open_plain
 from sandboxes.shell_text import quote
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
 UNPACK_S = 3600.0
@@ -27,8 +31,13 @@ class Provisioned(Guest, Protocol):
         """Run a call."""
 
 
-async def furnish(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
+async def furnish(sandbox: Provisioned, spec: EnvironmentSpec, sources: SourceRules) -> None:
     """Bring archives and files into a sandbox, and run set-up commands in a session that is then forgotten.
+
+    Args:
+        sandbox: The sandbox.
+        spec: What it is made for.
+        sources: What the spec may name.
 
     Raises:
         SpecError: One of them fails.
@@ -36,10 +45,12 @@ async def furnish(sandbox: Provisioned, spec: EnvironmentSpec) -> None:
     # First, because archives and files may lie below it.
     await _must(sandbox, spec, "workdir", f"mkdir -p -- {quote(spec.workdir)}")
     for archive in spec.archives:
-        await _unpack(sandbox, Path(archive.source), archive.target)
+        with _opened(archive.source, spec, sources) as opened:
+            await _unpack(sandbox, archive.source, opened, archive.target)
     for database in spec.databases.values():
         if isinstance(database.source, str) and database.path is not None:
-            await _bring(sandbox, Path(database.source), Path(database.path))
+            with _opened(database.source, spec, sources) as opened:
+                await _bring(sandbox, Path(database.source), opened, Path(database.path))
     # After the archives, so that a task may replace single files of its image.
     for path, text in spec.files.items():
         answer = (await sandbox.execute(ToolCall("shell", "put", {"path": path}, text.encode()))).result
@@ -59,7 +70,18 @@ async def _must(sandbox: Provisioned, spec: EnvironmentSpec, what: str, command:
         raise SpecError(f"set-up command {what!r} ended with exit code {answer['exit_code']}: {output}")
 
 
-async def _bring(sandbox: Provisioned, source: Path, path: Path) -> None:
+@contextmanager
+def _opened(source: str, spec: EnvironmentSpec, sources: SourceRules) -> Iterator[Path]:
+    """Open a path of the proxy's machine that a spec names; what may be named is checked now, at its use."""
+    with ExitStack() as stack:
+        try:
+            path = stack.enter_context(open_plain(sources.real(source, confined=spec.confined)))
+        except OSError as error:
+            raise SpecError(f"{source!r} cannot be read: {error.strerror}. Correct it, then PUT again.") from error
+        yield path
+
+
+async def _bring(sandbox: Provisioned, source: Path, opened: Path, path: Path) -> None:
     """Copy a database file of the proxy's machine into the sandbox."""
     if await asyncio.to_thread(_has_log, source):
         raise SpecError(
@@ -68,8 +90,8 @@ async def _bring(sandbox: Provisioned, source: Path, path: Path) -> None:
     # The name goes into a sed expression of tar, where these characters mean something.
     name = path.name.replace("\\", "\\\\").replace("|", "\\|").replace("&", "\\&")
     # Owner and mode are fixed, whatever they are on this machine.
-    options = ("-h", "--owner=0", "--group=0", "--mode=0644", f"--transform=s|.*|{name}|", "-C", str(source.parent))
-    await _stream(sandbox, source, (*options, "--", source.name), str(path.parent))
+    options = ("-h", "--owner=0", "--group=0", "--mode=0644", f"--transform=s|.*|{name}|", "-C", str(opened.parent))
+    await _stream(sandbox, str(source), opened, (*options, "--", opened.name), str(path.parent))
 
 
 def _has_log(source: Path) -> bool:
@@ -77,19 +99,21 @@ def _has_log(source: Path) -> bool:
     return log.exists() and log.stat().st_size > 0
 
 
-async def _unpack(sandbox: Provisioned, source: Path, target: str) -> None:
+async def _unpack(sandbox: Provisioned, source: str, opened: Path, target: str) -> None:
     """Stream a tarball, or a directory as a tarball, into the sandbox, which unpacks it inside its own root."""
     # In a thread: the path may be on a slow network disk.
-    folder = await asyncio.to_thread(source.is_dir)
-    await _stream(sandbox, source, ("--numeric-owner", "-C", str(source), ".") if folder else (), target)
+    folder = await asyncio.to_thread(opened.is_dir)
+    packing = ("--numeric-owner", "-C", str(opened), ".") if folder else ()
+    await _stream(sandbox, source, opened, packing, target)
 
 
-async def _stream(sandbox: Provisioned, source: Path, packing: tuple[str, ...], target: str) -> None:
+async def _stream(sandbox: Provisioned, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
     """Stream a source into the sandbox.
 
     Args:
         sandbox: The sandbox.
-        source: A tarball, or what `tar` packs.
+        source: The path in the spec, for errors.
+        opened: A tarball, or what `tar` packs, as a path of a descriptor.
         packing: Options for `tar`; empty if the source is a tarball already.
         target: The directory to unpack in.
     """
@@ -98,12 +122,15 @@ async def _stream(sandbox: Provisioned, source: Path, packing: tuple[str, ...], 
         # Close-on-exec: a sandbox that starts at this moment must not inherit the pipe and keep it open.
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            process = await asyncio.create_subprocess_exec("tar", "-c", "-f", "-", *packing, stdout=writing)
+            # `tar` inherits the descriptor under its number, so the path means the same there.
+            process = await asyncio.create_subprocess_exec(
+                "tar", "-c", "-f", "-", *packing, stdout=writing, pass_fds=[int(opened.name)]
+            )
         finally:
             # The child has its own copy. Without this close the reader would never see the end.
             os.close(writing)
     else:
-        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        reading = os.open(opened, os.O_RDONLY | os.O_CLOEXEC)
     unpack = RunFileOperation("unpack", {"target": target}, UNPACK_S)
     try:
         # The descriptor crosses to the supervisor, so the archive is never held in memory.
@@ -113,7 +140,7 @@ async def _stream(sandbox: Provisioned, source: Path, packing: tuple[str, ...], 
         os.close(reading)
     # A directory that changed or could not be read gives a tarball that looks whole to the other end.
     if process is not None and await process.wait() != 0:
-        raise SpecError(f"archive {str(source)!r} could not be read whole")
+        raise SpecError(f"archive {source!r} could not be read whole")
     outcome = done.message.outcome
     if not isinstance(outcome, FileOutcome) or outcome.status >= 400:
-        raise SpecError(f"archive {str(source)!r} cannot be unpacked: {orjson.loads(done.body)['detail']}")
+        raise SpecError(f"archive {source!r} cannot be unpacked: {orjson.loads(done.body)['detail']}")

@@ -24,7 +24,7 @@ KEPT_S = 30 * 86_400.0
 _PRESENT_DIRS = ("/", "/root", "/tmp")  # noqa: S108 - a path inside the sandbox
 """Working directories that every base and image has."""
 
-_BESIDE_FILES = {"limits", "merge", "cache", "servers", "mcp_servers"}
+_BESIDE_FILES = {"limits", "merge", "cache", "servers", "mcp_servers", "timeouts"}
 """Parts of a spec that do not change its root state."""
 
 

@@ -3,70 +3,108 @@
 import errno
 import hashlib
 import os
-import stat
 from pathlib import Path
 
 from sandboxes.errors import SpecError
+from sandboxes.host.source_watch import DirectoryDigests
+from sandboxes.linux.plain_files import open_plain
+from sandboxes.sources import SourceRules
 
 _MACHINE_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EIO}
 """Errors of the machine, which say nothing about the path that a spec names."""
 
 
 class SourceDigests:
-    """Digests directories and files. A file is read again only when its size or modification time has changed."""
+    """Digests directories and files. A file is read again only when its inode has changed."""
 
     def __init__(self) -> None:
         # By process and not on disk: after a restart each file is read once more.
-        self._file_digests: dict[tuple[str, int, int], str] = {}
+        self._file_digests: dict[_FileFacts, str] = {}
+        self.directories = DirectoryDigests()
+        # What each source was when it was last digested: a directory's real path, or the status of a file.
+        self._seen: dict[str, str | _FileFacts] = {}
 
-    def of(self, source: Path) -> str:
-        """Return a digest of a directory's or file's content. Blocking: 5 us an entry, or one reading of the file.
+    def known(self, source: str) -> str | None:
+        """Return the digest of a source if it is certainly unchanged since `of_source`; microseconds, no blocking."""
+        seen = self._seen.get(source)
+        try:
+            # Links are followed: one that leads elsewhere shows another device and inode.
+            status = None if seen is None else os.stat(source)  # noqa: PTH116
+        except OSError:
+            return None
+        if isinstance(seen, str) and status is not None:
+            return self.directories.known(seen, status)
+        return None if status is None or _facts(status) != seen else self._file_digests.get(_facts(status))
+
+    def of_source(self, source: str, rules: SourceRules, *, confined: bool) -> str:
+        """Return a digest of a directory's or file's content.
+
+        Blocking, if it has changed: 5 us an entry of a directory, in a child process, or one reading of the file.
+
+        Args:
+            source: The path that a spec names.
+            rules: What specs may name.
+            confined: Whether the spec may name allowed sources only.
 
         Raises:
-            SpecError: The path is missing or cannot be read.
+            SpecError: The path is forbidden, missing or cannot be read.
             OSError: The machine is short of memory, descriptors or disk.
         """
+        real = Path(rules.real(source, confined=confined))
         try:
-            # A directory is digested by its entries' facts: reading a base of gigabytes for each new task would
-            # take minutes.
-            return directory_digest(source) if source.is_dir() else self.of_file(source)
+            with open_plain(real) as path:
+                # A directory is digested by its entries' facts: reading a base of gigabytes for each new task would
+                # take minutes.
+                if path.is_dir():
+                    return self.of_directory(path, name=source, real=str(real))
+                return self.of_file(path, name=source)
         except OSError as error:
             raise_machine_error(error)
             raise SpecError(
-                f"{str(source)!r} cannot be read: {error.strerror}. Name a tarball, directory or database."
+                f"{source!r} cannot be read: {error.strerror}. Name a tarball, directory or database."
             ) from error
 
-    def of_file(self, path: Path) -> str:
+    def of_directory(self, path: Path, *, name: str, real: str) -> str:
+        """Return a digest of a directory's entries.
+
+        Args:
+            path: The directory, opened; see `open_plain`.
+            name: Its name in specs.
+            real: Its real path.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        self._seen[name] = real
+        return self.directories.of(path, real)
+
+    def of_file(self, path: Path, *, name: str) -> str:
         """Return the SHA-256 of a regular file.
+
+        Args:
+            path: The file, opened; see `open_plain`.
+            name: Its name in specs.
 
         Raises:
             OSError: The path is missing, no regular file, or cannot be read.
         """
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
+        facts = _facts(path.stat())
+        if not path.is_file():
             raise OSError(0, "neither a directory nor a regular file")
-        # A file that changes within one tick of its clock and keeps its size is missed, as by make and rsync.
-        key = (str(path), status.st_size, status.st_mtime_ns)
-        if key not in self._file_digests:
+        # The facts are read first: a file that changes while it is read has other facts afterwards.
+        if facts not in self._file_digests:
             with path.open("rb") as file:
-                self._file_digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        return self._file_digests[key]
+                self._file_digests[facts] = hashlib.file_digest(file, "sha256").hexdigest()
+        self._seen[name] = facts
+        return self._file_digests[facts]
 
 
-def directory_digest(root: Path) -> str:
-    """Digest path, size, modification time, mode and owner of all entries below root. Blocking: 5 us an entry."""
-    digest = hashlib.blake2b(digest_size=16)
-    for folder, names, files in os.walk(root):
-        # In place, so that os.walk descends in this order too: the digest must not depend on the directory's order.
-        names.sort()
-        for name in sorted([*names, *files]):
-            path = os.path.join(folder, name)  # noqa: PTH118 - a hundred thousand times
-            # `lstat`: a link is content itself, and what it leads to may be outside.
-            status = os.lstat(path)
-            facts = (os.path.relpath(path, root), status.st_size, status.st_mtime_ns, status.st_mode, status.st_uid)
-            # Names are bytes to the kernel; `surrogateescape` gives back those that are no UTF-8.
-            digest.update(repr(facts).encode(errors="surrogateescape"))
-    return digest.hexdigest()
+_FileFacts = tuple[int, int, int, int, int]
+
+
+def _facts(status: os.stat_result) -> _FileFacts:
+    # With the time of the inode's last change, which no program can set: a copy may keep size and modification time.
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def raise_machine_error(error: Exception) -> None:

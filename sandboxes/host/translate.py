@@ -15,6 +15,8 @@ from sandboxes.sql.results import Failure, failure
 
 _WITH_PATHS = {"shell": {"put", "get", "delete"}, "archive": {"stat", "pack", "extract"}}
 """The tools of each endpoint that have a path among their arguments."""
+CUT_SHORT = 507
+"""The status of a file operation that could not end: its time, or the memory or disk of the sandbox, was up."""
 SQL_GRACE_S = 2.0
 """How long after its time limit a statement may stop by itself, until its process is killed."""
 
@@ -73,8 +75,23 @@ def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpe
         error = Failure("the statement was ended: it ran out of time, memory or disk", "limit")
         result = ToolResult(200, "application/json", failure(error, shape=shape))
     # An answer that depends on the load of the machine, or on chance, is not for other rollouts.
-    once = facts is None or facts.timed_out or (facts.volatile and spec.volatile == "never")
+    once = (
+        facts is None or (facts.timed_out and not spec.shares_timeouts) or (facts.volatile and spec.volatile == "never")
+    )
     return replace(ran, effect=effect, result=result, shareable=not once)
+
+
+def command_execution(done: Envelope[CallDone], spec: EnvironmentSpec) -> Execution:
+    """Return what came of a command or of an operation on files.
+
+    How far a call comes before its wall time is up depends on how busy the machine is. So neither its result nor the
+    state that it left is for other rollouts, unless the task says so.
+    """
+    ran, outcome = execution(done), done.message.outcome
+    timed_out = isinstance(outcome, CommandOutcome) and outcome.timed_out
+    # A file operation whose process was killed is cut short by its time, or by the memory or disk of the sandbox.
+    cut_short = isinstance(outcome, FileOutcome) and outcome.status == CUT_SHORT
+    return replace(ran, shareable=not (timed_out or cut_short) or spec.shares_timeouts)
 
 
 def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Execution:
@@ -102,7 +119,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         # An empty witness and none are the same: no process runs.
         message.state.witness or None,
         restless=message.state.restless,
-        settling=message.settling,
+        order=message.order,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 HEADER = struct.Struct("!III")
 MAX_BYTES = 1 << 31
 """The largest frame. Files of a sandbox cross in one frame, and no sandbox may hold that much."""
-_DESCRIPTORS_AT_ONCE = 8
+_DESCRIPTORS_AT_ONCE = 10
 """The most descriptors that accompany one frame: those of a sandbox that is restored."""
 # Without spaces: frames are read by programs, and an answer's size is part of a call's cost.
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -104,16 +104,40 @@ class SwitchLayers(IpcRequest[Mounted], op="switch", descriptors=(1, 1)):
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
 
-    program: list[str]
+    criu_arguments: list[str]
 
 
 # Unasked: CRIU's socket exists only once CRIU is about to run.
 @dataclass(frozen=True)
 class CriuStarted(IpcMessage, op="criu_started", descriptors=(1, 1)):
-    """CRIU runs; the socket to it accompanies this message.
+    """CRIU runs; the socket to it accompanies this message."""
+
+
+@dataclass(frozen=True)
+class NamesInspected(IpcMessage, op="names_inspected"):
+    """No name that the processes hold can lead CRIU astray.
 
     Attributes:
         mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
     """
 
     mapped: dict[str, str]
+
+
+@dataclass(frozen=True)
+class NamesRefused(IpcMessage, op="names_refused"):
+    """The processes must not be dumped, for this reason."""
+
+    reason: str
+
+
+# Only while CRIU holds the processes still: the answer is true until they run on.
+@dataclass(frozen=True)
+class InspectNames(IpcRequest[NamesInspected | NamesRefused], op="inspect_names"):
+    """Look at every name that the processes hold, before CRIU looks one up."""
+
+
+# After CRIU's last look at a path, and before the restored processes run.
+@dataclass(frozen=True)
+class FollowLinks(IpcRequest[Done], op="follow_links"):
+    """Let the sandbox follow symbolic links again; CRIU has restored all processes."""

@@ -13,6 +13,7 @@ Between the proxy and a sandbox's supervisor (pid 1 of a `local` sandbox, or the
 | serve, reconnect | proxy | server_connected or server_failed | server_connected: a connection, or stdin and stdout |
 | served | proxy | call_done | |
 | start_servers | proxy | done or server_failed | |
+| expect_order | proxy | done | |
 | describe | proxy | described | |
 | terminal | proxy | terminal_opened or terminal_failed | terminal_opened: the terminal's master end |
 
@@ -21,11 +22,11 @@ Between the proxy and pid 1 of a `local` sandbox only:
 | op | sent by | answer | descriptors |
 |---|---|---|---|
 | ready | pid 1, unasked | | |
-| start_sandbox | proxy | sandbox_started or restore_started | the mounts; with a checkpoint also CRIU's files |
+| start_sandbox | proxy | sandbox_started or restore_started | the mounts, the rows; with a checkpoint CRIU's files |
 | restored | proxy | sandbox_started | sandbox_started: the mount namespace |
 | pause | proxy | not_freezable, process_tree or layer_state | |
 | inspect_held | proxy | layer_state | |
-| layers_switched | proxy | done | the new upper and lower directory |
+| layers_switched | proxy | done | the new upper and lower directory, the table of rows |
 
 After a call_done with `discard` or `seal`, pid 1 answers as to `pause` unasked.
 
@@ -34,7 +35,7 @@ Between the proxy and a container's keeper only:
 | op | sent by | answer | descriptors |
 |---|---|---|---|
 | keeper_ready | keeper, unasked | | |
-| begin | proxy | sandbox_begun | with a checkpoint CRIU's files |
+| begin | proxy | sandbox_begun | with a checkpoint the last pid and CRIU's files |
 | restored_processes | proxy | sandbox_begun | |
 | freeze | proxy | not_freezable, process_tree or copied_state | |
 | copy | proxy | copied_state | |
@@ -51,6 +52,8 @@ Between the proxy and a launcher (of pid 1s, or of keepers), and the process tha
 | switch | proxy | mounted | the sandbox's mount namespace; mounted: upper and lower |
 | run_criu | proxy | done | the sandbox's process, then CRIU's files |
 | criu_started | CRIU's operator, unasked | | the socket to CRIU |
+| inspect_names | proxy | names_inspected or names_refused | |
+| follow_links | proxy | done | |
 """
 
 from dataclasses import dataclass
@@ -90,7 +93,7 @@ class StateSummary:
     """What every answer reports of the sandbox's state.
 
     Attributes:
-        digest: The state's names. None while something is running, or if too much changed to know.
+        digest: The state's names. None while something is running, or if directories are too deep.
         witness: Beside running processes, a digest of what they do not write. None otherwise.
         restless: Whether something that runs in the sandbox may be changing the state by itself.
     """
@@ -193,6 +196,7 @@ class CallDone(IpcMessage, op="call_done"):
         settling: Whether it left processes running that may still be starting.
         host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
         state: The state after the call.
+        order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
         discard: `local` only: the upper layer makes no difference; it is to be replaced by an empty one.
         seal: `local` only: the upper layer is to become a frozen layer.
     """
@@ -207,9 +211,22 @@ class CallDone(IpcMessage, op="call_done"):
     # Read by `MachineSandbox.conclude`: the sandbox dies, so that the result is never recorded.
     host_full: bool
     state: StateSummary
+    order: bytes | None = None
     # At most one of the two: an upper layer is thrown away or kept.
     discard: bool = False
     seal: bool = False
+
+
+# Sent before a call that a replay repeats. A message of its own, because every kind of call may follow.
+@dataclass(frozen=True)
+class ExpectOrder(IpcRequest[Done], op="expect_order"):
+    """Give what the next call writes a recorded order of modification times, if it writes the same files.
+
+    Attributes:
+        order: The order, as a `CallDone` had it.
+    """
+
+    order: bytes
 
 
 @dataclass(frozen=True)
@@ -383,7 +400,7 @@ class Described(IpcMessage, op="described"):
     """The state, for people who look at it.
 
     Attributes:
-        delta: The files that differ from the root state; None if they are too many to know.
+        delta: The files that differ from the root state; None if they are too many to show.
         sessions: The shell sessions that differ from a new one, by name.
         pristine: A new shell's session; None if none was started yet.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandboxes.ipc.codec import IpcMessage, IpcRequest
-from sandboxes.ipc.messages import Done, FileDelta, StateSummary
+from sandboxes.ipc.messages import Done, StateSummary
 from sandboxes.shell_text import ShellSession
 
 Checkpoint = dict[str, Any]
@@ -46,9 +46,11 @@ class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 1)):
 
     Attributes:
         shell_error: Why its main shell does not start; None if it does.
+        state: The digests of the state that it begins with.
     """
 
     shell_error: str | None
+    state: StateSummary
 
 
 # The second half is `FinishRestore`, because CRIU runs between the two under the proxy's control.
@@ -57,13 +59,15 @@ class RestoreStarted(IpcMessage, op="restore_started"):
     """CRIU was started, and the proxy may tell it to restore."""
 
 
-# Four descriptors are the mounts; a restore from a checkpoint adds CRIU's files.
+# Four descriptors are the mounts and one is the complete table of the state's rows; a restore from a checkpoint adds
+# `ns_last_pid` and CRIU's files. The body is the tables of the layers above that one.
 @dataclass(frozen=True)
-class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(4, 8)):
+class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(5, 10)):
     """Become a sandbox.
 
     Attributes:
         binds: Directories of the host that are visible in the sandbox, read-only.
+        hidden: Paths below them that are not.
         disk_bytes: How much the sandbox may write.
         memory_bytes: A limit of each process's address space; None where a control group limits memory.
         pids: A limit of the number of processes; None where a control group limits them.
@@ -76,12 +80,12 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
         seals: Whether what a call wrote becomes a layer after each call.
         sessions: The shell sessions of the state that it begins with, by name.
         pristine: A new shell's session, if it is known.
-        delta: The files in which that state differs from the root state; None if they are too many to know.
         checkpoint: The running processes to restore; None for none.
-        program: CRIU and its arguments; empty without a checkpoint.
+        criu_arguments: CRIU's arguments; empty without a checkpoint.
     """
 
     binds: list[str]
+    hidden: list[str]
     disk_bytes: int
     # Limits of each process where no control group exists; otherwise None, and the group limits all of them.
     memory_bytes: int | None
@@ -95,10 +99,9 @@ class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbo
     seals: bool
     sessions: dict[str, ShellSession]
     pristine: ShellSession | None
-    delta: FileDelta | None
     # Plain JSON here: its members are a disk format and outlive this version of the vocabulary.
     checkpoint: Checkpoint | None
-    program: list[str]
+    criu_arguments: list[str]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,22 @@ class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
     """CRIU has restored the processes and ended."""
 
 
-# The answer to `Pause` without processes, and to `InspectHeld` while CRIU holds them.
+# A record and no message. The two digests of `guest.files.manifest`.
+@dataclass(frozen=True)
+class LayerManifest:
+    """The digests by which damage of a layer is noticed later.
+
+    Attributes:
+        stats: A digest of names, modes, sizes and times.
+        contents: A digest of contents.
+    """
+
+    stats: bytes
+    contents: bytes
+
+
+# The answer to `Pause` without processes, and to `InspectHeld` while CRIU holds them. The body is the table of the rows
+# that the upper layer changes.
 @dataclass(frozen=True)
 class LayerState(IpcMessage, op="layer_state"):
     """The state of a sandbox whose upper layer can be frozen now.
@@ -114,7 +132,8 @@ class LayerState(IpcMessage, op="layer_state"):
     Attributes:
         sessions: The shell sessions that differ from a new one, by name.
         pristine: A new shell's session; None if none was started yet.
-        delta: The files that differ from the root state; None if they are too many to know.
+        manifest: The digests of the upper layer.
+        differing: Which of the paths of `InspectHeld` differ from the root state.
         size_bytes: The bytes on disk of the upper layer.
         empty: Whether nothing was written into the upper layer.
         state: The state's digests.
@@ -123,7 +142,8 @@ class LayerState(IpcMessage, op="layer_state"):
 
     sessions: dict[str, ShellSession]
     pristine: ShellSession | None
-    delta: FileDelta | None
+    manifest: LayerManifest
+    differing: list[str]
     size_bytes: int
     empty: bool
     state: StateSummary
@@ -145,14 +165,22 @@ class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
 
 # Files and processes are of the same moment, because neither can change meanwhile.
 @dataclass(frozen=True)
-class InspectHeld(IpcRequest[LayerState], op="inspect_held"):
-    """Report the state while CRIU holds all processes still."""
+class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
+    """Report the state while CRIU holds all processes still.
+
+    Attributes:
+        paths: Paths in the sandbox, to report which of them differ from the root state.
+    """
+
+    paths: list[str]
 
 
 # The descriptors replace those of `StartSandbox`, which still lead to the old layers.
 @dataclass(frozen=True)
-class LayersSwitched(IpcRequest[Done], op="layers_switched", descriptors=(2, 2)):
-    """The sandbox has a fresh upper layer; the descriptors are the new upper and lower directories.
+class LayersSwitched(IpcRequest[Done], op="layers_switched", descriptors=(3, 3)):
+    """The sandbox has a fresh upper layer.
+
+    The descriptors are the new upper and lower directories, and the state's complete table of rows or an empty file.
 
     Attributes:
         added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
@@ -182,14 +210,16 @@ class SandboxBegun(IpcMessage, op="sandbox_begun"):
 
     Attributes:
         shell_error: Why its shell does not start; None if it does.
+        damaged: Whether the copy is not what was frozen, so that the sandbox is of no use.
     """
 
     shell_error: str | None = None
+    damaged: bool = False
 
 
 # No descriptors without a checkpoint: the container exists already, with its mounts.
 @dataclass(frozen=True)
-class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 4)):
+class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 5)):
     """Make a spare container a sandbox.
 
     Attributes:
@@ -202,7 +232,7 @@ class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 4)):
         pristine: A new shell's session, if it is known.
         copy: The directory with the copy of that state's files; empty for the image's state.
         checkpoint: The running processes to restore; None for none.
-        program: CRIU and its arguments; empty without a checkpoint.
+        criu_arguments: CRIU's arguments; empty without a checkpoint.
     """
 
     defaults: dict[str, str]
@@ -214,7 +244,7 @@ class BeginSandbox(IpcRequest[SandboxBegun], op="begin", descriptors=(0, 4)):
     pristine: ShellSession | None
     copy: str
     checkpoint: Checkpoint | None
-    program: list[str]
+    criu_arguments: list[str]
 
 
 @dataclass(frozen=True)
@@ -258,7 +288,7 @@ class FreezeContainer(IpcRequest[NotFreezable | ProcessTree | CopiedState], op="
 
 # The second half of a freeze with processes; `folder` and `becomes` are those of the first half.
 @dataclass(frozen=True)
-class CopyFiles(IpcRequest[CopiedState], op="copy"):
+class CopyFiles(IpcRequest[NotFreezable | CopiedState], op="copy"):
     """Copy the container's files while CRIU holds all processes still; see `FreezeContainer`."""
 
     folder: str
@@ -270,4 +300,4 @@ class CopyFiles(IpcRequest[CopiedState], op="copy"):
 class DumpProcesses(IpcRequest[Done], op="dump", descriptors=(4, 4)):
     """Start CRIU, with these arguments, to dump the container's processes."""
 
-    program: list[str]
+    criu_arguments: list[str]

@@ -1,6 +1,7 @@
 """Confinement of a sandbox's processes: capabilities, a seccomp filter and resource limits.
 
-The rules follow Docker's default profile, without CAP_NET_RAW and CAP_MKNOD, and are stricter where agents need less.
+The rules follow Docker's default profile, without CAP_NET_RAW, CAP_MKNOD and CAP_AUDIT_WRITE, and are stricter where
+agents need less.
 pid 1 confines itself before it starts any process, and a process inherits all of it.
 
 Theory of operation of the filter. seccomp runs a BPF program on each system call. The program sees `struct
@@ -10,32 +11,51 @@ checks in this order:
 1. The architecture, because the same number is another call in another instruction set.
 2. The x32 bit, which on x86_64 marks yet another table of numbers.
 3. clone3, whose flags lie in memory that a filter cannot read. ENOSYS makes libc fall back to clone.
-4. The refused calls, which fail with EPERM.
-5. The flags of clone, which must not make namespaces: in a new user namespace a process has every capability again.
+4. Calls that are newer than this list, which fail with ENOSYS like on an older kernel.
+5. The refused calls, which fail with EPERM.
+6. The flags of clone, which must not make namespaces: in a new user namespace a process has every capability again.
+7. The families and protocols of sockets. Only those are made that network namespaces separate and that programs use.
+   Each other one is code of the kernel that an attacker need not reach, and AF_VSOCK leads out of a virtual machine.
 """
 
 import resource
 import struct
+from collections.abc import Mapping
 
 from sandboxes.linux import syscalls as kernel
 
-# CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT AUDIT_WRITE SETFCAP
-CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 29, 31)
+# CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT SETFCAP
+CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 31)
 """The capabilities that processes keep, by number (linux/capability.h)."""
 LAST_CAPABILITY = 40
 """The highest capability of Linux 5.9 to 6.x. Older kernels have fewer, and refuse to drop those with EINVAL."""
 
-EPERM, ENOSYS, EINVAL = 1, 38, 22
+EPERM, ENOSYS, EINVAL, EPROTONOSUPPORT, EAFNOSUPPORT = 1, 38, 22, 93, 97
 # Return values and instruction codes of classic BPF (linux/seccomp.h, linux/bpf_common.h).
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
-_NEW_NAMESPACES = 0x7E020080
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET, _THIRD_ARGUMENT_OFFSET = 0, 4, 16, 32
+NEW_NAMESPACES = 0x7E020080
 """The flags of clone that make namespaces."""
 
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """The numbers of the architectures (linux/audit.h)."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_SOCKET = {"x86_64": 41, "aarch64": 198}
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
+NETLINK_ROUTE = 0
+"""The one protocol of AF_NETLINK that programs need: libc lists interfaces and addresses with it."""
+INTERNET_PROTOCOLS = (0, 1, 6, 17, 58)
+"""The protocols of AF_INET and AF_INET6: the default, ICMP, TCP, UDP and ICMPv6. Others load modules of the kernel."""
+_LAST_CALL = 466
+"""The newest call, removexattrat, that this list was made for (Linux 6.13). Nobody has looked yet at what later kernels
+add, so it does not exist in a sandbox."""
+_PENDING_SIGNALS = 4_096
+"""The most queued signals and timers of one user, for sandboxes. All sandboxes of a proxy with root share the count of
+uid 0. The machine's own limit is higher, and leaves the rest to the machine's root."""
+_RLIMIT_SIGPENDING = 11
+"""Python 3.11 has no name for it (asm-generic/resource.h)."""
 _CLONE3 = 435
 _X32_BIT = 0x40000000
 _MAX_FILES = 65536
@@ -43,7 +63,7 @@ _MAX_FILES = 65536
 close every descriptor very slow."""
 
 # name: (x86_64, aarch64); None where that machine has no such call.
-_REFUSED: dict[str, tuple[int | None, int | None]] = {
+REFUSED: dict[str, tuple[int | None, int | None]] = {
     "mount": (165, 40),
     "umount2": (166, 39),
     "pivot_root": (155, 41),
@@ -81,12 +101,24 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
     "syslog": (103, 116),
     "uselib": (134, None),
+    "sysfs": (139, None),
+    "ustat": (136, None),
+    "_sysctl": (156, None),
+    "nfsservctl": (180, 42),
+    "get_mempolicy": (239, 236),
+    "set_mempolicy_home_node": (450, 450),
+    "process_madvise": (440, 440),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "lsm_set_self_attr": (460, 460),
     "move_pages": (279, 239),
     "mbind": (237, 235),
     "set_mempolicy": (238, 237),
     "migrate_pages": (256, 238),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
+    # It changes the memory of a process that sleeps, and nothing shows that (`live_state`).
+    "process_vm_writev": (311, 271),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -98,7 +130,6 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
     "quotactl_fd": (443, 443),
-    "open_tree_attr": (467, 467),
 }
 
 
@@ -110,18 +141,53 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 def program(machine: str) -> bytes:
     """Return the filter for a machine, `x86_64` or `aarch64`, as a BPF program (pure). See the module for its order."""
     column = list(_AUDIT).index(machine)
-    numbers = sorted(pair[column] for pair in _REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
+    numbers = sorted(pair[column] for pair in REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
     unknown, refused = _instruction(_RETURN, _ERRNO | ENOSYS), _instruction(_RETURN, _ERRNO | EPERM)
     instructions = [_instruction(_LOAD, _ARCHITECTURE_OFFSET), _instruction(_EQUAL, _AUDIT[machine], 1, 0), unknown]
     instructions += [_instruction(_LOAD, _NUMBER_OFFSET)]
     if machine == "x86_64":
         instructions += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), unknown]
     instructions += [_instruction(_EQUAL, _CLONE3, 0, 1), unknown]
+    instructions += [_instruction(_AT_LEAST, _LAST_CALL + 1, 0, 1), unknown]
     for number in numbers:
         instructions += [_instruction(_EQUAL, number or 0, 0, 1), refused]
-    instructions += [_instruction(_EQUAL, _CLONE[machine], 0, 3), _instruction(_LOAD, _FIRST_ARGUMENT_OFFSET)]
-    instructions += [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), refused, _instruction(_RETURN, _ALLOW)]
-    return b"".join(instructions)
+    # Each of the next three rules is skipped as a whole if the call is another one.
+    for number, rule in (
+        (
+            _CLONE[machine],
+            [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET), _instruction(_ANY_BIT, NEW_NAMESPACES, 0, 1), refused],
+        ),
+        (_SOCKETPAIR[machine], _allow_sockets({AF_UNIX: ()})),
+        (
+            _SOCKET[machine],
+            _allow_sockets(
+                {
+                    AF_UNIX: (),
+                    AF_INET: INTERNET_PROTOCOLS,
+                    AF_INET6: INTERNET_PROTOCOLS,
+                    AF_NETLINK: (NETLINK_ROUTE,),
+                }
+            ),
+        ),
+    ):
+        instructions += [_instruction(_EQUAL, number, 0, len(rule)), *rule]
+    return b"".join([*instructions, _instruction(_RETURN, _ALLOW)])
+
+
+def _allow_sockets(families: Mapping[int, tuple[int, ...]]) -> list[bytes]:
+    """Return the rule that lets through sockets of these families with these protocols; an empty tuple means all."""
+    allowed = _instruction(_RETURN, _ALLOW)
+    rule = [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET)]
+    for family, protocols in families.items():
+        checks = [allowed]
+        if protocols:
+            checks = [_instruction(_LOAD, _THIRD_ARGUMENT_OFFSET)]
+            for protocol in protocols:
+                checks += [_instruction(_EQUAL, protocol, 0, 1), allowed]
+            checks += [_instruction(_RETURN, _ERRNO | EPROTONOSUPPORT)]
+        # The rule of a family ends with a return, so the family is still loaded for the next one.
+        rule += [_instruction(_EQUAL, family, 0, len(checks)), *checks]
+    return [*rule, _instruction(_RETURN, _ERRNO | EAFNOSUPPORT)]
 
 
 def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None) -> None:
@@ -138,6 +204,9 @@ def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None)
     ceiling = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, ceiling), ceiling))
     resource.setrlimit(resource.RLIMIT_MSGQUEUE, (0, 0))
+    pending = resource.getrlimit(_RLIMIT_SIGPENDING)[1]
+    pending = _PENDING_SIGNALS if pending == resource.RLIM_INFINITY else min(pending, _PENDING_SIGNALS)
+    resource.setrlimit(_RLIMIT_SIGPENDING, (pending, pending))
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     if pids is not None:

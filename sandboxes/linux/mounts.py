@@ -20,11 +20,22 @@ from sandboxes.linux import syscalls as kernel
 _PROC_FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 _LINKS = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
-_READ_ONLY = ("sys", "irq", "bus", "fs", "sysrq-trigger")
-_MASKED_FILES = ("kcore", "keys", "timer_list", "sched_debug", "latency_stats", "kallsyms", "kmsg")
-_MASKED_DIRECTORIES = ("acpi", "scsi", "asound")
+_READ_ONLY = ("sys", "irq", "bus", "sysrq-trigger")
+_MASKED_FILES = (
+    "kcore", "keys", "key-users", "timer_list", "timer_stats", "sched_debug", "latency_stats", "kallsyms", "kmsg",
+    "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo", "pagetypeinfo", "buddyinfo", "iomem",
+    "ioports", "interrupts", "softirqs", "schedstat", "cmdline", "modules", "mtrr", "partitions", "diskstats",
+    "consoles",
+)  # fmt: skip
+"""Files of the kernel that tell about the machine or its memory. Each looks empty. Docker masks a part of them. The
+load, the memory and the processors of the machine stay visible (`loadavg`, `meminfo`, `stat`), because programs ask."""
+_MASKED_DIRECTORIES = ("acpi", "scsi", "asound", "driver", "fs", "tty/driver", "pressure")
+_MAX_TERMINALS = 256
+"""The most terminals of one sandbox. The machine has 4,096, of which 1,024 are kept for itself (kernel.pty.reserve)."""
 SHARED_MEMORY = "/run/shm"
 """Where /dev/shm points. What a call leaves in shared memory is then a file of the overlay, like everything else."""
+_KERNEL_TYPES = {"proc", "sysfs", "devpts", "cgroup", "cgroup2"}
+"""File systems of the kernel's own. Nobody can make a link there."""
 
 
 def prepare(*, devices_from_host: bool) -> None:
@@ -47,6 +58,14 @@ def bind_read_only(folder: str) -> None:
     _remount_read_only(folder, kernel.MS_NOSUID | kernel.MS_NODEV)
 
 
+def hide(path: str) -> None:
+    """Put an empty directory or file over a path below a bound directory; it moves along with that."""
+    if os.path.isdir(path):  # noqa: PTH112
+        kernel.mount("tmpfs", path, "tmpfs", _PROC_FLAGS | kernel.MS_RDONLY, "size=4k,nr_inodes=2")
+    elif os.path.exists(path):  # noqa: PTH110
+        kernel.mount("/dev/null", path, "", kernel.MS_BIND)
+
+
 def switch(root: int, kept: list[str]) -> None:
     """Make a detached overlay the root of this mount namespace. 0.3 ms.
 
@@ -63,6 +82,32 @@ def switch(root: int, kept: list[str]) -> None:
         # Relative to the new root, which is the working directory.
         kernel.move(mount_point, mount_point.lstrip("/"))
     _pivot()
+
+
+def stop_following_links() -> list[str]:
+    """Make the kernel follow no symbolic link that an agent may have made, in this mount namespace (`nosymfollow`).
+
+    Returns:
+        The mount points that were changed, for `follow_links`.
+    """
+    with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
+        lines = [line.decode("latin-1").split(" - ") for line in file]
+    changed = []
+    for mount, rest in lines:
+        _, _, _, _, mount_point, options, *_ = mount.split()
+        # Agents write to mounts that are writable now: a read-only one holds what the host or an image has put there.
+        # In /dev, which is ours and read-only, CRIU needs the link /dev/fd.
+        writable = "ro" not in options.split(",") and rest.split()[0] not in _KERNEL_TYPES and mount_point != "/dev"
+        if writable and "nosymfollow" not in options.split(","):
+            kernel.set_mount_attributes(mount_point, add=kernel.MOUNT_ATTR_NOSYMFOLLOW)
+            changed.append(mount_point)
+    return changed
+
+
+def follow_links(mount_points: list[str]) -> None:
+    """Undo `stop_following_links`."""
+    for mount_point in mount_points:
+        kernel.set_mount_attributes(mount_point, remove=kernel.MOUNT_ATTR_NOSYMFOLLOW)
 
 
 def _pivot() -> None:
@@ -84,7 +129,11 @@ def _fill_dev(nodes: dict[str, int]) -> None:
             os.chmod(path, 0o666)  # noqa: PTH101, S103 - every /dev has these modes
     os.mkdir("dev/pts")  # noqa: PTH102
     kernel.mount(
-        "devpts", "dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620"
+        "devpts",
+        "dev/pts",
+        "devpts",
+        kernel.MS_NOSUID | kernel.MS_NOEXEC,
+        f"newinstance,ptmxmode=0666,mode=620,max={_MAX_TERMINALS}",
     )
     for name, target in {**_LINKS, "shm": SHARED_MEMORY}.items():
         os.symlink(target, f"dev/{name}")  # noqa: PTH211
@@ -97,6 +146,11 @@ def _narrow_proc() -> None:
         if os.path.exists(f"proc/{name}"):  # noqa: PTH110
             kernel.mount(f"proc/{name}", f"proc/{name}", "", kernel.MS_BIND | kernel.MS_REC)
             _remount_read_only(f"proc/{name}", _PROC_FLAGS)
+    mask_proc()
+
+
+def mask_proc() -> None:
+    """Hide what /proc tells about the machine; the working directory is the root."""
     for name in _MASKED_FILES:
         if os.path.exists(f"proc/{name}"):  # noqa: PTH110
             kernel.mount("dev/null", f"proc/{name}", "", kernel.MS_BIND)

@@ -38,7 +38,7 @@ _MAX_LOOKS = 5
 """How often a family tree is read before a process counts as a stranger."""
 _PAGE = 1 << 16
 # Fields of /proc/PID/stat after the command name, which is in parentheses (proc_pid_stat(5)).
-_STATE, _PARENT, _USER_TIME, _SYSTEM_TIME, _START_TIME = 0, 1, 11, 12, 19
+_STATE, _PARENT, _USER_TIME, _SYSTEM_TIME, _THREADS, _START_TIME = 0, 1, 11, 12, 17, 19
 
 
 def list_processes() -> set[Process]:
@@ -47,9 +47,17 @@ def list_processes() -> set[Process]:
     for name in os.listdir("/proc"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         if name.isdigit() and name != "1":
             fields = _stat(name)
-            if fields is not None and fields[_STATE] not in {b"Z", b"X"}:
+            if fields is not None and not has_ended(fields):
                 processes.add((int(name), int(fields[_START_TIME])))
     return processes
+
+
+def has_ended(fields: list[bytes]) -> bool:
+    """Return whether a process has ended, by its fields of /proc/PID/stat after the command name (pure).
+
+    A process whose first thread has ended looks like a zombie, but its other threads run on.
+    """
+    return fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1
 
 
 def _read(path: str) -> bytes:

@@ -10,6 +10,7 @@ import platform
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Mapping
 
 CLONE_NEWNS = 0x00020000
@@ -42,6 +43,19 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 SECCOMP_MODE_FILTER = 2
 
 AT_FDCWD = -100
+AT_EMPTY_PATH = 0x1000
+OPEN_TREE_CLONE = 1
+OPEN_TREE_CLOEXEC = 0o2000000
+MOUNT_ATTR_RDONLY = 0x1
+MOUNT_ATTR_NOSUID = 0x2
+MOUNT_ATTR_NODEV = 0x4
+MOUNT_ATTR_NOEXEC = 0x8
+MOUNT_ATTR_NOSYMFOLLOW = 0x200000
+SEALED = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSYMFOLLOW
+"""What a mount needs that is there to be read only."""
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_IN_ROOT = 0x10
 MOVE_MOUNT_F_EMPTY_PATH = 0x04
 FSOPEN_CLOEXEC = 1
 FSMOUNT_CLOEXEC = 1
@@ -51,9 +65,16 @@ FSCONFIG_CMD_CREATE = 6
 
 MACHINE = platform.machine()
 # Calls that were added since Linux 5.1 have the same number on every machine; older ones differ.
-_OLD = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}.get(MACHINE, {})
-_NEW = {"move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}
+_OLD = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "statx": 332},
+    "aarch64": {"pivot_root": 41, "capset": 91, "statx": 291},
+}.get(MACHINE, {})
+_NEW = {"open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432}
+_NEW |= {"openat2": 437, "pidfd_getfd": 438, "mount_setattr": 442}
 SYSCALLS = {**_OLD, **_NEW}
+
+# struct statx (statx(2)): its size, the bit of the mount's number, and where that number is.
+_STATX_BYTES, _STATX_MNT_ID, _STATX_MNT_ID_OFFSET = 256, 0x1000, 144
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -136,6 +157,12 @@ def capset(mask: int) -> None:
     _syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", low, low, 0, high, high, 0)))
 
 
+def openat2(folder: int, path: bytes, how: ctypes.Array[ctypes.c_char]) -> int:
+    """Open a path below a directory with limits to how it is resolved; `how` is a `struct open_how` (openat2(2))."""
+    arguments = (ctypes.c_int(folder), ctypes.c_char_p(path), how, ctypes.c_size_t(len(how)))
+    return _syscall("openat2", *arguments, about=os.fsdecode(path))
+
+
 def seccomp(program: bytes) -> None:
     """Install a BPF program as a filter, which every later exec and fork keeps. The process needs no_new_privs."""
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -168,20 +195,42 @@ def overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
         work: An empty directory on the file system of `upper`; None with `upper`.
     """
     context = _syscall("fsopen", ctypes.c_char_p(b"overlay"), ctypes.c_uint(FSOPEN_CLOEXEC), about="overlay")
+    before = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Whiteouts and opaque marks in user.* attributes can be read without CAP_SYS_ADMIN, by root and everybody.
         _fsconfig(context, FSCONFIG_SET_FLAG, "userxattr", None)
+        # /proc/self/mountinfo shows the paths as they are given here, and sandboxes can read it. From within each
+        # directory, its path is a dot.
         for lower in lowers:
-            _fsconfig(context, FSCONFIG_SET_STRING, "lowerdir+", lower)
+            os.chdir(lower)
+            _fsconfig(context, FSCONFIG_SET_STRING, "lowerdir+", ".")
         if upper is not None and work is not None:
             # No sync waits for the disk: a layer that a loss of power damages is rebuilt by replay.
             _fsconfig(context, FSCONFIG_SET_FLAG, "volatile", None)
-            _fsconfig(context, FSCONFIG_SET_STRING, "upperdir", upper)
-            _fsconfig(context, FSCONFIG_SET_STRING, "workdir", work)
+            for key, folder in (("upperdir", upper), ("workdir", work)):
+                os.chdir(folder)
+                _fsconfig(context, FSCONFIG_SET_STRING, key, ".")
         _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
         return _syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
     finally:
+        os.fchdir(before)
+        os.close(before)
         os.close(context)
+
+
+def message_queues() -> int:
+    """Return a directory that lists the POSIX message queues of this IPC namespace; it is mounted nowhere."""
+    context = _syscall("fsopen", ctypes.c_char_p(b"mqueue"), ctypes.c_uint(FSOPEN_CLOEXEC), about="mqueue")
+    try:
+        _fsconfig(context, FSCONFIG_CMD_CREATE, None, None)
+        mounted = _syscall("fsmount", ctypes.c_int(context), ctypes.c_uint(FSMOUNT_CLOEXEC), ctypes.c_uint(0))
+    finally:
+        os.close(context)
+    try:
+        # The descriptor of the mount is an O_PATH one, which cannot be listed.
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mounted)
+    finally:
+        os.close(mounted)
 
 
 def _fsconfig(context: int, command: int, key: str | None, value: str | None) -> None:
@@ -196,6 +245,63 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
     )
 
 
+def clone_mount(path: str, attributes: int = 0) -> int:
+    """Return a descriptor (O_PATH) of a detached, private mount that shows one directory and nothing above it.
+
+    `..` of its root is its root, so a process that gets at the descriptor reaches this directory and no other one. It
+    takes 0.01 ms. Closing the last copy of the descriptor unmounts it, for which the kernel waits until no CPU looks at
+    the mount any more: 0.03 ms on an idle machine, and some milliseconds on a busy one.
+
+    Args:
+        path: The directory. Mounts below it are not shown.
+        attributes: `MOUNT_ATTR_…` to set.
+    """
+    flags = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC)
+    mounted = _syscall("open_tree", ctypes.c_int(AT_FDCWD), ctypes.c_char_p(os.fsencode(path)), flags, about=path)
+    try:
+        # Private: what the host mounts below the directory later does not appear in the clone.
+        _mount_setattr(mounted, "", attributes, 0, MS_PRIVATE)
+    except OSError:
+        os.close(mounted)
+        raise
+    return mounted
+
+
+def set_mount_attributes(target: str, *, add: int = 0, remove: int = 0) -> None:
+    """Change `MOUNT_ATTR_…` of the mount at a path."""
+    _mount_setattr(AT_FDCWD, target, add, remove, 0)
+
+
+def _mount_setattr(folder: int, path: str, add: int, remove: int, propagation: int) -> None:
+    # struct mount_attr: attr_set, attr_clr, propagation, userns_fd (mount_setattr(2)).
+    attributes = struct.pack("=QQQQ", add, remove, propagation, 0)
+    _syscall(
+        "mount_setattr", ctypes.c_int(folder), ctypes.c_char_p(os.fsencode(path)), ctypes.c_uint(AT_EMPTY_PATH),
+        ctypes.c_char_p(attributes), ctypes.c_size_t(len(attributes)), about=path,
+    )  # fmt: skip
+
+
+def open_without_links(path: bytes, flags: int) -> int:
+    """Open an absolute path without following any symbolic link. The error ELOOP means that there is one."""
+    resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
+    # struct open_how: flags, mode, resolve (openat2(2)).
+    how = ctypes.create_string_buffer(struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, resolve), 24)
+    return openat2(AT_FDCWD, path, how)
+
+
+def take_descriptor(process: int, number: int) -> int:
+    """Return a duplicate of a descriptor of another process, named by its process descriptor (pidfd_getfd(2))."""
+    return _syscall("pidfd_getfd", ctypes.c_int(process), ctypes.c_int(number), ctypes.c_uint(0))
+
+
+def mount_id(path: str) -> int:
+    """Return the number of the mount that a path leads into, as mountinfo lists it (statx(2), STATX_MNT_ID)."""
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    name, mask = ctypes.c_char_p(os.fsencode(path)), ctypes.c_uint(_STATX_MNT_ID)
+    _syscall("statx", ctypes.c_int(AT_FDCWD), name, ctypes.c_int(0), mask, answer, about=path)
+    return int.from_bytes(answer.raw[_STATX_MNT_ID_OFFSET : _STATX_MNT_ID_OFFSET + 8], sys.byteorder)
+
+
 def attach(mounted: int, target: str) -> None:
     """Attach a detached mount at a path."""
     flags = ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH)
@@ -208,6 +314,25 @@ def move(source: str, target: str) -> None:
     from_path, to_path = ctypes.c_char_p(os.fsencode(source)), ctypes.c_char_p(os.fsencode(target))
     here = ctypes.c_int(AT_FDCWD)
     _syscall("move_mount", here, from_path, here, to_path, ctypes.c_uint(0), about=f"{source} to {target}")
+
+
+def stat_in_root(root: int, path: bytes) -> os.stat_result:
+    """Return the attributes of what a path leads to for a process whose root is the given directory (openat2(2))."""
+    how = struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT)
+    fd = openat2(root, path, ctypes.create_string_buffer(how, len(how)))
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_file_system(folder: str) -> None:
+    """Wait until everything written to the file system of a directory is on its disk (syncfs(2))."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _check(_libc.syncfs(fd), f"syncfs {folder}")
+    finally:
+        os.close(fd)
 
 
 def set_process_name(name: str) -> None:

@@ -5,16 +5,21 @@ them lies the *skeleton*, a layer with the directories that every root needs as 
 """
 
 import hashlib
-import tarfile
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxes.errors import SpecError
-from sandboxes.host.source_digest import SourceDigests, directory_digest, raise_machine_error
+from sandboxes.host.source_digest import SourceDigests, raise_machine_error
+from sandboxes.host.source_watch import Watched
 from sandboxes.linux.files import remove_tree
+from sandboxes.linux.plain_files import open_plain
+from sandboxes.linux.syscalls import sync_file_system
 from sandboxes.local import host_base as hostbase
+from sandboxes.local import root_tar
+from sandboxes.sources import SourceRules
 
 _MAX_LINKS = 40
 """Limits the symlinks that one path leads through, as the kernel does (path_resolution(7))."""
@@ -28,11 +33,13 @@ class Base:
         identity: What it is, and a digest of its content.
         lowers: Its directories, the topmost first; at least two.
         binds: Directories of the host that a sandbox sees read-only, at their own paths.
+        hidden: Paths in these directories that a sandbox must not see.
     """
 
     identity: str
     lowers: tuple[str, ...]
     binds: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
 
 
 class Bases:
@@ -43,21 +50,28 @@ class Bases:
         sources: Digests of directories and files.
     """
 
-    def __init__(self, data_dir: Path, *, privileged: bool) -> None:
+    def __init__(self, data_dir: Path, *, privileged: bool, rules: SourceRules | None = None) -> None:
         """Name the directories; `open` makes them.
 
         Args:
             data_dir: The driver's own directory.
             privileged: Whether the proxy is root, so that the host's root can be a layer.
+            rules: What specs may name; its private paths are hidden from sandboxes on the host's own system.
         """
         self._data = data_dir
         self._folder = data_dir / "bases"
         self.host_view = data_dir / "host"
         self._privileged = privileged
+        self._rules = rules or SourceRules()
+        # Those that lie where the host base shows nothing need no hole.
+        self._hidden = sorted({path for path in (data_dir, *self._rules.private) if hostbase.in_sight(path)})
         # Methods run in threads, and two specs may name the same base at once. Only one of them builds it.
         self._making = threading.Lock()
         self.sources = SourceDigests()
+        # The host is looked at again only after inotify has reported something.
+        self._host_fingerprint = Watched(hostbase.fingerprint)
         self._known: dict[str, Base] = {}
+        self._former: dict[str, set[str]] = {}
 
     def open(self) -> None:
         """Make the directories, and remove bases that a killed process left half built."""
@@ -70,58 +84,108 @@ class Bases:
         # The number is part of the name, so that a changed skeleton gets another directory and old states keep theirs.
         self._make("skeleton-1", hostbase.skeleton)
 
-    def base(self, name: str) -> Base:
+    def base(self, name: str, *, confined: bool = False) -> Base:
         """Return a base by its name in specs, as `refresh` last saw it."""
-        # The known base, not a fresh look: a running task keeps its base even if the host changes meanwhile.
-        return self._known.get(name) or self.refresh(name)
+        known = self._known.get(name)
+        if known is None:
+            return self.refresh(name, confined=confined)
+        if name == "host":
+            # Its mask hides what not everybody may read, so a new secret of the host needs a new mask.
+            return known if self._host_fingerprint.known() is not None else self.refresh(name)
+        # The known base, not a fresh look: the caller has just compared its identity, or compares it afterwards. Only
+        # what the spec may name is looked at again.
+        self._rules.real(name, confined=confined)
+        return known
 
-    def refresh(self, name: str) -> Base:
+    def known(self, name: str) -> str | None:
+        """Return the identity of a base if it is certainly unchanged since `refresh`; microseconds, no blocking."""
+        base = self._known.get(name)
+        content = self._host_fingerprint.known() if name == "host" else self.sources.known(name)
+        return None if base is None or content is None else base.identity
+
+    def frozen(self, name: str, identity: str, *, confined: bool = False) -> Base | None:
+        """Return the base on which a state was frozen, or what a rollout there would see of it now.
+
+        A tarball's files were unpacked for its content, so they are there as they were. The host goes on changing below
+        running sandboxes, too, so a state of it comes back on the host as it is.
+
+        Args:
+            name: Its name in specs.
+            identity: What the base was when the state was frozen.
+            confined: Whether it must be among the allowed sources.
+
+        Returns:
+            None if it is a directory that has changed, or files that are gone.
+        """
+        kind, _, digest = identity.partition(":")
+        # Only what this name has meant: an imported state could name any tarball that another task uses.
+        if kind == "tar" and identity in self._former.get(name, ()) and (self._folder / f"tar-{digest}").is_dir():
+            self._rules.real(name, confined=confined)
+            return Base(identity, (str((self._folder / f"tar-{digest}").resolve()), self._skeleton))
+        base = self.base(name, confined=confined)
+        is_host = kind == base.identity.partition(":")[0] and kind.startswith("host")
+        return base if is_host or base.identity == identity else None
+
+    def close(self) -> None:
+        """End all watches."""
+        self._host_fingerprint.close()
+        self.sources.directories.close()
+
+    def refresh(self, name: str, *, confined: bool = False) -> Base:
         """Return a base as it is now.
 
         Args:
             name: Its name in specs: "host", or the path of a directory or tarball.
+            confined: Whether it must be among the allowed sources.
 
         Raises:
             SpecError: It is missing, cannot be read, or has no /bin/bash.
             OSError: The machine is short of memory, descriptors or disk.
         """
         try:
-            self._known[name] = self._host() if name == "host" else self._named(Path(name))
-            return self._known[name]
-        except (OSError, tarfile.TarError) as error:
+            base = self._host() if name == "host" else self._named(Path(name), confined=confined)
+        except (OSError, root_tar.RootTarError) as error:
             # A full disk is the machine's fault and stays an OSError; only the rest is the spec's.
             raise_machine_error(error)
             raise SpecError(
                 f"base {name!r} cannot be used: {error}. Name a directory or tarball that this proxy can read."
             ) from error
+        self._known[name] = base
+        self._former.setdefault(name, set()).add(base.identity)
+        return base
 
     def _host(self) -> Base:
-        # If sandboxes would see the data directory, it is hidden, and its path becomes part of the identity. Otherwise
-        # the identity is the same on equal hosts, so that trees can be moved between them.
-        hole = str(self._data).encode() if hostbase.in_sight(self._data) else b""
-        identity = hashlib.blake2b(hostbase.fingerprint() + hole, digest_size=16).hexdigest()
+        # If sandboxes would see files of the proxy's own, these are hidden, and their paths become part of the
+        # identity. Otherwise the identity is the same on equal hosts, so that trees can be moved between them.
+        hole = b"\0".join(os.fsencode(path) for path in self._hidden)
+        identity = hashlib.blake2b(self._host_fingerprint.value() + hole, digest_size=16).hexdigest()
         if self._privileged:
             # Over the host's root: whiteouts in the mask hide what sandboxes must not see.
-            mask = self._make(f"mask-{identity}", lambda target: hostbase.build_mask(target, [self._data]))
+            mask = self._make(f"mask-{identity}", lambda target: hostbase.build_mask(target, self._hidden))
             return Base(f"host:{identity}", (str(mask), str(self.host_view / "root")))
-        copy = self._make(f"host-{identity}", hostbase.build_copy)
+        copy = self._make(f"host-{identity}", lambda target: hostbase.build_copy(target, self._hidden))
         # The kernel refuses an overlay of `/` in a user namespace, so these directories come as bind mounts.
         binds = tuple(folder for folder in hostbase.BOUND if Path(folder).is_dir())
-        return Base(f"host-user:{identity}", (str(copy), self._skeleton), binds)
+        return Base(f"host-user:{identity}", (str(copy), self._skeleton), binds, tuple(map(str, self._hidden)))
 
     @property
     def _skeleton(self) -> str:
         return str(self._folder / "skeleton-1")
 
-    def _named(self, path: Path) -> Base:
-        if path.is_dir():
-            # A directory is used in place. Its digest is computed each time, because it may change between tasks.
-            folder, identity = path, f"directory:{directory_digest(path)}"
-        else:
-            digest = self.sources.of_file(path)
-            folder, identity = self._make(f"tar-{digest}", lambda target: _unpack(path, target)), f"tar:{digest}"
-        _check_bash(folder, path)
-        return Base(identity, (str(folder.resolve()), self._skeleton))
+    def _named(self, name: Path, *, confined: bool) -> Base:
+        real = Path(self._rules.real(name, confined=confined))
+        # Opened once: the digest, the content and the check for bash are of the same directory or file.
+        with open_plain(real) as path:
+            if not path.is_dir():
+                digest = self.sources.of_file(path, name=str(name))
+                folder = self._make(f"tar-{digest}", lambda target: root_tar.unpack(path, target))
+                _check_bash(folder, name)
+                return Base(f"tar:{digest}", (str(folder.resolve()), self._skeleton))
+            # A directory is used in place, so it may change at any time.
+            identity = f"directory:{self.sources.of_directory(path, name=str(name), real=str(real))}"
+            _check_bash(path, name)
+        # The launcher opens it by this path again, without following links.
+        return Base(identity, (str(real), self._skeleton))
 
     def _make(self, name: str, build: Callable[[Path], object]) -> Path:
         """Return a directory of bases; build it if it is missing, completely or not at all."""
@@ -132,6 +196,8 @@ class Bases:
                 remove_tree(part)
                 part.mkdir()
                 build(part)
+                # A base is trusted after a loss of power, too: its files must be on the disk before its name is.
+                sync_file_system(str(self._folder))
                 # The rename is atomic (rename(2)), so a base exists completely or not at all.
                 part.rename(target)
         return target
@@ -163,19 +229,3 @@ def _exists_inside(root: Path, name: str) -> bool:
             # base's.
             here = Path() if link.startswith("/") else here.parent
     return False
-
-
-def _unpack(source: Path, target: Path) -> None:
-    """Unpack a root file system without its device nodes; a member that would leave the target is refused."""
-
-    def keep_mode(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
-        checked = tarfile.tar_filter(member, folder)
-        # A sandbox has its own /dev. A device node of the archive would give access to a device of the host.
-        if member.isdev():
-            return None
-        # tar_filter checks paths, but it also drops mode bits that a root file system needs: 1777 and set-user-id.
-        return checked.replace(mode=member.mode, deep=False)
-
-    with tarfile.open(source) as archive:
-        archive.extractall(target, filter=keep_mode, numeric_owner=True)  # noqa: S202
-    target.chmod(0o755)

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from sandboxes.local.machine import START_S, Machine, Spare
 from sandboxes.local.portable_layers import LayerPorter
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 
-VERSION = 2
+VERSION = 3
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 
 
@@ -52,15 +53,19 @@ class LocalDriver:
 
     name = "local"
 
-    def __init__(self, data_dir: Path, checkpointer: Checkpointer | None = None) -> None:
+    def __init__(
+        self, data_dir: Path, checkpointer: Checkpointer | None = None, sources: SourceRules | None = None
+    ) -> None:
         """Create the driver; `open` starts it.
 
         Args:
             data_dir: The driver's own directory.
             checkpointer: Saves states with live processes; None reaches such states by replay.
+            sources: What specs may name; None allows all paths to those that are not confined.
         """
+        self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
-        self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0)
+        self.bases = Bases(self.data_dir, privileged=os.geteuid() == 0, rules=self.sources)
         self.sandboxes = OpenSandboxes[LocalSandbox]()
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
@@ -110,6 +115,7 @@ class LocalDriver:
         await self.sandboxes.close()
         # The lock is released last, because everything above still deletes files.
         await self.machine.close()
+        self.bases.close()
         self._ownership.release()
 
     # -- states ------------------------------------------------------------------------------------------------------
@@ -117,16 +123,23 @@ class LocalDriver:
     async def identity(self, spec: EnvironmentSpec) -> str:
         """Return a digest of the base and of every source that the spec names.
 
-        It takes 10 ms for the host as a base. A directory is walked; a file is read once.
+        It takes 20 ms for the host as a base, if the host has changed since. A directory that has changed is walked in
+        a child process; a file that has changed is read.
 
         Raises:
             SpecError: A base or source is missing or cannot be read.
         """
-        base = await asyncio.to_thread(self.bases.refresh, spec.base)
+        base = await asyncio.to_thread(self.bases.refresh, spec.base, confined=spec.confined)
         digest = hashlib.blake2b(f"local\0{VERSION}\0{base.identity}".encode(), digest_size=32)
         for source in spec.copied_sources:
-            digest.update((await asyncio.to_thread(self.bases.sources.of, Path(source))).encode())
+            found = await asyncio.to_thread(self.bases.sources.of_source, source, self.sources, confined=spec.confined)
+            digest.update(found.encode())
         return digest.hexdigest()
+
+    def unchanged(self, spec: EnvironmentSpec) -> Hashable | None:
+        """Return what the base and the sources of a spec are, see `sandboxes.driver.WatchingDriver`."""
+        known = self.bases.known(spec.base), *map(self.bases.sources.known, spec.copied_sources)
+        return None if None in known else known
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
         """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds.
@@ -135,11 +148,11 @@ class LocalDriver:
             SpecError: The spec cannot be built.
             SandboxError: The machine failed.
         """
-        base = await asyncio.to_thread(self.bases.base, spec.base)
+        base = await asyncio.to_thread(self.bases.base, spec.base, confined=spec.confined)
         root = await self._root(spec, base)
         # Between here and `_launch` no sandbox has these layers in its stack, and a collection would delete them.
         with self.sandboxes.holding(root.layers):
-            sandbox = await self._launch(spec, base, root, root.layers, _state({}, {}))
+            sandbox = await self._launch(spec, base, root, root.layers, _state({}))
         await sandbox.start_servers()
         return sandbox
 
@@ -158,18 +171,23 @@ class LocalDriver:
             # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
             if missing := self.machine.layers.missing(layers):
                 raise StateGoneError(f"layers {', '.join(missing)} of this state are gone. Replay its path instead.")
-            base = await asyncio.to_thread(self.bases.base, spec.base)
-            if base.identity != payload["base"]:
+            if damaged := await self.machine.layer_check.damaged(layers):
+                raise StateGoneError(
+                    f"layers {', '.join(damaged)} of this state were changed on disk. Replay its path instead."
+                )
+            base = await asyncio.to_thread(self.bases.frozen, spec.base, payload["base"], confined=spec.confined)
+            if base is None:
                 raise StateGoneError(
                     f"base {spec.base!r} has changed since this state was frozen. Replay its path instead."
                 )
             images = payload.get("images")
             if images is not None and images not in self.machine.checkpointer.names():
                 raise StateGoneError(f"the images of these processes ({images}) are gone. Replay their path instead.")
-            # The topmost layer's delta is that of the whole stack to the root state.
-            delta = self.machine.layers.meta(layers[0])["delta"] if len(layers) > len(root.layers) else {}
-            state = _state(payload["sessions"], delta, payload["pristine"], payload.get("checkpoint"))
+            state = _state(payload["sessions"], payload["pristine"], payload.get("checkpoint"))
             sandbox = await self._launch(spec, base, root, layers, state, images=images)
+            if frozen.state is not None and sandbox.begun_at != frozen.state:
+                await sandbox.close()
+                raise StateGoneError("what is stored of this state is not what was frozen. Replay its path instead.")
             sandbox.begin_settling(payload.get("young_s", 0.0))
             return sandbox
 
@@ -204,7 +222,8 @@ class LocalDriver:
         identity = (await self.identity(spec)) if spec.copied_sources else base.identity
 
         async def is_present(root: RootLayers) -> bool:
-            return not self.machine.layers.missing(root.layers)
+            missing = self.machine.layers.missing(root.layers)
+            return not missing and not await self.machine.layer_check.damaged(root.layers)
 
         return await self.roots.get(root_key(spec, identity), is_present, lambda: self._build_root(spec, base))
 
@@ -216,9 +235,9 @@ class LocalDriver:
         # Set-up makes the working directory, so its own sandbox starts at the root.
         at_top = spec.model_copy(update={"workdir": "/"})
         # Without seals: all commands of the set-up become one layer, whose depth does not depend on their number.
-        sandbox = await self._launch(at_top, base, bare, (), _state({}, {}), seals=False)
+        sandbox = await self._launch(at_top, base, bare, (), _state({}), seals=False)
         try:
-            await furnish(sandbox, spec)
+            await furnish(sandbox, spec, self.sources)
             state = await sandbox.freeze(root=True)
         finally:
             await sandbox.close()
@@ -294,9 +313,8 @@ class LocalDriver:
 
 def _state(
     sessions: dict[str, Any],
-    delta: dict[str, Any] | None,
     pristine: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what pid 1 needs of the state that its sandbox starts at; see `LocalSandbox.begin`."""
-    return {"sessions": sessions, "delta": delta, "pristine": pristine, "checkpoint": checkpoint}
+    return {"sessions": sessions, "pristine": pristine, "checkpoint": checkpoint}

@@ -9,10 +9,15 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from sandboxes.local.layers import OPAQUE, is_whiteout
+from sandboxes.host.source_walk import CHANGES, MODIFY
+from sandboxes.linux.file_copy import is_whiteout
+from sandboxes.local.layer_merge import OPAQUE
+
+Watch = Callable[[str, int], None]
+"""Watches a directory for events, by its path and inotify's mask."""
 
 VISIBLE = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt")
 """Top-level directories that a sandbox sees."""
@@ -64,8 +69,13 @@ def skeleton(target: Path) -> None:
         (target / name).chmod(mode)
 
 
-def fingerprint(root: Path = Path("/")) -> bytes:
+def fingerprint(watch: Watch = lambda _path, _events: None, root: Path = Path("/")) -> bytes:
     """Return 32 bytes that change when the host's software or settings change. It takes 20 ms.
+
+    Args:
+        watch: Called with each directory that counts, before it is looked at, and with the events that may change the
+            fingerprint.
+        root: The host's root.
 
     Packages show in dpkg's status and the directories of `/usr`. Software that was installed without packages shows in
     the directories of `/usr/local` and `/opt`. Settings are the files below `/etc`, without those that a sandbox has
@@ -73,7 +83,7 @@ def fingerprint(root: Path = Path("/")) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=32)
     # Times and sizes stand for contents: reading all files of /usr would take minutes at each start.
-    for path in sorted({*_software(root), *_settings(root / "etc")}):
+    for path in sorted({*_software(root, watch), *_settings(root / "etc", watch)}):
         try:
             status = path.lstat()
         # The file was removed between listing and looking, as package managers do with their temporary files.
@@ -89,14 +99,18 @@ def fingerprint(root: Path = Path("/")) -> bytes:
     return digest.digest()
 
 
-def _software(root: Path) -> Iterator[Path]:
+def _software(root: Path, watch: Watch) -> Iterator[Path]:
+    # The file is replaced by another one of its name, so its directory is watched.
+    watch(str(root / "var/lib/dpkg"), CHANGES)
     yield root / "var/lib/dpkg/status"
-    yield from _folders(root / "usr", 1)
-    yield from _folders(root / "usr/local", 4)
-    yield from _folders(root / "opt", 3)
+    yield from _folders(root / "usr", 1, watch)
+    yield from _folders(root / "usr/local", 4, watch)
+    yield from _folders(root / "opt", 3, watch)
 
 
-def _folders(top: Path, depth: int) -> Iterator[Path]:
+def _folders(top: Path, depth: int, watch: Watch) -> Iterator[Path]:
+    # Of a directory only its own time and mode count, so writes to its files are no changes.
+    watch(str(top), CHANGES & ~MODIFY)
     yield top
     if depth and top.is_dir() and not top.is_symlink():
         # Adding or removing a file changes the time of its directory, so the directories suffice.
@@ -104,11 +118,15 @@ def _folders(top: Path, depth: int) -> Iterator[Path]:
             for entry in entries:
                 # Sandboxes do not see what not everybody may read.
                 if entry.is_dir(follow_symlinks=False) and _everybody_reads(Path(entry.path)):
-                    yield from _folders(Path(entry.path), depth - 1)
+                    yield from _folders(Path(entry.path), depth - 1, watch)
 
 
-def _settings(etc: Path) -> Iterator[Path]:
-    for folder, _, files in os.walk(etc):
+def _settings(etc: Path, watch: Watch) -> Iterator[Path]:
+    watch(str(etc), CHANGES)
+    for folder, names, files in os.walk(etc):
+        for name in names:
+            # Before os.walk lists it.
+            watch(f"{folder}/{name}", CHANGES)
         # Only at the top: a file of such a name in a subdirectory is a setting like any other.
         own = _OWN_TEXT.keys() | _PASSING if folder == str(etc) else set()
         for name in files:
@@ -245,11 +263,12 @@ def _copy_attributes(source: Path, target: Path) -> None:
     os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
-def build_copy(target: Path) -> list[str]:
+def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
     """Write the base for a proxy without root: links, a readable copy of /etc, and mount points. 0.5 s, 5 MB.
 
     Args:
         target: The empty directory of the base.
+        hidden: Further paths that sandboxes must not see.
 
     Returns:
         The directories of `BOUND` that this host has.
@@ -266,14 +285,15 @@ def build_copy(target: Path) -> list[str]:
         (target / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
     for name in _EMPTY_STATE:
         (target / "var" / name).mkdir(exist_ok=True)
+
+    def unreadable(folder: str, names: list[str]) -> list[str]:
+        paths = (Path(folder) / name for name in names)
+        return [path.name for path in paths if path in hidden or not _everybody_reads(path)]
+
     # Without root this copy is what protects the host: the proxy's user can read more of /etc than everybody may.
-    shutil.copytree("/etc", target / "etc", symlinks=True, ignore=_unreadable, dirs_exist_ok=True)
+    shutil.copytree("/etc", target / "etc", symlinks=True, ignore=unreadable, dirs_exist_ok=True)
     _own_text(target / "etc")
     return bound
-
-
-def _unreadable(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if not _everybody_reads(Path(folder) / name)]
 
 
 def _everybody_reads(path: Path) -> bool:

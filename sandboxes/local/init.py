@@ -24,8 +24,9 @@ from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, p
 from sandboxes.guest.checkpoint_restore import Restored, Restoring
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, text
-from sandboxes.guest.files import delta
+from sandboxes.guest.files import delta, row_table
 from sandboxes.guest.files.changes import Changes
+from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.local_servers import LocalServers
 from sandboxes.guest.local_shells import LocalShells
 from sandboxes.guest.platform import Performed, not_started
@@ -37,6 +38,7 @@ from sandboxes.ipc.messages import (
     CallDone,
     DescribeState,
     Done,
+    ExpectOrder,
     Failed,
     OpenTerminal,
     RunCommand,
@@ -46,6 +48,7 @@ from sandboxes.ipc.messages import (
 )
 from sandboxes.ipc.state_messages import (
     InspectHeld,
+    LayerManifest,
     LayersSwitched,
     LayerState,
     NotFreezable,
@@ -58,6 +61,8 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import confine, mounts, processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.socket_queues import SocketQueues
+from sandboxes.linux.trees import TOO_DEEP
 
 NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
@@ -92,6 +97,11 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
     kernel.bring_up_loopback()
     os.umask(0o022)
     mounts.prepare(devices_from_host=not privileged)
+    # The proxy's own output may be a file of the host, and whoever has all rights in the sandbox could write to it.
+    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    os.close(null)
     link = DriverLink(socket.socket(fileno=channel))
     link.send(Ready())
     _start(link)
@@ -99,27 +109,32 @@ def run(channel: int, cgroups: list[str], *, privileged: bool) -> None:
 
 def _start(link: DriverLink) -> None:
     """Wait for a spec and its layers, move into them, confine this process, and serve."""
-    order, _, (overlay, upper, lower, root, *files) = link.wait()
+    order, tables, (overlay, upper, lower, root, table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
     for folder in order.binds:
         # Bound here, before the root is switched: afterwards the host's directories have no path.
         mounts.bind_read_only(folder)
+    for path in order.hidden:
+        mounts.hide(path)
     mounts.switch(overlay, order.binds)
     # The mount is attached by now. A descriptor of it would keep the layers of a state that the sandbox has left busy.
     os.close(overlay)
     restored: Restored | None = None
     if order.checkpoint is not None:
-        restoring = Restoring(order.checkpoint, order.program, files)
+        restoring = Restoring(order.checkpoint, order.criu_arguments, files)
         link.send(RestoreStarted())
         # The next message is `FinishRestore`: the proxy has seen CRIU succeed.
         link.wait()
         restored = restoring.finish()
     # The launcher switches layers by this descriptor, which this process opens for it: after `confine` it cannot mount.
     namespace = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    # Before the filter of system calls, which may refuse this kind of socket one day.
+    sockets = SocketQueues.open()
     # From here on this process has no right that the agent's processes lack.
     confine.limit_resources(order.disk_bytes, order.memory_bytes, order.pids)
     confine.confine()
-    init = Init(link, delta.DeltaRoots(upper, lower, root), order)
+    rows = StateRows(row_table.split(tables), row_table.mapped(table))
+    init = Init(link, delta.DeltaRoots(upper, lower, root), order, rows, sockets)
     if restored is not None:
         init.adopt(restored)
     init.serve(namespace)
@@ -160,12 +175,19 @@ class LocalProcess:
 class Init:
     """The platform of a local sandbox: the supervisor's steps in pid 1, and freezing by layers."""
 
-    def __init__(self, link: DriverLink, roots: delta.DeltaRoots, order: StartSandbox) -> None:
+    def __init__(
+        self,
+        link: DriverLink,
+        roots: delta.DeltaRoots,
+        order: StartSandbox,
+        rows: StateRows,
+        sockets: SocketQueues | None,
+    ) -> None:
         self._link, self._seals = link, order.seals
         self._shells = shells = LocalShells(order.environment, order.workdir, order.sessions, order.pristine)
-        self._changes, self._background = Changes(roots, order), BackgroundProcesses(order.output_bytes)
+        self._changes, self._background = Changes(roots, order, rows), BackgroundProcesses(order.output_bytes)
         self._servers = LocalServers(shells)
-        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self)
+        self._supervisor = Supervisor(link, shells, self._servers, self._background, self._changes, self, sockets)
         self._survivors, self._stillness = self._supervisor.survivors, self._supervisor.stillness
         self._held_from = 0.0
 
@@ -175,22 +197,16 @@ class Init:
         Args:
             namespace: The mount namespace, by which the launcher will switch layers; it is closed here.
         """
-        shell_error: str | None = None
-        try:
-            self._shells.ready("main")
-        except ShellStartError as error:
-            shell_error = str(error)
-        self._link.hand_over(SandboxStarted(shell_error), [namespace])
+        broken = self._shells.begin_first("main")
+        self._link.hand_over(SandboxStarted(broken, self._supervisor.state()), [namespace])
         while (envelope := self._supervisor.next_request()) is not None:
             match request := envelope.message:
-                case StartServers():
-                    self._supervisor.start_servers(request.servers)
+                case StartServers() | ExpectOrder() | DescribeState():
+                    self._supervisor.answer(request)
                 case Pause():
                     self._pause(root=request.root, checkpoint=request.checkpoint)
                 case InspectHeld():
-                    self._inspect_held()
-                case DescribeState():
-                    self._supervisor.describe()
+                    self._inspect_held(request.paths)
                 case OpenTerminal():
                     self._open_terminal(request)
                 case LayersSwitched():
@@ -212,6 +228,14 @@ class Init:
         """Return all processes of the sandbox."""
         self._shells.reap()
         return processes.list_processes()
+
+    def ipc_objects(self) -> int:
+        """Return the number of System V objects. POSIX message queues cannot be made in a local sandbox."""
+        return processes.ipc_objects()
+
+    def proc_directory(self, pid: int) -> str:
+        """Return the directory of a process: this process and the agent see the same /proc."""
+        return f"/proc/{pid}"
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""
@@ -286,11 +310,11 @@ class Init:
         """Send the answer; if something was written, say at once what becomes of the upper layer.
 
         An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
-        recorded. Another one becomes a layer. With hard links it cannot, and stays as it is.
+        recorded. Another one becomes a layer. With hard links, or nested too deeply, it cannot and stays as it is.
         """
         written = self._seals and self._changes.written and not self._survivors
         discard = written and self._changes.undone
-        seal = written and not discard and not self._changes.linked
+        seal = written and not discard and not self._changes.linked and not self._changes.too_deep
         self._link.send(replace(answer, discard=discard, seal=seal), body)
         # The answer comes first: the proxy waits for it, and takes the next message as the state that follows it.
         if discard or seal:
@@ -309,7 +333,8 @@ class Init:
         """Get ready to be frozen, and answer `Pause`.
 
         1. With survivors, and a checkpoint possible: everything stays as it is; the answer names the tree to dump.
-        2. With survivors otherwise, or with hard links: the answer is the reason why the state cannot be frozen.
+        2. With survivors otherwise, with hard links, or with directories that are nested too deeply: the answer is the
+           reason why the state cannot be frozen.
         3. Otherwise the shells end, because no process may hold files of the layers that are about to change.
 
         Args:
@@ -323,6 +348,9 @@ class Init:
             return
         # Whatever was written since the last call was written by survivors.
         self._stillness.saw(wrote=self._changes.look())
+        if self._changes.too_deep and not discard:
+            self._link.send(NotFreezable(TOO_DEEP))
+            return
         linked = self._changes.linked
         if linked and not discard and not root:
             # Over a frozen layer, a write to one name of a file copies it up under that name alone: the other names
@@ -339,21 +367,28 @@ class Init:
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         if self._changes.written:
             self._shells.end()
-        self._link.send(self._layer_state())
+        self._send_layer_state()
 
-    def _layer_state(self, checkpoint: dict[str, Any] | None = None) -> LayerState:
+    def _send_layer_state(self, paths: Sequence[str] = (), checkpoint: dict[str, Any] | None = None) -> None:
         changes, shells = self._changes, self._shells
-        return LayerState(
-            shells.sessions, shells.pristine, changes.now, changes.upper_bytes, not changes.written,
-            self._supervisor.state(), checkpoint,
+        stats, contents = changes.tracker.scan.manifest()
+        state = LayerState(
+            shells.sessions, shells.pristine, LayerManifest(stats, contents),
+            [path for path in paths if changes.tracker.now.get(path.lstrip("/")) is not None],
+            changes.upper_bytes, not changes.written, self._supervisor.state(), checkpoint,
         )  # fmt: skip
+        self._link.send(state, changes.tracker.table() if changes.written else b"")
 
-    def _inspect_held(self) -> None:
+    def _inspect_held(self, paths: Sequence[str]) -> None:
         """Answer `InspectHeld`: CRIU holds all processes still, so files and processes are of the same moment."""
         self._stillness.saw(wrote=self._changes.look())
         self._stillness.stood_still(time.monotonic() - self._held_from)
-        self._link.send(
-            self._layer_state({
+        if self._changes.too_deep:
+            self._link.send(NotFreezable(TOO_DEEP))
+            return
+        self._send_layer_state(
+            paths,
+            {
                 **self._shells.remember(),
                 "restless": self._stillness.restless,
                 "servers": [server.remember() for server in self._servers],
@@ -361,14 +396,12 @@ class Init:
                 "pids": sorted(pid for pid, _ in processes.list_processes()),
                 # A restored sandbox continues the numbering, because a command may print pids.
                 "last_pid": processes.last_pid(),
-            })
-        )  # fmt: skip
+            },
+        )
 
     def _outside_the_tree(self) -> str:
         """Return why a checkpoint would not hold all that survives; empty if it would."""
-        if self._survivors.has_ipc_objects:
-            return "System V IPC objects exist, and a checkpoint does not hold them"
-        if reason := self._background.outside_checkpoint:
+        if reason := self._supervisor.outside_checkpoint():
             return reason
         anchor = self._shells.anchor
         if anchor is None or not processes.all_descend(
@@ -393,8 +426,8 @@ class Init:
     def _layers_switched(self, request: LayersSwitched, fds: list[int]) -> None:
         """Go on over other layers, with fresh shells."""
         # The launcher has moved this mount namespace to the new layers already.
-        upper, lower = fds
-        self._changes.switched(upper, lower, request.added_bytes)
+        upper, lower, table = fds
+        self._changes.switched(upper, lower, table, request.added_bytes)
         self._link.send(Done())
         self._shells.renew(list(self._shells.sessions) or ["main"])
 

@@ -12,13 +12,15 @@ with a descriptor that it opened at the start. A process can return only to name
 which is why an unprivileged launcher is pid 1 of a pid namespace of its own.
 """
 
+import contextlib
 import gc
 import os
 import signal
 import socket
+import stat
 import sys
 
-from sandboxes.guest.criu_launch import operate
+from sandboxes.guest.criu_launch import CriuFiles, operate
 from sandboxes.ipc.codec import Envelope, IpcMessage, decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.launch_messages import (
@@ -34,6 +36,7 @@ from sandboxes.ipc.launch_messages import (
 from sandboxes.ipc.messages import Done, Failed
 from sandboxes.linux import mounts as rootfs
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.plain_paths import plain_descriptor
 from sandboxes.local import init
 
 
@@ -52,6 +55,7 @@ class Launcher:
         # Descriptors, not paths: in another mount namespace /proc is another one.
         self.own_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._detached: int | None = None
 
     def serve(self) -> None:
         """Answer requests until the driver is gone."""
@@ -84,6 +88,9 @@ class Launcher:
         # Sent descriptors are duplicates in the receiver. What stays open here would keep dead mounts alive.
         for fd in [*fds, *envelope.fds]:
             os.close(fd)
+        if self._detached is not None:
+            os.close(self._detached)
+            self._detached = None
 
     def _fork(self, request: ForkSandbox, channel: int) -> int:
         """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
@@ -143,16 +150,16 @@ class Launcher:
         pid = os.fork()
         if pid:
             return
-        sandbox, reply, host_root, *files = fds
+        sandbox, *files = fds
         try:
             self.driver.close()
             # All namespaces by one descriptor of the process (setns(2), since Linux 5.8). Only a child of this fork,
             # CRIU, is born in the pid namespace.
             kernel.setns(sandbox, init.NAMESPACES | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP)
             os.chdir("/")
-            operate(host_root, request.program, reply, files, survey=True)
+            operate(CriuFiles(*files), request.criu_arguments, restores=False)
         except OSError as error:
-            init.report_failure(reply, error)
+            init.report_failure(files[0], error)
         finally:
             os._exit(1)
 
@@ -161,21 +168,68 @@ class Launcher:
 
         Returns:
             Descriptors of the whole stack as a detached mount, its upper directory, and a mount of the layers below
-            the upper. If the stack names the root state's layers, a mount of these comes fourth.
+            the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds them in
+            the sandbox, so none of them leads further up on the host.
         """
-        fds = [kernel.overlay(stack.lowers, stack.upper, stack.work)]
+        fds = [_overlay(stack.lowers, stack.upper, stack.work)]
         try:
-            fds.append(os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            fds.append(kernel.overlay(stack.lowers, None, None))
+            # Unmounting a mount takes its time, so that happens after the answer. What is open in the mount stays so.
+            self._detached = kernel.clone_mount(stack.upper, kernel.SEALED)
+            fds.append(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._detached))
+            fds.append(_overlay(stack.lowers, None, None))
+            _copy_top(fds[2], stack.upper)
             if stack.root is not None:
                 # A sandbox at its root state needs no second mount of the same layers.
                 same = stack.root == stack.lowers
-                fds.append(os.dup(fds[2]) if same else kernel.overlay(stack.root, None, None))
+                fds.append(os.dup(fds[2]) if same else _overlay(stack.root, None, None))
         except OSError:
             for fd in fds:
                 os.close(fd)
             raise
         return fds
+
+
+def _overlay(lowers: list[str], upper: str | None, work: str | None) -> int:
+    """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`.
+
+    A base may be a directory in which somebody else can put a link after its path was checked. All other directories
+    are the driver's own.
+    """
+    # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).
+    base = plain_descriptor(lowers[-2])
+    try:
+        return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work)
+    finally:
+        os.close(base)
+
+
+def _copy_top(mount: int, upper: str) -> None:
+    """Give a new upper directory, which is the sandbox's root, the facts of the root below: mode, owner, times."""
+    with contextlib.ExitStack() as opened:
+        # A new mount's descriptor names it only (open(2), O_PATH), and attributes are read through an open one.
+        below = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)
+        opened.callback(os.close, below)
+        top = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        opened.callback(os.close, top)
+        _copy_facts_of(below, top)
+
+
+def _copy_facts_of(lower: int, upper: int) -> None:
+    status = os.fstat(lower)
+    # Without rights over the machine, the owner may be a user that the namespace does not have.
+    with contextlib.suppress(OSError):
+        os.chown(upper, status.st_uid, status.st_gid)
+    os.chmod(upper, stat.S_IMODE(status.st_mode))
+    for name in os.listxattr(lower):
+        # Names of overlayfs' own are stored escaped (overlayfs.rst, "Nesting overlayfs mounts").
+        stored = name.replace(_MARKS, f"{_MARKS}overlay.", 1) if name.startswith(_MARKS) else name
+        # Attributes of the machine's security module can be neither read nor set everywhere.
+        with contextlib.suppress(OSError):
+            os.setxattr(upper, stored, os.getxattr(lower, name))
+    os.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+_MARKS = "user.overlay."
 
 
 def _become_root_of_a_namespace() -> None:

@@ -1,6 +1,6 @@
 """A layer as a canonical tar: equal layers give equal bytes. A tar from elsewhere is taken for hostile.
 
-    meta.json      what is stored with the layer, without its size
+    rows           the table of what the layer changes of the root state (`guest.files.row_table`)
     diff           its directory, then everything below it in the order of names, each directory before its entries
 
 Owners are numbers. Whiteouts are character devices 0/0. Paths that share a file are hard links to the first of them.
@@ -11,7 +11,6 @@ directory must have come before it as a directory, so no member can be written t
 """
 
 import base64
-import json
 import os
 import stat
 import tarfile
@@ -20,7 +19,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from sandboxes.errors import NotFreezableError
-from sandboxes.local.layers import OPAQUE, is_whiteout
+from sandboxes.guest.files import row_table
+from sandboxes.guest.files.scan import USER_MARKS
+from sandboxes.linux.file_copy import is_mark, is_whiteout
+from sandboxes.linux.file_flags import flags_of
+from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES
+from sandboxes.local.layer_merge import OPAQUE
 from sandboxes.portability import NotPortableError
 
 MAX_ENTRIES = 1_000_000
@@ -29,14 +33,18 @@ MAX_ENTRIES = 1_000_000
 _MAX_HEADER_BYTES = 4 << 20
 """Limits one pax header. `tarfile` reads a header into memory; attributes of a file take at most 64 KiB each."""
 
-_MAX_META_BYTES = 64 << 20
-"""Limits meta.json, which is read into memory; its delta takes some hundred bytes a file."""
+_MAX_ROWS_BYTES = 256 << 20
+"""Limits the table of rows, which is read into memory; a row takes some hundred bytes."""
 
 _PIECE = 1 << 20
 """Bytes of a file's content that are read and yielded together."""
 
-_MAX_DEPTH = 400
-"""Limits the depth of directories, so that paths stay below the kernel's limit of 4,096 bytes in ordinary layers."""
+_MAX_DEPTH = MAX_DEPTH + 1
+"""Limits the depth of directories; `diff` is one more level than a sandbox sees."""
+
+_MAX_HOLE_BYTES = 1 << 30
+"""Limits the holes of all sparse files of a layer together. A tar has them as zeros, and a sandbox can make files with
+terabytes of holes in no time. Databases that reserve their files, such as LMDB, have some hundred megabytes."""
 
 _TIME, _ATTRIBUTE = "FORKPOINT.mtime_ns", "FORKPOINT.xattr."
 """Names of our pax headers."""
@@ -48,26 +56,30 @@ _TYPES = {
 }  # fmt: skip
 
 
-def pack(layer: Path, meta: dict[str, Any]) -> Iterator[bytes]:
+def pack(layer: Path, table: bytes) -> Iterator[bytes]:
     """Yield the tar of a layer. Blocking; the memory that it takes grows with the layer's hard links only.
 
     Args:
         layer: The layer's directory, in whose `diff` nothing changes.
-        meta: What is stored with the layer.
+        table: The table of its rows.
 
     Raises:
         NotFreezableError: The layer has a socket or a device in it, or is too deep.
         OSError: The layer was deleted, or cannot be read.
     """
-    # Without the size: it depends on the file system, and equal layers must give equal bytes.
-    text = json.dumps({"delta": meta["delta"]}, sort_keys=True, separators=(",", ":")).encode()
-    info = tarfile.TarInfo("meta.json")
-    info.size, info.mode = len(text), 0o644
+    info = tarfile.TarInfo("rows")
+    info.size, info.mode = len(table), 0o644
     yield _head(info)
-    yield _padded(text)
+    yield _padded(table)
     links: dict[int, str] = {}
+    hole_bytes = 0
     for name in _names(layer, "diff"):
-        yield from _entry(layer, name, links)
+        status = (layer / name).lstat()
+        if stat.S_ISREG(status.st_mode):
+            hole_bytes += max(0, status.st_size - status.st_blocks * 512)
+        if hole_bytes > _MAX_HOLE_BYTES:
+            raise NotFreezableError(f"its sparse files have holes of more than {_MAX_HOLE_BYTES >> 20} MB")
+        yield from _entry(layer, name, status, links)
     # Two blocks of zeros end an archive (POSIX, pax).
     yield bytes(2 * tarfile.BLOCKSIZE)
 
@@ -78,7 +90,7 @@ def _names(root: Path, top: str) -> Iterator[str]:
     while waiting:
         name, is_folder = waiting.pop()
         # Checked when packing as well: a file that this module writes must be readable by it.
-        if name.count("/") > _MAX_DEPTH:
+        if _is_too_deep(name):
             raise NotFreezableError(f"{name.removeprefix('diff')} is too deep to be exported")
         yield name
         if is_folder:
@@ -88,10 +100,13 @@ def _names(root: Path, top: str) -> Iterator[str]:
             waiting.extend(sorted(below, reverse=True))
 
 
-def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
+def _is_too_deep(name: str) -> bool:
+    return name.count("/") > _MAX_DEPTH or len(os.fsencode(name)) > MAX_PATH_BYTES + 255
+
+
+def _entry(root: Path, name: str, status: os.stat_result, links: dict[int, str]) -> Iterator[bytes]:
     """Yield one member of the tar; links: the first path of each inode with several."""
     path = root / name
-    status = path.lstat()
     info = tarfile.TarInfo(name)
     # Whiteouts share inodes in overlayfs, so this comes before the search for hard links.
     if is_whiteout(status):
@@ -114,6 +129,7 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
     if info.type == tarfile.SYMTYPE:
         # Path.readlink would normalize "./d/" to "d".
         info.linkname = os.readlink(path)  # noqa: PTH115
+    _require_no_flags(path, info)
     if info.type != tarfile.REGTYPE:
         yield _head(info)
         return
@@ -129,6 +145,16 @@ def _entry(root: Path, name: str, links: dict[int, str]) -> Iterator[bytes]:
             remaining -= len(data)
             yield data
     yield bytes(-status.st_size % tarfile.BLOCKSIZE)
+
+
+def _require_no_flags(path: Path, info: tarfile.TarInfo) -> None:
+    if info.type in (tarfile.REGTYPE, tarfile.DIRTYPE):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if flags_of(fd):
+                raise NotFreezableError(f"{info.name.removeprefix('diff')} has flags of chattr: it cannot be exported")
+        finally:
+            os.close(fd)
 
 
 def _head(info: tarfile.TarInfo) -> bytes:
@@ -151,7 +177,7 @@ def _attributes(path: Path) -> dict[str, str]:
 
 def _is_portable(name: str) -> bool:
     """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
-    if name.startswith(("user.overlay.", "trusted.")):
+    if is_mark(name, USER_MARKS) or name.startswith("trusted."):
         return name == OPAQUE
     return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
 
@@ -169,7 +195,7 @@ class _BoundedReader:
         return self._file.read(size)
 
 
-def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
+def unpack(data: BinaryIO, target: Path) -> bytes:
     """Write a layer from its tar. Blocking. Nothing is written outside of the target.
 
     Args:
@@ -177,7 +203,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
         target: A directory with an empty `diff`.
 
     Returns:
-        What is stored with the layer, without its size.
+        The table of the layer's rows.
 
     Raises:
         NotPortableError: The data is no tar of a layer.
@@ -186,7 +212,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
     try:
         bounded = cast("Any", _BoundedReader(data))
         with tarfile.open(fileobj=bounded, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
-            meta = _meta(archive, archive.next())
+            table = _table(archive, archive.next())
             writer = _Writer(target)
             # One member at a time, in the order of the archive: `_Writer` relies on directories before their entries.
             while (member := archive.next()) is not None:
@@ -194,7 +220,7 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
                 # tarfile keeps every member; a million of them would take a gigabyte.
                 cast("Any", archive).members.clear()
             writer.finish()
-            return meta
+            return table
     except (tarfile.TarError, ValueError, KeyError, TypeError, OverflowError, RecursionError, EOFError) as error:
         # NotPortableError may be one of the listed kinds, and has its own text already.
         if isinstance(error, NotPortableError):
@@ -202,17 +228,16 @@ def unpack(data: BinaryIO, target: Path) -> dict[str, Any]:
         raise NotPortableError(f"it is no tar of a layer: {error}") from error
 
 
-def _meta(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> dict[str, Any]:
+def _table(archive: tarfile.TarFile, member: tarfile.TarInfo | None) -> bytes:
     # The first member, with its size checked before it is read.
-    if member is None or member.name != "meta.json" or not member.isreg() or member.size > _MAX_META_BYTES:
-        raise NotPortableError("it does not begin with meta.json")
-    meta = json.loads(b"".join(_content(archive, member)))
-    if not isinstance(meta, dict) or set(meta) != {"delta"}:
-        raise NotPortableError("its meta.json is not that of a layer")
-    for entry in (meta["delta"] or {}).values():
-        if len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
-            raise NotPortableError("its meta.json is not that of a layer")
-    return meta
+    if member is None or member.name != "rows" or not member.isreg() or member.size > _MAX_ROWS_BYTES:
+        raise NotPortableError("it does not begin with a table of rows")
+    table = b"".join(_content(archive, member))
+    try:
+        row_table.check(table)
+    except row_table.MalformedTableError as error:
+        raise NotPortableError(f"its table of rows cannot be read: {error}") from error
+    return table
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
@@ -267,7 +292,7 @@ class _Writer:
         if name in self._folders or name in self._files:
             raise NotPortableError(f"{name!r} is in it twice")
         # Counted while writing: the archive's own claims about its size are not trusted.
-        if len(self._folders) + len(self._files) >= MAX_ENTRIES or name.count("/") > _MAX_DEPTH:
+        if len(self._folders) + len(self._files) >= MAX_ENTRIES or _is_too_deep(name):
             raise NotPortableError(f"it has more than {MAX_ENTRIES} files, or directories {_MAX_DEPTH} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
         if not all(key.startswith(_ATTRIBUTE) and _is_portable(key.removeprefix(_ATTRIBUTE)) for key in attributes):

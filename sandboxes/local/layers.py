@@ -2,31 +2,42 @@
 
     uppers/<id>/diff, work          what a live sandbox writes; deleted with the sandbox
     layers/<id>/diff, meta.json     a frozen layer, never changed again
+    layers/<id>/rows                the table of what the layer changes of the root state (`guest.files.row_table`)
+    layers/<id>/table               instead of `rows`: a complete table, of all that its state changes
 
 Ids are random and never used twice. A layer exists if and only if it has `meta.json`. So freezing writes `meta.json`
 before it renames the upper, and deleting removes `meta.json` first; `open` removes what a crash left in between.
-
-Whiteouts and opaque directories follow overlayfs (kernel documentation, filesystems/overlayfs.rst): a character
-device 0/0 hides a name of lower layers, and the attribute `user.overlay.opaque` hides a directory's lower entries.
 """
 
 import contextlib
+import hashlib
+import itertools
 import json
+import logging
 import os
 import secrets
-import shutil
-import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sandboxes.errors import NotFreezableError
+from sandboxes.guest.files import manifest, row_table
+from sandboxes.guest.files.manifest import Manifest
+from sandboxes.guest.files.scan import USER_MARKS
+from sandboxes.linux import trees
 from sandboxes.linux.files import remove_tree
+from sandboxes.local.layer_merge import lay_over
+
+_log = logging.getLogger(__name__)
 
 MAX_DEPTH = 24
 """Layers above the root state at which small ones are merged: a lookup costs 0.5 us for each layer and name."""
 
 MERGE_BYTES = 64 << 20
 """Largest total size of layers that are merged: merging copies them while a call waits. The value is an estimate."""
+
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Upper(NamedTuple):
@@ -41,30 +52,47 @@ class Upper(NamedTuple):
     path: Path
 
 
+class LayerMeta(NamedTuple):
+    """What is known of a layer besides its files.
+
+    Attributes:
+        size_bytes: The bytes that it occupies.
+        manifest: The digests by which damage of its files is noticed.
+    """
+
+    size_bytes: int
+    manifest: Manifest
+
+
 class Layers:
     """The layers of one data directory. Methods block, for microseconds unless they say otherwise.
 
     Attributes:
         uppers: The directory of all uppers.
         frozen: The directory of all layers.
+        intact: The layers that are known to be as they were frozen; see `layer_check`.
     """
 
     def __init__(self, data_dir: Path) -> None:
         """Name the directories; `open` makes them."""
         self.uppers = data_dir / "uppers"
         self.frozen = data_dir / "layers"
+        self.intact: set[str] = set()
         self._sizes: dict[str, int] = {}
 
     def open(self) -> None:
-        """Make the directories; remove uppers of dead sandboxes and half-deleted layers. It takes seconds at worst."""
+        """Make the directories; remove uppers of dead sandboxes and half-deleted layers. It takes 5 us a file.
+
+        What cannot be removed stays where it is, without effect, and the next start tries again.
+        """
         for folder in (self.uppers, self.frozen):
             folder.mkdir(parents=True, exist_ok=True)
         # The driver's lock is held, so each upper here belongs to a sandbox whose processes are dead.
-        for upper in self.uppers.iterdir():
-            remove_tree(upper)
-        for layer in self.frozen.iterdir():
-            if not (layer / "meta.json").exists():
-                remove_tree(layer)
+        left = [*self.uppers.iterdir()]
+        left += [layer for layer in self.frozen.iterdir() if not (layer / "meta.json").exists()]
+        for folder in left:
+            if not remove_tree(folder):
+                _log.warning("%s cannot be removed, and is left as it is", folder)
 
     def allocate(self) -> Upper:
         """Return a fresh, empty upper."""
@@ -77,21 +105,29 @@ class Layers:
         (upper.path / "diff").chmod(0o755)
         return upper
 
-    def freeze(self, upper: Upper, meta: dict[str, Any]) -> str:
+    def freeze(self, upper: Upper, meta: LayerMeta, table: bytes) -> str:
         """Make an upper a layer. A sandbox may still have it mounted, but must not write to it any more.
 
         Args:
             upper: The upper.
-            meta: Its delta (None if it is too large to know) and its `size_bytes`.
+            meta: What is known of it.
+            table: Its table of rows.
 
         Returns:
             The layer's id.
         """
+        complete = row_table.RowTable(memoryview(table)).complete
+        (upper.path / ("table" if complete else "rows")).write_bytes(table)
+        stored = {
+            "size_bytes": meta.size_bytes, "stats": meta.manifest.stats.hex(), "contents": meta.manifest.contents.hex(),
+            "rows": hashlib.sha256(table).hexdigest(),
+        }  # fmt: skip
         # A kill -9 between these lines leaves an upper with meta.json, which `open` removes like any other upper.
-        (upper.path / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
+        (upper.path / "meta.json").write_text(json.dumps(stored, separators=(",", ":")))
         upper.path.rename(self.frozen / upper.id)
         # A layer never changes, so its size is read from the disk at most once.
-        self._sizes[upper.id] = int(meta["size_bytes"])
+        self._sizes[upper.id] = meta.size_bytes
+        self.intact.add(upper.id)
         return upper.id
 
     def lowers(self, ids: Sequence[str]) -> list[str]:
@@ -107,10 +143,43 @@ class Layers:
         meta: dict[str, Any] = json.loads((self.frozen / layer / "meta.json").read_bytes())
         return meta
 
+    def table(self, layer: str) -> bytes:
+        """Return the table of a layer's rows."""
+        path = self.frozen / layer
+        return (path / ("table" if self.has_complete_table(layer) else "rows")).read_bytes()
+
+    def has_complete_table(self, layer: str) -> bool:
+        """Return whether a layer's table has all rows of its state."""
+        return (self.frozen / layer / "table").exists()
+
+    def tables(self, ids: Sequence[str]) -> tuple[bytes, int]:
+        """Return what a supervisor needs to know the rows of a state.
+
+        Args:
+            ids: The layers above the root state, the topmost first.
+
+        Returns:
+            The tables above the last complete one, one after another; a descriptor of that one, or of an empty file.
+        """
+        above = list(itertools.takewhile(lambda layer: not self.has_complete_table(layer), ids))
+        return b"".join(map(self.table, above)), self.complete_table(ids[len(above) :])
+
+    def complete_table(self, ids: Sequence[str]) -> int:
+        """Return a descriptor of the complete table of the first of the layers; of an empty file if it has none."""
+        path = self.frozen / ids[0] / "table" if ids else Path(os.devnull)
+        return os.open(path if path.exists() else os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def mergeable_sizes(self, ids: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of layers that may be merged: a complete table ends what is read, so it keeps its layer."""
+        return {layer: self.size_bytes(layer) for layer in ids if not self.has_complete_table(layer)}
+
     def size_bytes(self, layer: str) -> int:
-        """Return the bytes that a layer occupies."""
+        """Return the bytes that a layer occupies; 0 if what is stored of it is damaged, so that no state can use it."""
         if layer not in self._sizes:
-            self._sizes[layer] = int(self.meta(layer)["size_bytes"])
+            try:
+                self._sizes[layer] = int(self.meta(layer)["size_bytes"])
+            except (ValueError, KeyError, TypeError):
+                return 0
         return self._sizes[layer]
 
     def all(self) -> set[str]:
@@ -130,6 +199,7 @@ class Layers:
             self.disown([layer])
             remove_tree(self.frozen / layer)
             self._sizes.pop(layer, None)
+            self.intact.discard(layer)
 
     def undo(self, uppers: Iterable[Upper]) -> None:
         """Delete uppers that were to become layers, whether or not they already have."""
@@ -140,21 +210,33 @@ class Layers:
     def sync(self, ids: Iterable[str]) -> None:
         """Wait until layers are on disk, which takes from 1 ms to minutes, depending on their size."""
         for layer in ids:
-            # fsync of a file does not write its directory's entry (fsync(2)), so directories are synced as well.
-            for folder, _, files in os.walk(self.frozen / layer, topdown=False):
+            with contextlib.ExitStack() as opened:
+                top = os.open(self.frozen / layer / "diff", _FOLDER)
+                opened.callback(os.close, top)
+                paths = []
+                for folder in trees.folders(top):
+                    paths.append(folder.path)
+                    for entry in folder.entries:
+                        if entry.is_file(follow_symlinks=False):
+                            _sync(entry.name, os.O_RDONLY | os.O_NOFOLLOW, folder.fd)
                 # Files before their directory: a directory's entries must not point to files that are not on disk yet.
-                for path in (*(Path(folder) / name for name in files), Path(folder)):
-                    if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                        continue
-                    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    try:
-                        os.fsync(fd)
-                    finally:
-                        os.close(fd)
+                # fsync of a file does not write its directory's entry (fsync(2)), so directories are synced as well.
+                for path in reversed(paths):
+                    _sync(f"./{path}", _FOLDER, top)
+                rows = "../table" if self.has_complete_table(layer) else "../rows"
+                for name in (rows, "../meta.json", ".."):
+                    _sync(name, os.O_RDONLY, top)
 
     def copy(self, live: Upper, upper: Upper) -> None:
-        """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes."""
-        _lay_over(live.path / "diff", upper.path / "diff")
+        """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes.
+
+        Raises:
+            NotFreezableError: Its directories are nested too deeply.
+        """
+        try:
+            lay_over(live.path / "diff", upper.path / "diff")
+        except trees.TreeTooDeepError as error:
+            raise NotFreezableError(str(error)) from error
 
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
         """Merge layers into one that replaces them all.
@@ -170,11 +252,13 @@ class Layers:
         """
         # From the lowest to the topmost, so that later layers win as they do in the mount.
         for layer in reversed(ids):
-            _lay_over(self.frozen / layer / "diff", upper.path / "diff")
-        # The topmost layer's delta covers everything below it.
-        meta = self.meta(ids[0])
-        meta["size_bytes"] = sum(self.size_bytes(layer) for layer in ids)
-        return self.freeze(upper, meta)
+            lay_over(self.frozen / layer / "diff", upper.path / "diff")
+        tables = [row_table.RowTable(memoryview(self.table(layer))) for layer in ids]
+        rows = row_table.in_order(row_table.merged(tables))
+        # The topmost layer's sums are those of the state.
+        table = row_table.pack(rows, tables[0].content, tables[0].order, complete=False)
+        size_bytes = sum(self.size_bytes(layer) for layer in ids)
+        return self.freeze(upper, LayerMeta(size_bytes, read_manifest(upper.path, contents=True)), table)
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
@@ -203,104 +287,18 @@ def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
     return best if len(best) > 1 else []
 
 
-OPAQUE = "user.overlay.opaque"
-"""The attribute of a directory that hides the entries of lower layers; `user.`, because mounts use `userxattr`."""
-
-
-def is_whiteout(status: os.stat_result) -> bool:
-    """Return whether a file is a whiteout, which hides a name of lower layers."""
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
-
-
-def _lay_over(source: Path, target: Path) -> None:
-    """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two."""
-    links: dict[int, Path] = {}
-    _lay_entries(source, target, links)
-
-
-def _lay_entries(source: Path, target: Path, links: dict[int, Path]) -> None:
-    with os.scandir(source) as entries:
-        for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            into = target / entry.name
-            # Directories have link counts of their own, so they never take part in hard links.
-            if stat.S_ISDIR(status.st_mode):
-                _lay_directory(Path(entry.path), into, links)
-                continue
-            _remove_any(into)
-            # Hard links within the layer stay hard links. Whiteouts may share an inode, too; each is made separately.
-            if status.st_nlink > 1 and not is_whiteout(status) and status.st_ino in links:
-                os.link(links[status.st_ino], into, follow_symlinks=False)
-                continue
-            links[status.st_ino] = into
-            _copy(Path(entry.path), into, status)
-    _copy_attributes(source, target)
-
-
-def _lay_directory(source: Path, into: Path, links: dict[int, Path]) -> None:
-    """Merge one directory, with the cases of overlayfs: new, merged, opaque, or instead of something else."""
-    below = None
-    with contextlib.suppress(FileNotFoundError):
-        below = into.lstat()
-    opaque = _opaque(source)
-    if below is not None and (opaque or not stat.S_ISDIR(below.st_mode)):
-        # A directory over a whiteout or a file hides what the layers below have there, so it becomes opaque.
-        opaque = True
-        _remove_any(into)
-        below = None
-    if below is None:
-        into.mkdir()
-    elif _opaque(into):
-        # The lower of the two was opaque already, so the merged directory is.
-        opaque = True
-    _lay_entries(source, into, links)
-    if opaque:
-        os.setxattr(into, OPAQUE, b"y")
-
-
-def _opaque(folder: Path) -> bool:
+def read_manifest(layer: Path, *, contents: bool) -> Manifest:
+    """Return the manifest of a layer's files; without contents, only its `stats` is of use."""
+    top = os.open(layer / "diff", _FOLDER)
     try:
-        return os.getxattr(folder, OPAQUE) == b"y"
-    except OSError:
-        return False
+        return manifest.of_tree(top, USER_MARKS, contents=contents)
+    finally:
+        os.close(top)
 
 
-def _copy(source: Path, target: Path, status: os.stat_result) -> None:
-    if stat.S_ISREG(status.st_mode):
-        with source.open("rb") as reading, target.open("xb") as writing:
-            # File systems with reflinks share the blocks instead of copying them.
-            # Without offsets both files advance, and 0 means the end of the file (copy_file_range(2)).
-            while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
-                pass
-    elif stat.S_ISLNK(status.st_mode):
-        # Path.readlink would normalize "./d/" to "d".
-        target.symlink_to(os.readlink(source))  # noqa: PTH115
-    else:
-        os.mknod(target, status.st_mode, status.st_rdev)
-    _copy_attributes(source, target)
-
-
-def _copy_attributes(source: Path, target: Path) -> None:
-    status = source.lstat()
-    # Owner before mode, because chown clears set-user-id bits (chown(2)).
-    os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
-    if not stat.S_ISLNK(status.st_mode):
-        target.chmod(stat.S_IMODE(status.st_mode))
-    for name in os.listxattr(source, follow_symlinks=False):
-        value = os.getxattr(source, name, follow_symlinks=False)
-        # Other attributes of overlayfs refer to the inode that a file was copied up from, which a copy does not have.
-        if name == OPAQUE or not name.startswith("user.overlay."):
-            os.setxattr(target, name, value, follow_symlinks=False)
-    # Last: entries that are made in a directory change its time.
-    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
-
-
-def _remove_any(path: Path) -> None:
+def _sync(name: str, flags: int, folder: int) -> None:
+    fd = os.open(name, flags | os.O_CLOEXEC, dir_fd=folder)
     try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return
-    if stat.S_ISDIR(status.st_mode):
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+        os.fsync(fd)
+    finally:
+        os.close(fd)

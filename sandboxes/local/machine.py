@@ -29,6 +29,7 @@ from sandboxes.ipc.fork_server import ForkServer
 from sandboxes.ipc.launch_messages import ForkSandbox
 from sandboxes.ipc.state_messages import Ready
 from sandboxes.linux.cgroups import Cgroups
+from sandboxes.local.layer_check import LayerCheck
 from sandboxes.local.layers import Layers
 from sandboxes.open_sandboxes import Holding
 from sandboxes.task_owner import TaskOwner
@@ -79,6 +80,7 @@ class Machine:
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
+        self.layer_check = LayerCheck(self.layers)
         # A random name: the groups of a killed instance may still exist while this one starts.
         self.cgroups = Cgroups(f"forkpoint-{secrets.token_hex(6)}")
         self.checkpointer = checkpointer

@@ -16,7 +16,7 @@ from sandboxes.driver import FrozenState
 from sandboxes.guest.files import delta
 from sandboxes.linux.files import remove_tree
 from sandboxes.local import layer_tar
-from sandboxes.local.layers import Layers, Upper
+from sandboxes.local.layers import LayerMeta, Layers, Upper, read_manifest
 from sandboxes.open_sandboxes import Holding
 from sandboxes.portability import NotPortableError
 
@@ -36,7 +36,7 @@ class LayerPorter:
 
     def pack(self, part: str) -> Iterator[bytes]:
         """Yield a layer's canonical tar, in pieces."""
-        return layer_tar.pack(self._layers.frozen / part, self._layers.meta(part))
+        return layer_tar.pack(self._layers.frozen / part, self._layers.table(part))
 
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":
@@ -65,19 +65,19 @@ class LayerUnpacking:
         # An upper, not a layer: until `freeze` renames it, a killed process leaves what `Layers.open` removes.
         upper = self._layers.allocate()
         try:
-            meta = self._unpacked(upper, data, sha256)
+            meta, table = self._unpacked(upper, data, sha256)
         except BaseException:
             remove_tree(upper.path)
             raise
         # Held before it exists as a layer: a collection may run in between.
         self._hold(upper.id)
-        self._names[name] = self._layers.freeze(upper, meta)
+        self._names[name] = self._layers.freeze(upper, meta, table)
 
-    def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> dict[str, Any]:
-        meta = layer_tar.unpack(data, upper.path)
+    def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
+        table = layer_tar.unpack(data, upper.path)
         # Packed again it must give the same bytes; see the docstring of the module.
         digest = hashlib.sha256()
-        for piece in layer_tar.pack(upper.path, meta):
+        for piece in layer_tar.pack(upper.path, table):
             digest.update(piece)
         if digest.hexdigest() != sha256:
             raise NotPortableError(
@@ -86,7 +86,7 @@ class LayerUnpacking:
         folder = os.open(upper.path / "diff", os.O_RDONLY | os.O_DIRECTORY)
         try:
             # Measured here, not taken from the file: budgets count it.
-            return {**meta, "size_bytes": delta.size_bytes(folder)}
+            return LayerMeta(delta.size_bytes(folder), read_manifest(upper.path, contents=True)), table
         finally:
             os.close(folder)
 

@@ -2,7 +2,7 @@
 
 Theory of operation. The sandbox's root is an overlay: an *upper*, which it writes to, on a stack of read-only layers.
 
-1. Sealing. After each call that wrote something, pid 1 pauses and reports its delta. The upper becomes a layer, and the
+1. Sealing. After each call that wrote something, pid 1 pauses and reports its rows. The upper becomes a layer, and the
    sandbox continues on a fresh upper (`_seal`). If the call's changes cancelled out, the upper is discarded instead.
    Both run in the background after the call has its result; the next call waits for them (`_settle`).
 2. Freezing without live processes then costs nothing: the stack of layers and the sessions' dumps *are* the state.
@@ -19,11 +19,12 @@ import contextlib
 import os
 import signal
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sandboxes.checkpointing import MappedFiles, changed_since_mapped
+from sandboxes.checkpointing import MappedFiles
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
+from sandboxes.guest.files.manifest import Manifest
 from sandboxes.host.defaults import ENVIRONMENT, RESERVE_BYTES
 from sandboxes.host.machine_sandbox import MachineSandbox
 from sandboxes.ipc.inherited import inherited
@@ -42,9 +43,12 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.bases import Base
-from sandboxes.local.layers import MAX_DEPTH, Upper, mergeable
+from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, mergeable
 from sandboxes.local.machine import Machine, Spare, ended
 from sandboxes.spec import EnvironmentSpec
+
+if TYPE_CHECKING:
+    from sandboxes.effects import StateDigest
 
 
 class LocalSandbox(MachineSandbox):
@@ -52,6 +56,7 @@ class LocalSandbox(MachineSandbox):
 
     Attributes:
         stack: Its layers, the topmost first.
+        begun_at: The digest of the state that it began at; None if processes ran.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class LocalSandbox(MachineSandbox):
         )  # fmt: skip
         self.stack = layers
         self._seals = seals
+        self.begun_at: StateDigest | None = None
         self._unkept: set[str] = set()
         self._held: tuple[str, ...] = ()
         self._sealed: LayerState | None = None
@@ -110,7 +116,7 @@ class LocalSandbox(MachineSandbox):
         """Give the spare its layers and its state; return when its shell is ready.
 
         Args:
-            state: The sessions, the delta, and what a checkpoint stored.
+            state: The sessions, and what a checkpoint stored.
             images: The checkpoint whose processes are restored in it; None starts fresh shells.
 
         Raises:
@@ -123,8 +129,11 @@ class LocalSandbox(MachineSandbox):
         cgroups.limit(self.id, memory_bytes=memory_bytes, pids=limits.pids)
         stack = replace(self._layer_stack(), root=self._lowers(self._root_layers))
         mounted = await self._machine.launcher.ask(MountLayers(stack))
+        tables, table = self._machine.layers.tables(self._new_layers())
+        given = [*mounted.fds, table]
         order = StartSandbox(
             binds=list(self._base.binds),
+            hidden=list(self._base.hidden) if self._base.binds else [],
             disk_bytes=limits.disk_mb << 20,
             # Without control groups of its own the sandbox limits itself, with rlimits.
             memory_bytes=None if cgroups.writable else memory_bytes,
@@ -138,31 +147,31 @@ class LocalSandbox(MachineSandbox):
             seals=self._seals,
             sessions=state["sessions"],
             pristine=state["pristine"],
-            delta=state["delta"],
             checkpoint=state["checkpoint"],
-            program=[],
+            criu_arguments=[],
         )
         try:
             if images is None:
-                answer = await self.link.ask(order, fds=mounted.fds)
+                answer = await self.link.ask(order, tables, given)
                 started, namespaces = answer.message, answer.fds
                 assert isinstance(started, SandboxStarted), "nothing is restored without a checkpoint"
             else:
                 # The order goes to pid 1 together with CRIU's program and descriptors. Pid 1 starts CRIU before it
                 # gives up its rights, and reports on `FinishRestore`, once CRIU has restored the processes.
-                async def start_criu(program: list[str], files: list[int]) -> None:
-                    await self.link.ask(replace(order, program=program), fds=[*mounted.fds, *files])
+                async def start_criu(arguments: list[str], files: list[int]) -> None:
+                    await self.link.ask(replace(order, criu_arguments=arguments), tables, [*given, *files])
 
                 await self._machine.checkpointer.restore(images, start_criu, inherited(state["checkpoint"]))
                 finished = await self.link.ask(FinishRestore())
                 started, namespaces = finished.message, finished.fds
         finally:
-            for fd in mounted.fds:
+            for fd in given:
                 os.close(fd)
         # The mount namespace of pid 1, for `_switch`. Pid 1 itself passes it: after this it is confined.
         self._namespace = namespaces[0]
         if started.shell_error is not None and not self.stack:
             raise SpecError(f"base {self._spec.base!r}: {started.shell_error}")
+        self.begun_at = started.state.digest
 
     def _new_layers(self) -> tuple[str, ...]:
         return self.stack[: len(self.stack) - len(self._root_layers)]
@@ -231,11 +240,11 @@ class LocalSandbox(MachineSandbox):
         if state is None:
             # Case 2: pid 1 pauses, and either reports its state or names the tree of live processes to dump.
             checkpoint = await self._machine.checkpointer.is_available()
-            paused = (await self.link.ask(Pause(root, checkpoint))).message
-            if isinstance(paused, ProcessTree):
+            paused = await self.link.ask(Pause(root, checkpoint))
+            if isinstance(paused.message, ProcessTree):
                 # Case 3: processes run.
-                return await self._checkpoint(paused.pid)
-            state = await self._on_new_layer(paused)
+                return await self._checkpoint(paused.message.pid)
+            state = await self._on_new_layer(paused.message, paused.body)
         added = self._keep_stack()
         return FrozenState("local", "files", self._payload(state, self.stack), added, state.state.digest, self.stack)
 
@@ -265,27 +274,27 @@ class LocalSandbox(MachineSandbox):
         states: list[LayerState] = []
         copies: list[Upper] = []
 
-        async def start_criu(program: list[str], files: list[int]) -> None:
+        async def start_criu(arguments: list[str], files: list[int]) -> None:
             assert self._process is not None
-            await self._machine.launcher.ask(RunCriu(program), [self._process, *files])
+            await self._machine.launcher.ask(RunCriu(arguments), [self._process, *files])
 
         async def copy_files(mapped: MappedFiles) -> None:
             # CRIU holds the agent's processes, but not pid 1, which therefore still answers.
-            state = (await self.link.ask(InspectHeld())).message
+            held = await self.link.ask(InspectHeld(list(mapped.values())))
+            state = held.message
+            if isinstance(state, NotFreezable):
+                raise NotFreezableError(state.reason)
             # A restore maps a file by its path. If a call has replaced the file since, the process would get other code
             # or data.
-            if (path := changed_since_mapped(mapped, state.delta)) is not None:
-                raise NotFreezableError(f"{path} may have been changed since it was mapped")
+            if state.differing:
+                raise NotFreezableError(f"{min(state.differing)} may have been changed since it was mapped")
             # A restore opens mapped files by path, so their names are stored with the checkpoint.
             states.append(replace(state, checkpoint={**(state.checkpoint or {}), "mapped": mapped}))
-            # CRIU may need several attempts; the copy of the attempt before is of another moment.
-            await asyncio.to_thread(layers.undo, copies)
-            copies.clear()
             if not state.empty:
                 copies.append(layers.allocate())
                 # Held before it exists as a layer: a collection may run between its making and the end of this freeze.
                 self._held = (copies[0].id,)
-                await asyncio.to_thread(self._copy_upper, copies[0], state)
+                await asyncio.to_thread(self._copy_upper, copies[0], state, held.body)
 
         checkpointer, layers = self._machine.checkpointer, self._machine.layers
         try:
@@ -304,12 +313,12 @@ class LocalSandbox(MachineSandbox):
         # Before any other await: a sandbox that is closed meanwhile deletes the layers that no frozen state has.
         added = self._keep_stack() + sum(map(layers.size_bytes, layer))
         added += await asyncio.to_thread(checkpointer.size_bytes, [images])
-        return FrozenState("local", "processes", payload, added, None, (*stack, images))
+        return FrozenState("local", "processes", payload, added, states[-1].state.digest, (*stack, images))
 
-    def _copy_upper(self, copy: Upper, state: LayerState) -> None:
+    def _copy_upper(self, copy: Upper, state: LayerState, table: bytes) -> None:
         """Make a layer of a copy of what the sandbox has written so far; it keeps writing to the original."""
         self._machine.layers.copy(self._upper, copy)
-        self._machine.layers.freeze(copy, {"delta": state.delta, "size_bytes": state.size_bytes})
+        self._machine.layers.freeze(copy, _meta(state), table)
 
     async def _seal(self) -> None:
         """Make a layer of what a call wrote, whether or not its state will be kept.
@@ -320,9 +329,10 @@ class LocalSandbox(MachineSandbox):
         """
         with contextlib.suppress(SandboxError, NotFreezableError):
             # The reported state is valid until the next call.
-            self._sealed = await self._on_new_layer((await self.link.next(LayerState, NotFreezable)).message)
+            paused = await self.link.next(LayerState, NotFreezable)
+            self._sealed = await self._on_new_layer(paused.message, paused.body)
 
-    async def _on_new_layer(self, paused: LayerState | NotFreezable) -> LayerState:
+    async def _on_new_layer(self, paused: LayerState | NotFreezable, table: bytes) -> LayerState:
         """Make a layer of the upper if anything was written; return the state.
 
         Raises:
@@ -332,20 +342,21 @@ class LocalSandbox(MachineSandbox):
             why = self._machine.checkpointer.unavailable_reason
             raise NotFreezableError(f"sandbox {self.id}: {paused.reason}{'; ' if why else ''}{why}")
         if not paused.empty:
-            await self._switch({"delta": paused.delta, "size_bytes": paused.size_bytes})
+            await self._switch(_meta(paused), table)
         return paused
 
     async def _discard_upper(self) -> None:
         """Replace an upper that differs in nothing from the layers below, as a restored sandbox has none."""
         with contextlib.suppress(SandboxError):
             await self.link.next(LayerState, NotFreezable)
-            await self._switch(None)
+            await self._switch(None, b"")
 
-    async def _switch(self, meta: dict[str, Any] | None) -> None:
+    async def _switch(self, meta: LayerMeta | None, table: bytes) -> None:
         """Move the sandbox to a fresh upper.
 
         Args:
             meta: What is stored with the old upper, which becomes a layer; None throws the old upper away.
+            table: The rows that the layer changes.
 
         Raises:
             SandboxError: The sandbox was closed, or died because the move failed halfway.
@@ -353,14 +364,14 @@ class LocalSandbox(MachineSandbox):
         async with self._switching:
             if self._namespace is None:
                 raise SandboxError(f"sandbox {self.id} was closed")
-            await self._switch_in(self._namespace, meta)
+            await self._switch_in(self._namespace, meta, table)
 
-    async def _switch_in(self, namespace: int, meta: dict[str, Any] | None) -> None:
+    async def _switch_in(self, namespace: int, meta: LayerMeta | None, table: bytes) -> None:
         layers, old = self._machine.layers, self._upper
         try:
             if meta is not None:
                 # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
-                frozen = layers.freeze(old, meta)
+                frozen = layers.freeze(old, meta, table)
                 self.stack = (frozen, *self.stack)
                 self._unkept.add(frozen)
                 await self._merge_when_deep()
@@ -373,11 +384,12 @@ class LocalSandbox(MachineSandbox):
             # The sandbox is half moved, so it cannot continue. Its frozen layers are complete.
             self.link.die(str(error))
             raise SandboxError(f"sandbox {self.id} could not be put on a new layer: {error}") from error
+        complete = layers.complete_table(() if meta is None else (old.id,))
         try:
-            added = 0 if meta is None else int(meta["size_bytes"])
-            await self.link.ask(LayersSwitched(added), fds=switched.fds)
+            added = 0 if meta is None else meta.size_bytes
+            await self.link.ask(LayersSwitched(added), fds=[*switched.fds, complete])
         finally:
-            for fd in switched.fds:
+            for fd in (*switched.fds, complete):
                 os.close(fd)
         # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
         gone = old.path if meta is None else layers.frozen / old.id / "work"
@@ -388,7 +400,7 @@ class LocalSandbox(MachineSandbox):
         above = self._new_layers()
         if len(above) <= MAX_DEPTH:
             return
-        run = tuple(mergeable(above, {layer: self._machine.layers.size_bytes(layer) for layer in above}))
+        run = tuple(mergeable(above, self._machine.layers.mergeable_sizes(above)))
         if run:
             upper = self._machine.layers.allocate()
             # Held before it exists as a layer: a collection may run in between.
@@ -423,3 +435,7 @@ class LocalSandbox(MachineSandbox):
         # No frozen state has these layers, so nothing else can refer to them.
         await asyncio.to_thread(self._machine.layers.drop, self._unkept)
         self.closed = True
+
+
+def _meta(state: LayerState) -> LayerMeta:
+    return LayerMeta(state.size_bytes, Manifest(state.manifest.stats, state.manifest.contents))

@@ -165,7 +165,7 @@ class PostgresSandbox:
         volatile = bool(fields.get("volatile")) and self._spec.volatile == "never"
         return Execution(
             ToolResult(200, "application/json", body), effect, float(fields["seconds"]), self._state(),
-            self._witness(), shareable=not (volatile or fields.get("timed_out")),
+            self._witness(), shareable=not (volatile or (fields.get("timed_out") and not self._spec.shares_timeouts)),
         )  # fmt: skip
 
     def _aborted(

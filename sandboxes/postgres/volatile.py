@@ -13,8 +13,11 @@ shared. PostgreSQL does not report such use, so the text is searched for names:
 import re
 from collections.abc import Mapping
 
-_PARENTHESIS = r"""(?:"|\s|/\*.*?\*/|--[^\n]*\n)*\("""
-"""What may stand between the name of a function and its arguments."""
+_PARENTHESIS = r"""["\s]*(?:\(|/\*|--)"""
+"""What follows the name of a function: its arguments, or a comment, behind which they may be.
+
+Comments nest, and an expression that looks behind them takes time that is exponential in their number.
+"""
 _FUNCTIONS = (
     "now clock_timestamp statement_timestamp transaction_timestamp timeofday age random random_normal gen_random_uuid "
     r"gen_random_bytes uuid_generate_\w+ uuidv7 pg_sleep\w* pg_relation_filepath inet_client_\w+ inet_server_\w+ "

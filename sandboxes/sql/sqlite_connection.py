@@ -24,9 +24,14 @@ _LIMITS = {
 _CHECK_EVERY = 2000
 """Virtual machine instructions between two checks of the deadline; they take some 20 us."""
 _PIECE = re.compile(
-    r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`|\[[^\]]*\]|--[^\n]*|/\*.*?(?:\*/|\Z)|;""", re.DOTALL
+    r"""'(?:[^']|'')*(?:'|\Z)|"(?:[^"]|"")*(?:"|\Z)|`(?:[^`]|``)*(?:`|\Z)|\[[^\]]*(?:\]|\Z)"""
+    r"""|--[^\n]*|/\*.*?(?:\*/|\Z)|;""",
+    re.DOTALL,
 )
-"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found."""
+"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found.
+
+One that is not closed ends with the statement: each opening character is looked at once, so the time is linear.
+"""
 
 
 class StatementGuard:

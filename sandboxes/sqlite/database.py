@@ -41,6 +41,20 @@ _OPEN_S = 60.0
 """Time limit in seconds for opening a fork, and for reading its list of changed pages."""
 
 
+def visible_digest(state: DatabaseState, witness: bytes = b"") -> bytes:
+    """Return the digest of a database's content and of all that later statements can see of earlier ones (pure)."""
+    visible = orjson.dumps([state.digest, list(state.counters), state.settings], option=orjson.OPT_SORT_KEYS)
+    return blake2b(visible + witness, digest_size=32).digest()
+
+
+def combined_digest(digests: Mapping[str, bytes]) -> bytes:
+    """Return the digest of several databases together, from the digest of each by its name (pure)."""
+    combined = blake2b(digest_size=32)
+    for name in sorted(digests):
+        combined.update(name.encode() + b"\0" + digests[name])
+    return combined.digest()
+
+
 class SandboxDatabase:
     """One database of a sandbox, and the session that its rollout has on it.
 
@@ -74,9 +88,7 @@ class SandboxDatabase:
 
     def digest(self) -> bytes:
         """Return the digest of the content and of all that later statements can see of earlier ones."""
-        state = self.state
-        visible = orjson.dumps([state.digest, list(state.counters), state.settings], option=orjson.OPT_SORT_KEYS)
-        return blake2b(visible + self.witness, digest_size=32).digest()
+        return visible_digest(self.state, self.witness)
 
     async def run(self, call: ToolCall) -> CallOutcome:
         """Run a call: on a shared worker if possible, else on the fork.

@@ -11,9 +11,12 @@ from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.sources import SourceRules
 from sandboxes.spec import Database, EnvironmentSpec
+from sandboxes.sql.sqlite_authorizer import SETTINGS
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
 from sandboxes.sqlite.database import SandboxDatabase
+from sandboxes.sqlite.portable_states import StatePorter
 from sandboxes.sqlite.sandbox import SqliteSandbox
 from sandboxes.sqlite.sources import Sources
 from sandboxes.sqlite.store import DatabaseState, SqliteStore
@@ -28,12 +31,13 @@ class SqliteDriver:
 
     name = "sqlite"
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, sources: SourceRules | None = None) -> None:
         self.data_dir = data_dir.resolve()
         self.store = SqliteStore(self.data_dir)
         self.worker_pool = WorkerPool("sqlite", self.data_dir)
-        self._sources = Sources(self.store, self.worker_pool)
+        self._sources = Sources(self.store, self.worker_pool, sources or SourceRules())
         self._sandboxes = OpenSandboxes[SqliteSandbox]()
+        self.porter = StatePorter(self.store, self._sandboxes.holding, frozenset(SETTINGS))
         self._ids = itertools.count(1)
         self._ownership = Ownership(self.data_dir)
 
@@ -63,7 +67,7 @@ class SqliteDriver:
             raise SpecError("this Python's SQLite hides its clock, so `volatile` cannot be frozen: use never or once.")
         digest = hashlib.blake2b(f"sqlite\0{VERSION}\0{sqlite3.sqlite_version}".encode(), digest_size=32)
         for name, database in sorted(spec.databases.items()):
-            part = await self._sources.part(_source(database))
+            part = await self._sources.part(_source(database), confined=spec.confined)
             digest.update(f"\0{name}\0{part}".encode())
         return digest.hexdigest()
 
@@ -72,7 +76,7 @@ class SqliteDriver:
         parts: dict[str, str] = {}
         with self._sandboxes.holding(parts.values()):
             for name, database in spec.databases.items():
-                parts[name] = await self._sources.part(_source(database))
+                parts[name] = await self._sources.part(_source(database), confined=spec.confined)
             return self._adopt(spec, {name: self.store.root(part) for name, part in parts.items()})
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> SqliteSandbox:

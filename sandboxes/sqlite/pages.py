@@ -80,6 +80,11 @@ def last_versions(wal: int, first: int, last: int, page_size: int) -> Mapping[in
     return offsets
 
 
+def changed_pages(saved: bytes) -> tuple[int, list[int]]:
+    """Return the number of pages of a database, and which of them differ from the root's, from what `save` returned."""
+    return int.from_bytes(saved[:4], "big"), [page for page, _ in _ENTRY.iter_unpack(saved[4:])]
+
+
 class Pages:
     """The pages of one database that differ from the root's.
 

@@ -1,13 +1,12 @@
 """A sandbox that consists of one or several SQLite databases."""
 
 import contextlib
-from hashlib import blake2b
 
 from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError
-from sandboxes.sqlite.database import SandboxDatabase
+from sandboxes.sqlite.database import SandboxDatabase, combined_digest
 
 
 class SqliteSandbox:
@@ -70,10 +69,7 @@ class SqliteSandbox:
 
     def _state(self) -> tuple[StateDigest | None, bytes | None]:
         """Return the digest of all databases together as the state, or, if a session is open, as the witness."""
-        digest = blake2b(digest_size=32)
-        for name in sorted(self._databases):
-            digest.update(name.encode() + b"\0" + self._databases[name].digest())
-        combined = digest.digest()
+        combined = combined_digest({name: database.digest() for name, database in self._databases.items()})
         if any(database.witness for database in self._databases.values()):
             return None, combined
         return StateDigest(combined, combined), None

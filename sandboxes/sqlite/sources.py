@@ -8,11 +8,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import orjson
 
 from sandboxes.errors import SandboxError, SpecError
+from sandboxes.linux.plain_files import open_plain
+from sandboxes.sources import SourceRules
 from sandboxes.sqlite.build import SCRIPT_S
 from sandboxes.sqlite.file_clone import best_copy
 from sandboxes.sqlite.store import SqliteStore
@@ -35,8 +38,8 @@ SourceStamp = list[list[str | int]]
 class Sources:
     """Maps each source to its root state, as long as the source's files do not change."""
 
-    def __init__(self, store: SqliteStore, worker_pool: WorkerPool) -> None:
-        self._store, self._worker_pool = store, worker_pool
+    def __init__(self, store: SqliteStore, worker_pool: WorkerPool, rules: SourceRules) -> None:
+        self._store, self._worker_pool, self._rules = store, worker_pool, rules
         self._file = store.folder / "sources.json"
         self._known: dict[str, tuple[SourceStamp, str]] = {}
         self._busy: dict[str, asyncio.Lock] = {}
@@ -46,8 +49,12 @@ class Sources:
         with contextlib.suppress(OSError, ValueError):
             self._known = {key: (stamp, part) for key, stamp, part in orjson.loads(self._file.read_bytes())}
 
-    async def part(self, source: str | Sequence[str]) -> str:
+    async def part(self, source: str | Sequence[str], *, confined: bool = False) -> str:
         """Return the name of a source's root state, and create the state if necessary. 0.1 ms if it exists.
+
+        Args:
+            source: What the spec names.
+            confined: Whether only allowed sources may be read.
 
         Raises:
             SpecError: The source is missing, damaged, or none of the three kinds.
@@ -57,7 +64,9 @@ class Sources:
         key = "\0".join(paths)
         async with self._busy.setdefault(key, asyncio.Lock()):
             try:
-                files = _files(paths)
+                for path in paths:
+                    self._rules.real(path, confined=confined)
+                files = [_SourceFile(path, self._rules, confined) for path in _files(paths)]
                 known = self._known.get(key)
                 if known is not None and known[0] == _stamp(files) and self._store.has(known[1]):
                     return known[1]
@@ -68,7 +77,7 @@ class Sources:
             await asyncio.to_thread(self._save)
             return part
 
-    async def _import(self, files: list[Path]) -> tuple[SourceStamp, str]:
+    async def _import(self, files: "list[_SourceFile]") -> tuple[SourceStamp, str]:
         folder = self._store.forks / f"source-{secrets.token_hex(8)}"
         folder.mkdir()
         try:
@@ -82,20 +91,22 @@ class Sources:
                     path.unlink()
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        raise SpecError(f"database source {files[0]} changes while it is read. End what writes to it, then PUT again.")
+        raise SpecError(
+            f"database source {files[0].path} changes while it is read. End what writes to it, then PUT again."
+        )
 
-    async def _build(self, files: list[Path], target: Path) -> None:
+    async def _build(self, files: "list[_SourceFile]", target: Path) -> None:
         first = files[0]
-        if first.suffix == ".csv":
+        if first.path.suffix == ".csv":
             for file in files:
-                data = await asyncio.to_thread(file.read_bytes)
-                await self._run(file, {"tool": "build_csv", "path": str(target), "table": file.stem}, data)
-        elif first.suffix == ".sql":
-            data = await asyncio.to_thread(first.read_bytes)
-            await self._run(first, {"tool": "build_script", "path": str(target)}, data)
+                request = {"tool": "build_csv", "path": str(target), "table": file.path.stem}
+                await self._run(file.path, request, await asyncio.to_thread(file.read))
+        elif first.path.suffix == ".sql":
+            data = await asyncio.to_thread(first.read)
+            await self._run(first.path, {"tool": "build_script", "path": str(target)}, data)
         else:
-            await asyncio.to_thread(_copy, first, target)
-            await self._run(first, {"tool": "build_file", "path": str(target)}, b"")
+            await asyncio.to_thread(first.copy_database, target)
+            await self._run(first.path, {"tool": "build_file", "path": str(target)}, b"")
 
     async def _run(self, source: Path, request: dict[str, str], data: bytes) -> None:
         """Build the database in a dedicated worker: a source may be anything, and must not harm this process."""
@@ -147,22 +158,50 @@ def _files(paths: list[str]) -> list[Path]:
     return files
 
 
-def _stamp(files: list[Path]) -> SourceStamp:
+@dataclass(frozen=True, slots=True)
+class _SourceFile:
+    """A file that a spec names. What may be read is checked each time it is opened: the path may be a new link."""
+
+    path: Path
+    rules: SourceRules
+    confined: bool
+
+    def real(self) -> str:
+        return self.rules.real(self.path, confined=self.confined)
+
+    def read(self) -> bytes:
+        with open_plain(self.real()) as path:
+            return path.read_bytes()
+
+    def copy_database(self, target: Path) -> None:
+        """Copy a database and its journals. SQLite is not run on the original, because it would leave files there."""
+        with open_plain(self.real()) as path:
+            best_copy(path, target)
+        for end in _JOURNALS:
+            journal = replace(self, path=self.path.with_name(self.path.name + end))
+            if journal.path.exists() and journal.path.stat().st_size:
+                with open_plain(journal.real()) as path:
+                    best_copy(path, target.with_name(target.name + end))
+
+
+def _stamp(files: list[_SourceFile]) -> SourceStamp:
     """Return a value that changes whenever a file or a journal beside it does."""
     stamp: SourceStamp = []
     for file in files:
-        for path in (file, *(file.with_name(file.name + end) for end in _JOURNALS)):
+        # A source that was read before is checked again too, because its state must not outlive its permission.
+        file.real()
+        for path in (file.path, *(file.path.with_name(file.path.name + end) for end in _JOURNALS)):
             try:
                 stat = path.stat()
             except FileNotFoundError:
-                if path is file:
+                if path is file.path:
                     raise
                 continue
             stamp.append([str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_ctime_ns])
     return stamp
 
 
-async def _settled(files: list[Path]) -> SourceStamp:
+async def _settled(files: list[_SourceFile]) -> SourceStamp:
     """Return the stamp of files once their times are old enough that the next change gives other times."""
     while True:
         stamp = _stamp(files)
@@ -170,15 +209,6 @@ async def _settled(files: list[Path]) -> SourceStamp:
         if not 0 <= age_ns < _TICK_NS:
             return stamp
         await asyncio.sleep(_TICK_NS / 1e9)
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a database and its journals. SQLite is not run on the original, because it would leave files there."""
-    best_copy(source, target)
-    for end in _JOURNALS:
-        journal = source.with_name(source.name + end)
-        if journal.exists() and journal.stat().st_size:
-            best_copy(journal, target.with_name(target.name + end))
 
 
 def _make_wal(database: Path) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ class SqliteStore:
         """Move a database file into a new root state."""
         folder = self._new()
         database.rename(folder / "db")
-        self._finish(folder, part, frames=0, size_bytes=(folder / "db").stat().st_size)
+        # A root state is named by its content and trusted after a loss of power: its bytes come before its name.
+        _sync(folder / "db")
+        self._finish(folder, part, frames=0, size_bytes=(folder / "db").stat().st_size, durable=True)
 
     def root(self, part: str) -> DatabaseState:
         """Return a root state by name."""
@@ -175,12 +178,41 @@ class SqliteStore:
         self._finish(folder, part, frames=kept.frames, size_bytes=added)
         return kept, added
 
+    def saved_pages(self, part: str) -> bytes | None:
+        """Return what `Pages.save` returned for a state; None for a root state."""
+        saved = self.states / part / "pages"
+        return saved.read_bytes() if saved.exists() else None
+
+    def frames(self, part: str) -> int:
+        """Return the length of a state's log in frames."""
+        return int(self._manifest(part)["frames"])
+
+    def adopt_over(self, root: str, build: Callable[[Path], tuple[int, bytes]]) -> str:
+        """Add a state that shares its database file with a root state, and return its name.
+
+        Args:
+            root: Name of the root state.
+            build: Writes the log beside the database file that it is given; returns the log's length in frames, and
+                what `Pages.save` returns for the state. If it fails, nothing stays.
+        """
+        folder, part = self._new(), f"s-{secrets.token_hex(12)}"
+        try:
+            self._clone(self.path(root), folder / "db")
+            frames, pages = build(folder / "db")
+            (folder / "pages").write_bytes(pages)
+            added = len(pages) + (wal_of(folder / "db").stat().st_size if frames else 0)
+            self._finish(folder, part, frames=frames, size_bytes=added)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return part
+
     def _new(self) -> Path:
         folder = self.states / f"new-{secrets.token_hex(8)}"
         folder.mkdir()
         return folder
 
-    def _finish(self, folder: Path, part: str, *, frames: int, size_bytes: int) -> None:
+    def _finish(self, folder: Path, part: str, *, frames: int, size_bytes: int, durable: bool = False) -> None:
         database = (folder / "db").stat()
         log_bytes = wal_of(folder / "db").stat().st_size if frames else 0
         manifest = {
@@ -190,6 +222,9 @@ class SqliteStore:
         }
         # Manifest last: a state without one is incomplete, and is deleted at the next start.
         (folder / "manifest.json").write_bytes(orjson.dumps(manifest))
+        if durable:
+            _sync(folder / "manifest.json")
+            _sync(folder)
         folder.rename(self.states / part)
 
     def _manifest(self, part: str) -> dict[str, Any]:
@@ -277,3 +312,12 @@ def _write_into(database: Path, log: Path, frames: int, page_size: int, pages: i
     finally:
         os.close(wal)
         os.close(target)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk (fsync(2))."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -121,5 +121,7 @@ class WorkerCalls:
         """Return the outcome of a call without an effect."""
         fields = answer.fields
         circumstantial = fields["kind"] in CIRCUMSTANTIAL and not fields["repeatable"]
+        if fields["kind"] == "timeout" and self._spec.shares_timeouts:
+            circumstantial = False
         volatile = fields["volatile"] and self._spec.volatile == "never"
         return CallOutcome(answer.body, seconds=fields["seconds"], shareable=not circumstantial and not volatile)

@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 
 from sandboxes.calls import ToolCall, ToolResult, content_type
-from sandboxes.errors import SandboxError
-from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
+from sandboxes.errors import SandboxError, ServerError
+from sandboxes.http_message import InvalidRequestError, of_tool_server, request_head
 from sandboxes.ipc.messages import ServerOrder
 from sandboxes.listener import Headers, Listener
 from sandboxes.spec import EnvironmentSpec
@@ -112,7 +112,10 @@ class Spool(Listener):
 
     async def head(self, status: int, headers: Headers) -> None:
         """Keep and pass on the status and the end-to-end headers."""
-        self._status, self._headers = status, end_to_end(headers)
+        if not 200 <= status <= 599:
+            # 101 would be the end of HTTP on the client's connection, which nobody asked for.
+            raise ServerError(f"the server answered with status {status}, which ends no request")
+        self._status, self._headers = status, of_tool_server(headers)
         # These responses have no body whatever their headers announce (RFC 9112, 6.3).
         self._bodiless = self._bodiless or status in (204, 304)
         if self._listener is not None:

@@ -26,6 +26,7 @@ from sandboxes.http_message import end_to_end
 from sandboxes.lean_imports import without
 from sandboxes.listener import Headers, Listener
 from sandboxes.server_spec import Upstream
+from sandboxes.sources import has_dot_segments
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import server_orders
 from sandboxes.tool_clients.server_orders import Spool
@@ -74,6 +75,9 @@ class HttpSandbox:
         server = self._spec.upstreams.get(call.endpoint)
         if server is None:
             return _refusal(404, f"this task has no endpoint {call.endpoint!r}")
+        if self._spec.confined and has_dot_segments(call.arguments["target"]):
+            # The allowed prefix of a confined spec holds for what the server makes of the target.
+            return _refusal(400, "the target has dot segments, which this task's upstream does not take")
         opens = call.arguments.get("session") == "opens" and server.mode == "replay"
         session = UpstreamSession() if opens else self._sessions.get(call.endpoint)
         if session is None and server.mode == "replay" and not _is_stateless(call) and call.arguments.get("session"):

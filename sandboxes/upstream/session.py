@@ -13,7 +13,7 @@ from http.cookies import CookieError, SimpleCookie
 import orjson
 
 from sandboxes.calls import ToolCall, ToolResult
-from sandboxes.json_paths import OUR_NAME, member, renamed
+from sandboxes.tool_clients.json_paths import OUR_NAME, member, renamed
 
 _LONG_NAME = 8
 """Length from which a server's own name for a session is replaced inside longer texts, too."""

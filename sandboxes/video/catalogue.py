@@ -12,6 +12,8 @@ from pathlib import Path
 import orjson
 
 from sandboxes.errors import SpecError
+from sandboxes.linux.plain_files import open_plain
+from sandboxes.sources import SourceRules
 from sandboxes.video.faults import VideoError
 from sandboxes.video_spec import VideoTools
 
@@ -36,8 +38,8 @@ class Catalogue:
 class Contents:
     """Remembers the SHA-256 of files for as long as they do not change."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, rules: SourceRules) -> None:
+        self._path, self.rules = path, rules
         self._known: dict[str, tuple[FileStamp, str]] = {}
         self._saving = threading.Lock()
         self._unsaved = False
@@ -67,17 +69,22 @@ class Contents:
                 partial.write_bytes(orjson.dumps([[path, *known] for path, known in list(self._known.items())]))
                 partial.replace(self._path)
 
-    def digest(self, path: Path) -> str:
-        """Return a file's digest; read the file if the digest is not known."""
+    def digest(self, path: Path, *, confined: bool) -> str:
+        """Return a file's digest; read the file if the digest is not known.
+
+        Args:
+            path: The file.
+            confined: Whether it must be among the allowed sources.
+        """
         known = self.known(path)
         if known is None:
             stamp = stamp_of(path)
-            known = _read(path, lambda _: None)
+            known = self._read(path, lambda _: None, confined=confined)
             if stamp == stamp_of(path):
                 self.learn(path, stamp, known)
         return known
 
-    def copy(self, path: Path, target: Path, max_bytes: int) -> str:
+    def copy(self, path: Path, target: Path, max_bytes: int, *, confined: bool) -> str:
         """Copy a file and return the digest of the copy.
 
         Raises:
@@ -91,11 +98,20 @@ class Contents:
                 f"this file has {stamp[2] >> 20} MB, and this task takes up to {max_bytes >> 20} MB (limits.disk_mb)",
             )
         with target.open("wb") as out:
-            digest = _read(path, out.write)
+            digest = self._read(path, out.write, confined=confined)
         if stamp == stamp_of(path):
             self.learn(path, stamp, digest)
             self.save()
         return digest
+
+    def _read(self, path: Path, write: Callable[[bytes], object], *, confined: bool) -> str:
+        digest = hashlib.sha256()
+        # The path may lead elsewhere than when the spec was checked.
+        with open_plain(self.rules.real(path, confined=confined)) as plain, plain.open("rb") as file:
+            while data := file.read(_CHUNK):
+                digest.update(data)
+                write(data)
+        return digest.hexdigest()
 
 
 def stamp_of(path: Path) -> FileStamp:
@@ -104,16 +120,7 @@ def stamp_of(path: Path) -> FileStamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _read(path: Path, write: Callable[[bytes], object]) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK):
-            digest.update(data)
-            write(data)
-    return digest.hexdigest()
-
-
-async def catalogue_of(video: VideoTools, contents: Contents) -> Catalogue:
+async def catalogue_of(video: VideoTools, contents: Contents, *, confined: bool) -> Catalogue:
     """Return the videos of a task.
 
     Files that are named one by one count by their content, so that tasks with equal videos share a tree. The files of a
@@ -123,19 +130,26 @@ async def catalogue_of(video: VideoTools, contents: Contents) -> Catalogue:
         SpecError: A file does not exist or cannot be read.
     """
     try:
-        return await asyncio.to_thread(_catalogue, video, contents)
+        return await asyncio.to_thread(_catalogue, video, contents, confined=confined)
     except OSError as error:
         raise SpecError(f"video source {error.filename}: {error.strerror}") from error
 
 
-def _catalogue(video: VideoTools, contents: Contents) -> Catalogue:
+def _catalogue(video: VideoTools, contents: Contents, *, confined: bool) -> Catalogue:
     if isinstance(video.source, str) and Path(video.source).is_dir():
-        files = _listed(Path(video.source))
+        folder = Path(contents.rules.real(video.source, confined=confined))
+        files = _listed(folder)
+        for path in files.values():
+            # Other entries of an allowed directory need no look of their own.
+            if path.is_symlink():
+                contents.rules.real(path, confined=confined)
         entries = [[name, *stamp_of(path)[2:]] for name, path in files.items()]
     else:
         named = {Path(video.source).name: video.source} if isinstance(video.source, str) else video.source
         files = {name: Path(path) for name, path in sorted(named.items())}
-        entries = [[name, contents.digest(path)] for name, path in files.items()]
+        for path in files.values():
+            contents.rules.real(path, confined=confined)
+        entries = [[name, contents.digest(path, confined=confined)] for name, path in files.items()]
         contents.save()
     return Catalogue(files, hashlib.blake2b(orjson.dumps(entries), digest_size=32).hexdigest())
 

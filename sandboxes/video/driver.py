@@ -13,6 +13,7 @@ from sandboxes.driver import FrozenState
 from sandboxes.errors import SpecError
 from sandboxes.linux.dir_lock import Ownership
 from sandboxes.open_sandboxes import OpenSandboxes
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video.catalogue import Catalogue, Contents, catalogue_of
@@ -23,7 +24,7 @@ from sandboxes.video.sandbox import LoadedVideos, VideoSandbox
 from sandboxes.video.store import VideoStore
 from sandboxes.workers.pool import WorkerPool
 
-VERSION = 1
+VERSION = 2
 """Version of the driver, part of every identity. Raise it when equal calls would give other results or digests."""
 _ENGINE_MODULE = "sandboxes.video.worker_engine"
 
@@ -33,14 +34,14 @@ class VideoDriver:
 
     name = "video"
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, sources: SourceRules | None = None) -> None:
         self.data_dir = data_dir.resolve()
         self.store = VideoStore(self.data_dir)
         self.worker_pool = WorkerPool(_ENGINE_MODULE, self.data_dir)
         self.jobs = PreprocessJobs()
         self._memo = AnswerMemo(self.data_dir / "models.sqlite")
         self.models = ModelClient(self._memo)
-        self._contents = Contents(self.data_dir / "contents.json")
+        self._contents = Contents(self.data_dir / "contents.json", sources or SourceRules())
         self.pipeline = self._pipeline(self.store)
         self._sandboxes = OpenSandboxes[VideoSandbox]()
         self._ids = itertools.count(1)
@@ -134,7 +135,7 @@ class VideoDriver:
     async def _catalogue(self, spec: EnvironmentSpec) -> Catalogue:
         if spec.video is None:
             raise SpecError("driver 'video' needs `video`. See docs/video.md.")
-        return await catalogue_of(spec.video, self._contents)
+        return await catalogue_of(spec.video, self._contents, confined=spec.confined)
 
     def _pipeline(self, store: VideoStore, *, fresh: bool = False) -> Pipeline:
         return Pipeline(store, self.worker_pool, self._contents, self.models, self.jobs, fresh=fresh)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from sandboxes.video import decode, images, index, measurements, ranking, video_file
 from sandboxes.video.faults import VideoError
 
-VERSION = 1
+VERSION = 2
 """Version of the pass, part of the name of every measurement. Raise it when equal videos would give other files."""
 _PROGRESS_PICTURES = 60
 """How many pictures lie between two reports of progress."""
@@ -102,8 +102,8 @@ class MeasuringPass:
     # -- pictures ----------------------------------------------------------------------------------------------------
 
     def _pictures(self) -> Iterator[PassProgress]:
-        with video_file.opened(self._source) as source, (self._folder / "frames.bin").open("wb") as out:
-            video, before = decode.VideoFile(source), None
+        with decode.VideoFile(self._source) as video, (self._folder / "frames.bin").open("wb") as out:
+            before: NDArray[np.uint8] | None = None
             for picture in video.all():
                 small = video.small(picture)
                 difference = 0.0 if before is None else measurements.difference(before, small)

@@ -159,7 +159,9 @@ class Pipeline:
         folder = self.store.new()
         try:
             max_bytes = spec.limits.disk_mb << 20
-            digest = await asyncio.to_thread(self._contents.copy, source, folder / VIDEO, max_bytes)
+            digest = await asyncio.to_thread(
+                self._contents.copy, source, folder / VIDEO, max_bytes, confined=spec.confined
+            )
             part = part_name("v", digest)
             if not self.store.has(part):
                 request = {"tool": "probe", "path": str(folder / VIDEO), "max_duration_s": spec.video.max_duration_s}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from sandboxes.video import decode, images, measurements, ranking, video_file
+from sandboxes.video import decode, images, measurements, ranking
 from sandboxes.video.faults import VideoError
 from sandboxes.video.index import Index
 
@@ -115,8 +115,7 @@ def _pictures(
         kept = loaded.index.kept
         numbers = [loaded.index.kept_at(t) for t in times]
         return [(kept[n], images.converted(loaded.index.jpeg(n), form, max_side)) for n in numbers]
-    with video_file.opened(loaded.path) as source:
-        video = decode.VideoFile(source)
+    with decode.VideoFile(loaded.path) as video:
 
         def drawn(picture: decode.Picture) -> tuple[float, bytes]:
             return picture.t, images.encoded(video.image(picture, max_side), form)
@@ -186,7 +185,9 @@ def contact_sheet(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 def video_info(loaded: Loaded, _arguments: Arguments) -> ToolOutput:
     """Return the properties of the video."""
     prepared = loaded.index is not None
-    members: dict[str, Any] = {**loaded.info, "preprocessed": prepared, "model": loaded.model}
+    # Whether seeks can be trusted concerns the decoder only.
+    shown = {name: value for name, value in loaded.info.items() if name != "seekable"}
+    members: dict[str, Any] = {**shown, "preprocessed": prepared, "model": loaded.model}
     if loaded.index is not None:
         members |= {"segments": len(loaded.index.segments), "shots": len(loaded.index.shots)}
     return _json(members)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,14 @@ from sandboxes.video.faults import VideoError
 
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,mxf,gif,h264,hevc,ivf,nut"
 """FFmpeg's names of the container formats that are opened."""
+_UNSTAMPED = frozenset({"mpeg"})
+"""Containers whose packets have times only now and then. After a seek, the library guesses other times for the pictures
+in between than it does from the beginning, by a whole picture or a half."""
 _MAX_PIXELS = 8192 * 4608
 """Largest picture that is decoded. One in RGB takes 113 MB."""
+_MAX_ASPECT = 10
+"""Largest ratio of a pixel's sides that is believed. Real ones lie between 1/3 and 3; a false one would leave a picture
+of two pixels' width."""
 _LARGE_PIXELS = 1280 * 720
 """Pictures above this size are decoded by several threads."""
 
@@ -75,7 +82,25 @@ def pictures_of(container: InputContainer) -> av.VideoStream:
     context.options = {"max_pixels": str(_MAX_PIXELS)}
     # The number of threads does not change the pictures. For small pictures, threads cost more than they save.
     context.thread_count = 4 if (context.width or 0) * (context.height or 0) > _LARGE_PIXELS else 1
+    if not has_presentation_times(container):
+        # Threads that decode one picture each would say of another packet that it completed the picture.
+        context.thread_type = "SLICE"
     return stream
+
+
+def sample_aspect(stream: av.VideoStream) -> Fraction:
+    """Return how much wider than high a pixel is shown. It is 1 where the file does not say it, or says nonsense."""
+    try:
+        aspect = stream.sample_aspect_ratio
+    # Hostile headers have zeros and numbers that no fraction takes.
+    except (ZeroDivisionError, ValueError, OverflowError):
+        aspect = None
+    return Fraction(aspect) if aspect is not None and 1 / _MAX_ASPECT <= aspect <= _MAX_ASPECT else Fraction(1)
+
+
+def has_presentation_times(container: InputContainer) -> bool:
+    """Return whether a container says when a picture is shown; AVI says only in which order packets are decoded."""
+    return container.format.name != "avi"
 
 
 def decoded_frames(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
@@ -107,6 +132,8 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
     Raises:
         VideoError: `not-a-video`, `codec`, `empty`, `damaged`, `truncated` or `limit`.
     """
+    if not path.stat().st_size:
+        raise VideoError("empty", "the file has 0 bytes")
     with opened(path) as container:
         stream = pictures_of(container)
         claimed = (container.duration or 0) / 1_000_000
@@ -114,7 +141,7 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
         summary = _read_packets(container, stream, max_duration_s)
         if not summary.frames:
             raise VideoError("empty", "the video has no pictures: 0 frames")
-        _not_cut_off(claimed, stream.frames, summary)
+        _not_cut_off(claimed, stream, summary)
         length = summary.end_s - summary.start_s
     with opened(path) as container:
         stream = pictures_of(container)
@@ -128,7 +155,9 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
             "fps": round(float(stream.average_rate or 0), 3) or round(summary.frames / length, 3),
             "width": first.width,
             "height": first.height,
+            "sample_aspect": float(sample_aspect(stream)),
             "rotation": int(first.rotation) % 360,
+            "seekable": summary.seekable,
             "codec": stream.codec_context.name,
             "pixel_format": first.format.name,
             "container": container.format.name,
@@ -155,6 +184,10 @@ class _PacketSummary:
         end_s: When the last picture ends.
         first_s: When the first packet of any stream begins.
         last_s: When the last packet of any stream begins.
+        latest_s: The latest time at which a picture begins.
+        seekable: Whether a seek leads to pictures with the times that they have when the file is read from the
+            beginning. Each packet of a picture says its own time and place; and each key picture is shown after
+            everything before it, so times never go back.
     """
 
     frames: int = 0
@@ -163,11 +196,23 @@ class _PacketSummary:
     end_s: float = -math.inf
     first_s: float = math.inf
     last_s: float = -math.inf
+    latest_s: float = -math.inf
+    seekable: bool = True
+
+    def add_picture(self, packet: "av.Packet[av.stream.Stream]", begins: float, ends: float, *, trusted: bool) -> None:
+        """Count a packet of a picture; trusted: whether it says its time and place itself."""
+        self.frames += 1
+        self.key_frames += packet.is_keyframe
+        # `end_s` may be the end of a picture, so the beginnings are compared.
+        self.seekable &= trusted and not (packet.is_keyframe and begins <= self.latest_s)
+        self.latest_s = max(self.latest_s, begins)
+        self.start_s, self.end_s = min(self.start_s, begins), max(self.end_s, ends)
 
 
 def _read_packets(container: InputContainer, stream: av.VideoStream, max_duration_s: float) -> _PacketSummary:
     summary = _PacketSummary()
     lasts = 1 / float(stream.average_rate) if stream.average_rate else 0.04
+    has_times, is_stamped = has_presentation_times(container), container.format.name not in _UNSTAMPED
     try:
         for packet in container.demux():
             if not packet.size:
@@ -178,12 +223,10 @@ def _read_packets(container: InputContainer, stream: av.VideoStream, max_duratio
             ends = begins + float(packet.duration or 0) * base
             summary.first_s, summary.last_s = min(summary.first_s, begins), max(summary.last_s, ends)
             if packet.stream_index == stream.index:
-                summary.frames += 1
-                summary.key_frames += packet.is_keyframe
-                summary.start_s, summary.end_s = (
-                    min(summary.start_s, begins),
-                    max(summary.end_s, ends, begins + lasts / 2),
-                )
+                trusted = is_stamped and packet.pts is not None and packet.pos is not None
+                # Without presentation times, a seek is right only if pictures are decoded in the order of presentation.
+                trusted = trusted and (has_times or packet.pts == packet.dts)
+                summary.add_picture(packet, begins, max(ends, begins + lasts / 2), trusted=trusted)
                 _require_duration(summary.end_s - summary.start_s, max_duration_s)
     except av.error.FFmpegError as error:
         raise_if_out_of_memory(error)
@@ -193,13 +236,18 @@ def _read_packets(container: InputContainer, stream: av.VideoStream, max_duratio
     return summary
 
 
-def _not_cut_off(claimed_s: float, claimed_frames: int, summary: _PacketSummary) -> None:
+def _not_cut_off(claimed_s: float, stream: av.VideoStream, summary: _PacketSummary) -> None:
     """Raise an error if a file holds clearly less than its header says. Some headers say nothing, or too little."""
     length = summary.last_s - min(summary.first_s, 0.0)
     if claimed_s - length > max(_EARLY_S, _EARLY_SHARE * claimed_s):
         raise VideoError("truncated", f"the file ends after {length:.1f} s, but its header says {claimed_s:.1f} s")
-    if summary.frames < (1 - _EARLY_SHARE) * claimed_frames - 2:
-        raise VideoError("truncated", f"the file has {summary.frames} pictures, but its header says {claimed_frames}")
+    # Headers of AVI count a picture for each interval of the rate, also where none is stored. So fewer pictures alone
+    # are no sign; they must also end before that many would. Headers of IVF count units of time instead of pictures.
+    claimed_frames = 0 if stream.container.format.name == "ivf" else stream.frames
+    expected = (1 - _EARLY_SHARE) * claimed_frames - 2
+    ends_s = summary.end_s - min(summary.start_s, 0.0)
+    if summary.frames < expected and ends_s * float(stream.average_rate or 1) < expected:
+        raise VideoError("truncated", f"the file has {summary.frames} pictures, but its header says {stream.frames}")
 
 
 def _audio_of(container: InputContainer) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """CRIU's program: finds it, makes a copy that is safe to run inside a sandbox, and probes the kernel once.
 
 CRIU runs inside a sandbox's namespaces, where an agent may have put anything into the file system
-(docs/decisions/0011-criu-inside.md). It must load nothing from there:
+(docs/decisions/0011-criu-inside.md). So it starts with a directory as its root that holds the program, its libraries
+and nothing else of the host. It must load nothing from the sandbox:
 
 - No configuration file and no plug-in: `ARGUMENTS` turn the first off, and look for the second in /dev.
 - No other program: CRIU's search path is an empty directory (`criu_launch`).
@@ -15,7 +16,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.ipc.inherited import KERNEL_FD, SOCKET_FD
+from sandboxes.ipc.inherited import FEATURES, KERNEL_FD, LIBRARIES, PROGRAM, SOCKET_FD
+from sandboxes.linux.files import remove_tree
 
 ARGUMENTS = ("criu", "--no-default-config", "--libdir", "/dev", "swrk", str(SOCKET_FD))
 """CRIU's arguments: serve one client on an inherited socket ("swrk", service worker)."""
@@ -42,19 +44,17 @@ class CriuBinary:
     """A CRIU that is ready to run in sandboxes.
 
     Attributes:
-        program: Our copy of the program.
-        kernel: Its cache of this kernel's features.
+        root: The directory with our copy of the program, its libraries and its cache of this kernel's features.
     """
 
-    program: Path
-    kernel: Path
+    root: Path
 
     @classmethod
     def prepare(cls, directory: Path, criu: Path | None = None) -> "CriuBinary":
-        """Copy the machine's CRIU into a directory, and probe the kernel with it. Blocking: 0.1 s.
+        """Copy the machine's CRIU into a directory, and probe the kernel with it. Blocking: 0.2 s.
 
         Args:
-            directory: Where to put the copy and the cache; made if missing.
+            directory: Where to put the copy, its libraries and the cache; made anew.
             criu: The program to copy; None looks for an installed one.
 
         Raises:
@@ -76,15 +76,16 @@ class CriuBinary:
                 # A distribution's old CRIU may be installed beside a newer one that works.
                 if path == installed[-1]:
                     raise
-        directory.mkdir(parents=True, exist_ok=True)
-        binary = cls(directory / "criu", directory / "kernel")
-        # A kill -9 here leaves half a program. The next process prepares both files again before its first use.
-        binary.program.write_bytes(program)
-        # Only root may read or run it. The launch reaches it through a descriptor of the host's root, which no process
-        # of the agent has.
-        binary.program.chmod(0o700)
-        binary.kernel.write_bytes(features)
-        return binary
+        # A kill -9 here leaves half a program. The next process prepares everything again before its first use.
+        if directory.exists():
+            remove_tree(directory)
+        # Only root may look into it. The launch reaches it through a descriptor, which no process of the agent has.
+        directory.mkdir(parents=True, mode=0o700)
+        (directory / PROGRAM).write_bytes(program)
+        (directory / PROGRAM).chmod(0o700)
+        (directory / FEATURES).write_bytes(features)
+        _copy_libraries(path, directory)
+        return cls(directory)
 
 
 def _patched(criu: Path) -> bytes:
@@ -94,6 +95,29 @@ def _patched(criu: Path) -> bytes:
         raise CriuMissingError(f"{criu} is an unknown build of CRIU: it does not keep its kernel cache in /run")
     # Exactly one place, checked above: a second one would still read /run of the sandbox, which the agent controls.
     return program.replace(_CACHE_PATH, _CACHE_FD_PATH)
+
+
+def _copy_libraries(criu: Path, directory: Path) -> None:
+    """Copy what the loader would load for a program: its libraries, and the loader itself under its own path.
+
+    Raises:
+        CriuMissingError: They cannot be listed.
+    """
+    (directory / LIBRARIES).mkdir(parents=True)
+    try:
+        listed = subprocess.run(["ldd", str(criu)], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)  # noqa: S603, S607
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CriuMissingError(f"the libraries of {criu} cannot be listed: {error}") from error
+    for line in listed.stdout.splitlines():
+        name, arrow, rest = line.strip().partition(" => ")
+        source = Path((rest if arrow else name).split(" (")[0])
+        # The kernel reads the loader's path from the program; the loader is told where the libraries are.
+        target = directory / LIBRARIES / name if arrow else directory / str(source).lstrip("/")
+        # The first line is the kernel's own code, which is no file (vdso(7)).
+        if source.is_absolute():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            target.chmod(0o700)
 
 
 def _probe_kernel(criu: Path) -> bytes:

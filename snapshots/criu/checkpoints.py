@@ -1,11 +1,16 @@
 """The checkpointer of the product: CRIU images on disk, one directory for each checkpoint.
 
 CRIU has to run inside the sandbox's namespaces, and the proxy is outside. One operation therefore involves three
-processes: the proxy, a fork on the sandbox's side that enters the namespaces, and CRIU. `_operation` has the steps.
+processes: the proxy, a fork on the sandbox's side that enters the namespaces (the operator), and CRIU. `_operation` has
+the steps.
 
-A dump has to be consistent with the sandbox's files. CRIU freezes the processes, writes the images, and sends the
-notification `post-dump` before it lets them run on. `on_frozen` runs at this notification, so files and memory are of
-the same moment.
+CRIU pauses three times for us, with a notification each:
+
+1. `query-ext-files`: it has frozen the processes of a dump and looked nothing up yet. The operator looks at all names
+   that they hold, and lists the mapped files that CRIU cannot open by itself.
+2. `post-dump`: the images of a dump are written. `on_frozen` copies the sandbox's files, so files and memory are of the
+   same moment. Then the processes run on.
+3. `pre-resume`: a restore is done but for letting the processes run. The operator lets them follow links again.
 """
 
 import asyncio
@@ -18,11 +23,13 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
-from sandboxes.ipc.launch_messages import CriuStarted
+from sandboxes.ipc.launch_messages import CriuStarted, FollowLinks, InspectNames, NamesRefused
+from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
+from snapshots.criu import image_digest
 from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
 
@@ -32,18 +39,8 @@ START_S = 10.0
 The value is an estimate.
 """
 
-MAX_ATTEMPTS = 8
-"""Limits the attempts of one dump. Processes that keep starting programs can map an unlisted file in each of them.
-
-The value is an estimate.
-"""
-
-_UNKNOWN_FILE = "Can't lookup mount="
-"""How CRIU's log reports a mapped file whose mount no namespace lists (see `criu_launch.mapped_from_below`)."""
-
-
-class _UnknownMappingError(NotFreezableError):
-    """CRIU met a mapped file that its request did not list."""
+_LAST_PID = "/proc/sys/kernel/ns_last_pid"
+"""The file that says which pid comes next. The sandbox's own is read-only."""
 
 
 class CriuCheckpointer:
@@ -101,20 +98,7 @@ class CriuCheckpointer:
     # -- dump and restore --------------------------------------------------------------------------------------------
 
     async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
-        """Save a process tree, which runs on, and return the name of its images; at most `MAX_ATTEMPTS` attempts."""
-        # Mapped files that CRIU cannot name are listed before it freezes the processes. A process that starts a
-        # program in between maps a file that is not in the list, and CRIU gives up. Every attempt adds what it listed,
-        # so the list grows until it covers all programs that the sandbox keeps starting.
-        mapped: MappedFiles = {}
-        for _ in range(MAX_ATTEMPTS - 1):
-            try:
-                return await self._dump_once(start, root_pid, on_frozen, mapped)
-            except _UnknownMappingError:
-                continue
-        return await self._dump_once(start, root_pid, on_frozen, mapped)
-
-    async def _dump_once(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, mapped: MappedFiles) -> str:
-        """Save a process tree in one attempt, which adds the mapped files that it listed to `mapped`."""
+        """Save a process tree, which runs on, and return the name of its images."""
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
         # Hidden from `names` until the end, so that no collection deletes it and no restore uses it.
@@ -124,26 +108,31 @@ class CriuCheckpointer:
         images.chmod(0o700)
         was_frozen = False
         try:
-            async with self._operation(images, start) as (criu, listed):
-                mapped |= listed
+            async with self._operation(images, start, restores=False) as (criu, operator):
+                mapped: MappedFiles = {}
+
+                async def inspect() -> MappedFiles:
+                    mapped.update(await _inspected(operator))
+                    return mapped
 
                 async def run_hook() -> None:
                     nonlocal was_frozen
                     await on_frozen(dict(mapped))
                     was_frozen = True
 
-                await criu.dump(root_pid, images, run_hook, external=mapped)
+                await criu.dump(root_pid, inspect, run_hook)
             # Without the hook there is no copy of the files, so these images would be restored on other files.
             if not was_frozen:
                 raise NotFreezableError("CRIU ended without a notification that the processes were frozen")  # noqa: TRY301
+            # The processes run on meanwhile.
+            await asyncio.to_thread(image_digest.seal, images)
         except BaseException as error:
             # Whatever the error is, including cancellation: incomplete images are of no use.
             await asyncio.to_thread(remove_tree, images)
             if isinstance(error, CriuError):
                 # This process tree cannot be dumped; the sandbox is unharmed.
-                kind = _UnknownMappingError if _UNKNOWN_FILE in str(error) else NotFreezableError
-                raise kind(f"CRIU: {error}") from error
-            if isinstance(error, ChannelClosedError | TimeoutError | OSError):
+                raise NotFreezableError(f"CRIU: {error}") from error
+            if isinstance(error, ChannelClosedError | PeerFailedError | TimeoutError | OSError):
                 # CRIU never ran: the fault is the sandbox's or the machine's.
                 raise SandboxError(f"CRIU could not be started: {error}") from error
             raise
@@ -156,48 +145,62 @@ class CriuCheckpointer:
         if not await self.is_available():
             raise SandboxError(f"processes cannot be restored: {self.unavailable_reason}")
         images = self._directory / name
+        # Before CRIU reads a byte: damaged images could become any state.
+        if not await asyncio.to_thread(image_digest.is_whole, images):
+            raise StateGoneError(f"the images of checkpoint {name} are damaged or missing")
         # An OSError here would be a defect of ours, so it is not turned into a SandboxError.
         try:
-            async with self._operation(images, start) as (criu, _):
+            async with self._operation(images, start, restores=True) as (criu, operator):
+
+                async def run_hook() -> None:
+                    await operator.ask(FollowLinks())
+
                 # criu_launch puts the inherited descriptors at INHERITED_FD and following, in the order of the names.
-                await criu.restore(images, {key: INHERITED_FD + index for index, key in enumerate(inherited)})
-        except (CriuError, ChannelClosedError, TimeoutError) as error:
+                await criu.restore({key: INHERITED_FD + index for index, key in enumerate(inherited)}, run_hook)
+        except (CriuError, ChannelClosedError, PeerFailedError, TimeoutError) as error:
             raise SandboxError(f"processes could not be restored: {error}") from error
 
     @contextlib.asynccontextmanager
     async def _operation(
-        self, images: Path, start: ProgramStarter
-    ) -> AsyncIterator[tuple[CriuConversation, MappedFiles]]:
+        self, images: Path, start: ProgramStarter, *, restores: bool
+    ) -> AsyncIterator[tuple[CriuConversation, Channel]]:
         """Run CRIU for one operation; on exit, CRIU and the process that started it are gone.
 
         Yields:
-            The conversation with CRIU, and the mapped files that a dump has to list.
+            The conversation with CRIU, and the channel to its operator.
         """
         assert self._binary is not None, "callers check is_available first"
         # 1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the
         # descriptors into the sandbox (`ProgramStarter`). The sandbox's side forks, enters the namespaces and starts
         # CRIU (`sandboxes.guest.criu_launch`).
         near, far = socket.socketpair()
-        reply = Channel(near)
-        # The order is that of `criu_launch.operate`: reply socket, host root, images, kernel features.
-        fds = [far.detach()]
+        operator = Channel(near)
+        fds: list[int] = []
         try:
-            fds.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
-            fds.append(os.open(images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            fds.append(os.open(self._binary.kernel, os.O_RDONLY | os.O_CLOEXEC))
-            await start([str(self._binary.program), *ARGUMENTS], fds)
+            if restores:
+                fds.append(os.open(_LAST_PID, os.O_WRONLY | os.O_CLOEXEC))
+            # From here on the order is that of `criu_launch.CriuFiles`.
+            reply = far.detach()
+            fds.append(reply)
+            fds.append(kernel.clone_mount(str(self._binary.root), kernel.SEALED))
+            # A restore writes no image, so nothing that it does can change what it restores.
+            kept = kernel.SEALED & ~kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOEXEC
+            fds.append(kernel.clone_mount(str(images), kept if not restores else kept | kernel.MOUNT_ATTR_RDONLY))
+            log = os.memfd_create("criu.log", os.MFD_CLOEXEC)
+            fds.append(log)
+            await start(list(ARGUMENTS), fds)
             # Close our copy of the far end: only CRIU's parent holds one now, so its exit closes the socket.
-            os.close(fds.pop(0))
+            fds.remove(reply)
+            os.close(reply)
             async with asyncio.timeout(START_S):
                 try:
-                    # 2. The fork replies once, with the descriptor of CRIU's RPC socket, and for a dump with the mapped
-                    # files.
-                    started = await reply.next(CriuStarted)
+                    # 2. The fork replies once, with the descriptor of CRIU's RPC socket.
+                    started = await operator.next(CriuStarted)
                 except PeerFailedError as error:
                     raise CriuError(str(error)) from error
-            criu = CriuConversation(socket.socket(fileno=started.fds[0]), outer_session=self._outer_session)
+            criu = CriuConversation(socket.socket(fileno=started.fds[0]), log, outer_session=self._outer_session)
             try:
-                yield criu, started.message.mapped
+                yield criu, operator
             finally:
                 # 3. The proxy has talked to CRIU over that socket (`snapshots.criu.rpc`). CRIU exits when it closes,
                 # and the fork with it. The fork's copy of the far end then closes, so the proxy sees that both are
@@ -207,11 +210,28 @@ class CriuCheckpointer:
                 # sandbox's own end, which kills everything in its namespaces.
                 with contextlib.suppress(ChannelClosedError, TimeoutError):
                     async with asyncio.timeout(START_S):
-                        await reply.receive()
+                        await operator.receive()
         finally:
-            for fd in fds:
-                os.close(fd)
-            reply.close()
+            # In a thread that nobody waits for, because the detached mounts are unmounted by this.
+            asyncio.get_running_loop().run_in_executor(None, _close, fds)
+            operator.close()
+
+
+async def _inspected(operator: Channel) -> MappedFiles:
+    """Have the operator look at the names that frozen processes hold; return the files that CRIU cannot open itself.
+
+    Raises:
+        NotFreezableError: A name could lead CRIU astray.
+    """
+    answer = (await operator.ask(InspectNames())).message
+    if isinstance(answer, NamesRefused):
+        raise NotFreezableError(answer.reason)
+    return answer.mapped
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _disk_bytes(directory: Path) -> int:

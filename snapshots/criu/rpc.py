@@ -3,15 +3,15 @@
 The messages are generated from `rpc.proto`. A conversation goes like this, one message a packet (SOCK_SEQPACKET):
 
 1. We send `criu_req` with the type DUMP or RESTORE and the options.
-2. For a dump, CRIU sends `criu_resp` with the type NOTIFY at each stage, and waits for a `criu_req` NOTIFY in return.
-   At the stage `post-dump` the images are written and the processes are still frozen.
+2. CRIU sends `criu_resp` with the type NOTIFY at each stage, and waits for a `criu_req` NOTIFY in return. The caller
+   has hooks for some of the stages (`snapshots.criu.checkpoints`).
 3. CRIU sends `criu_resp` with the result, and exits when we close the socket.
 """
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.ipc.inherited import IMAGES_FD
@@ -34,9 +34,11 @@ The value is an estimate.
 _MAX_PACKET_BYTES = 1 << 16
 """Limits one response. CRIU's responses hold a few numbers and one error text."""
 
-_LOG = "criu.log"
 _LOG_ERRORS = 1
 """CRIU's log level at which it writes errors only."""
+
+_MAX_LOG_BYTES = 1 << 16
+"""Limits what is read of the log. Its first lines name the reason of a failure."""
 
 
 class CriuError(RuntimeError):
@@ -46,31 +48,35 @@ class CriuError(RuntimeError):
 class CriuConversation:
     """The client's end of one CRIU process, for one request. Closing it lets CRIU exit."""
 
-    def __init__(self, end: socket.socket, *, outer_session: bool) -> None:
+    def __init__(self, end: socket.socket, log: int, *, outer_session: bool) -> None:
         """Take over the socket.
 
         Args:
             end: The socket to CRIU.
+            log: A descriptor of the file in which CRIU writes its errors; it stays the caller's.
             outer_session: Whether the session of the tree's root belongs to a process outside the tree, as in a
                 container. A restored root then joins CRIU's session ("shell job").
         """
         end.setblocking(False)
-        self._end, self._outer_session = end, outer_session
+        self._end, self._log, self._outer_session = end, log, outer_session
 
     def close(self) -> None:
         """Close the socket."""
         self._end.close()
 
     async def dump(
-        self, pid: int, images: Path, on_frozen: Callable[[], Awaitable[None]], *, external: Iterable[str] = ()
+        self,
+        pid: int,
+        on_held: Callable[[], Awaitable[Iterable[str]]],
+        on_dumped: Callable[[], Awaitable[None]],
     ) -> None:
         """Dump a process tree, which then runs on.
 
         Args:
             pid: The tree's root, in CRIU's pid namespace.
-            images: The directory of the images, as the proxy sees it; CRIU has it as a descriptor.
-            on_frozen: Awaited while the processes are frozen.
-            external: CRIU's names of files that the restore will pass as descriptors.
+            on_held: Awaited when the processes are frozen, before CRIU looks up what they hold. It returns CRIU's names
+                of files that the restore will pass as descriptors. If it raises, nothing is dumped.
+            on_dumped: Awaited when the images are written, while the processes are still frozen.
 
         Raises:
             CriuError: The tree cannot be dumped; its processes run on.
@@ -81,30 +87,31 @@ class CriuConversation:
             # Files that were deleted but have other links get a temporary name, by which a restore opens them.
             "link_remap": True,
             "ghost_limit": MAX_GHOST_BYTES,
-            "external": list(external),
         }
-        await self._operate("DUMP", options, images, on_frozen)
+        # Without the first hook, agents could lead CRIU to the host: a CRIU that has no such stage must not dump.
+        stages = await self._operate("DUMP", options, {"query-ext-files": on_held, "post-dump": on_dumped})
+        if "query-ext-files" not in stages:
+            raise CriuError("this version does not let us look at the processes first (it needs 3.16)")
 
-    async def restore(self, images: Path, inherit: Mapping[str, int]) -> int:
+    async def restore(self, inherit: Mapping[str, int], on_restored: Callable[[], Awaitable[None]]) -> None:
         """Restore a process tree.
 
         Args:
-            images: The directory of the images.
             inherit: Pipes and external files by their names at the dump, with the descriptors of CRIU's that replace
                 them.
-
-        Returns:
-            The pid of the tree's root.
+            on_restored: Awaited when everything is restored, before the processes run.
 
         Raises:
             CriuError: The tree cannot be restored here.
         """
         options = {"inherit_fd": [{"key": key, "fd": fd} for key, fd in inherit.items()]}
-        return (await self._operate("RESTORE", options, images, None)).restore.pid
+        if "pre-resume" not in await self._operate("RESTORE", options, {"pre-resume": on_restored}):
+            raise CriuError("this version does not tell when everything is restored")
 
     async def _operate(
-        self, kind: str, options: Mapping[str, Any], images: Path, on_frozen: Callable[[], Awaitable[None]] | None
-    ) -> "rpc_pb2.criu_resp":
+        self, kind: str, options: Mapping[str, Any], hooks: Mapping[str, Callable[[], Awaitable[Iterable[str] | None]]]
+    ) -> set[str]:
+        """Run one request, and return the stages that CRIU has notified us of."""
         # protobuf takes 0.1 s to load, and most proxies never make a checkpoint.
         from google.protobuf.message import DecodeError  # noqa: PLC0415 - see above
 
@@ -115,8 +122,8 @@ class CriuConversation:
             # proxy, which has no pid in the sandbox. -1 makes CRIU take the path, which leads to its own descriptor.
             images_dir_fd=-1,
             images_dir=f"/proc/self/fd/{IMAGES_FD}",
-            # Relative to the images' directory, where the proxy reads it.
-            log_file=_LOG,
+            # The operator has put the log's descriptor there. In the images' directory, a restore could not write it.
+            log_to_stderr=True,
             log_level=_LOG_ERRORS,
             # The driver places processes into control groups; CRIU would look for cgroups that a sandbox does not have.
             manage_cgroups_mode=rpc.IGNORE,
@@ -126,30 +133,34 @@ class CriuConversation:
             file_locks=True,
             # The files of the same moment come with the images, so their modes cannot have changed meanwhile.
             skip_file_rwx_check=True,
-            # A restore needs no notification, and each one costs a round trip.
-            notify_scripts=on_frozen is not None,
+            notify_scripts=True,
             shell_job=self._outer_session,
             # CRIU gives up by itself, too: a proxy that died cannot stop it.
             timeout=OPERATION_S,
             **options,
         )
+        stages: set[str] = set()
         try:
             async with asyncio.timeout(OPERATION_S):
                 await self._send(rpc.criu_req(type=kind, opts=opts))
                 # Step 2 repeats until CRIU sends its result, which has the request's type.
                 while (response := rpc.criu_resp.FromString(await self._receive())).type == rpc.NOTIFY:
-                    if on_frozen is not None and response.notify.script == "post-dump":
-                        await on_frozen()
+                    hook = hooks.get(response.notify.script)
+                    external = None if hook is None else await hook()
+                    stages.add(response.notify.script)
+                    answer = rpc.criu_req(type=rpc.NOTIFY, notify_success=True)
+                    if external:
+                        answer.opts.CopyFrom(rpc.criu_opts(images_dir_fd=-1, external=external))
                     # CRIU waits for this before it goes on.
-                    await self._send(rpc.criu_req(type=rpc.NOTIFY, notify_success=True))
+                    await self._send(answer)
         except TimeoutError as error:
             raise CriuError(f"CRIU did not end within {OPERATION_S} s") from error
         except (OSError, DecodeError) as error:
-            raise CriuError(f"CRIU exited: {_logged_reason(images) or error}") from error
+            raise CriuError(f"CRIU exited: {self._logged_reason() or error}") from error
         # CRIU's error message is often empty; its log names the first thing that went wrong.
         if not response.success:
-            raise CriuError(_logged_reason(images) or response.cr_errmsg or f"error {response.cr_errno}")
-        return response
+            raise CriuError(self._logged_reason() or response.cr_errmsg or f"error {response.cr_errno}")
+        return stages
 
     async def _send(self, request: "rpc_pb2.criu_req") -> None:
         await asyncio.get_running_loop().sock_sendall(self._end, request.SerializeToString())
@@ -160,14 +171,10 @@ class CriuConversation:
             raise ConnectionError("it closed the connection")
         return data
 
-
-def _logged_reason(images: Path) -> str:
-    """Return the first two errors of CRIU's log, without source positions; empty if there are none."""
-    try:
-        lines = (images / _LOG).read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    # CRIU logs a harmless error about RLIMIT_NOFILE when the kernel allows fewer descriptors than at the probe.
-    errors = [line for line in lines if "Error (" in line and "RLIMIT_NOFILE for self" not in line]
-    reasons = [line.partition("Error (")[2].partition("): ")[2] for line in errors]
-    return "; ".join(reason.strip() for reason in reasons[:2] if reason)
+    def _logged_reason(self) -> str:
+        """Return the first two errors of CRIU's log, without source positions; empty if there are none."""
+        lines = os.pread(self._log, _MAX_LOG_BYTES, 0).decode(errors="replace").splitlines()
+        # CRIU logs a harmless error about RLIMIT_NOFILE when the kernel allows fewer descriptors than at the probe.
+        errors = [line for line in lines if "Error (" in line and "RLIMIT_NOFILE for self" not in line]
+        reasons = [line.partition("Error (")[2].partition("): ")[2] for line in errors]
+        return "; ".join(reason.strip() for reason in reasons[:2] if reason)

@@ -36,7 +36,7 @@ class inherit_fd(_message.Message):
     def __init__(self, key: _Optional[str] = ..., fd: _Optional[int] = ...) -> None: ...
 
 class criu_opts(_message.Message):
-    __slots__ = ("images_dir_fd", "pid", "leave_running", "tcp_established", "shell_job", "file_locks", "log_level", "log_file", "notify_scripts", "link_remap", "inherit_fd", "manage_cgroups_mode", "ghost_limit", "external", "timeout", "network_lock", "skip_file_rwx_check", "images_dir")
+    __slots__ = ("images_dir_fd", "pid", "leave_running", "tcp_established", "shell_job", "file_locks", "log_level", "notify_scripts", "link_remap", "inherit_fd", "manage_cgroups_mode", "ghost_limit", "external", "timeout", "network_lock", "skip_file_rwx_check", "images_dir", "log_to_stderr")
     IMAGES_DIR_FD_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     LEAVE_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -44,7 +44,6 @@ class criu_opts(_message.Message):
     SHELL_JOB_FIELD_NUMBER: _ClassVar[int]
     FILE_LOCKS_FIELD_NUMBER: _ClassVar[int]
     LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
-    LOG_FILE_FIELD_NUMBER: _ClassVar[int]
     NOTIFY_SCRIPTS_FIELD_NUMBER: _ClassVar[int]
     LINK_REMAP_FIELD_NUMBER: _ClassVar[int]
     INHERIT_FD_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +54,7 @@ class criu_opts(_message.Message):
     NETWORK_LOCK_FIELD_NUMBER: _ClassVar[int]
     SKIP_FILE_RWX_CHECK_FIELD_NUMBER: _ClassVar[int]
     IMAGES_DIR_FIELD_NUMBER: _ClassVar[int]
+    LOG_TO_STDERR_FIELD_NUMBER: _ClassVar[int]
     images_dir_fd: int
     pid: int
     leave_running: bool
@@ -62,7 +62,6 @@ class criu_opts(_message.Message):
     shell_job: bool
     file_locks: bool
     log_level: int
-    log_file: str
     notify_scripts: bool
     link_remap: bool
     inherit_fd: _containers.RepeatedCompositeFieldContainer[inherit_fd]
@@ -73,7 +72,8 @@ class criu_opts(_message.Message):
     network_lock: criu_network_lock_method
     skip_file_rwx_check: bool
     images_dir: str
-    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., log_file: _Optional[str] = ..., notify_scripts: bool = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[inherit_fd, _Mapping]]] = ..., manage_cgroups_mode: _Optional[_Union[criu_cg_mode, str]] = ..., ghost_limit: _Optional[int] = ..., external: _Optional[_Iterable[str]] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[criu_network_lock_method, str]] = ..., skip_file_rwx_check: bool = ..., images_dir: _Optional[str] = ...) -> None: ...
+    log_to_stderr: bool
+    def __init__(self, images_dir_fd: _Optional[int] = ..., pid: _Optional[int] = ..., leave_running: bool = ..., tcp_established: bool = ..., shell_job: bool = ..., file_locks: bool = ..., log_level: _Optional[int] = ..., notify_scripts: bool = ..., link_remap: bool = ..., inherit_fd: _Optional[_Iterable[_Union[inherit_fd, _Mapping]]] = ..., manage_cgroups_mode: _Optional[_Union[criu_cg_mode, str]] = ..., ghost_limit: _Optional[int] = ..., external: _Optional[_Iterable[str]] = ..., timeout: _Optional[int] = ..., network_lock: _Optional[_Union[criu_network_lock_method, str]] = ..., skip_file_rwx_check: bool = ..., images_dir: _Optional[str] = ..., log_to_stderr: bool = ...) -> None: ...
 
 class criu_req(_message.Message):
     __slots__ = ("type", "opts", "notify_success")
@@ -85,12 +85,6 @@ class criu_req(_message.Message):
     notify_success: bool
     def __init__(self, type: _Optional[_Union[criu_req_type, str]] = ..., opts: _Optional[_Union[criu_opts, _Mapping]] = ..., notify_success: bool = ...) -> None: ...
 
-class criu_restore_resp(_message.Message):
-    __slots__ = ("pid",)
-    PID_FIELD_NUMBER: _ClassVar[int]
-    pid: int
-    def __init__(self, pid: _Optional[int] = ...) -> None: ...
-
 class criu_notify(_message.Message):
     __slots__ = ("script",)
     SCRIPT_FIELD_NUMBER: _ClassVar[int]
@@ -98,17 +92,15 @@ class criu_notify(_message.Message):
     def __init__(self, script: _Optional[str] = ...) -> None: ...
 
 class criu_resp(_message.Message):
-    __slots__ = ("type", "success", "restore", "notify", "cr_errno", "cr_errmsg")
+    __slots__ = ("type", "success", "notify", "cr_errno", "cr_errmsg")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
-    RESTORE_FIELD_NUMBER: _ClassVar[int]
     NOTIFY_FIELD_NUMBER: _ClassVar[int]
     CR_ERRNO_FIELD_NUMBER: _ClassVar[int]
     CR_ERRMSG_FIELD_NUMBER: _ClassVar[int]
     type: criu_req_type
     success: bool
-    restore: criu_restore_resp
     notify: criu_notify
     cr_errno: int
     cr_errmsg: str
-    def __init__(self, type: _Optional[_Union[criu_req_type, str]] = ..., success: bool = ..., restore: _Optional[_Union[criu_restore_resp, _Mapping]] = ..., notify: _Optional[_Union[criu_notify, _Mapping]] = ..., cr_errno: _Optional[int] = ..., cr_errmsg: _Optional[str] = ...) -> None: ...
+    def __init__(self, type: _Optional[_Union[criu_req_type, str]] = ..., success: bool = ..., notify: _Optional[_Union[criu_notify, _Mapping]] = ..., cr_errno: _Optional[int] = ..., cr_errmsg: _Optional[str] = ...) -> None: ...

@@ -491,3 +491,11 @@ def test_example_runs(proxy: Proxy) -> None:
     assert [line.split(" shared")[0] for line in done.stdout.splitlines()] == [
         f"{n} b'7\\n' b'7\\n{n}\\n'" for n in range(4)
     ]
+
+
+def test_images_are_listed_as_they_can_be_used(proxy: Proxy, task: str) -> None:
+    """Harnesses list images first and build those that are missing. A task's environment stands for every name."""
+    with sdk(proxy, task) as client:
+        assert [image.tags for image in client.images.list(name="swebench/x:v1")] == [["swebench/x:v1"]]
+        assert len(client.images.list()) == 1
+        assert client.images.get("swebench/x:v1").tags == ["swebench/x:v1"]

@@ -149,6 +149,41 @@ def proxy() -> Iterator[Proxy]:
         yield running
 
 
+def test_text_of_a_failed_command_shows_its_exit_code(proxy: Proxy) -> None:
+    """Many clients show a model only the text of a result."""
+    agent = Agent(proxy, "/t/plain/r/codes/mcp")
+    texts = [
+        agent.tool("exec", command=command, **more).json()["result"]["content"][0]["text"]
+        for command, more in (("true", {}), ("false", {}), ("printf x; exit 4", {}), ("sleep 9", {"timeout_s": 0.2}))
+    ]
+    assert texts == ["", "[exit code 1]\n", "x\n[exit code 4]\n", "[timed out, exit code 124]\n"]
+
+
+def test_optional_arguments_may_be_null(proxy: Proxy) -> None:
+    """smolagents gives every argument: those that the schema marks as nullable, as null."""
+    agent = Agent(proxy, "/t/plain/r/nulls/mcp")
+    listed = {tool["name"]: tool for tool in agent.send("tools/list").json()["result"]["tools"]}
+    members = listed["exec"]["inputSchema"]["properties"]
+    assert {name: member.get("nullable", False) for name, member in members.items()} == {
+        "command": False, "timeout_s": True, "session": True,
+    }  # fmt: skip
+    answer = agent.tool("exec", command="echo on", timeout_s=None, session=None).json()["result"]
+    assert answer["content"][0]["text"] == "on\n"
+
+
+def test_appended_mcp_is_part_of_no_name(proxy: Proxy) -> None:
+    """The official inspector appends `/mcp` to URLs that do not end with it."""
+    plain = Agent(proxy, "/t/plain/r/appended/mcp/mcp").send("tools/list").json()["result"]["tools"]
+    assert [tool["name"] for tool in plain] == ["exec", "read_file", "write_file"]
+
+
+def test_rollouts_of_the_proxy_itself_are_not_listed(proxy: Proxy) -> None:
+    """The proxy asks a server for its tools in a rollout of its own, which no client can name."""
+    assert Agent(proxy, "/t/m/r/lists/mcp/memory").send("tools/list").is_success
+    rollouts = proxy.client.get("/api/v1/tasks/m/rollouts").json()
+    assert [rollout["rollout"] for rollout in rollouts if rollout["rollout"].startswith("~")] == []
+
+
 def test_builtin_tools_share_records_with_the_shell(proxy: Proxy) -> None:
     """The built-in tools are the shell endpoint's calls, with the same records."""
     agent = Agent(proxy, "/t/plain/r/tools/mcp")
@@ -156,7 +191,8 @@ def test_builtin_tools_share_records_with_the_shell(proxy: Proxy) -> None:
         "exec", "read_file", "write_file",
     ]  # fmt: skip
     made = agent.tool("exec", command="echo hello > f; cat f; exit 3").json()["result"]
-    assert (made["content"][0]["text"], made["isError"], made["structuredContent"]["exit_code"]) == ("hello\n", True, 3)
+    assert made["content"][0]["text"] == "hello\n[exit code 3]\n"
+    assert (made["isError"], made["structuredContent"]["exit_code"]) == (True, 3)
     agent.tool("write_file", path="/root/g", content="written")
     assert agent.tool("read_file", path="/root/g").json()["result"]["content"][0]["text"] == "written"
     assert agent.tool("read_file", path="/root/none").json()["result"]["isError"]

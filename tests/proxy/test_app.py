@@ -1,7 +1,14 @@
-"""What a proxy loads when it starts."""
+"""What a proxy loads when it starts, and what a setting turns off."""
 
+import asyncio
 import subprocess
 import sys
+from pathlib import Path
+
+from proxy.app import _drivers
+from proxy.settings import Settings
+from sandboxes.local.driver import LocalDriver
+from snapshots.criu.checkpoints import CriuCheckpointer
 
 LATE = frozenset({"PIL", "av", "docker", "google.protobuf", "numpy", "psycopg", "pygments", "rich"})
 """Packages that only some calls need. Each takes 20 to 250 ms to load."""
@@ -13,3 +20,14 @@ def test_start_loads_no_late_packages() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "proxy.engine" in loaded
     assert LATE.isdisjoint(loaded)
+
+
+def test_setting_turns_checkpoints_off(tmp_path: Path) -> None:
+    """Without CRIU no state has images, so a state with live processes counts as gone and is replayed."""
+    settings = Settings(data=tmp_path, drivers=("local",))
+    on, off = (_drivers(settings.model_copy(update={"checkpoints": wanted}))["local"] for wanted in (True, False))
+    assert isinstance(on, LocalDriver)
+    assert isinstance(on.machine.checkpointer, CriuCheckpointer)
+    assert isinstance(off, LocalDriver)
+    assert not asyncio.run(off.machine.checkpointer.is_available())
+    assert off.machine.checkpointer.names() == set()

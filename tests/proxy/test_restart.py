@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,9 @@ from tests.sandboxes.memory_driver import MemoryDriver
 trajectories = st.lists(st.sampled_from(COMMANDS), min_size=1, max_size=12)
 
 
-async def open_engine(data: Path, driver: MemoryDriver) -> Engine:
-    running = build_engine(Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver})
+async def open_engine(data: Path, driver: MemoryDriver, **settings: Any) -> Engine:
+    chosen = Settings(data=data, default_spec=SPEC, warm_sandboxes=0, **settings)
+    running = build_engine(chosen, {"memory": driver})
     running.snapshot_value.reuse = KEEPS_ALL
     await running.open()
     return running

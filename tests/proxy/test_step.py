@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,7 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
             assert record is not None
             record.recorded_at += 3
             await ask(running, third, "sleep 9 &")
+            third.live_from = time.monotonic() - record.age_s
             await ask(running, third, "echo 2 > b")
             ages.clear()
             reasons = ["it answered differently"]
@@ -300,24 +302,27 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
     asyncio.run(body())
 
 
-def test_answers_beside_starting_processes_expire(tmp_path: Path) -> None:
+def test_answers_beside_processes_expire(tmp_path: Path) -> None:
+    """Answers hold for rollouts whose processes are about as old as those of the rollout that recorded them."""
+
     async def body() -> None:
         async with engine(tmp_path) as running:
             hasty, slow, slower, quick = await rollouts(running, 4)
 
             async def arrive_and_poll(rollout: Rollout, thinks_s: float) -> Outcome:
                 await ask(running, rollout, "sleep 9 &")
-                rollout.arrived_at -= thinks_s
+                rollout.live_from -= thinks_s
                 return (await ask(running, rollout, "pwd"))[1]
 
             assert await arrive_and_poll(hasty, 0.5) is Outcome.MISS
             assert await arrive_and_poll(slow, 10.0) is Outcome.MISS
-            assert await arrive_and_poll(slower, 20.0) is Outcome.HIT
+            assert await arrive_and_poll(slower, 20.0) is Outcome.MISS
             assert await arrive_and_poll(quick, 2.0) is Outcome.HIT
-            # After a call that started no process the node is not settling.
-            for rollout, thinks_s, outcome in ((hasty, 0.5, Outcome.MISS), (quick, 30.0, Outcome.HIT)):
-                await ask(running, rollout, "echo 1 > a")
-                rollout.arrived_at -= thinks_s
-                assert (await ask(running, rollout, "cat a"))[1] is outcome
+            # The processes of these two are as old after another call as they were before it.
+            for rollout, outcome in ((slow, Outcome.MISS), (quick, Outcome.MISS)):
+                assert (await ask(running, rollout, "echo 1 > a"))[1] is outcome
+            ages = [record.age_s for record in slow.tree.root.records.values()]
+            assert ages == [0.0]
+            assert sorted(int(record.age_s) for record in hasty.node.records.values()) == [0, 2, 10, 10, 20]
 
     asyncio.run(body())

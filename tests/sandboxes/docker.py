@@ -19,7 +19,7 @@ from sandboxes.errors import SandboxError
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
 
-BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:5" for kind in ("bash", "sh", "busybox"))
+BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE = (f"forkpoint-test-{kind}:7" for kind in ("bash", "sh", "busybox"))
 COMMANDS = [
     "cat",
     "chmod",
@@ -163,7 +163,7 @@ def _libraries(program: str) -> set[str]:
 
 
 def _python(real: str) -> set[str]:
-    program = "import sys, ctypes, socket, json, random, base64, hashlib, socketserver, typing; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
+    program = "import sys, ctypes, socket, json, random, base64, hashlib, socketserver, typing, array, fcntl, mmap, resource, select, signal, struct, termios, tty; print('\\n'.join(m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)))"  # noqa: E501
     said = subprocess.run([real, "-I", "-S", "-c", program], capture_output=True, text=True, check=True).stdout
     folder = Path(said.splitlines()[0]).parent
     modules = {line for line in said.splitlines() if line.startswith("/")}

@@ -68,7 +68,8 @@ class _State:
     def parts(self) -> tuple[bytes, bytes, int]:
         """Return the files, the sessions and the jobs, from which effects are detected."""
         value = self.to_json()
-        return _canonical([value["files"], value["order"]]), _canonical(value["sessions"]), self.jobs
+        # The times and not their order: writing the same bytes again is an effect that may lead to the same state.
+        return _canonical([value["files"], self.written]), _canonical(value["sessions"]), self.jobs
 
     def digest(self) -> StateDigest | None:
         if self.jobs:
@@ -123,8 +124,9 @@ class MemoryDriver:
 
     name = "memory"
 
-    def __init__(self, gate: Gate | None = None) -> None:
+    def __init__(self, gate: Gate | None = None, sandbox: "type[MemorySandbox] | None" = None) -> None:
         self.gate = gate
+        self._sandbox = sandbox or MemorySandbox
         self.porter = MemoryPorter()
         self.executed: list[str] = []
         self.live: dict[str, MemorySandbox] = {}
@@ -166,7 +168,7 @@ class MemoryDriver:
             await sandbox.close()
 
     def _adopt(self, spec: EnvironmentSpec, state: _State) -> "MemorySandbox":
-        sandbox = MemorySandbox(f"memory-{next(self._ids)}", spec, state, self)
+        sandbox = self._sandbox(f"memory-{next(self._ids)}", spec, state, self)
         self.live[sandbox.id] = sandbox
         return sandbox
 
@@ -210,8 +212,7 @@ class MemorySandbox:
             if old != new:
                 effect |= flag
         witness = self._state.content() if self._state.jobs else None
-        settling = bool(self._state.jobs) and Effect.PROCESSES in effect
-        return Execution(result, effect, 0.01, self._state.digest(), witness, settling=settling)
+        return Execution(result, effect, 0.01, self._state.digest(), witness)
 
     async def freeze(self) -> FrozenState:
         self._require_alive()

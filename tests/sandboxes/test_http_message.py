@@ -2,7 +2,7 @@
 
 import pytest
 
-from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
+from sandboxes.http_message import InvalidRequestError, end_to_end, of_tool_server, request_head
 from sandboxes.listener import Headers
 
 
@@ -36,3 +36,16 @@ def test_request_has_one_host_and_one_framing() -> None:
         "POST /a?b HTTP/1.1\r\nHost: 127.0.0.1:1\r\nX-B: 2\r\nContent-Length: 3\r\nConnection: close\r\n\r\n"
     )
     assert end_to_end(given, without=frozenset({"x-b"})) == (("Host", "other"), ("Content-Length", "99"))
+
+
+def test_tool_servers_cannot_speak_for_the_proxy() -> None:
+    """Neither as the proxy itself, nor for its origin; their own headers reach the client."""
+    kept = (("Content-Type", "text/plain"), ("Set-Cookie", "a=b"), ("X-Own", "1"))
+    dropped = (
+        ("X-Forkpoint-Node", "n1"), ("x-forkpoint-token", "t"), ("Cache-Status", "forkpoint; hit"),
+        ("Server-Timing", "tool"),
+        ("Access-Control-Allow-Origin", "*"), ("access-control-allow-credentials", "true"), ("Alt-Svc", "h3=evil:443"),
+        ("Strict-Transport-Security", "max-age=1"), ("Clear-Site-Data", '"*"'), ("Connection", "close, x-hop"),
+        ("X-Hop", "1"), ("Transfer-Encoding", "chunked"), ("Trailer", "x-forkpoint-node"), ("Keep-Alive", "9"),
+    )  # fmt: skip
+    assert of_tool_server((*dropped[:7], *kept, *dropped[7:])) == kept

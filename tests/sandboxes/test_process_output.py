@@ -1,11 +1,12 @@
 """A process's output as frames: written, read in pieces, compared, truncated."""
 
+import contextlib
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.process_output import END, Frames, Incoming, by_stream, ending, frame, frames, output
+from sandboxes.process_output import END, OUT, Frames, Incoming, OutputError, by_stream, ending, frame, frames, output
 
 CONTENT = st.binary(max_size=40)
 PIECES = st.lists(st.tuples(st.sampled_from([1, 2]), CONTENT.filter(bool)), max_size=8)
@@ -47,3 +48,20 @@ def test_truncated_output_is_marked() -> None:
     kept.add(2, b"def")
     body = kept.end(0)
     assert (output(body, 1), output(body, 2), ending(body).truncated, kept.whole) == (b"abc", b"d", True, False)
+
+
+@given(st.binary(max_size=60) | st.builds(lambda data, cut: frame(OUT, data)[:cut], CONTENT, st.integers(0, 40)))
+def test_any_bytes_are_output_or_an_error(body: bytes) -> None:
+    """Cut frames and foreign bytes are errors of ours, and nothing of a frame is left out without a word."""
+    for read in (lambda: output(body, OUT), lambda: ending(body), lambda: by_stream(body), lambda: list(frames(body))):
+        try:
+            read()
+        except OutputError:
+            continue
+
+
+@given(st.binary(max_size=40))
+def test_any_ending_is_read_or_an_error(data: bytes) -> None:
+    for text in (data, b"[" * 100_000, b"{}", b'"x"', b"null"):
+        with contextlib.suppress(OutputError):
+            ending(frame(END, text))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
+from snapshots import cache as module
 from snapshots.cache import SnapshotCache
 from snapshots.policy import Prospect
 from snapshots.snapshot import Snapshot
@@ -29,6 +30,11 @@ class Rig:
         )  # fmt: skip
         self.nodes: dict[int, FakeNode] = {}
         self.held: dict[int, str] = {}
+        # Numbers of nodes that no replay has reached yet, and of those that none reaches.
+        self.unproven: set[int] = set()
+        self.lost: set[int] = set()
+        self.occupied: set[int] = set()
+        self.abandoned: list[FakeNode] = []
 
     def add(self, number: int, size_bytes: int, *, kind: str = "files") -> FakeNode:
         """Attach a snapshot of this size to a new node."""
@@ -39,7 +45,9 @@ class Rig:
 
     def fit(self) -> int:
         """Evict within the budgets; a node's number is the value of its snapshot."""
-        return asyncio.run(self.cache.fit(lambda _, number: self.nodes.get(number), self._prospect))
+        return asyncio.run(
+            self.cache.fit(lambda _, number: self.nodes.get(number), self._prospect, self.abandoned.append)
+        )
 
     def attached(self) -> set[int]:
         """Return the numbers of the nodes that have a snapshot."""
@@ -48,7 +56,10 @@ class Rig:
     def _prospect(self, snapshot: Snapshot, node: FakeNode | None) -> Prospect:
         worth = 0.0 if node is None else float(node.id)
         held = "leased" if snapshot.leases else self.held.get(snapshot.node, "")
-        return Prospect(snapshot.id, worth, 1.0, snapshot.size_bytes, held=held)
+        return Prospect(
+            snapshot.id, worth, 1.0, snapshot.size_bytes, reproducible=snapshot.node not in self.lost,
+            proven=snapshot.node not in self.unproven | self.lost, occupied=snapshot.node in self.occupied, held=held,
+        )  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=8), st.integers(0, 12_000))
@@ -133,6 +144,16 @@ def test_a_second_failure_drops_only_reproducible_states(tmp_path: Path, *, repr
     assert (node.snapshot is None) is dropped
 
 
+def test_snapshot_evicted_before_attach_is_no_snapshot(tmp_path: Path) -> None:
+    """A thread saves a snapshot, and an eviction may run before the event loop attaches it to its node."""
+    rig = Rig(tmp_path, budget_bytes=10)
+    node = rig.nodes[1] = FakeNode(1)
+    saved = rig.cache.save(FrozenState("memory", "files", {}, 4000, None, ("part1-4000",)), tree=1, node=1, cost_s=0)
+    assert rig.fit() == 1
+    assert not rig.cache.attach(saved, node)
+    assert node.snapshot is None
+
+
 def test_snapshots_are_reattached_after_a_restart(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.add(1, 100)
@@ -160,3 +181,46 @@ def test_restores_teach_what_they_cost(tmp_path: Path) -> None:
     rig.cache.restored(node, 0.02)
     assert rig.cache.costs["memory"].files.restore.samples == 1
     assert rig.cache.of(node).restore_s == 0.02  # type: ignore[union-attr]
+
+
+numbers = st.sets(st.integers(1, 8))
+
+
+@given(st.lists(st.integers(1, 4000), min_size=8, max_size=8), st.integers(0, 20_000), numbers, numbers, numbers)
+def test_eviction_never_takes_the_last_way(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    budget_bytes: int,
+    unproven: set[int],
+    lost: set[int],
+    occupied: set[int],
+) -> None:
+    """What is evicted was proven, or no rollout needs it; what is refused is refused because nothing can be evicted."""
+    rig = Rig(tmp_path_factory.mktemp("snapshots"), budget_bytes=budget_bytes)
+    for number, size_bytes in enumerate(sizes, start=1):
+        rig.add(number, size_bytes)
+    rig.unproven, rig.lost, rig.occupied = unproven - lost, lost, occupied
+    rig.fit()
+    gone = set(rig.nodes) - rig.attached()
+    assert not gone & rig.unproven
+    assert not gone & lost & occupied
+    assert {node.id for node in rig.abandoned} == gone & lost
+    if gone & lost:
+        assert not rig.attached() - lost, "states are forgotten only after all others were evicted"
+    waits, over = rig.attached() & rig.unproven, rig.cache.used_bytes > budget_bytes
+    assert (len(rig.cache.unproven) > 0) == (over and bool(waits))
+    assert ("files" in rig.cache.full) == (over and not waits)
+    assert rig.cache.accepts("files")
+
+
+def test_a_quarter_over_budget_is_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before an eviction has run, snapshots are taken up to the bound, and none beyond it."""
+    monkeypatch.setattr(module, "HARD_BYTES", 0)
+    rig = Rig(tmp_path, budget_bytes=1000, checkpoint_bytes=500)
+    rig.add(1, 600, kind="processes")
+    assert rig.cache.accepts("processes")
+    rig.add(2, 100, kind="processes")
+    assert not rig.cache.accepts("processes")
+    assert rig.cache.accepts("files")
+    rig.add(3, 600)
+    assert not rig.cache.accepts("files")

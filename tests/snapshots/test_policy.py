@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshots.policy import Prospect, Reuse, at_stake_s, expected_uses, value, victims, why, worth_keeping
+from snapshots.policy import (
+    Prospect,
+    Reuse,
+    abandoned,
+    at_stake_s,
+    expected_uses,
+    unproven,
+    value,
+    victims,
+    why,
+    worth_keeping,
+)
 
 seconds = st.floats(0, 1e6)
 prospects = st.builds(
@@ -16,19 +27,35 @@ prospects = st.builds(
     uses=st.floats(0, 1000),
     size_bytes=st.integers(0, 1 << 40),
     reproducible=st.booleans(),
+    proven=st.booleans(),
+    occupied=st.booleans(),
     held=st.sampled_from(["", "pinned", "leased"]),
 )
 lists = st.lists(prospects, max_size=20, unique_by=lambda prospect: prospect.name)
 
 
 def may_go(prospect: Prospect) -> bool:
-    return prospect.reproducible and not prospect.held
+    return prospect.proven and not prospect.held
 
 
 @given(lists, st.integers(0, 1 << 42))
-def test_held_and_unreproducible_snapshots_are_never_victims(kept: list[Prospect], excess: int) -> None:
+def test_held_and_unproven_snapshots_are_never_victims(kept: list[Prospect], excess: int) -> None:
     by_name = {prospect.name: prospect for prospect in kept}
     assert all(may_go(by_name[name]) for name in victims(kept, excess_bytes=excess))
+
+
+@given(lists, st.integers(0, 1 << 42))
+def test_only_lost_states_without_rollouts_are_abandoned(kept: list[Prospect], excess: int) -> None:
+    by_name = {prospect.name: prospect for prospect in kept}
+    for name in abandoned(kept, excess_bytes=excess):
+        prospect = by_name[name]
+        assert (prospect.reproducible, prospect.occupied, prospect.held) == (False, False, "")
+
+
+@given(lists)
+def test_what_waits_for_a_proof_may_be_reproducible(kept: list[Prospect]) -> None:
+    expected = {p.name for p in kept if p.reproducible and not p.proven and not p.held}
+    assert set(unproven(kept)) == expected
 
 
 @given(lists, st.integers(0, 1 << 42))

@@ -1,5 +1,6 @@
 """Snapshots on disk: saved ones are loaded; half-written, damaged and doubtful ones are removed."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,28 @@ def test_damaged_snapshots_are_removed_at_start(tmp_path: Path, damage: Any) -> 
     damage(tmp_path / damaged.id)
     assert [snapshot.id for snapshot in opened(tmp_path)] == [kept.id]
     assert entries(tmp_path) == [kept.id]
+
+
+@given(st.sampled_from(["manifest.json", "payload.json"]), st.integers(0, 1 << 20), st.integers(0, 7))
+def test_a_flipped_bit_is_never_loaded(tmp_path_factory: pytest.TempPathFactory, name: str, at: int, bit: int) -> None:
+    """A damaged payload would be restored as another state, so its digest is compared before it is used."""
+    folder = tmp_path_factory.mktemp("snapshots")
+    store = opened(folder)
+    saved = store.save(replace(FROZEN, payload={"x": "abc"}), tree=1, node=1, cost_s=0.1)
+    path = folder / saved.id / name
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] ^= 1 << bit
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not what was written"):
+        store.load(saved)
+    assert len(opened(folder)) == (0 if name == "manifest.json" else 1)
+
+
+def test_snapshots_without_a_boot_mark_are_removed(tmp_path: Path) -> None:
+    """A loss of power soon after the first start took the mark, so nobody knows on which boot they were written."""
+    opened(tmp_path).save(FROZEN, tree=1, node=1, cost_s=0.1)
+    (tmp_path / "boot-id").unlink()
+    assert len(opened(tmp_path)) == 0
 
 
 def test_a_reboot_removes_every_snapshot(tmp_path: Path) -> None:

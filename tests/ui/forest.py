@@ -15,6 +15,7 @@ from proxy.storage.store import Store
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
 from sandboxes.effects import Effect
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.memory_driver import MemoryDriver
 
@@ -30,7 +31,7 @@ def plant(data: Path, task: str, nodes: int, *, chains: int = 5, chain: int = 20
     spec = EnvironmentSpec(driver="memory")
     store = Store(data / "forkpoint.sqlite")
     store.tasks.put(task, spec.model_dump_json())
-    tree = store.trees.open(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
+    tree = store.trees.open(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec, SourceRules())), spec)
     drawn = random.Random(seed)  # noqa: S311 - the same tree each time
     made = [tree.root]
     origins: dict[int, tuple[int, int]] = {}
@@ -48,9 +49,9 @@ def plant(data: Path, task: str, nodes: int, *, chains: int = 5, chain: int = 20
             insert_node(execute, tree.id, node)
             values = (
                 number, tree.id, source.id, record.key, node.id, record.call, 0, record.answer, Effect.FILES.value,
-                record.seconds, record.recorded_at, 0, 1,
+                record.seconds, record.recorded_at, 0, 1, None, 0,
             )  # fmt: skip
-            execute(f"INSERT INTO records VALUES ({','.join('?' * 13)})", values)
+            execute(f"INSERT INTO records VALUES ({','.join('?' * 15)})", values)
             made.append(node)
             origins[node.id] = number, source.id
             return node
@@ -85,8 +86,8 @@ def _walk(
             steps.append(record)
             node = source
         rollout = store.database.take_number("rollouts")
-        values = (rollout, task, f"walker-{number}", tree, root, root, len(steps), 1, f"token-{number}", time.time())
-        execute(f"INSERT INTO rollouts VALUES ({','.join('?' * 10)})", values)
+        values = (rollout, task, f"walker-{number}", tree, root, root, len(steps), 1, None, time.time(), "")
+        execute(f"INSERT INTO rollouts VALUES ({','.join('?' * len(values))})", values)
         for turn, record in enumerate(reversed(steps)):
             execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (rollout, turn, record, 0 if number else 1))
 

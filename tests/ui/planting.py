@@ -12,6 +12,7 @@ from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.effects import Effect
+from sandboxes.sources import SourceRules
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.memory_driver import MemoryDriver
 
@@ -21,7 +22,7 @@ def plant_answers(data: Path, task: str, answers: Sequence[tuple[str, ToolResult
     spec = EnvironmentSpec(driver="memory")
     store = Store(data / "forkpoint.sqlite")
     store.tasks.put(task, spec.model_dump_json())
-    tree = store.trees.open(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec)), spec)
+    tree = store.trees.open(task, asyncio.run(tree_key({"memory": MemoryDriver()}, spec, SourceRules())), spec)
     names = []
     for command, result in answers:
         node, number = Node(store.records.new_node_id()), store.records.new_record_id()

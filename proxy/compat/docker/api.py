@@ -26,14 +26,19 @@ from proxy.compat.docker.requests import NO_PAGE, DockerRequest
 from proxy.compat.docker.stream import StreamConnection
 from proxy.dialects.base import Local
 from proxy.engine import Engine
+from proxy.http.access import Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
 from proxy.http.exchange import raw
+from proxy.http.lru_cache import LruCache
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
 from sandboxes.errors import SpecError
 from sandboxes.spec import SHELLLESS_DRIVERS
+
+_LISTED_IMAGES = 1000
+"""Names of listed images that are kept by id. A client that inspects an older id gets the id as its name."""
 
 
 class Images(Protocol):
@@ -47,6 +52,10 @@ class Images(Protocol):
         """
         ...
 
+    async def tags(self) -> list[str]:
+        """Return the names of all images."""
+        ...
+
 
 class DockerApi:
     """Answers the requests below the endpoint `docker` of all tasks."""
@@ -55,6 +64,7 @@ class DockerApi:
         self._engine = engine
         self._registry = ContainerRegistry(engine.store, engine.tasks)
         max_stdin_bytes = engine.settings.max_body_bytes
+        self._listed_images = LruCache[str, str](_LISTED_IMAGES)
         self._calls = ContainerCalls(engine, answers)
         self._execs = ContainerExecs(self._registry, self._calls, max_stdin_bytes=max_stdin_bytes)
         self._lifecycle = ContainerLifecycle(
@@ -79,7 +89,9 @@ class DockerApi:
             headers.append((b"content-length", b"%d" % len(local.body)))
         return response(local.status, headers, local.body)
 
-    async def answer(self, method: str, address: Address, query: bytes, body: bytes) -> Local | StreamedResponse:
+    async def answer(
+        self, method: str, address: Address, query: bytes, body: bytes, grant: Grant
+    ) -> Local | StreamedResponse:
         """Answer a request that does not take its connection over.
 
         Raises:
@@ -91,7 +103,7 @@ class DockerApi:
         if request.segments[:1] == ("_ping",):
             return responses.ping(method)
         await self._load(task)
-        return self._from_memory(request, task, owner) or await self._act(request, task, owner)
+        return self._from_memory(request, task, owner) or await self._act(request, task, owner, grant)
 
     async def stream(self, address: Address, query: bytes, body: bytes, connection: StreamConnection) -> None:
         """Answer a request whose connection becomes a stream.
@@ -129,7 +141,7 @@ class DockerApi:
                 return responses.ping(request.method)
             case ("GET", "version"):
                 return responses.version()
-            case ("GET", "images", "json") | ("GET", "networks"):
+            case ("GET", "networks"):
                 return responses.json_response([])
             case ("GET", "volumes"):
                 return responses.json_response({"Volumes": [], "Warnings": None})
@@ -153,14 +165,7 @@ class DockerApi:
         return None
 
     def _list(self, request: DockerRequest, task: str, owner: str) -> Local:
-        try:
-            filters = orjson.loads(request.query.get("filters") or b"{}")
-        except orjson.JSONDecodeError:
-            raise RefusalError(400, "docker", "invalid filter") from None
-        if not isinstance(filters, dict):
-            raise RefusalError(400, "docker", "invalid filter")
-        # Older clients send {"label": {"a": true}}, newer ones {"label": ["a"]}.
-        filters = {name: list(values) for name, values in filters.items() if isinstance(values, list | dict)}
+        filters = _filters(request)
         with_stopped = request.flag("all") or "status" in filters
         containers = [
             container
@@ -171,14 +176,18 @@ class DockerApi:
 
     # -- answered with an await --------------------------------------------------------------------------------------
 
-    async def _act(self, request: DockerRequest, task: str, owner: str) -> Local | StreamedResponse:
+    async def _act(self, request: DockerRequest, task: str, owner: str, grant: Grant) -> Local | StreamedResponse:
         match (request.method, *request.segments):
             case ("POST", "images", "create"):
                 return await self._pull(request, task)
+            case ("GET", "images", "json"):
+                return await self._images(request, task)
             case ("GET", "images", *name, "json") if name:
-                return responses.image("/".join(name), await self._config(task, "/".join(name)))
+                named = "/".join(name)
+                image = self._listed_images.get(named) or named
+                return responses.image(image, await self._config(task, image))
             case ("POST", "containers", "create"):
-                return await self._create(request, task, owner)
+                return await self._create(request, task, owner, grant)
             case ("POST", "exec", name, "start"):
                 return await self._execs.start_detached(self._execs.find(task, owner, name), request)
             case ("POST", "exec", name, "resize"):
@@ -246,6 +255,30 @@ class DockerApi:
             )  # fmt: skip
         return {}
 
+    async def _images(self, request: DockerRequest, task: str) -> Local:
+        """List the images that containers of this task can name. Harnesses look here before they build an image."""
+        opened = await self._engine.tasks.open(task)
+        driver = self._engine.drivers.get("container")
+        wanted = _filters(request).get("reference", [])
+        names = list(wanted)
+        if opened.origin is not None:
+            # What the containers are made of is decided; any name that a client asks for stands for it.
+            names = names or [opened.spec.image or "forkpoint"]
+        elif driver is not None:
+            tags = await cast("Images", driver).tags()
+            names = [tag for tag in tags if not wanted or any(_is_tag(tag, name) for name in wanted)]
+        entries = []
+        for name in names:
+            try:
+                entry = responses.image_entry(name, await self._config(task, name))
+            except RefusalError:
+                # The filter's name does not exist, or the image was removed meanwhile.
+                continue
+            # Docker's SDK inspects each listed image by its id, and takes the names from there.
+            self._listed_images[entry["Id"]] = name
+            entries.append(entry)
+        return responses.json_response(entries)
+
     async def _pull(self, request: DockerRequest, task: str) -> Local:
         name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
         full = f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}" if tag else name
@@ -261,7 +294,7 @@ class DockerApi:
 
     # -- containers --------------------------------------------------------------------------------------------------
 
-    async def _create(self, request: DockerRequest, task: str, owner: str) -> Local:
+    async def _create(self, request: DockerRequest, task: str, owner: str, grant: Grant) -> Local:
         body, name = request.json(), requests.name_of(request.query)
         image = body.get("Image")
         config = await self._config(task, image) if isinstance(image, str) and image else {}
@@ -272,7 +305,7 @@ class DockerApi:
         # From here to `add` there are awaits: a concurrent create with this name must fail.
         self._reserved_names.add((task, owner, name))
         try:
-            rollout = await self._begin(task, owner, container_id, requests.environment(body, config))
+            rollout = await self._begin(task, owner, container_id, requests.environment(body, config), grant)
             self._registry.add(Container(container_id, name, task, owner, rollout, spec, time.time()))
         finally:
             self._reserved_names.discard((task, owner, name))
@@ -290,20 +323,47 @@ class DockerApi:
                     f'"{other.id}". You have to remove (or rename) that container to be able to reuse that name.',
                 )  # fmt: skip
 
-    async def _begin(self, task: str, owner: str, container_id: str, environment: EnvironmentRequest) -> str:
+    async def _begin(
+        self, task: str, owner: str, container_id: str, environment: EnvironmentRequest, grant: Grant
+    ) -> str:
         """Begin the rollout that a container is.
 
         Returns:
             The rollout's name: the URL's rollout if no other container is that yet, else that name with a number. If
             the URL has no rollout, the container's ID.
+
+        Raises:
+            RefusalError: 403, the request's token stands for a rollout that is a container already.
         """
         reserved = (name for reserved_task, name in self._reserved_rollouts if reserved_task == task)
         taken = {*self._registry.rollout_names(task), *reserved}
         names = (owner if n == 1 else f"{owner}~{n}" for n in range(1, 1 << 16))
         name = next(name for name in names if name not in taken) if owner else container_id
+        grant.require_rollout(name)
         self._reserved_rollouts.add((task, name))
         try:
             await self._engine.tasks.open_rollout(task, name, environment=environment)
         finally:
             self._reserved_rollouts.discard((task, name))
         return name
+
+
+def _filters(request: DockerRequest) -> dict[str, list[str]]:
+    """Return the filters of a listing, by name.
+
+    Raises:
+        RefusalError: 400, the filters are no JSON object.
+    """
+    try:
+        filters = orjson.loads(request.query.get("filters") or b"{}")
+    except orjson.JSONDecodeError:
+        raise RefusalError(400, "docker", "invalid filter") from None
+    if not isinstance(filters, dict):
+        raise RefusalError(400, "docker", "invalid filter")
+    # Older clients send {"label": {"a": true}}, newer ones {"label": ["a"]}.
+    return {name: list(map(str, values)) for name, values in filters.items() if isinstance(values, list | dict)}
+
+
+def _is_tag(tag: str, name: str) -> bool:
+    """Return whether a name means an image's tag: Docker's default tag may be left out."""
+    return tag in (name, f"{name}:latest") or tag.rpartition(":")[0] == name

@@ -2,7 +2,6 @@
 
 import base64
 import datetime as dt
-import io
 import stat
 import tarfile
 from collections.abc import Mapping
@@ -11,15 +10,11 @@ from typing import Any
 
 import orjson
 
+from proxy.dialects.body_forms import open_tar
 from proxy.tree.keys import CallKey, call_key
 from sandboxes.calls import ToolCall
 from sandboxes.guest.files.docker_archive import require_whole
 
-MAX_UNPACKED_BYTES = 256 << 20
-"""Largest unpacked size of an archive whose key is made from its members; a larger one is identified by its bytes.
-
-The members are read on the thread that serves all hits, and a small compressed body may unpack to any size.
-"""
 _GO_TYPES = {
     stat.S_IFDIR: 1 << 31, stat.S_IFLNK: 1 << 27, stat.S_IFIFO: 1 << 25, stat.S_IFSOCK: 1 << 24, stat.S_IFBLK: 1 << 26,
     stat.S_IFCHR: (1 << 26) | (1 << 21),
@@ -33,14 +28,15 @@ def extract_key(call: ToolCall) -> CallKey:
     """Return the key of a call that unpacks an archive, which is the call's body.
 
     Names, types, modes, owners, links and contents of the members are in the key. Times are not, because clients pack
-    with the time of day.
+    with the time of day. An archive that unpacks to more than `body_forms.MAX_UNPACKED_BYTES` is identified by its
+    bytes, because the members are read on the thread that serves all hits.
     """
     return call_key(ToolCall(call.endpoint, call.tool, {**call.arguments, "holds": _identity(call.body)}))
 
 
 def _identity(body: bytes) -> Any:
     try:
-        with tarfile.open(fileobj=io.BytesIO(body), mode="r:*") as archive:
+        with open_tar(body) as archive:
             return _members(archive)
     except (tarfile.TarError, OSError, EOFError, ValueError):
         return sha256(body).hexdigest()
@@ -48,13 +44,9 @@ def _identity(body: bytes) -> Any:
 
 def _members(archive: tarfile.TarFile) -> list[list[Any]]:
     members: list[list[Any]] = []
-    size = 0
     # A truncated archive is refused when it is unpacked, so it must not share a key with a whole one.
     require_whole(archive)
     for member in archive:
-        size += member.size
-        if size > MAX_UNPACKED_BYTES:
-            raise ValueError("The archive is too large to be read for its key.")
         file = archive.extractfile(member) if member.isreg() else None
         content = sha256(file.read()).hexdigest() if file is not None else ""
         file_type, owners = member.type.decode("latin-1"), [member.uid, member.gid]

@@ -14,6 +14,7 @@ from proxy.compat.docker.responses import error_response
 from proxy.compat.docker.stream import StreamConnection
 from proxy.compat.endpoints import EndpointContext, StreamTransport
 from proxy.dialects.base import Dialect, Local, Meaning, Request, Response
+from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
 from proxy.http.answer_cache import response
 from proxy.http.exchange import Exchange, raw
@@ -86,7 +87,7 @@ class DockerEndpoint:
             RefusalError: The request is refused; the exchange then reports it in Docker's form.
         """
         exchange.understood(_ERRORS, Request(scope["method"], "/", (), b""))
-        answer = await self._api.answer(scope["method"], address, scope["query_string"], body)
+        answer = await self._api.answer(scope["method"], address, scope["query_string"], body, scope.get(GRANT, ALL))
         if isinstance(answer, StreamedResponse):
             await exchange.stream(answer.headers, answer.content)
         else:

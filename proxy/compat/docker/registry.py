@@ -139,9 +139,11 @@ class ContainerRegistry:
         """Remove a container and finish its rollout, once the calls under way have ended."""
         # A running command would keep the turn to its end.
         self.activity(container).detach()
-        rollout = await self._tasks.running(container.task, container.rollout)
-        if rollout is not None:
-            await self._tasks.finish_in_turn(rollout)
+        # A rollout that has lost its position can still be removed.
+        if not await self._tasks.dismiss(container.task, container.rollout):
+            rollout = await self._tasks.running(container.task, container.rollout)
+            if rollout is not None:
+                await self._tasks.finish_in_turn(rollout)
         self._drop(container)
 
     def _drop(self, container: Container) -> None:

@@ -75,14 +75,26 @@ def image(name: str, config: Mapping[str, Any]) -> Local:
         name: The image's name.
         config: What the Docker daemon knows about the image; empty if sandboxes are not made from it.
     """
-    tag = name if ":" in name.rpartition("/")[2] or "@" in name else f"{name}:latest"
     return json_response({
-        "Id": config.get("Id") or image_id(name), "RepoTags": [tag], "RepoDigests": [], "Parent": "", "Comment": "",
+        "Id": config.get("Id") or image_id(name), "RepoTags": [_tagged(name)], "RepoDigests": [], "Parent": "",
+        "Comment": "",
         "Created": NEVER,
         "Config": {key: value for key, value in config.items() if key != "Id"}, "Os": "linux",
         "Architecture": _MACHINES.get(platform.machine(), platform.machine()), "Size": 0, "VirtualSize": 0,
         "RootFS": {"Type": "layers", "Layers": []}, "GraphDriver": {"Name": "forkpoint", "Data": {}}, "Metadata": {},
     })  # fmt: skip
+
+
+def image_entry(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image's entry in a list of images; the arguments are those of `image`."""
+    return {
+        "Id": config.get("Id") or image_id(name), "ParentId": "", "RepoTags": [_tagged(name)], "RepoDigests": [],
+        "Created": 0, "Size": 0, "VirtualSize": 0, "SharedSize": -1, "Labels": config.get("Labels"), "Containers": -1,
+    }  # fmt: skip
+
+
+def _tagged(name: str) -> str:
+    return name if ":" in name.rpartition("/")[2] or "@" in name else f"{name}:latest"
 
 
 def pulled(name: str) -> Local:

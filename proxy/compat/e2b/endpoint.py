@@ -18,6 +18,7 @@ from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.sandboxes import SandboxControl
 from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local, Request
+from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
 from proxy.http.exchange import Exchange, raw
@@ -59,7 +60,8 @@ class E2bEndpoint:
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
         """Answer a request, and count the problem that the client was sent, if any."""
         request = self._request_of(scope, address, body)
-        problem = await self._answer(address.task, request, exchange.send, exchange.receive)
+        grant = scope.get(GRANT, ALL)
+        problem = await self._answer(address.task, request, grant, exchange.send, exchange.receive)
         if problem is not None:
             self._count(problem)
 
@@ -67,7 +69,7 @@ class E2bEndpoint:
         """Answer a request with a problem that was noticed before the request was read."""
         await self._refuse(exchange.send, self._request_of(scope, address, b""), from_problem(problem), problem)
 
-    async def _answer(self, task: str, request: Request, send: Send, receive: Receive) -> Problem | None:
+    async def _answer(self, task: str, request: Request, grant: Grant, send: Send, receive: Receive) -> Problem | None:
         """Answer a request.
 
         Returns:
@@ -77,9 +79,9 @@ class E2bEndpoint:
         try:
             parsed = requests.read(request, self._engine.tasks.spec(task))
             if isinstance(parsed, ControlRequest) and parsed.verb not in _ENVD_VERBS:
-                await _respond(send, await self._control.answer(task, parsed, request))
+                await _respond(send, await self._control.answer(task, parsed, request, grant))
                 return None
-            sandbox = await self._addressed_sandbox(task, request)
+            sandbox = await self._addressed_sandbox(task, request, grant)
             if requests.is_stream(request) and isinstance(parsed, StreamRequest):
                 return await self._stream(sandbox, parsed, send, receive)
             await _respond(send, await self._envd(sandbox, parsed))
@@ -92,11 +94,12 @@ class E2bEndpoint:
             return await self._refuse(send, request, from_problem(problem), problem)
         return None
 
-    async def _addressed_sandbox(self, task: str, request: Request) -> RunningSandbox:
+    async def _addressed_sandbox(self, task: str, request: Request, grant: Grant) -> RunningSandbox:
         """Return the sandbox that a request to envd addresses."""
         name = requests.sandbox_of(request) or request.rollout
         if not name:
             raise RefusalError(400, "no-sandbox", "The request names no sandbox. Send it in E2b-Sandbox-Id.")
+        grant.require_rollout(name)
         sandbox = await self._registry.find(task, name)
         if sandbox is not None:
             # Before the check: a sandbox created with autoResume is never seen as paused here.

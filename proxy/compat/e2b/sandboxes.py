@@ -24,6 +24,7 @@ from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.snapshots import SandboxSnapshots, is_snapshot
 from proxy.dialects.base import Local, Request
 from proxy.engine import Engine
+from proxy.http.access import Grant
 from proxy.names import named
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
@@ -34,6 +35,10 @@ MAX_IDEMPOTENCY_KEYS = 4096
 _NO_CONTENT = Local(204, headers=())
 
 
+_BEYOND_ONE_SANDBOX = frozenset({"create", "fork", "snapshots", "forget"})
+"""Requests that begin sandboxes, or read or change what all sandboxes of a task share."""
+
+
 class SandboxControl:
     """Answers the control plane's requests about the sandboxes of all tasks."""
 
@@ -42,22 +47,27 @@ class SandboxControl:
         self._snapshots = SandboxSnapshots(engine, registry)
         self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    async def answer(self, task: str, control: ControlRequest, request: Request) -> Local:
+    async def answer(self, task: str, control: ControlRequest, request: Request, grant: Grant) -> Local:
         """Answer a request.
 
         Args:
             task: The task in the URL.
             control: The parsed request.
             request: The same request, for its rollout and its headers.
+            grant: What the client's token may see.
 
         Raises:
             RefusalError: 400 to 501, the request cannot be served.
         """
+        if control.verb in _BEYOND_ONE_SANDBOX:
+            grant.require_no_rollout()
+        elif control.verb != "list":
+            grant.require_rollout(control.sandbox)
         match control.verb:
             case "create":
                 return await self._create(task, control.body, request)
             case "list":
-                return await self._list(task, control.query, request)
+                return await self._list(task, control.query, request, grant)
             case "snapshots":
                 return await self._snapshots.list(task, control.query)
             case "forget":
@@ -128,7 +138,7 @@ class SandboxControl:
         # The URL's rollout runs already, so this is a further sandbox below the same base URL.
         return named("rollout", f"{request.rollout}-{request.fresh}" if request.rollout else f"i{request.fresh}")
 
-    async def _list(self, task: str, query: dict[str, str], request: Request) -> Local:
+    async def _list(self, task: str, query: dict[str, str], request: Request, grant: Grant) -> Local:
         await self._engine.tasks.open(task)
         metadata = dict(parse_qsl(query.get("metadata", "")))
         states = set(query["state"].split(",")) if query.get("state") else {"running", "paused"}
@@ -136,6 +146,8 @@ class SandboxControl:
         for (rollout_task, name), rollout in self._engine.tasks.rollouts.items():
             # Names that begin with ~ belong to the proxy's own forks.
             if rollout_task != task or name.startswith("~") or not _is_below(request.rollout, name):
+                continue
+            if grant.rollout and name != grant.rollout:
                 continue
             note = self._registry.note(rollout)
             detail = _detail(RunningSandbox(rollout, note))

@@ -14,6 +14,7 @@ from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
+from sandboxes.spec import EnvironmentSpec
 
 TaskName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the task.")]
 RolloutName = Annotated[str, Path(pattern=NAME_PATTERN, description="Name of the rollout.")]
@@ -64,6 +65,11 @@ def granted(request: HTTPConnection) -> Grant:
     return grant
 
 
+def confined(request: HTTPConnection, spec: EnvironmentSpec) -> EnvironmentSpec:
+    """Return a spec as the request's token may have it: one that sees some tasks only names allowed sources only."""
+    return spec if granted(request).whole else spec.model_copy(update={"confined": True})
+
+
 def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
     """Return a node of any of a task's trees, with its tree.
 
@@ -90,9 +96,10 @@ async def running(engine: Engine, task: str, name: str) -> Rollout:
     """Return a running rollout.
 
     Raises:
-        RefusalError: No running rollout of the task has this name (404).
+        RefusalError: No running rollout of the task has this name (404), or its position is lost (409).
     """
-    rollout = (await engine.tasks.find(task)).rollouts.get(name)
+    await engine.tasks.find(task)
+    rollout = await engine.tasks.running(task, name)
     if rollout is None:
         raise no_rollout(task, name)
     return rollout

@@ -1,6 +1,7 @@
 """Routes of rollouts: begin, list, show, finish and fork them."""
 
-from typing import Annotated, Any
+import secrets
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Query, Request
 
@@ -20,7 +21,8 @@ from proxy.control.views.resources import (
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
-from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task
+from proxy.tree.tree import Node, Tree
 
 router = APIRouter()
 
@@ -29,9 +31,7 @@ router = APIRouter()
 async def begin_rollout(engine: EngineDep, task: TaskName, request: Request, rollout: NewName) -> RolloutView:
     """Begin a rollout at the root. The first call of a new rollout does the same."""
     known = await engine.tasks.open(task)
-    begun = engine.tasks.begin(known, rollout, known.tree, known.tree.root)
-    engine.warm.note_step(begun)
-    return RolloutView(**_view(engine, begun, request))
+    return _begin(engine, known, rollout, known.tree, known.tree.root, request)
 
 
 @router.get("/tasks/{task}/rollouts")
@@ -77,7 +77,8 @@ async def get_rollout(
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
 async def finish_rollout(engine: EngineDep, task: TaskName, rollout: RolloutName) -> None:
     """Finish a rollout. Its sandbox and its name are free for other rollouts."""
-    await engine.tasks.finish(await running(engine, task, rollout))
+    if not await engine.tasks.dismiss(task, rollout):
+        await engine.tasks.finish(await running(engine, task, rollout))
 
 
 @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
@@ -95,11 +96,14 @@ async def fork_rollout(
     tree, start = (source.tree, source.node) if node is None else position_of(engine, known, node)
     if start.detached:
         raise RefusalError(409, "forgotten", f"the node of rollout {rollout!r} was forgotten. Fork at another node.")
-    begun = engine.tasks.begin(known, name, tree, start)
+    return _begin(engine, known, name, tree, start, request)
+
+
+def _begin(engine: Engine, task: Task, name: str, tree: Tree, node: Node, request: Request) -> RolloutView:
+    """Begin a rollout, and show its token: the only time, because the store keeps no more than its digest."""
+    # 192 random bits, so that a token cannot be guessed.
+    token = f"fp_{secrets.token_urlsafe(24)}"
+    begun = engine.tasks.begin(task, name, tree, node, token)
     engine.warm.note_step(begun)
-    return RolloutView(**_view(engine, begun, request))
-
-
-def _view(engine: Engine, rollout: Rollout, request: Request) -> dict[str, Any]:
-    row = engine.store.rollouts.of_task(rollout.task, name=rollout.name)[-1]
-    return rollout_view(row, str(request.base_url), rollout)
+    row = engine.store.rollouts.of_task(task.name, name=name)[-1]
+    return RolloutView(**rollout_view(row, str(request.base_url), begun), token=token)

@@ -73,6 +73,8 @@ async def stats(control: ControlDep, request: Request) -> StatsView:
         checkpoint_budget_bytes=engine.settings.checkpoint_bytes,
         warm_sandboxes=len(engine.warm.forks()),
         costs={driver: costs_view(costs) for driver, costs in engine.cache.costs.items()},
+        snapshots_full=bool(engine.cache.full),
+        snapshots_unproven=len(engine.cache.unproven),
         reuse_rate=engine.snapshot_value.reuse.rate,
         **engine.counts.as_dict(),
     )

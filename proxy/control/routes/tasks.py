@@ -9,6 +9,7 @@ from proxy.control.routes.params import (
     EngineDep,
     RootQuery,
     TaskName,
+    confined,
     granted,
     tree_of,
 )
@@ -46,10 +47,10 @@ async def list_tasks(
 
 @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
 async def put_task(
-    engine: EngineDep, task: TaskName, response: Response, spec: EnvironmentSpec | None = None
+    engine: EngineDep, task: TaskName, request: Request, response: Response, spec: EnvironmentSpec | None = None
 ) -> TaskView:
     """Set a task's environment. A new environment starts a new tree; running rollouts stay in theirs."""
-    known, created = await engine.tasks.put(task, spec or EnvironmentSpec())
+    known, created = await engine.tasks.put(task, confined(request, spec or EnvironmentSpec()))
     response.status_code = 201 if created else 200
     return _task_view(engine, known)
 

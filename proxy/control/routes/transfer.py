@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from proxy.control.routes.params import EngineDep, RootQuery, TaskName, tree_of
+from proxy.control.routes.params import EngineDep, RootQuery, TaskName, confined, tree_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 
@@ -81,7 +81,7 @@ async def import_task(engine: EngineDep, task: TaskName, request: Request) -> Im
     tree then serves rollouts that request its environment.
     """
     try:
-        imported = await engine.transfer.take(task, request.stream())
+        imported = await engine.transfer.take(task, request.stream(), partial(confined, request))
     except ClientDisconnect as error:
         raise RefusalError(
             400, "import", "the upload ended before the end of the file. Nothing was imported: upload the file again."

@@ -4,9 +4,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.views.answers import AnswerView
 from proxy.control.views.resources import SnapshotView
 from proxy.tree.tree import Node
+from sandboxes.calls import ToolCall
 
 EffectName = Literal["none", "files", "session", "processes", "database", "unknown"]
 Flag = Literal["pinned", "diverged", "unreproducible", "private"]
@@ -19,11 +21,20 @@ class CallView(BaseModel):
         endpoint: The endpoint that received the call, such as `shell`.
         tool: The tool of the endpoint, such as `exec`.
         arguments: The call's arguments; an uploaded body is not among them.
+        title: The call in one line: the command, the SQL statement, or the request with the begin of its body.
     """
 
     endpoint: str
     tool: str
     arguments: dict[str, Any]
+    title: str
+
+    @classmethod
+    def of(cls, call: ToolCall) -> "CallView":
+        """Return the view of a call."""
+        return cls(
+            endpoint=call.endpoint, tool=call.tool, arguments=dict(call.arguments), title=title(call)[:TITLE_CHARS]
+        )
 
 
 class ObservationView(BaseModel):

@@ -125,6 +125,7 @@ class StatsView(BaseModel):
         snapshots_taken: Snapshots taken.
         evictions: Snapshots evicted.
         divergences: Replays that reached another state than the recorded one.
+        root_changes: Trees whose base, archive, image or database changed while the proxy ran.
         audit_checked: Recorded calls that audits ran again.
         audit_differing: Checked calls whose answer or state differs from the record.
         warm_made: Warm forks made.
@@ -141,6 +142,8 @@ class StatsView(BaseModel):
         checkpoint_bytes: Bytes of snapshots that hold live processes; part of `snapshot_bytes`.
         checkpoint_budget_bytes: Maximum of these bytes.
         costs: Measured costs by driver.
+        snapshots_full: Whether states without another way exceed a budget of snapshots, so that nothing can be evicted.
+        snapshots_unproven: Snapshots that wait for a replay before they may be evicted.
         reuse_rate: Learnt share of states that need a sandbox again.
     """
 
@@ -161,6 +164,7 @@ class StatsView(BaseModel):
     snapshots_taken: int
     evictions: int
     divergences: int
+    root_changes: int
     audit_checked: int
     audit_differing: int
     warm_made: int
@@ -177,6 +181,8 @@ class StatsView(BaseModel):
     checkpoint_bytes: int
     checkpoint_budget_bytes: int
     costs: dict[str, CostsView]
+    snapshots_full: bool
+    snapshots_unproven: int
     reuse_rate: float
 
 

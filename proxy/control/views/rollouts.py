@@ -81,9 +81,11 @@ class RolloutView(BaseModel):
         start: The node that it began at.
         calls: Number of its answered calls.
         finished: Whether it has ended.
+        lost: Why its position is not known any more, so that its calls are refused; empty for nearly all.
         created_at: When it began, in seconds since 1970.
         base_url: Base URL of its agent's tools.
-        token: Identifies the rollout to clients whose base URL cannot have a path.
+        token: Identifies the rollout to clients whose base URL cannot have a path. Only the response that begins a
+            rollout shows it; null in every other view.
     """
 
     id: int
@@ -94,9 +96,10 @@ class RolloutView(BaseModel):
     start: str
     calls: int
     finished: bool
+    lost: str = ""
     created_at: float
     base_url: str
-    token: str
+    token: str | None = None
 
 
 class StepView(BaseModel):
@@ -162,7 +165,7 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> di
         "start": f"n{row['start']}",
         "calls": row["calls"] if live is None else live.calls,
         "finished": bool(row["finished"]),
+        "lost": "" if row["finished"] else row["lost"],
         "created_at": row["created_at"],
         "base_url": f"{base_url.rstrip('/')}/t/{row['task']}/r/{row['name']}",
-        "token": row["token"],
     }

@@ -120,9 +120,10 @@ class ContainerAnchor:
         # An image whose /bin/sh was deleted starts no anchor. The next order raises ShellStartError, which the call
         # reports.
         with contextlib.suppress(ShellStartError):
-            self.ready(ANSWER_S if self._has_shell() else NO_SHELL_S)
+            self.ready(ANSWER_S if self.has_shell() else NO_SHELL_S)
 
-    def _has_shell(self) -> bool:
+    def has_shell(self) -> bool:
+        """Return whether the image's /bin/sh is there."""
         # Only the existence is of interest. The link is not followed, because its target would be looked up on the host
         # if it is absolute.
         return os.path.lexists(f"/proc/{self.members.pid}/root/bin/sh")

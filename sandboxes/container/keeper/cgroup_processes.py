@@ -4,6 +4,7 @@ A process cannot leave its control group without rights that containers lack, so
 it forks, and whatever namespaces it makes. Each process also has an *inner* pid, by which the container knows it.
 """
 
+import errno
 import os
 import signal
 import time
@@ -95,6 +96,19 @@ class ContainerProcesses:
             # SIGKILL is delivered when the process next runs, so a killed process stays in the group for a moment.
             time.sleep(0.0005)
 
+    def await_reaped(self) -> None:
+        """Wait until the pids of all ended processes are free again; their parents have to reap them first.
+
+        Raises:
+            OSError: It takes longer than `KILL_S`.
+        """
+        deadline = time.monotonic() + KILL_S
+        # No control group lists zombies (cgroups(7)), but the container's own /proc does.
+        while any(name.isdigit() and name != "1" for name in os.listdir(f"/proc/{self.pid}/root/proc")):  # noqa: PTH208
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, "ended processes of the container are not reaped by its pid 1")
+            time.sleep(0.0005)
+
     def written_paths(self) -> set[str]:
         """Return the paths, relative to the root, of the files that a process has open for writing."""
         return processes.written_paths(self.pids())
@@ -139,7 +153,7 @@ def start_time(pid: int) -> int | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in {b"Z", b"X"} else int(fields[19])
+    return None if processes.has_ended(fields) else int(fields[19])
 
 
 def exiting(pid: int) -> bool:

@@ -1,8 +1,9 @@
-"""The files of a container that differ from its image: their delta, and copies of them for frozen states.
+"""The files of a container that differ from its image, and copies of them for frozen states.
 
 The keeper reads the container's upper directory, in which overlayfs keeps everything that was written. `look` compares
-signatures (inode, size, times) first, and computes a delta only if they differ. A file whose signature equals the
-last copy's is hard-linked from it, so a copy costs what changed.
+signatures (inode, size, times), and reads only entries with another one. A file whose signature equals the last copy's
+is hard-linked from it, so a copy costs what changed. After a restore everything is read once, and must have the digest
+of what was frozen.
 """
 
 import json
@@ -12,13 +13,23 @@ from pathlib import Path
 
 from sandboxes.container.keeper import copies
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
+from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.files import delta
-from sandboxes.guest.files.changes import Digests, digests_of, disk_watch, free_bytes
+from sandboxes.guest.files.changes import disk_watch, free_bytes
+from sandboxes.guest.files.scan import TRUSTED_MARKS
+from sandboxes.guest.files.state_rows import StateRows
+from sandboxes.guest.files.tracker import Digests, FileTracker
 from sandboxes.ipc.launch_messages import ForkKeeper
+from sandboxes.ipc.messages import FileDelta
+from sandboxes.linux.trees import TreeTooDeepError
 from sandboxes.shell_text import ShellSession
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """How a directory is opened."""
+
+
+class DamagedCopyError(Exception):
+    """A copy does not give the files that were frozen: something has changed it on disk."""
 
 
 class ContainerChanges:
@@ -27,18 +38,19 @@ class ContainerChanges:
     Attributes:
         disk_bytes: How much the container may write.
         reserve_bytes: With less free disk than this, failures are the machine's.
-        now: The delta to the image; None if it is too large to know.
+        tracker: What differs from the image.
+        too_deep: Whether directories are nested too deeply to be walked. Such a state is never frozen.
     """
 
     def __init__(self, members: ContainerProcesses, roots: delta.DeltaRoots, order: ForkKeeper) -> None:
         self._members, self._roots = members, roots
         self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
-        self._born_ns = 0
-        self.now: delta.Delta | None = {}
-        self._signatures: dict[str, delta.Signature] = {}
+        self.tracker = FileTracker(TRUSTED_MARKS, 0, StateRows())
+        self.too_deep = False
+        self._measured_free = free_bytes(roots.upper)
         # The last copy's path, and the signatures of that moment: a file that has the same signature now has the same
         # content as in the copy.
-        self._copied: tuple[str, dict[str, delta.Signature]] = ("", {})
+        self._copied: tuple[str, dict[str, bytes]] = ("", {})
 
     def begin(self, born_ns: int, copy: str) -> None:
         """Start a sandbox.
@@ -46,8 +58,11 @@ class ContainerChanges:
         Args:
             born_ns: When the spec's root state was built, in ns since 1970.
             copy: The path of the copy to lay over the image; empty to start with the container as it is.
+
+        Raises:
+            DamagedCopyError: The copy is not what was frozen.
         """
-        self._born_ns = born_ns
+        self.tracker = FileTracker(TRUSTED_MARKS, born_ns, StateRows())
         if not copy:
             self.look()
             return
@@ -55,39 +70,63 @@ class ContainerChanges:
         # The target is reached through pid 1's root link, that is through the container's overlay (proc_pid_root(5)). A
         # write into the upper directory itself, below a live mount, has undefined results (overlayfs.rst, "Changes to
         # underlying filesystems").
-        source, target = os.open(f"{copy}/diff", FOLDER), os.open(f"/proc/{self._members.pid}/root", FOLDER)
+        source, target = os.open(f"{copy}/diff", FOLDER), self._top()
         try:
             copies.lay_over(source, target, meta["links"])
         finally:
             os.close(source)
             os.close(target)
-        stored = meta["delta"]
-        # JSON has no tuples.
-        self.now = None if stored is None else {path: (what, at) for path, (what, at) in stored.items()}
-        # Laying over has changed inodes and times, so the signatures are taken afterwards. The delta is stored, because
-        # computing it would read all files.
-        self._signatures = delta.signatures(self._roots.upper)
-        self._copied = (copy, self._signatures)
+        # Everything is read again: what the container has now is what counts, and it must be what was copied.
+        self.look()
+        if self._digest != meta["digest"]:
+            raise DamagedCopyError
+        self._copied = (copy, self.tracker.scan.signatures)
+
+    @property
+    def _digest(self) -> str:
+        """A digest of all files, for copies: they have no sessions."""
+        return self.tracker.now.digests(b"")[0].hex()
+
+    def _top(self) -> int:
+        return os.open(f"/proc/{self._members.pid}/root", FOLDER)
 
     def look(self) -> bool:
-        """Update the delta; return whether anything differs from before."""
-        signatures = delta.signatures(self._roots.upper)
-        # Most calls write nothing. A walk of the upper directory costs far less than a delta, which reads contents.
-        if signatures == self._signatures:
-            return False
-        before, self._signatures = self.now, signatures
+        """Update what differs; return whether anything differs from before."""
         try:
-            self.now = delta.merge({}, self._roots, copies.OPAQUE)
-        # None counts as a change: it is not known what differs, and a wrong "nothing" would record the call as one
-        # without effects.
-        except delta.DeltaTooLargeError:
-            self.now = None
+            changed, self.too_deep = self.tracker.look(self._roots, self._top), False
+            self._measured_free = self.free_bytes()
+        # What differs is not known, so it counts as a change until the agent has removed what is too deep.
+        except TreeTooDeepError:
+            self.tracker.forget()
+            changed = self.too_deep = True
+        return changed
+
+    def nests_too_deep(self) -> bool:
+        """Look for directories that are nested too deeply; 2 us an entry."""
+        try:
+            delta.size_bytes(self._roots.upper)
+        except TreeTooDeepError:
             return True
-        return self.now != before
+        return False
+
+    @property
+    def order(self) -> bytes | None:
+        """The order in which the last call wrote."""
+        return self.tracker.order
+
+    def expect(self, order: bytes) -> None:
+        """Give what the next call writes this order; see `write_order`."""
+        self.tracker.expected = order
+
+    def shown(self) -> FileDelta | None:
+        """Return what differs, for people; None if it is too much."""
+        return None if self.too_deep else self.tracker.shown()
 
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
         """Return the state's digest, or its witness if processes run."""
-        return digests_of(self.now, sessions, self._born_ns, self._members.written_paths() if alive else None)
+        if self.too_deep:
+            return None, None
+        return self.tracker.digests(session_texts.digest(sessions), self._members.written_paths() if alive else None)
 
     def copy(self, folder: Path, becomes: str) -> int:
         """Copy the container's own files.
@@ -107,18 +146,19 @@ class ContainerChanges:
             copy.take(self._roots.upper, target)
         finally:
             os.close(target)
-        meta = {"delta": self.now, "links": copy.links, "added_bytes": copy.added_bytes}
+        meta = {"links": copy.links, "added_bytes": copy.added_bytes, "digest": self._digest}
         # Last: a state without `meta.json` does not exist (`StateCopies.exists`).
         (folder / "meta.json").write_text(json.dumps(meta, separators=(",", ":")))
         # The path after the proxy's rename. If the proxy throws the copy away instead, linking fails and the file is
         # copied (`Copy._leaf`).
-        self._copied = (becomes, self._signatures)
+        self._copied = (becomes, self.tracker.scan.signatures)
         return copy.added_bytes
 
     def _unchanged(self, path: str) -> str | None:
         """Return the path of a file in the last copy if it did not change since; None otherwise."""
         copy, signatures = self._copied
-        return f"{copy}/diff/{path}" if copy and signatures.get(path) == self._signatures.get(path) else None
+        now = self.tracker.scan.signatures.get(path)
+        return f"{copy}/diff/{path}" if copy and now is not None and signatures.get(path) == now else None
 
     def free_bytes(self) -> int:
         """Return the free bytes of the disk on which Docker keeps containers."""
@@ -126,4 +166,5 @@ class ContainerChanges:
 
     def disk_watch(self) -> Callable[[], str | None]:
         """Return a check of the upper directory against the limit, and of the free disk against the reserve."""
-        return disk_watch(self._roots.upper, self.disk_bytes, self.reserve_bytes)
+        unmeasured_free = self._measured_free if self.too_deep else None
+        return disk_watch(self._roots.upper, self.disk_bytes, self.reserve_bytes, unmeasured_free=unmeasured_free)

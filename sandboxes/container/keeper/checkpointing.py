@@ -5,7 +5,8 @@ dumps the tree below the anchor's init. Pid 1 stays outside: Docker started it, 
 container, which has a pid 1 already. A freeze runs `freeze`, `dump` and `copy` in that order. A restore happens in a
 fresh container with the copy laid over its image; `restore` has its six steps.
 
-A process cannot enter a pid namespace, only its children are born there. That is why `_in_child` forks once more.
+A process cannot enter a pid namespace, only its children are born there. That is why `_set_last_pid_inside` forks once
+more.
 """
 
 import os
@@ -21,11 +22,12 @@ from sandboxes.container.keeper.changes import ContainerChanges
 from sandboxes.container.keeper.shell_pool import ContainerShells
 from sandboxes.container.keeper.tool_servers import ContainerServers
 from sandboxes.guest.checkpoint_restore import PID_DISTANCE
-from sandboxes.guest.criu_launch import operate, set_last_pid
+from sandboxes.guest.criu_launch import CriuFiles, operate, set_last_pid
 from sandboxes.guest.supervisor import Supervisor
 from sandboxes.ipc.state_messages import Checkpoint, CopiedState, FreezeContainer, NotFreezable, ProcessTree
 from sandboxes.linux import processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.trees import TOO_DEEP
 
 
 class ContainerFreezer:
@@ -66,7 +68,7 @@ class ContainerFreezer:
         self._held_from = time.monotonic()
         return NotFreezable(reason) if reason else ProcessTree(cgroup_processes.inner_of(self._top()))
 
-    def copy(self, folder: str, becomes: str) -> CopiedState:
+    def copy(self, folder: str, becomes: str) -> NotFreezable | CopiedState:
         """Copy the container's own files, and return the state. With survivors, CRIU holds all of them still.
 
         Args:
@@ -78,43 +80,50 @@ class ContainerFreezer:
         self._stillness.saw(wrote=self._changes.look())
         if self._survivors:
             self._stillness.stood_still(time.monotonic() - self._held_from)
+        if self._changes.too_deep:
+            return NotFreezable(TOO_DEEP)
         added = self._changes.copy(Path(folder), becomes)
         checkpoint = self._remember() if self._survivors else None
         shells = self._shells
         return CopiedState(shells.sessions, shells.pristine, added, self._supervisor.state(), checkpoint)
 
-    def dump(self, program: list[str], fds: list[int]) -> None:
+    def dump(self, arguments: list[str], fds: list[int]) -> None:
         """Start CRIU, to dump the container's processes. The descriptors are closed here."""
         # 2. The fork enters the container's namespaces and starts CRIU there. The proxy talks to CRIU itself, over
         # `reply`.
-        reply, host_root, *files = fds
         if os.fork() == 0:
             # `operate` never returns: it ends the fork together with CRIU.
             self._enter()
-            operate(host_root, program, reply, files, survey=True)
+            operate(CriuFiles(*fds), arguments, restores=False)
         for fd in fds:
             os.close(fd)
 
     def restore(
-        self, checkpoint: Checkpoint, program: list[str], fds: list[int], await_restored: Callable[[], None]
+        self, checkpoint: Checkpoint, arguments: list[str], fds: list[int], await_restored: Callable[[], None]
     ) -> None:
         """Replace the container's processes by those of a checkpoint, and take these over.
 
         Args:
             checkpoint: What was remembered of the processes.
-            program: CRIU and its arguments.
-            fds: A socket to the proxy, the host's root, the images and the kernel features; they are closed here.
+            arguments: CRIU's arguments.
+            fds: `ns_last_pid`, then the `CriuFiles`; they are closed here.
             await_restored: Returns when the proxy says that CRIU has restored the processes.
+
+        Raises:
+            OSError: The pids of the fresh processes do not become free.
         """
         # Step 1. The fresh anchor has the pid that the restored one needs. Pid 1 stays: it starts another anchor only
-        # when a line arrives on `again`, and the restored anchor needs no other.
+        # when a line arrives on `again`, and the restored anchor needs no other. The init goes last: it reaps the
+        # others, and pid 1 may reap nobody but its own child.
+        self._members.kill_except({self._members.pid, self._top()})
         self._members.kill_except({self._members.pid})
+        self._members.await_reaped()
         # Step 2. CRIU opens FIFOs by their paths, so all of them must exist before it runs. They stay open at the
         # keeper's end, so that no open blocks.
         shells = self._shells.prepare_again(checkpoint["shells"])
         self._servers.prepare_again(checkpoint.get("servers", []))
         background = [PendingRestore(stored, self._anchor.box) for stored in checkpoint.get("left", [])]
-        reply, host_root, *files = fds
+        last_pid, *files = fds
         # Steps 3 and 4, the next pid and CRIU, happen in a fork, because entering namespaces cannot be undone in this
         # process.
         last = max(checkpoint["pids"])
@@ -124,17 +133,18 @@ class ContainerFreezer:
             cgroup_processes.join(self._members.pid)
             self._enter()
             # The kernel numbers on from the last pid, so the helpers of CRIU stay out of the way of the restored pids.
-            _in_child(lambda: set_last_pid(host_root, last + PID_DISTANCE))
-            operate(host_root, program, reply, files)
+            _set_last_pid_inside(last_pid, last + PID_DISTANCE)
+            os.close(last_pid)
+            operate(CriuFiles(*files), arguments, restores=True)
         # The fork has its own copies. While this process held the reply socket, the proxy could not see CRIU's end.
-        for fd in (reply, *files):
+        for fd in files:
             os.close(fd)
         await_restored()
         os.waitpid(operator, 0)
         # Step 5. Set the next pid back. A command may print pids, and a restored sandbox must print the same ones as
         # the original.
-        self._continue_pids_from(last, host_root)
-        os.close(host_root)
+        self._continue_pids_from(last, last_pid)
+        os.close(last_pid)
         # Step 6. Find the restored processes by their inner pids. The anchor comes first: shells and servers are found
         # as its children.
         self._anchor.adopt(checkpoint["anchor"])
@@ -146,12 +156,12 @@ class ContainerFreezer:
         # The processes were settled when they were dumped, so nothing has to be waited for.
         self._survivors.settle(patient=False)
 
-    def _continue_pids_from(self, last: int, host_root: int) -> None:
+    def _continue_pids_from(self, last: int, last_pid: int) -> None:
         """Set the container's next pid to what it would be without CRIU's helpers."""
         after = os.fork()
         if after == 0:
             self._enter()
-            _in_child(lambda: set_last_pid(host_root, last))
+            _set_last_pid_inside(last_pid, last)
             os._exit(0)
         os.waitpid(after, 0)
 
@@ -167,9 +177,7 @@ class ContainerFreezer:
 
     def _outside_the_tree(self) -> str:
         """Return why a checkpoint would miss a process or object of the container; empty if it holds everything."""
-        if self._survivors.has_ipc_objects:
-            return "System V IPC objects exist, and a checkpoint does not hold them"
-        if why := self._background.outside_checkpoint:
+        if why := self._supervisor.outside_checkpoint():
             return why
 
         # A new list for each look, because processes start and end meanwhile.
@@ -200,12 +208,14 @@ class ContainerFreezer:
         }
 
 
-def _in_child(work: Callable[[], None]) -> None:
-    """Do work in a child, which is in the pid namespace that this process has entered."""
+def _set_last_pid_inside(last_pid: int, number: int) -> None:
+    """Set the last pid of the pid namespace that this process has entered, in a child that belongs to it."""
     pid = os.fork()
     if pid == 0:
         try:
-            work()
+            # The container's processes see this child, so it has no descriptor of the keeper's directories.
+            kernel.arrange_descriptors({0: last_pid})
+            set_last_pid(0, number)
         finally:
             os._exit(0)
     os.waitpid(pid, 0)

@@ -2,15 +2,19 @@
 
 `Copy.take` writes a copy at a freeze; `lay_over` puts it over a fresh container at a restore. A copy holds what
 `docker commit` would keep: content, modes, owners, extended attributes and whiteouts. It also keeps times and hard
-links. Four rules hold throughout; each stands at the line that keeps it.
+links. Rules 1 and 4 stand at the lines that keep them; `linux.file_copy` keeps the others.
 """
 
 import contextlib
-import errno
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+
+from sandboxes.guest.files.delta import ENTRY_BYTES
+from sandboxes.linux import trees
+from sandboxes.linux.file_copy import copy_entry, copy_facts, is_whiteout
+from sandboxes.linux.file_flags import copy_flags
+from sandboxes.linux.files import remove_entry
 
 OPAQUE = "trusted.overlay.opaque"
 """The attribute of a directory that hides everything below it in the image."""
@@ -20,13 +24,6 @@ MARKS = "trusted.overlay."
 
 _SPECIAL = frozenset(["proc", "dev", "sys"])
 """Top-level directories over which a container has mounts: nothing below them belongs to its files."""
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CHUNK = 16 << 20
-"""Bytes that one copy_file_range or pread takes, which bounds the memory of a fallback to pread."""
-
-_SMALL = 128 << 10
-"""Files up to this size are read and written in one call each: with more calls, small files dominate a restore."""
 
 Links = dict[str, str]
 """Paths of further hard links, each with the path under which the copy has the file."""
@@ -51,33 +48,45 @@ class Copy:
         self._earlier = earlier
         self._seen: dict[int, str] = {}
 
-    def take(self, source: int, target: int, prefix: str = "") -> None:
-        """Copy the directory `source` into `target`, both descriptors; 0.1 ms a file."""
-        # The listing is complete and closed before anything is copied, so a level of the recursion holds two
-        # descriptors only.
-        for entry in _entries(source):
-            path = prefix + entry.name
-            status = entry.stat(follow_symlinks=False)
-            if not prefix and entry.name in _SPECIAL:
+    def take(self, source: int, target: int) -> None:
+        """Copy the directory `source` into `target`, both descriptors; 0.1 ms a file.
+
+        Raises:
+            TreeTooDeepError: Directories are nested too deeply.
+        """
+        folders: list[tuple[str, os.stat_result]] = []
+        for folder in trees.folders(source):
+            if folder.path.partition("/")[0] in _SPECIAL:
                 continue
-            if stat.S_ISDIR(status.st_mode):
-                # Private until `_copy_facts` sets the mode: the content of a directory with mode 0700 must not be
+            if folder.path:
+                # Private until `copy_facts` sets the mode: the content of a directory with mode 0700 must not be
                 # readable for a moment.
-                os.mkdir(entry.name, 0o700, dir_fd=target)
-                with _opened(entry.name, source) as inner, _opened(entry.name, target) as copy:
-                    self.take(inner, copy, path + "/")
-                    _copy_marks(inner, copy)
-                    _copy_facts(entry.name, status, source, target)
-                continue
-            # The first path of an inode holds the file, every further one becomes an entry of `links`. Whiteouts may
-            # share one inode too (overlayfs does that), but each is made separately.
-            if status.st_nlink > 1 and not _whiteout(status):
-                if status.st_ino in self._seen:
-                    self.links[path] = self._seen[status.st_ino]
-                    continue
-                # Inode numbers suffice as keys, because an upper directory lies on one file system.
-                self._seen[status.st_ino] = path
-            self._leaf(entry.name, path, status, source, target)
+                os.mkdir(folder.path, 0o700, dir_fd=target)
+            folders.append((folder.path, os.fstat(folder.fd)))
+            with _opened(folder.path, target) as copy:
+                for entry in folder.entries:
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in _SPECIAL):
+                        continue
+                    self._entry(folder, entry.name, status, copy)
+        # The inner directories first: entries that are made in a directory change its time.
+        for path, status in reversed(folders):
+            with _opened(path, source) as inner, _opened(path, target) as copy:
+                _copy_marks(inner, copy)
+                copy_flags(inner, copy)
+                copy_facts(".", status, inner, copy, MARKS)
+
+    def _entry(self, folder: trees.Folder, name: str, status: os.stat_result, target: int) -> None:
+        path = folder.path + name
+        # The first path of an inode holds the file, every further one becomes an entry of `links`. Whiteouts may
+        # share one inode too (overlayfs does that), but each is made separately.
+        if status.st_nlink > 1 and not is_whiteout(status):
+            if status.st_ino in self._seen:
+                self.links[path] = self._seen[status.st_ino]
+                return
+            # Inode numbers suffice as keys, because an upper directory lies on one file system.
+            self._seen[status.st_ino] = path
+        self._leaf(name, path, status, folder.fd, target)
 
     def _leaf(self, name: str, path: str, status: os.stat_result, source: int, target: int) -> None:
         # Rule 4: a file that an earlier copy already has is hard-linked to it, so a copy costs what changed since.
@@ -89,9 +98,9 @@ class Copy:
                 # file whose signature is unchanged.
                 os.link(known, name, dst_dir_fd=target, follow_symlinks=False)
                 return
-        _make(name, status, source, target)
+        copy_entry(name, status, source, target, MARKS)
         # st_blocks counts units of 512 bytes, whatever the file system's block size is (stat(2)). Holes take none.
-        self.added_bytes += status.st_blocks * 512
+        self.added_bytes += max(status.st_blocks * 512, ENTRY_BYTES)
 
 
 def lay_over(source: int, target: int, links: Mapping[str, str]) -> None:
@@ -102,56 +111,60 @@ def lay_over(source: int, target: int, links: Mapping[str, str]) -> None:
         target: A descriptor of the container's root.
         links: The copy's hard links.
     """
-    _lay(source, target, "")
+    _lay(source, target)
     for path, first in links.items():
         # `_lay` has not made this path, but the image may have a file here.
-        _remove(path, target)
+        folder, _, name = path.rpartition("/")
+        with _opened(folder, target) as into:
+            remove_entry(name, into)
         os.link(first, path, src_dir_fd=target, dst_dir_fd=target, follow_symlinks=False)
         # Linking and unlinking changed the directory's time after it was set.
-        folder = path.rpartition("/")[0] or "."
+        folder = folder or "."
         status = os.stat(folder, dir_fd=source, follow_symlinks=False)
         os.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
-def _lay(source: int, target: int, prefix: str, *, fresh: bool = False) -> None:
-    """Lay one directory over another.
-
-    Args:
-        source: The copy's directory.
-        target: The container's directory.
-        prefix: Their path with a trailing slash; empty for the root.
-        fresh: Whether the target was just made, so that nothing can be in the way.
-    """
-    for entry in _entries(source):
-        if not prefix and entry.name in _SPECIAL:
+def _lay(source: int, target: int) -> None:
+    """Lay the directory of a copy over that of a container."""
+    folders: list[str] = []
+    # Directories that were just made, so that nothing can be in the way of their entries.
+    made: set[str] = set()
+    for folder in trees.folders(source):
+        if folder.path.partition("/")[0] in _SPECIAL:
             continue
-        status = entry.stat(follow_symlinks=False)
-        if _whiteout(status):
-            # A whiteout of the copy removes the name through the container's overlay, which makes a whiteout of its own
-            # in the upper directory.
-            _remove(entry.name, target)
-        elif stat.S_ISDIR(status.st_mode):
-            with _opened(entry.name, source) as inner:
-                _lay_folder(entry.name, status, (inner, source), target, prefix)
-        else:
-            if not fresh:
-                _remove(entry.name, target)
-            _make(entry.name, status, source, target)
+        folders.append(folder.path)
+        if folder.path and _make_folder(folder.path, folder.fd, target):
+            made.add(folder.path)
+        with _opened(folder.path, target) as into:
+            for entry in folder.entries:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) or (not folder.path and entry.name in _SPECIAL):
+                    continue
+                # A whiteout of the copy removes the name through the container's overlay, which makes a whiteout of its
+                # own in the upper directory.
+                if folder.path not in made:
+                    remove_entry(entry.name, into)
+                if not is_whiteout(status):
+                    copy_entry(entry.name, status, folder.fd, into, MARKS)
+    for path in reversed(folders):
+        with _opened(path, source) as inner, _opened(path, target) as into:
+            copy_flags(inner, into)
+            copy_facts(".", os.fstat(inner), inner, into, MARKS)
 
 
-def _lay_folder(name: str, status: os.stat_result, sources: tuple[int, int], target: int, prefix: str) -> None:
-    inner, source = sources
-    below = _status(name, target)
-    # The copy's directory replaces what the image has there if that is no directory, or if it was made opaque.
-    # Removing through the overlay and making the directory again makes overlayfs set its own opaque mark.
-    if below is not None and (not stat.S_ISDIR(below.st_mode) or is_opaque(inner)):
-        _remove(name, target)
-        below = None
-    if below is None:
-        os.mkdir(name, 0o700, dir_fd=target)
-    with _opened(name, target) as copy:
-        _lay(inner, copy, f"{prefix}{name}/", fresh=below is None)
-        _copy_facts(name, status, source, target)
+def _make_folder(path: str, source: int, target: int) -> bool:
+    """Make a directory of the copy in the container; return whether it is a new one there."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    with _opened(folder, target) as above:
+        below = _status(name, above)
+        # The copy's directory replaces what the image has there if that is no directory, or if it was made opaque.
+        # Removing through the overlay and making the directory again makes overlayfs set its own opaque mark.
+        if below is not None and (not stat.S_ISDIR(below.st_mode) or is_opaque(source)):
+            remove_entry(name, above)
+            below = None
+        if below is None:
+            os.mkdir(name, 0o700, dir_fd=above)
+        return below is None
 
 
 def is_opaque(folder: int) -> bool:
@@ -162,126 +175,11 @@ def is_opaque(folder: int) -> bool:
         return False
 
 
-def _make(name: str, status: os.stat_result, source: int, target: int) -> None:
-    if stat.S_ISREG(status.st_mode):
-        _make_file(name, status, source, target)
-        return
-    if stat.S_ISLNK(status.st_mode):
-        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
-    else:
-        # Only whiteouts, FIFOs and sockets come here in practice: the container lacks the capability MKNOD
-        # (`daemon.CAPABILITIES`).
-        os.mknod(name, status.st_mode, status.st_rdev, dir_fd=target)
-        if _whiteout(status):
-            return
-    _copy_facts(name, status, source, target)
-
-
-def _make_file(name: str, status: os.stat_result, source: int, target: int) -> None:
-    """Copy a regular file with as few system calls as possible: a restore spends most of its time here."""
-    reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)
-    try:
-        # O_EXCL never opens what is there already, a symlink included (open(2)).
-        writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
-        try:
-            # A file with fewer blocks than bytes has holes, which a plain read would fill.
-            if status.st_size <= _SMALL and status.st_blocks * 512 >= status.st_size:
-                # A regular file is read and written in one piece up to this size; the container's processes stand still
-                # or do not exist yet.
-                os.write(writing, os.read(reading, _SMALL + 1))
-            else:
-                _copy_content(reading, writing, status.st_size)
-            if status.st_uid or status.st_gid:
-                os.fchown(writing, status.st_uid, status.st_gid)
-            # After fchown, which clears set-user-id bits.
-            os.fchmod(writing, stat.S_IMODE(status.st_mode))
-            # After fchown too: a change of owner makes the kernel remove `security.capability` (Linux, fs/open.c,
-            # chown_common).
-            for attribute in os.listxattr(reading):
-                if not attribute.startswith(MARKS):
-                    os.setxattr(writing, attribute, os.getxattr(reading, attribute))
-            os.utime(writing, ns=(status.st_atime_ns, status.st_mtime_ns))
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
-
-
-def _copy_content(reading: int, writing: int, size: int) -> None:
-    """Copy the data and keep the holes. File systems with reflinks share the blocks instead of copying them."""
-    at = 0
-    while at < size:
-        try:
-            start = os.lseek(reading, at, os.SEEK_DATA)
-        except OSError as error:
-            # ENXIO: there is no data after this offset, only a hole up to the end.
-            if error.errno != errno.ENXIO:
-                raise
-            break
-        # Each file has a virtual hole at its end, so this finds one always (lseek(2)).
-        end = os.lseek(reading, start, os.SEEK_HOLE)
-        at = start
-        while at < end:
-            copied = _copy_range(reading, writing, at, min(end - at, _CHUNK))
-            # The file became shorter meanwhile. ftruncate below restores the length that the status had.
-            if not copied:
-                break
-            at += copied
-    # A hole at the end has no data to write, so the size is set explicitly.
-    os.ftruncate(writing, size)
-
-
-def _copy_range(reading: int, writing: int, at: int, count: int) -> int:
-    try:
-        return os.copy_file_range(reading, writing, count, at, at)
-    except OSError as error:
-        # Source and target may be different file systems, or ones that cannot copy in the kernel.
-        if error.errno not in {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:
-            raise
-    return os.pwrite(writing, os.pread(reading, count, at), at)
-
-
-def _copy_facts(name: str, status: os.stat_result, source: int, target: int) -> None:
-    # Rule 2: owner before mode, because chown(2) clears set-user-id bits. Times come last: making an entry changes its
-    # directory's time.
-    os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
-    if not stat.S_ISLNK(status.st_mode):
-        # After chown, which clears set-user-id bits. Linux has no chmod without following links; this is no link.
-        os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=target)
-    # There are no *at() forms of these calls in Python. The path through the descriptor names the same directory,
-    # whatever its parents are renamed to.
-    _copy_attributes(f"/proc/self/fd/{source}/{name}", f"/proc/self/fd/{target}/{name}")
-    os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
-
-
-def _copy_attributes(source: str, target: str) -> None:
-    # The target may have attributes of the image's directory that the source had removed.
-    # Rule 3: marks of overlayfs (`trusted.overlay.*`) refer to inodes of the original, so they are not copied. The one
-    # exception is the opaque mark (`_copy_marks`).
-    names = [name for name in os.listxattr(source, follow_symlinks=False) if not name.startswith(MARKS)]
-    for name in set(os.listxattr(target, follow_symlinks=False)) - set(names):
-        if not name.startswith(MARKS):
-            os.removexattr(target, name, follow_symlinks=False)
-    for name in names:
-        os.setxattr(target, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
-
-
 def _copy_marks(source: int, target: int) -> None:
     if is_opaque(source):
         # Only root of the first user namespace can set `trusted.` attributes (xattr(7)), so no agent can forge the
         # mark.
         os.setxattr(target, OPAQUE, b"y")
-
-
-def _remove(name: str, folder: int) -> None:
-    status = _status(name, folder)
-    if status is None:
-        return
-    if stat.S_ISDIR(status.st_mode):
-        # With dir_fd, rmtree opens each directory relative to its parent and follows no link.
-        shutil.rmtree(name, dir_fd=folder)
-    else:
-        os.unlink(name, dir_fd=folder)
 
 
 def _status(name: str, folder: int) -> os.stat_result | None:
@@ -291,20 +189,13 @@ def _status(name: str, folder: int) -> os.stat_result | None:
         return None
 
 
-def _whiteout(status: os.stat_result) -> bool:
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
-
-
-def _entries(folder: int) -> list[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        return list(entries)
-
-
 @contextlib.contextmanager
-def _opened(name: str, folder: int) -> Iterator[int]:
-    # Rule 1: every directory is opened relative to its parent's descriptor, without following links (O_NOFOLLOW). A
-    # symlink that an agent made can therefore never lead a copy to files of the host.
-    fd = os.open(name, _FOLDER, dir_fd=folder)
+def _opened(path: str, top: int) -> Iterator[int]:
+    # Rule 1: every directory is opened below a descriptor, without following links. A symlink that an agent made can
+    # therefore never lead a copy to files of the host.
+    fd = trees.open_below(top, path)
+    if fd is None:
+        raise FileNotFoundError(f"directory {path!r} is gone")
     try:
         yield fd
     finally:

@@ -25,7 +25,7 @@ from typing import Any
 from sandboxes.container.keeper import cgroup_processes, mounts, terminal
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.background import ContainerBackgroundProcess
-from sandboxes.container.keeper.changes import FOLDER, ContainerChanges
+from sandboxes.container.keeper.changes import FOLDER, ContainerChanges, DamagedCopyError
 from sandboxes.container.keeper.checkpointing import ContainerFreezer
 from sandboxes.container.keeper.exec_launch import Launch
 from sandboxes.container.keeper.shell import limit
@@ -46,6 +46,7 @@ from sandboxes.ipc.messages import (
     CallDone,
     DescribeState,
     Done,
+    ExpectOrder,
     OpenTerminal,
     RunCommand,
     RunFileOperation,
@@ -66,6 +67,7 @@ from sandboxes.ipc.state_messages import (
 )
 from sandboxes.linux import confine, processes
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.socket_queues import SocketQueues
 
 READY_S = 10.0
 """How long the anchor may take until it is ready: 0.1 s on an idle machine, seconds while many containers start.
@@ -117,6 +119,14 @@ def _enter(pid: int, name: str, kind: int) -> None:
         kernel.setns(namespace, kind)
     finally:
         os.close(namespace)
+
+
+def _message_queues() -> int | None:
+    """Return a directory of the container's POSIX message queues; None if this kernel has none."""
+    try:
+        return kernel.message_queues()
+    except OSError:
+        return None
 
 
 def _end_with_parent(init: int) -> None:
@@ -192,12 +202,14 @@ class Keeper:
         self._link, self._members, self._anchor = link, members, anchor
         # Read before any process of the agent runs: pid 1 is still what Docker started.
         self._user = cgroup_processes.ids(members.pid)
+        # Of this process's IPC namespace, which is the container's.
+        self._queues = _message_queues()
         self._inherited = cgroup_processes.environment(members.pid)
         self._shells = shells = ContainerShells(anchor, members, set(self._inherited))
         servers = ContainerServers(anchor, members)
         self._background = BackgroundProcesses(0)
         self._changes = ContainerChanges(members, roots, order)
-        self._supervisor = Supervisor(link, shells, servers, self._background, self._changes, self)
+        self._supervisor = Supervisor(link, shells, servers, self._background, self._changes, self, SocketQueues.open())
         self._survivors = self._supervisor.survivors
         self._freezer = ContainerFreezer(members, anchor, shells, servers, self._changes, self._supervisor)
 
@@ -212,12 +224,10 @@ class Keeper:
             match request := envelope.message:
                 case BeginSandbox():
                     self._begin(request, envelope.fds)
-                case StartServers():
-                    self._supervisor.start_servers(request.servers)
+                case StartServers() | ExpectOrder() | DescribeState():
+                    self._supervisor.answer(request)
                 case RunCommand() | RunFileOperation() | RunProcess() | UseBackgroundProcess() | UseServer():
                     self._supervisor.call(request, envelope)
-                case DescribeState():
-                    self._supervisor.describe()
                 case OpenTerminal():
                     self._open_terminal(request)
                 case FreezeContainer() | CopyFiles() | DumpProcesses():
@@ -229,7 +239,7 @@ class Keeper:
             return self._freezer.freeze(request)
         if isinstance(request, CopyFiles):
             return self._freezer.copy(request.folder, request.becomes)
-        self._freezer.dump(request.program, fds)
+        self._freezer.dump(request.criu_arguments, fds)
         return Done()
 
     def _open_terminal(self, request: OpenTerminal) -> None:
@@ -247,17 +257,16 @@ class Keeper:
         given = {name: value for name, value in self._inherited.items() if name not in {"HOSTNAME", "SHLVL"}}
         self._shells.begin(order, {**order.defaults, **given, **order.environment})
         # The files come before any shell: no process may run over files that are being replaced.
-        self._changes.begin(order.born_ns, order.copy)
+        try:
+            self._changes.begin(order.born_ns, order.copy)
+        except DamagedCopyError:
+            self._link.send(SandboxBegun(damaged=True))
+            return
         if order.checkpoint is not None:
-            self._freezer.restore(order.checkpoint, order.program, fds, self._await_restored)
+            self._freezer.restore(order.checkpoint, order.criu_arguments, fds, self._await_restored)
             self._link.send(SandboxBegun())
             return
-        shell_error: str | None = None
-        try:
-            self._shells.ready(next(iter(self._shells.sessions), "main"))
-        except ShellStartError as error:
-            shell_error = str(error)
-        self._link.send(SandboxBegun(shell_error))
+        self._link.send(SandboxBegun(self._shells.begin_first(next(iter(self._shells.sessions), "main"))))
 
     def _await_restored(self) -> None:
         """Report that CRIU was started, and wait until the proxy says that it has restored the processes."""
@@ -286,6 +295,15 @@ class Keeper:
         """Return all processes of the container."""
         self._anchor.look_after()
         return self._members.running()
+
+    def ipc_objects(self) -> int:
+        """Return the number of System V objects and POSIX message queues."""
+        queues = 0 if self._queues is None else len(os.listdir(self._queues))  # noqa: PTH208 - a descriptor
+        return processes.ipc_objects() + queues
+
+    def proc_directory(self, pid: int) -> str:
+        """Return the directory of a process in the container's /proc, which is another mount than this machine's."""
+        return f"/proc/{self._members.pid}/root/proc/{cgroup_processes.inner_of(pid)}"
 
     def run_command(self, request: RunCommand, command: bytes) -> Performed:
         """Run a command in a session's shell."""

@@ -10,20 +10,29 @@ import gc
 import os
 import signal
 import socket
+import sys
+from pathlib import Path
 
 from sandboxes.container.keeper import keeper
+from sandboxes.container.orphans import kill_newcomers
 from sandboxes.ipc.codec import decode, pack_message, prepare
 from sandboxes.ipc.fork_child import connect, freeze_heap, requests
 from sandboxes.ipc.launch_messages import Forked, ForkKeeper, LauncherReady
 from sandboxes.ipc.messages import Failed
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.cgroups import move_to_roots
+
+CONTAINER_MARK = Path("/.dockerenv")
+"""Docker makes this file in every container."""
 
 
-def _serve(driver: socket.socket) -> None:
-    """Fork a keeper for each request, until the driver is gone."""
+def _serve(driver: socket.socket) -> set[str]:
+    """Fork a keeper for each request, until the driver is gone; return the names of the boxes that got a keeper."""
+    kept: set[str] = set()
     for frame in requests(driver):
         request, _, fds = decode(frame)
         assert isinstance(request, ForkKeeper), "nothing else is sent to this process"
+        kept.add(Path(request.box).parent.name)
         pid = os.fork()
         if pid == 0:
             driver.close()
@@ -32,7 +41,10 @@ def _serve(driver: socket.socket) -> None:
             _become_keeper(request, fds[0])
         for fd in fds:
             os.close(fd)
-        driver.sendall(pack_message(Forked()))
+        # A driver that is gone reads no reply; the next read says so.
+        with contextlib.suppress(OSError):
+            driver.sendall(pack_message(Forked()))
+    return kept
 
 
 def _become_keeper(request: ForkKeeper, channel: int) -> None:
@@ -49,8 +61,8 @@ def _become_keeper(request: ForkKeeper, channel: int) -> None:
 
 
 def main() -> None:
-    """Run the keeper launcher. Argument: the socket's descriptor."""
-    driver = connect()
+    """Run the keeper launcher. Arguments: the socket's descriptor, and the directory of the boxes."""
+    driver, boxes, parent = connect(), Path(sys.argv[2]), os.getppid()
     # The kernel reaps keepers; the driver sees their channels close.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -61,12 +73,20 @@ def main() -> None:
     except OSError as error:
         driver.sendall(pack_message(Failed(str(error))))
         return
+    if CONTAINER_MARK.exists():
+        # When the proxy's own container is killed, this process and its keepers live on until they have ended the
+        # sandboxes: their sockets to the proxy close.
+        move_to_roots()
     prepare()
     # Garbage collection in a fork would write to pages that it shares with this process, and so copy them.
     freeze_heap()
     gc.disable()
     driver.sendall(pack_message(LauncherReady()))
-    _serve(driver)
+    kept = _serve(driver)
+    if os.getppid() != parent:
+        # The proxy died. Docker may still be starting containers that it asked for, and no keeper waits for those.
+        with contextlib.suppress(OSError):
+            kill_newcomers(boxes, set(os.listdir(boxes)) - kept)  # noqa: PTH208 - names only
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sandboxes.container.boot_scripts import BOX
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.mounts import SHARED_MEMORY
+from sandboxes.linux.mounts import SHARED_MEMORY, mask_proc
 
 _KEPT = ("/proc", "/sys")
 """Mount points that stay, with all mounts below them. Docker makes them read-only where a container could do harm."""
@@ -57,6 +57,12 @@ def narrow(pid: int) -> None:
     for path in ("/.dockerenv", "/etc/mtab"):
         # Docker makes these files when the container starts. Their times would differ in every container.
         if os.path.lexists(path):
+            os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
+    # Docker masks fewer files than local sandboxes do, and each version others. setns has made the root the directory.
+    mask_proc()
+    for path in ("/", "/etc", "/run"):
+        # What was made in these directories has changed their times.
+        if os.path.isdir(path):  # noqa: PTH112
             os.utime(path, ns=(_FIXED_NS, _FIXED_NS), follow_symlinks=False)
     # Last, because the lines above still write to /dev.
     _read_only("/dev", kernel.MS_NOSUID)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from sandboxes.container.boot_scripts import BOX
-from sandboxes.guest.bash_session import END, MAX_DUMP_BYTES, MalformedDumpError
+from sandboxes.guest.bash.session import END, KEPT, MAX_DUMP_BYTES, MalformedDumpError
 from sandboxes.shell_text import Jobs, ShellSession, quote
 
 _FIELDS = 11
@@ -26,6 +26,9 @@ _VOLATILE = frozenset(["PPID", "LINENO", "FUNCNAME", "RANDOM", "SECONDS", "EPOCH
 _VOLATILE_PREFIXES = ("__forkpoint", "BASH", "SHELLOPTS", "DIRSTACK", "PIPESTATUS", "GROUPS", "UID", "EUID")
 """Prefixes of such variables, and of ours."""
 
+_NOWHERE = "{ while :; do :; done & command cd /proc/$!; kill -KILL $!; wait; }"
+"""See `bash.restore`: enters the directory of a process that ends then."""
+
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _TOKEN = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\n|[^\n"'\\]+""", re.DOTALL)
 
@@ -36,18 +39,21 @@ def loop(name: str) -> str:
     `command` in front of each built-in avoids functions of the agent's with such names.
     """
     here = f"{BOX}/{name}"
-    fields = ["set", "export -p", "readonly -p", "alias", "umask", "pwd", "jobs -l"]
-    dumped = " ".join(f"command {field}; command printf '\\0';" for field in fields)
+    fields = ["set", "export -p", "readonly -p", "alias", "umask", "pwd", ":"]
+    dumped = " ".join(f"\\command {field}; \\command printf '\\0';" for field in fields)
     return (
         # `set +aefuvx` makes the dump itself safe: `-e` would end the shell at a failing line, `-x` would write to the
         # agent's stderr, `-u` would fail at `$!`.
-        "{ { command printf '%s\\0' \"$-\"; command trap; command printf '\\0'; command set +aefuvxC; "
-        f"{dumped} command printf '%s\\0' \"$!\" \"$@\"; command printf '%s\\0' {END.decode()[:-1]}; }} "
+        "{ { \\command printf '%s\\0' \"$-\"; \\command trap; \\command printf '\\0'; \\command set +aefuvxC; "
+        f"{dumped} \\command printf '%s\\0' \"$!\" \"$@\"; \\command printf '%s\\0' {END.decode()[:-1]}; }} "
         f">{here}/dump; }} 2>/dev/null\n"
         # The shell blocks here between calls, without a CPU. If the FIFO is gone, the container is, so it exits.
-        f"command read -r __forkpoint <{here}/go || exit; command unset __forkpoint\n"
+        f"\\command read -r __forkpoint <{here}/go || exit; \\command unset __forkpoint\n"
         f". {here}/command\n"
-        f"{{ command printf '%s\\0' \"$?\" >{here}/dump; }} 2>/dev/null\n"
+        # A function does not replace a special built-in (POSIX, 2.9.1.4), so `unset` is the shell's own. It removes a
+        # function that would replace `command`.
+        "__forkpoint=$?; { \\unset -f command; "
+        f"\\command printf '%s\\0' \"$__forkpoint\" >{here}/dump; }} 2>/dev/null\n"
         f". {here}/loop\n"
     )
 
@@ -58,7 +64,7 @@ def ready(name: str) -> str:
 
 
 def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
-    """Return exit status, session and jobs, as `sandboxes.guest.bash_session.parse_dump` does.
+    """Return exit status, session and jobs, as `sandboxes.guest.bash.session.parse_dump` does.
 
     Raises:
         MalformedDumpError: A command has interfered with the dump.
@@ -69,7 +75,8 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
     fields = data[: -len(END)].decode("latin-1").split("\0")[:-1]
     if len(fields) < _FIELDS:
         raise MalformedDumpError(f"{len(fields)} fields")
-    status, options, traps, variables, exported, read_only, aliases, umask, cwd, jobs, last, *arguments = fields
+    status, options, traps, variables, exported, read_only, aliases, umask, cwd, _, last, *arguments = fields
+    # `jobs` would make such a shell forget those that have ended. So the last one may always be waited for.
     # A command may write to the dump's FIFO itself. A wrong form ends the session's shell instead of becoming a state.
     if not (status.isdigit() and re.fullmatch(r"[0-7]{3,4}\n", umask) and cwd.startswith("/")):
         raise MalformedDumpError("status, umask or directory")
@@ -85,7 +92,7 @@ def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
         "options": "".join(sorted(set(options) & set(_OPTIONS))),
         "limits": {},
     }
-    return int(status), session, (*sorted(jobs.splitlines()), *([f"$! {last}"] if last else []))
+    return int(status), session, ((f"[?] {last}", f"$! {last}") if last else ())
 
 
 def _statements(text: str) -> list[str]:
@@ -116,7 +123,12 @@ def _names(text: str) -> list[str]:
 
 
 def restore_script(
-    session: ShellSession | None, workdir: str, environment: Mapping[str, str], inherited: Collection[str], ready: str
+    session: ShellSession | None,
+    workdir: str,
+    environment: Mapping[str, str],
+    inherited: Collection[str],
+    ready: str,
+    pristine: ShellSession | None = None,
 ) -> bytes:
     """Return the script that a fresh shell sources to become a session.
 
@@ -126,6 +138,7 @@ def restore_script(
         environment: The variables of a new session.
         inherited: Names of the variables that the shell inherits from the anchor.
         ready: The script's last line.
+        pristine: A new session of this sandbox; None for the first.
     """
     # The shell is born with the anchor's protected score. A process may raise its own score, but not lower it
     # (proc_pid_oom_score_adj(5)).
@@ -133,11 +146,15 @@ def restore_script(
     if session is None:
         lines += [f"export {name}={quote(value)}" for name, value in environment.items()]
         lines += [f"unset {name}" for name in sorted(set(inherited) - environment.keys())]
-        lines += [f"command cd -- {quote(workdir)} || command cd /", "unset OLDPWD"]
+        # See `bash.restore.restore_script`.
+        folder, otherwise = (workdir, "command cd /") if pristine is None else (pristine["cwd"], "exit 1")
+        lines += [f"command cd -- {quote(folder)} || {otherwise}", "unset OLDPWD"]
         return "\n".join([*lines, ready, ""]).encode("latin-1")
     # Read-only variables and positional parameters come last: an assignment to a read-only variable ends the shell.
     have = {match[0] for line in session["variables"] if (match := _NAME.match(line))}
-    lines.append(f"command cd -- {quote(session['cwd'])} || command cd /")
+    # A shell that cannot come back to its directory must not run a command in another one.
+    otherwise = _NOWHERE if KEPT in session else "exit 1"
+    lines.append(f"command cd -- {quote(session['cwd'])} || {otherwise}")
     # A variable that the session has unset would come back from the anchor's environment.
     lines += [f"unset {name}" for name in sorted({*inherited, "OLDPWD"} - have)]
     # These lines were checked to be assignments when the dump was parsed (`_volatile`).

@@ -17,10 +17,12 @@ from typing import Any
 from sandboxes.container.boot_scripts import SHELL_FIFOS, SHELL_TEXTS
 from sandboxes.container.keeper import cgroup_processes
 from sandboxes.container.keeper import posix_session as posix
-from sandboxes.guest import bash_session as sessions
+from sandboxes.guest.bash import restore as bash_restore
+from sandboxes.guest.bash import session as sessions
 from sandboxes.guest.process_io import death_of
 from sandboxes.guest.shell import Shell
 from sandboxes.linux import processes
+from sandboxes.linux import syscalls as kernel
 from sandboxes.shell_text import Jobs, ShellSession, quote
 
 RIGHTS = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -93,12 +95,14 @@ class ContainerShell(Shell):
         # bytes.
         texts = {name: (self.folder / name).read_text("latin-1") for name in SHELL_TEXTS}
         facts = {name: getattr(self, name) for name in ("name", "session", "inner", "baseline", "jobs", "runs")}
+        facts |= {"knowledge": self.knowledge.hex(), "born": self.born}
         return {**facts, "limits": self.limits, "folder": self.folder.name, "texts": texts}
 
     def came_back(self, stored: Mapping[str, Any], pid: int) -> None:
         """Set the process as which CRIU restored the shell."""
         self._is_process(pid, stored["inner"])
         self.baseline, self.jobs, self.runs = stored["baseline"], tuple(stored["jobs"]), stored["runs"]
+        self.knowledge, self.born = bytes.fromhex(stored.get("knowledge", "")), stored.get("born", [])
         self.limits = {name: (soft, hard) for name, (soft, hard) in stored["limits"].items()}
 
     def started(self, pid: int, inner: int, limits: dict[str, tuple[int, int]]) -> None:
@@ -118,15 +122,32 @@ class ContainerShell(Shell):
             self.death = death_of(pid)
 
     def _orders(self, command: bytes) -> tuple[bytes, bytes]:
-        orders = sessions.orders if self.bash else posix.orders
+        orders = bash_restore.orders if self.bash else posix.orders
         return orders(self.session, command)
 
     def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
         status, session, jobs = (sessions if self.bash else posix).parse_dump(dump)
+        if not self.bash and not self.stands_at(session["cwd"]):
+            # Bash reports this itself.
+            session[sessions.KEPT] = sessions.MOVED
         # The shell waits for its next command here, so its limits are those that the command has left.
         now = read_limits(self.pid)
         session["limits"] = {name: list(value) for name, value in now.items() if value != self.limits.get(name)}
         return status, session, jobs
+
+    def stands_at(self, folder: str) -> bool:
+        """Return whether a name leads to the directory that the idle shell is in."""
+        try:
+            here, root = os.stat(f"/proc/{self.pid}/cwd"), os.open(f"/proc/{self.pid}/root", os.O_PATH)  # noqa: PTH116
+        except OSError:
+            return False
+        try:
+            # The kernel resolves the name as inside the container: links of the agent's never lead to the host.
+            return os.path.samestat(here, kernel.stat_in_root(root, folder.encode("latin-1")))
+        except OSError:
+            return False
+        finally:
+            os.close(root)
 
     def is_as_new(self) -> bool:
         """Return whether its open descriptors are those of a shell that waits for its first command."""
@@ -184,11 +205,12 @@ def restore_script(
     *,
     bash: bool,
     ready: str,
+    pristine: ShellSession | None,
 ) -> bytes:
     """Return the script that makes a fresh shell a session; see `posix.restore_script` for the arguments."""
     if not bash:
-        return posix.restore_script(session, workdir, environment, inherited, ready)
-    script = sessions.restore_script(session, workdir)
+        return posix.restore_script(session, workdir, environment, inherited, ready, pristine)
+    script = bash_restore.restore_script(session, workdir, pristine)
     if session is not None:
         return script
     # Bash has counted its level already.

@@ -7,11 +7,12 @@ from sandboxes.container.keeper import posix_session as posix
 from sandboxes.container.keeper.anchor import ContainerAnchor
 from sandboxes.container.keeper.cgroup_processes import ContainerProcesses
 from sandboxes.container.keeper.shell import ContainerShell, read_limits, restore_script
-from sandboxes.guest import bash_session as sessions
 from sandboxes.guest.anchor import ShellStartError
+from sandboxes.guest.bash import session as sessions
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shell_pool import KILLED, Shells
 from sandboxes.ipc.state_messages import BeginSandbox
+from sandboxes.shell_text import ShellSession
 
 
 class ContainerShells(Shells):
@@ -57,7 +58,7 @@ class ContainerShells(Shells):
     def restore_script(self, name: str) -> bytes:
         """Return the script that makes a fresh shell a session, for a shell that prints no dump."""
         session, given = self.sessions.get(name), (self.workdir, self.environment, self._inherited)
-        return restore_script(session, *given, bash=self.bash, ready=":")
+        return restore_script(session, *given, bash=self.bash, ready=":", pristine=self.pristine)
 
     def reap(self) -> None:
         """Do nothing: shells are children of the anchor, which reaps them."""
@@ -84,27 +85,29 @@ class ContainerShells(Shells):
             # 0 stands for a shell that is not there any more: it counts as ended, and the next call starts another.
             shell.came_back(entry, self._members.find(entry["inner"]) or 0)
             self._shells[shell.name] = shell
+            self.born = shell.born
 
     def remember(self) -> dict[str, Any]:
         """Return what a checkpoint stores about the anchor and the shells."""
         return {"anchor": self._anchor.remember(), "shells": [shell.remember() for shell in self]}
 
-    def _start(self, name: str) -> Shell:
+    def _start(self, name: str, session: ShellSession | None) -> Shell:
         self._anchor.look_after()
-        session, folder = self.sessions.get(name), self._anchor.new_folder()
+        folder = self._anchor.new_folder()
         # The shell's whole past is in this script: a session is its dump (docs/decisions/0004-sessions-are-dumps.md).
         script = restore_script(
-            session, self.workdir, self.environment, self._inherited, bash=self.bash, ready=posix.ready(folder.name)
-        )
+            session, self.workdir, self.environment, self._inherited,
+            bash=self.bash, ready=posix.ready(folder.name), pristine=self.pristine,
+        )  # fmt: skip
         loop = sessions.LOOP if self.bash else posix.loop(folder.name)
         texts = dict(zip(SHELL_TEXTS, (script, loop.encode(), b""), strict=True))
         # FIFOs and texts exist before the anchor gets its order, because the shell opens them at once.
         shell = ContainerShell(name, session, folder, texts, bash=self.bash)
         try:
             pid, inner = self._anchor.start(folder.name)
-        except ShellStartError:
+        except ShellStartError as error:
             # The directory goes with it, so the next attempt gets a new number.
             shell.close()
-            raise
+            raise ShellStartError(str(error), broken=not self._anchor.has_shell()) from error
         shell.started(pid, inner, read_limits(self._anchor.pid))
         return shell

@@ -6,7 +6,7 @@ process in it. `sandboxes.host.pty` is the proxy's end.
 
 from sandboxes.container.keeper.exec_launch import Launch
 from sandboxes.container.keeper.shell_pool import ContainerShells
-from sandboxes.guest import bash_session as sessions
+from sandboxes.guest.bash import session as sessions
 from sandboxes.guest.terminal import INTERACTIVE
 
 # Shells in between have set these variables, which do not belong to the session.

@@ -2,33 +2,35 @@
 
 # Theory of operation.
 #
-# Two comparisons are made after each call, at very different cost:
+# Two comparisons are made after each call:
 #
 # 1. Has anything in the upper layer changed since the last look? `stat` of each entry there says so, in 2 us an entry.
 #    Most calls stop here.
-# 2. If so: in what do the files differ from the root state? That is the *delta*, and it needs the content of changed
-#    files. The digest of the delta is part of the state's name.
+# 2. If so: in what do these entries differ from the root state? That needs their content, and changes two sums from
+#    which the state's digests follow (`state_sums`). The cost is that of the call's own changes.
 #
-# A delta is relative to the root state, not to the last call. So histories that end alike have equal deltas, and meet
-# in one node of the proxy's tree.
+# Differences are to the root state, not to the last call. So histories that end alike have equal digests, and meet in
+# one node of the proxy's tree.
 #
 # While processes run, files may change at any moment, so no digest names the state. It gets a *witness* instead: the
 # digest of the files that no running process has open for writing. A replay must reach the same witness.
 
 import os
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
-from sandboxes.effects import StateDigest
-from sandboxes.guest import bash_session as session_texts
-from sandboxes.guest.files import delta
+from sandboxes.guest.bash import session as session_texts
+from sandboxes.guest.files import delta, row_table
+from sandboxes.guest.files.scan import USER_MARKS
+from sandboxes.guest.files.state_rows import StateRows
+from sandboxes.guest.files.tracker import Digests, FileTracker
+from sandboxes.ipc.messages import FileDelta
 from sandboxes.ipc.state_messages import StartSandbox
 from sandboxes.linux import processes
+from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES, TreeTooDeepError
 from sandboxes.shell_text import ShellSession
 
-Digests = tuple[StateDigest | None, bytes | None]
-"""The digest of a state without running processes, or the witness of a state with some; None for the other."""
-
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 WATCH_S = 0.1
 """The longest interval between two looks at disk use and at servers during a call."""
 QUIET_S = 2.0
@@ -72,75 +74,95 @@ class Changes:
 
     Attributes:
         roots: The directories that are compared.
+        tracker: What differs.
         disk_bytes: How much the sandbox may write.
         reserve_bytes: With less free disk than this, failures are the machine's.
-        now: The delta to the root state; None if it is too large to know.
+        too_deep: Whether directories are nested too deeply to be walked. Such a state is never frozen.
     """
 
-    def __init__(self, roots: delta.DeltaRoots, order: StartSandbox) -> None:
+    def __init__(self, roots: delta.DeltaRoots, order: StartSandbox, rows: StateRows) -> None:
         self.roots = roots
+        self.tracker = FileTracker(USER_MARKS, order.born_ns, rows)
         self.disk_bytes, self.reserve_bytes = order.disk_bytes, order.reserve_bytes
-        self._below_bytes, self._born_ns = order.below_bytes, order.born_ns
-        # Two references to one value: `_base` is the delta of the layers below, `now` adds the upper directory to it.
-        self._base = self.now = order.delta
-        self._signatures: dict[str, delta.Signature] = {}
+        self._below_bytes = order.below_bytes
+        self.too_deep = False
+        self._measured_free = free_bytes(roots.upper)
 
     def look(self) -> bool:
-        """Update the delta; return whether anything differs from before."""
-        signatures = delta.signatures(self.roots.upper)
-        if signatures == self._signatures:
-            return False
-        self._signatures = signatures
-        if self._base is None or self.now is None:
-            return True
-        before = self.now
+        """Update what differs; return whether anything differs from before."""
         try:
-            self.now = delta.merge(self._base, self.roots)
-        except delta.DeltaTooLargeError:
-            self.now = None
+            changed, self.too_deep = self.tracker.look(self.roots, lambda: os.open("/", _FOLDER)), False
+            self._measured_free = self.free_bytes()
+        # What differs is not known, so it counts as a change until the agent has removed what is too deep.
+        except TreeTooDeepError:
+            self.tracker.forget()
+            changed = self.too_deep = True
+        return changed
+
+    def nests_too_deep(self) -> bool:
+        """Look for directories that are nested too deeply; 2 us an entry."""
+        try:
+            delta.size_bytes(self.roots.upper)
+        except TreeTooDeepError:
             return True
-        return self.now != before
+        return False
 
     @property
     def written(self) -> bool:
         """Whether the sandbox has written anything over the layers below."""
-        return bool(self._signatures)
+        return self.too_deep or self.tracker.written
 
     @property
     def undone(self) -> bool:
         """Whether what was written makes no difference to the state below."""
-        return self.now is not None and self.now == self._base
+        return not self.too_deep and self.tracker.undone
 
     @property
     def linked(self) -> list[str]:
         """The written paths that are hard links to one file."""
-        return delta.linked(self._signatures)
+        return self.tracker.scan.linked
 
     def digests(self, sessions: dict[str, ShellSession], *, alive: bool) -> Digests:
         """Return the state's digest, or its witness if processes run."""
+        if self.too_deep:
+            return None, None
         # Reading all descriptors takes 0.25 ms: a call that leaves the root state's files alone need not pay for it.
-        written = processes.written_paths() if alive and self.now else set()
-        return digests_of(self.now, sessions, self._born_ns, written if alive else None)
+        written = processes.written_paths() if alive and not self.tracker.now.is_root else set()
+        return self.tracker.digests(session_texts.digest(sessions), written if alive else None)
+
+    @property
+    def order(self) -> bytes | None:
+        """The order in which the last call wrote."""
+        return self.tracker.order
+
+    def expect(self, order: bytes) -> None:
+        """Give what the next call writes this order; see `write_order`."""
+        self.tracker.expected = order
+
+    def shown(self) -> FileDelta | None:
+        """Return what differs, for people; None if it is too much."""
+        return None if self.too_deep else self.tracker.shown()
 
     @property
     def upper_bytes(self) -> int:
         """The bytes on disk of what was written over the layers below."""
-        return delta.size_bytes(self.roots.upper) if self.written else 0
+        return delta.size_bytes(self.roots.upper) if self.written and not self.too_deep else 0
 
-    def switched(self, upper: int, lower: int, added_bytes: int) -> None:
+    def switched(self, upper: int, lower: int, table: int, added_bytes: int) -> None:
         """Go on over other layers.
 
         Args:
             upper: The new, empty upper directory.
             lower: What lies below it now.
+            table: The complete table of the state, which is closed here; an empty file if there is none.
             added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
         """
         # A descriptor of the old upper would keep its mount busy, and `look` would go on comparing the wrong directory.
         os.close(self.roots.upper)
         os.close(self.roots.lower)
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)
-        self._base = self.now
-        self._signatures = {}
+        mapped = row_table.mapped(table)
+        self.tracker.sealed(None if mapped is None else StateRows((), mapped))
         self._below_bytes += added_bytes
 
     def free_bytes(self) -> int:
@@ -149,67 +171,82 @@ class Changes:
 
     def disk_watch(self) -> Callable[[], str | None]:
         """Return a function that returns a reason once the sandbox holds too much; see `disk_watch`."""
-        below = self._below_bytes
-        return disk_watch(self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=below)
-
-
-def digests_of(
-    now: delta.Delta | None, sessions: dict[str, ShellSession], born_ns: int, written: Container[str] | None
-) -> Digests:
-    """Return the digest of a state, or its witness; neither if the delta is too large to know.
-
-    Args:
-        now: The delta to the root state.
-        sessions: The shell sessions that differ from a new one.
-        born_ns: When the root state was made.
-        written: The files that running processes have open for writing; None if no process runs.
-    """
-    if now is None:
-        return None, None
-    digest, now_ns = session_texts.digest(sessions), time.time_ns()
-    if written is None:
-        return StateDigest(*delta.digests(now, digest, born_ns=born_ns, now_ns=now_ns)), None
-    # A running process may go on writing to these files at any moment. Only the other files say what the call did.
-    still = {path: entry for path, entry in now.items() if path not in written}
-    return None, delta.digests(still, digest, born_ns=born_ns, now_ns=now_ns)[1]
+        return disk_watch(
+            self.roots.upper, self.disk_bytes, self.reserve_bytes, below_bytes=self._below_bytes,
+            unmeasured_free=self._measured_free if self.too_deep else None,
+        )  # fmt: skip
 
 
 def free_bytes(folder: int) -> int:
     """Return the free bytes of the disk that a directory is on."""
+    return _free(folder)[0]
+
+
+def _free(folder: int) -> tuple[int, int]:
+    """Return the free bytes of a disk, and the free inodes as the bytes that they count for."""
     # f_bavail leaves out the blocks that are reserved for root (statvfs(3)), so "free" means the same for every user.
     disk = os.fstatvfs(folder)
-    return disk.f_bavail * disk.f_frsize
+    # A file system without a fixed number of inodes, such as btrfs, reports zero.
+    inodes = disk.f_favail if disk.f_files else disk.f_bavail
+    return disk.f_bavail * disk.f_frsize, inodes * delta.ENTRY_BYTES
 
 
-def disk_watch(upper: int, limit: int, reserve: int, *, below_bytes: int = 0) -> Callable[[], str | None]:
+def limit_note(ending: str, disk_bytes: int) -> bytes:
+    """Return the line that tells the agent which limit of files has ended its call (pure).
+
+    Args:
+        ending: What a watch returned: "disk", "depth" or "host".
+        disk_bytes: How much the sandbox may write.
+    """
+    if ending == "depth":
+        text = f"the sandbox may nest directories {MAX_DEPTH} deep, with paths of {MAX_PATH_BYTES} bytes: remove them"
+    elif ending == "disk":
+        smallest = delta.ENTRY_BYTES >> 10
+        text = f"killed: the sandbox may hold {disk_bytes >> 20} MB of new files, each of {smallest} kB at least"
+    else:
+        return b""
+    return f"\n[forkpoint: {text}]\n".encode()
+
+
+def disk_watch(
+    upper: int, limit: int, reserve: int, *, below_bytes: int = 0, unmeasured_free: int | None = None
+) -> Callable[[], str | None]:
     """Return a function that says whether a sandbox has used too much disk.
 
-    The function is called often. It measures the sandbox's files only when the disk's free space has
-    fallen enough that they may have grown over the limit.
+    The function is called often. It measures the sandbox's files only when the disk's free space or
+    inodes have fallen enough that they may have grown over the limit.
 
     Args:
         upper: The sandbox's upper directory.
-        limit: How many bytes of new files the sandbox may have.
-        reserve: With fewer free bytes on the disk than this, failures are the machine's.
+        limit: How many bytes of new files the sandbox may have; see `delta.ENTRY_BYTES` for small files.
+        reserve: With fewer free bytes on the disk than this, or inodes for them, failures are the machine's.
         below_bytes: What the sandbox has written into layers already.
+        unmeasured_free: The free bytes of the disk when the files could be measured for the last time; None if they can
+            be measured. Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
 
     Returns:
-        A function that returns "disk" over the limit, "host" if the reserve is touched, and None otherwise.
+        A function that returns "disk" over the limit, "depth" if directories are nested too deeply to be measured,
+        "host" if the reserve is touched, and None otherwise.
     """
     # Free space is one cheap system call; a walk of the upper directory is not. Other writers on the same disk only
     # make it measure earlier.
-    free, looked, step = free_bytes(upper), time.monotonic(), min(limit // 8, 16 << 20)
+    free, looked, step = _free(upper), time.monotonic(), min(limit // 8, 16 << 20)
 
     def over() -> str | None:
         nonlocal free, looked
         if time.monotonic() - looked < WATCH_S / 2:
             return None
-        looked, now = time.monotonic(), free_bytes(upper)
-        if now < reserve:
+        looked, now = time.monotonic(), _free(upper)
+        if min(now) < reserve:
             return "host"
-        if free - now < step:
+        if free[0] - now[0] < step and free[1] - now[1] < step:
             return None
         free = now
-        return "disk" if below_bytes + delta.size_bytes(upper) > limit else None
+        if unmeasured_free is not None:
+            return "disk" if below_bytes + unmeasured_free - now[0] > limit else None
+        try:
+            return "disk" if below_bytes + delta.size_bytes(upper, limit - below_bytes) > limit else None
+        except TreeTooDeepError:
+            return "depth"
 
     return over

@@ -10,11 +10,12 @@ import io
 import json
 import lzma
 import os
-import shutil
 import stat
 import tarfile
 from collections.abc import Iterator
 from typing import Any
+
+from sandboxes.linux.files import remove_path
 
 COMPRESSIONS = (gzip, bz2, lzma)
 """Loaded before this process changes its root: tarfile would import them from the sandbox when it needs one."""
@@ -148,7 +149,7 @@ def _cleared(archive: tarfile.TarFile, target: str, *, whole_kinds: bool) -> Ite
                 kinds = ("directory", "non-directory") if is_folder else ("non-directory", "directory")
                 raise ArchiveError(400, f'cannot overwrite {kinds[0]} "{path}" with {kinds[1]} "{target}"')
             if is_folder and not member.isdir():
-                shutil.rmtree(path)
+                remove_path(path)
             elif not is_folder:
                 # Replaced and not overwritten: other hard links of the old file keep their content.
                 os.unlink(path)  # noqa: PTH108

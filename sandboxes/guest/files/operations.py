@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import stat
 import tarfile
 from typing import Any, NoReturn
@@ -20,6 +19,7 @@ from sandboxes.guest.files import docker_archive, shared_sqlite, user_files
 from sandboxes.ipc.codec import decode, encode
 from sandboxes.ipc.frames import Message
 from sandboxes.ipc.messages import FileOutcome
+from sandboxes.linux.files import remove_path
 
 FileAnswer = tuple[int, str, bytes]
 """HTTP status, media type and body of an answer."""
@@ -213,9 +213,7 @@ def _delete(path: str) -> FileAnswer:
     except (FileNotFoundError, NotADirectoryError):
         return problem(404, "No such file", f"{path} does not exist in the sandbox")
     if stat.S_ISDIR(status.st_mode):
-        # rmtree works by descriptors here, so a directory that becomes a link meanwhile is not followed
-        # (shutil.rmtree.avoids_symlink_attacks).
-        shutil.rmtree(path)
+        remove_path(path)
     else:
         os.unlink(path)  # noqa: PTH108
     return 204, "application/octet-stream", b""
@@ -277,7 +275,11 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
             file.write("0")
         done = _as_user if tool in user_files.TOOLS else perform
-        outcome, answer = outcome_of(done(tool, fields, body))
+        try:
+            outcome, answer = outcome_of(done(tool, fields, body))
+        # `tarfile` and `os.makedirs` call themselves once for each level of directories.
+        except RecursionError:
+            outcome, answer = outcome_of(problem(409, "File operation failed", "directories are nested too deeply"))
         with os.fdopen(_RESULT_FD, "wb") as pipe:
             pipe.write(json.dumps(encode(outcome)).encode() + b"\n" + answer)
         code = 0

@@ -7,11 +7,12 @@ that user's home. The texts of errors equal E2B's servers.
 import errno
 import json
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable
 from typing import Any
+
+from sandboxes.linux.files import remove_path
 
 TOOLS = frozenset({"read", "write", "info", "list", "mkdir", "move", "remove"})
 MAX_ENTRIES = 100_000
@@ -206,7 +207,7 @@ def _remove(path: str) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(status.st_mode):
-        shutil.rmtree(path)
+        remove_path(path)
     else:
         os.unlink(path)  # noqa: PTH108
 

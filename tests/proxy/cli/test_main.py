@@ -20,7 +20,7 @@ from tests.proxy.stub import stub_proxy
 
 
 def node(name: str, parent: str | None, command: str | None, children: int = 0, **more: Any) -> dict[str, Any]:
-    call = command and {"endpoint": "shell", "tool": "exec", "arguments": {"command": command}}
+    call = command and {"endpoint": "shell", "tool": "exec", "arguments": {"command": command}, "title": command}
     plain = {"effect": ["files"], "seconds": 0.25, "hits": 2, "snapshot": False, "rollouts": [], "observations": []}
     return {"id": name, "parent": parent, "call": call, "flags": [], "children": children, **plain, **more}
 
@@ -81,7 +81,10 @@ def test_long_command_is_cut_before_its_marks() -> None:
 
 def test_read_only_calls_are_listed_by_hits() -> None:
     call = {"endpoint": "shell", "tool": "exec"}
-    seen = [{"call": {**call, "arguments": {"command": f"cat {n}"}}, "seconds": 0, "hits": n} for n in range(5)]
+    seen = [
+        {"call": {**call, "arguments": {"command": f"cat {n}"}, "title": f"cat {n}"}, "seconds": 0, "hits": n}
+        for n in range(5)
+    ]
     lines = [line.strip(" │└├─") for line in drawn(node("n1", None, None, observations=seen))]
     assert [line.split("  ")[0] for line in lines if line.startswith("·")] == [
         "· cat 4",

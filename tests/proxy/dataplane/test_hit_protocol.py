@@ -134,6 +134,9 @@ class Client(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
@@ -150,8 +153,11 @@ class Server:
         self.turn = asyncio.Event()
         self.turn.set()
         self.gate_second: asyncio.Event | None = None
-        plane = SimpleNamespace(known=self._known, streaming=None, may_stream=lambda _: False)
-        plane.engine = SimpleNamespace(counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)))
+        plane = SimpleNamespace(known=self._known, streaming=None, may_stream=lambda _: False, expect=lambda _: None)
+        plane.engine = SimpleNamespace(
+            counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)),
+            settings=SimpleNamespace(max_connections=100),
+        )
         config = uvicorn.Config(
             report_responses(self._app), lifespan="off", log_config=None, timeout_keep_alive=timeout_keep_alive
         )
@@ -314,7 +320,8 @@ def test_special_requests_take_the_regular_path(extra: str) -> None:
         received = await server.send(request("/hit", b"", extra))
         assert server.app_paths == ["/hit"]
         assert received.startswith(b"HTTP/1.1 100 Continue\r\n\r\n") == extra.startswith("expect")
-        assert server.client.closed == extra.startswith("connection: close")
+        # The parser cannot follow a connection behind an upgrade, so it ends with the response.
+        assert server.client.closed == extra.startswith("connection: ")
 
     asyncio.run(go())
 

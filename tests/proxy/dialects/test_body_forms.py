@@ -1,8 +1,10 @@
 """Canonical forms: equal contents have one form in every spelling, and different contents have different forms."""
 
+import gzip
 import io
 import tarfile
 import zipfile
+from hashlib import sha256
 from typing import Literal
 
 import orjson
@@ -115,3 +117,20 @@ def test_broken_archive_is_identified_by_its_bytes() -> None:
 def test_too_large_archive_is_not_unpacked() -> None:
     bomb = zipped(("zeros", b"\0" * (300 << 20)))
     assert "sha256" in file_form(bomb)
+
+
+@pytest.mark.parametrize("kind", ["many zeros", "header of gigabytes", "chain of headers", "damaged"])
+def test_hostile_archive_takes_no_memory(kind: str) -> None:
+    """A body of a few kilobytes that claims or unpacks to gigabytes is identified by its bytes, at once."""
+    info = tarfile.TarInfo("f")
+    if kind == "many zeros":
+        info.size = 8 << 30
+        tar = info.tobuf(tarfile.GNU_FORMAT) + bytes(4 << 20)
+    else:
+        info.name, info.type = "././@LongLink", tarfile.GNUTYPE_LONGNAME
+        info.size = 512 if kind == "chain of headers" else 8 << 30
+        tar = (info.tobuf(tarfile.GNU_FORMAT) + b"n" * 511 + b"\0") * (5_000 if kind == "chain of headers" else 1)
+    body = gzip.compress(tar)
+    if kind == "damaged":
+        body = body[:-40] + b"\xff" * 40
+    assert body_form(body, "application/gzip", archives=True) == {"sha256": sha256(body).hexdigest()}

@@ -8,9 +8,9 @@ from proxy.dialects.base import Call, Close, Local, Open, Request, Response
 from proxy.dialects.rule_based import Declared
 from proxy.dialects.rule_schema import RulesError, identity, rules_of
 from proxy.refusals import Problem, RefusalError
-from sandboxes.json_paths import OUR_NAME
 from sandboxes.server_spec import Server
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.tool_clients.json_paths import OUR_NAME
 
 JSON = (("content-type", "application/json"),)
 
@@ -158,3 +158,17 @@ def test_changing_a_rule_changes_the_tree() -> None:
 
     assert len({key(), key(dialect="swe-rex"), key(rules=({"on": "GET /x", "effect": "change"},))}) == 3
     assert identity(EnvironmentSpec()) == ""
+
+
+@pytest.mark.parametrize("path", ["/" + "*a" * 20, "/{a...}/x/{b...}/x/{c...}/x/{d...}/x", "/{a}b{c}b{d}b{e}b{f}b{g}"])
+def test_no_path_makes_a_rule_slow(path: str) -> None:
+    """The path is the agent's and the rule its task's: together they would hold the event loop for years."""
+    meaning = dialect("http", {"on": f"POST {path}", "tool": "t"}).read(
+        request("POST", "/" + "a" * 5000 + "/x" * 5000 + "/")
+    )
+    assert call(meaning).call.tool != "t"
+
+
+def test_ambiguous_paths_match_as_others_do() -> None:
+    read = dialect("http", {"on": "POST /v*/run-*/{tool...}/{last}", "tool": "{tool} {last}"}).read
+    assert call(read(request("POST", "/v1/run-x/a/b%63/d"))).call.tool == "a/bc d"

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,21 @@ def closed_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     data = tmp_path_factory.mktemp("data")
     file = data / "tokens"
     file.write_text(f"# who may what\n\n{ALICE} alice-* shared\n{BOB}  bob-*\n")
-    with serving(data, drivers={"sqlite": SqliteDriver(data / "sqlite")}, token=SecretStr(ROOT), token_file=file) as up:
+    settings: dict[str, Any] = {"token": SecretStr(ROOT), "token_file": file, "sources": (str(shared_folder(data)),)}
+    rules = Settings(data=data, **settings).source_rules
+    with serving(data, drivers={"sqlite": SqliteDriver(data / "sqlite", rules)}, **settings) as up:
         yield up
+
+
+def shared_folder(data: Path) -> Path:
+    """Return the directory whose files all tenants may name."""
+    folder = data.with_name(f"{data.name}-shared")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def sqlite(source: Path) -> dict[str, Any]:
+    return {"driver": "sqlite", "databases": {"shop": {"source": str(source)}}}
 
 
 def respond(proxy: Running, method: str, path: str, token: str = "", **more: Any) -> httpx.Response:
@@ -151,8 +165,8 @@ def test_rollout_token_opens_only_that_rollout(closed_proxy: Running) -> None:
     assert respond(closed_proxy, "GET", "/api/v1/tasks/alice-2", own).status_code == 401
 
 
-def test_tasks_of_different_tokens_share_no_tree(closed_proxy: Running, tmp_path: Path) -> None:
-    spec = {"driver": "sqlite", "databases": {"shop": {"source": str(make(tmp_path / "shop.db"))}}}
+def test_tasks_of_different_tokens_share_no_tree(closed_proxy: Running) -> None:
+    spec = sqlite(make(shared_folder(closed_proxy.engine.settings.data) / "shop.db"))
     statuses = []
     for token, task in ((ALICE, "alice-sql"), (ALICE, "shared"), (BOB, "bob-sql")):
         assert respond(closed_proxy, "PUT", f"/api/v1/tasks/{task}", token, json=spec).status_code == 201
@@ -192,6 +206,63 @@ def test_malformed_tokens_are_refused_and_not_shown(tmp_path: Path, text: str, s
     assert "short" not in str(refused.value)
     with pytest.raises(AccessError, match="cannot be read"):
         read_tokens(None, tmp_path / "nowhere")
+
+
+def test_token_file_may_hold_digests(tmp_path: Path) -> None:
+    """A file of digests is no secret: none of its lines is a token."""
+    file, digest = tmp_path / "tokens", sha256(ALICE.encode()).hexdigest()
+    file.write_text(f"sha256:{digest} alice-*\n{BOB} bob-*\n")
+    access = Access(read_tokens(None, file))
+    assert access.grant_of(ALICE) == Grant(("alice-*",))
+    assert access.grant_of(BOB) == Grant(("bob-*",))
+    assert [access.grant_of(wrong) for wrong in (digest, f"sha256:{digest}", digest.upper())] == [None] * 3
+    for text, says in ((f"{ALICE}\nsha256:{digest.upper()}", "twice"), ("sha256:12", "64 hexadecimal")):
+        file.write_text(text)
+        with pytest.raises(AccessError, match=says):
+            read_tokens(None, file)
+
+
+def test_rollout_token_is_shown_once(closed_proxy: Running) -> None:
+    """The response that begins a rollout shows its token; lists and views of it do not."""
+    base = "/api/v1/tasks/alice-once/rollouts"
+    begun = respond(closed_proxy, "POST", base, ALICE, json={"rollout": "r"}).json()
+    forked = respond(closed_proxy, "POST", f"{base}/r/fork", ALICE, json={"name": "f"}).json()
+    assert begun["token"].startswith("fp_")
+    assert forked["token"].startswith("fp_")
+    assert {view["token"] for view in respond(closed_proxy, "GET", base, ALICE).json()} == {None}
+    assert respond(closed_proxy, "GET", f"{base}/r", ALICE).json()["token"] is None
+
+
+def test_specs_of_tokens_for_some_tasks_are_confined(closed_proxy: Running, tmp_path: Path) -> None:
+    """Such a token reads neither other tenants' files nor the proxy's own; the operator names what it likes."""
+    data = closed_proxy.engine.settings.data
+    allowed, elsewhere = make(shared_folder(data) / "mine.db"), make(tmp_path / "shop.db")
+    for token, task, source, status in (
+        (ALICE, "alice-src", elsewhere, 403), (ALICE, "alice-src", data / "tokens", 403),
+        (ROOT, "root-src", data / "tokens", 403), (ROOT, "root-src", data / "forkpoint.sqlite", 403),
+        (ROOT, "root-src", elsewhere, 201), (ALICE, "alice-src", allowed, 201),
+    ):  # fmt: skip
+        answer = respond(closed_proxy, "PUT", f"/api/v1/tasks/{task}", token, json=sqlite(source) | {"confined": False})
+        assert answer.status_code == status, (answer.text, source)
+        assert status == 201 or answer.json()["type"] == "urn:forkpoint:source"
+        assert status == 403 or answer.json()["spec"]["confined"] is (token is ALICE)
+    query = {"sql": "SELECT COUNT(*) FROM sqlite_master"}
+    assert respond(closed_proxy, "POST", "/t/alice-src/r/r/sql/query", ALICE, json=query).status_code == 200
+    allowed.unlink()
+    allowed.symlink_to(elsewhere)
+    answer = respond(closed_proxy, "PUT", "/api/v1/tasks/alice-src", ALICE, json=sqlite(allowed))
+    assert (answer.status_code, answer.json()["type"]) == (403, "urn:forkpoint:source")
+
+
+def test_imported_environments_are_confined(closed_proxy: Running, tmp_path: Path) -> None:
+    """A bundle is a spec too."""
+    spec = sqlite(make(tmp_path / "shop.db")) | {"limits": {"pids": 99}}
+    assert respond(closed_proxy, "PUT", "/api/v1/tasks/exported", ROOT, json=spec).status_code == 201
+    bundle = respond(closed_proxy, "GET", "/api/v1/tasks/exported/export", ROOT).content
+    respond(closed_proxy, "DELETE", "/api/v1/tasks/exported", ROOT)
+    answer = respond(closed_proxy, "POST", "/api/v1/tasks/alice-import/import", ALICE, content=bundle)
+    assert (answer.status_code, answer.json()["type"]) == (403, "urn:forkpoint:source")
+    assert respond(closed_proxy, "POST", "/api/v1/tasks/imported/import", ROOT, content=bundle).status_code == 201
 
 
 @given(st.text(max_size=40))

@@ -27,6 +27,24 @@ FOREIGN = [
     [HOST, (b"origin", b"https://evil.example")],
     [HOST, (b"origin", b"http://127.0.0.1:9999")],
     [HOST, (b"origin", b"null")],
+    *(
+        [HOST, (b"origin", origin)]
+        for origin in (
+            b"http://x//127.0.0.1:8700",
+            b"http://evil.example//127.0.0.1:8700",
+            b"//127.0.0.1:8700",
+            b"127.0.0.1:8700",
+            b"http://evil@127.0.0.1:8700",
+            b"http://127.0.0.1:8700/",
+            b"http://127.0.0.1:8700?x",
+            b"ftp://127.0.0.1:8700",
+            b"http://127.0.0.1:8700#x",
+            b"http://[127.0.0.1:8700",
+            b"http://127.0.0.1",
+            b"\xff",
+            b"http:127.0.0.1:8700",
+        )
+    ),
     [(b"host", b"rebound.example:8700")],
     [(b"host", b"127.0.0.1.evil.example")],
 ]
@@ -44,6 +62,21 @@ def test_requests_of_other_sites_are_refused(headers: list[tuple[bytes, bytes]],
     with pytest.raises(RefusalError, match=r"another site|not a name of this proxy") as refused:
         refuse_foreign("POST", headers, tool=tool)
     assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [b"127.0.0.1:8700", b"evil.example"], [b"localhost", b"localhost"], [b"localhost:80@evil.example"], [b"a b"],
+        [b"localhost:x"], [b"local/host"], [b"localhost,evil.example"], [b"[::1"], [b"::1"], [b"localhost:80:80"],
+        [b"[::1]evil.example"], [b"localhost\xff"],
+    ],
+)  # fmt: skip
+def test_malformed_hosts_are_refused(hosts: list[bytes]) -> None:
+    """Each of these has a name that one reader takes for another."""
+    with pytest.raises(RefusalError) as refused:
+        refuse_foreign("GET", [(b"host", host) for host in hosts], tool=False)
+    assert refused.value.status == 400
 
 
 def test_foreign_links_open_only_the_control_plane() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from proxy.storage.errors import StoreError
-from proxy.storage.journal import JournalEntry
+from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Record

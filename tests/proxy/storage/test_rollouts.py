@@ -1,8 +1,9 @@
 """Rollouts keep their steps and notes."""
 
+from hashlib import sha256
 from pathlib import Path
 
-from proxy.storage.journal import JournalEntry
+from proxy.storage.journal_segments import JournalEntry
 from tests.proxy.storage.rig import opened, save, tree_of
 
 
@@ -31,3 +32,17 @@ def test_folding_a_step_twice_counts_once(tmp_path: Path) -> None:
         store.rollouts.fold(steps[1:])
         assert [turn for turn, _, _ in store.rollouts.steps(rollout)] == [0, 1, 2]
         assert store.rollouts.of_task("task")[0]["calls"] == 3
+
+
+def test_store_holds_no_token(tmp_path: Path) -> None:
+    """Somebody who reads the store learns no token that the proxy accepts; the digest is no token either."""
+    token = "fp_0123456789abcdefghijklmnopqrstuv"
+    digest = sha256(token.encode()).hexdigest()
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        store.rollouts.create("task", "r", tree.id, tree.root.id, token)
+        store.rollouts.create("task", "without", tree.id, tree.root.id)
+        assert store.rollouts.by_token(token) == ("task", "r")
+        assert [store.rollouts.by_token(wrong) for wrong in ("", digest, token[:-1], "None")] == [None] * 4
+        assert "token" not in "".join(store.rollouts.of_task("task")[0])
+    assert all(token.encode() not in path.read_bytes() for path in tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from proxy.storage.journal import JournalEntry
+from proxy.storage.journal_segments import JournalEntry
 from tests.proxy.storage.rig import opened, rows, save, tree_of
 
 

@@ -4,7 +4,8 @@ import asyncio
 import hashlib
 import io
 import tarfile
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from proxy.tree.rollout import Outcome
 from sandboxes.driver import FrozenState
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.sqlite.driver import SqliteDriver
 from tests.machine import require_sandboxes
+from tests.proxy import sql_walks
 from tests.proxy.rig import KEEPS_ALL, ask, engine
 from tests.proxy.serving import serving
 from tests.proxy.transfer.rig import chunks, walked
+from tests.sandboxes import sqlite_files
 from tests.sandboxes.box import local_driver, needs_root
 from tests.sandboxes.local.test_states import small_base
 
@@ -313,3 +317,38 @@ def test_snapshots_are_exported_on_request_only(tmp_path: Path) -> None:
 
 def _states(data: bytes) -> list[str]:
     return [part.name for part in read(io.BytesIO(data)) if part.kind == "snapshot"]
+
+
+def test_states_of_databases_travel(tmp_path: Path) -> None:
+    """A rollout that misses behind an imported state of a database restores it; no statement is replayed."""
+    source = sqlite_files.make(tmp_path / "shop.db")
+    statements = [("query", "DELETE FROM item WHERE id > 3"), ("query", "UPDATE item SET stock = 9")]
+
+    @asynccontextmanager
+    async def databases(name: str) -> AsyncIterator[Engine]:
+        driver = SqliteDriver(tmp_path / name / "sqlite")
+        set_up = Settings(data=tmp_path / name, default_spec=sqlite_files.spec_of(source), warm_sandboxes=0)
+        running = build_engine(set_up, {"sqlite": driver})
+        running.snapshot_value.reuse = KEEPS_ALL
+        await running.open()
+        try:
+            yield running
+        finally:
+            await running.aclose()
+
+    async def go() -> None:
+        async with databases("here") as here:
+            for statement in statements:
+                await sql_walks.ask(here, "a", statement)
+            data = await exported(here, "task")
+        async with databases("there") as there:
+            taken = await there.transfer.take("task", chunks(data))
+            assert (taken.snapshots, taken.left_out) == (len(there.snapshots), 0)
+            assert taken.snapshots > 1
+            outcomes = [(await sql_walks.ask(there, "b", statement))["outcome"] for statement in statements]
+            assert outcomes == [Outcome.HIT, Outcome.HIT]
+            found = await sql_walks.ask(there, "b", ("query", "SELECT id, stock FROM item"))
+            assert (found["outcome"], found["rows"]) == (Outcome.MISS, [[1, 9], [2, 9], [3, 9]])
+            assert there.counts.replayed_calls == 0
+
+    asyncio.run(go())

@@ -11,7 +11,7 @@ def test_failed_start_is_reported_and_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("FORKPOINT_LOG", "loud")
     with (
-        pytest.raises(EphemeralProxyError, match=r"ended with code 1:\nThe settings are invalid"),
+        pytest.raises(EphemeralProxyError, match=r"ended with code 1:\nThe setting log in FORKPOINT_LOG"),
         ephemeral_proxy(),
     ):
         pass

@@ -18,6 +18,7 @@ from sandboxes.container.daemon import INSTANCE, Daemon
 from sandboxes.container.driver import ContainerDriver
 from sandboxes.container.orphans import kill_orphans
 from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.spec import Archive, EnvironmentSpec, Limits
@@ -102,6 +103,29 @@ def test_state_costs_what_it_added(container_dir: Path) -> None:
         await restored.close()
         assert await driver.collect([]) == 0
         assert _bytes_below(driver.states.folder) < 10_000
+
+    driven(OnImage(container_dir, spares=0), test)
+
+
+@pytest.mark.parametrize(
+    "large", [":", "mkdir m; cd m; seq 6000 | xargs touch; cd ..; head -c 70000000 /dev/zero > big"]
+)
+def test_a_damaged_copy_is_never_served(container_dir: Path, large: str) -> None:
+    """States of any size are restored with their digest, and a copy that was changed on disk is refused."""
+
+    async def test(driver: ContainerDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        said = await run(sandbox, f"echo alpha > f; {large}")
+        assert said.state is not None
+        frozen = await sandbox.freeze()
+        restored = await driver.restore(SPEC, frozen)
+        assert (await run(restored, "cat f")).state == said.state
+        (damaged,) = set((driver.states.folder / frozen.parts[0]).glob("diff/**/f"))
+        status = damaged.stat()
+        damaged.write_text("alphb\n")
+        os.utime(damaged, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(StateGoneError):
+            await driver.restore(SPEC, frozen)
 
     driven(OnImage(container_dir, spares=0), test)
 
@@ -382,7 +406,7 @@ def test_orphaned_container_is_killed(container_dir: Path) -> None:
         living, forgotten = await driver.start(SPEC), await driver.start(SPEC)
         # As after a kill of the daemon: it runs on, and nobody knows its name.
         driver.spares.names.discard(forgotten.id)
-        assert kill_orphans(driver.spares.boxes, driver.spares.names) == 1
+        assert len(kill_orphans(driver.spares.boxes, driver.spares.names)) == 1
         with pytest.raises(SandboxError, match="died"):
             await run(forgotten, "echo on")
         assert (await run(living, "echo on")).out == "on\n"
@@ -488,3 +512,28 @@ def test_daemon_failures_are_named(
     # And nothing is held that would hinder a later try.
     with pytest.raises(SandboxError, match=says):
         asyncio.run(ContainerDriver(tmp_path / "data").open())
+
+
+@pytest.mark.parametrize("image", [BASH_IMAGE, SH_IMAGE, BUSYBOX_IMAGE])
+def test_a_session_stays_in_its_directory(container_dir: Path, image: str) -> None:
+    """The directory is moved, removed or behind a changed link: a shell of any kind stays in it, as plain shells do."""
+
+    async def test(sandbox: Sandbox) -> None:
+        for before, after, out in (
+            ("mkdir /tmp/a; cd /tmp/a; echo > in", "mv ../a ../b", "in\n/tmp/a\n"),
+            ("mkdir /tmp/c; cd /tmp/c", "rmdir /tmp/c; mkdir /tmp/c; echo > /tmp/c/other", "/tmp/c\n"),
+            ("mkdir -p /tmp/d/in /tmp/e; ln -s d /tmp/l; cd /tmp/l", "ln -sfn e /tmp/l", "in\n/tmp/l\n"),
+        ):
+            await run(sandbox, before)
+            assert (await run(sandbox, after)).state is None
+            assert (await run(sandbox, "ls; pwd")).told == (out, "", 0, Effect.NONE)
+            assert (await run(sandbox, "cd /tmp")).state is not None
+        await run(sandbox, "mkdir /tmp/g; cd /tmp/g; rmdir /tmp/g")
+        await run(sandbox, "exit 3")
+        assert (await run(sandbox, "rm -rf * ./* 2>/dev/null; ls -d /etc")).out == "/etc\n"
+
+    async def go() -> None:
+        async with opened(OnImage(container_dir, image)) as driver:
+            await test(await driver.start(EnvironmentSpec()))
+
+    asyncio.run(go())

@@ -100,7 +100,7 @@ def test_any_bytes_are_framed_or_refused(data: bytes) -> None:
 
 DONE = {
     "op": "call_done", "seconds": 0.5, "changed_session": False, "changed_processes": False, "changed_files": True,
-    "settling": False, "host_full": False, "discard": False, "seal": False,
+    "settling": False, "host_full": False, "order": None, "discard": False, "seal": False,
     "outcome": {"op": "file_outcome", "status": 200, "media_type": "text/plain", "sql": None},
     "state": {"digest": {"exact": "00", "content": "ff"}, "witness": None, "restless": False},
 }  # fmt: skip

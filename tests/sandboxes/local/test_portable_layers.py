@@ -10,8 +10,10 @@ import pytest
 
 from sandboxes.driver import FrozenState
 from sandboxes.errors import NotFreezableError
+from sandboxes.guest.files import row_table
+from sandboxes.guest.files.manifest import Manifest
 from sandboxes.local.driver import LocalDriver
-from sandboxes.local.layers import Layers
+from sandboxes.local.layers import LayerMeta, Layers
 from sandboxes.local.portable_layers import LayerUnpacking
 from sandboxes.portability import NotPortableError, PortableDriver, Porter
 from sandboxes.spec import EnvironmentSpec
@@ -27,6 +29,9 @@ LOOK = (
     "[ /root/d/f -ef /root/twin ]; echo $?"
 )
 
+TOOLS = ("setfattr", "setfacl", "setcap", "chattr")
+"""Programs that change attributes."""
+
 
 def taken(porter: Porter, frozen: FrozenState, unpacking: LayerUnpacking) -> FrozenState:
     for part in frozen.parts:
@@ -41,7 +46,9 @@ def test_unpacked_layer_equals_the_packed_one(data_dir: Path) -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
             assert isinstance(driver, PortableDriver)
-            changes = [command for name, command in CHANGES.items() if name not in ("hard link", "xattr")]
+            # Not every machine has the programs of the others, and flags do not travel.
+            changes = [command for command in CHANGES.values() if command.split()[0] not in ("ln", *TOOLS)]
+            changes += ["ln -s f /root/d/l"]
             changes += ['python3 -c \'import os; os.setxattr("/root/twin", "user.k", b"\\xff\\0")\'']
             changes += ["ln -s ./d/ /root/l; ln -s a//b/. /root/m; touch -hd 1960-01-01T00:00:00.5 /root/m"]
             changes += ["rm -r /root/e; mkdir /root/e; echo new > /root/e/only", f"X=1; echo > /root/{'n' * 200}"]
@@ -60,7 +67,9 @@ def test_unpacked_layer_equals_the_packed_one(data_dir: Path) -> None:
                     before, after = await run(sandbox, command), await run(copy, command)
                     assert before.told == after.told, (change, command)
                     assert before.state is not None
-                    assert before.state == after.state, (change, command)
+                    assert after.state is not None
+                    # Not `exact`: a tick of the clock may come between a file and its directory in one of the two.
+                    assert before.state.content == after.state.content, (change, command)
                 await sandbox.close()
                 await copy.close()
 
@@ -104,6 +113,9 @@ def test_merged_layers_have_links_as_they_were_written(tmp_path: Path) -> None:
     layers.open()
     uppers = [layers.allocate(), layers.allocate()]
     (uppers[0].path / "diff" / "l").symlink_to("./d//")
-    ids = [layers.freeze(upper, {"delta": {}, "size_bytes": 0}) for upper in uppers]
+    ids = [
+        layers.freeze(upper, LayerMeta(0, Manifest(b"", b"")), row_table.pack([], 0, 0, complete=False))
+        for upper in uppers
+    ]
     merged = layers.merge(ids, layers.allocate())
     assert os.readlink(layers.frozen / merged / "diff" / "l") == "./d//"  # noqa: PTH115

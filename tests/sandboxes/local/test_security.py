@@ -9,59 +9,13 @@ from pathlib import Path
 import pytest
 
 from sandboxes.driver import Sandbox
-from sandboxes.errors import SandboxError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.local.driver import LocalDriver
+from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec, Limits
-from tests.sandboxes.box import file, in_sandbox, local_driver, opened, run
+from tests.sandboxes.attack_list import COMMANDS as REFUSED
+from tests.sandboxes.box import file, in_sandbox, local_driver, opened, ran, run
 from tests.sandboxes.security_contract import Inside, SecurityContract
-
-REFUSED = {
-    "mount": "mount -t tmpfs none /mnt",
-    "bind mount": "mount --bind /etc /mnt",
-    "remount /proc/sys": "mount -o remount,rw /proc/sys",
-    "umount": "umount /dev",
-    "unshare": "unshare -r true",
-    "user namespace": "unshare -Ur true",
-    "nsenter": "nsenter -t 1 -m true",
-    "chroot escape by descriptor": "ls -L /proc/1/root/",
-    "pid 1's descriptors": "ls -lL /proc/1/fd/",
-    "pid 1's environment": "cat /proc/1/environ",
-    "pid 1's memory": "head -c 1 /proc/1/mem",
-    "pid 1's maps": "cat /proc/1/maps | grep .",
-    "pid 1's working directory": "readlink /proc/1/cwd",
-    "ptrace of pid 1": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).ptrace(16, 1, 0, 0) == -1)'",
-    "kernel settings": "echo 1 > /proc/sys/kernel/panic",
-    "core_pattern": "echo '|/bin/sh' > /proc/sys/kernel/core_pattern",
-    "sysrq": "echo b > /proc/sysrq-trigger",
-    "kernel log": "dmesg",
-    "kernel memory": "head -c 1 /proc/kcore | grep -q . ",
-    "a disk's device node": "mknod /tmp/disk b 254 0",
-    "a character device": "mknod /tmp/mem c 1 1",
-    "a hidden device": "ls /dev/mem /dev/kmsg /dev/vda /dev/fuse /dev/kvm 2>/dev/null | grep .",
-    "files in /dev": "touch /dev/left-behind",
-    "chmod in /dev": "chmod 600 /dev/null",
-    "/sys": "ls /sys | grep .",
-    "hostname": "hostname other",
-    "the clock": "date -s 2001-01-01",
-    "raw sockets": "python3 -c 'import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)'",
-    "a network address": "ip addr add 10.0.0.1/8 dev lo",
-    "lifting a hard limit": "ulimit -Hf unlimited",
-    "a module": "insmod /dev/null",
-    "shadow": "cat /etc/shadow /etc/shadow- /etc/gshadow 2>/dev/null | grep .",
-    "host keys": "ls /etc/ssh 2>/dev/null | grep '_key$'",
-    "private keys": "ls /etc/ssl/private 2>/dev/null | grep .",
-    "sudoers": "cat /etc/sudoers 2>/dev/null | grep .",
-    "homes": "ls -A /root /home | grep -v : | grep .",
-    "run, tmp, mnt": "find /run /tmp /mnt /srv /boot /media -not -type d | grep .",
-    "logs and spools": "find /var/log /var/spool /var/mail /var/cache /var/backups -type f | grep .",
-    "the data directory": "find / -xdev -name 'forkpoint-test-*' | grep .",
-    "privilege by setuid": "grep -q 'NoNewPrivs:.0' /proc/self/status",
-    "keyring": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(250, 0, -3, 1) == -1)'",
-    "io_uring": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(425, 1, 0) == -1)'",
-    "bpf": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(321, 0, 0, 0) == -1)'",
-    "clone3": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(435, 0, 0) == -1)'",
-    "clone into a namespace": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).syscall(56, 0x10000011, 0, 0, 0, 0) == -1)'",  # noqa: E501
-}
 
 
 class TestLocalSecurity(SecurityContract):
@@ -141,7 +95,7 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
             sandbox = await driver.start(EnvironmentSpec(limits=Limits(timeout_s=60)))
-            said = await run(sandbox, "rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=60)
+            said = await run(sandbox, "cd /; rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=60)
             assert said.out == "done\n"
             gone = await run(sandbox, "echo on")
             assert gone.code == 127
@@ -165,5 +119,62 @@ def test_death_of_pid_1_is_an_error(data_dir: Path) -> None:
             while sandbox.alive and time.monotonic() < deadline:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
             assert not sandbox.alive
+
+    asyncio.run(go())
+
+
+NEST = "import os\nfor i in range({levels}):\n os.mkdir('d'); os.chdir('d')"
+
+
+@pytest.mark.parametrize("levels", [300, 1_500, 100_000])
+def test_deep_folders_end_the_call_only(data_dir: Path, levels: int) -> None:
+    """A command nests folders deeper than a tree is walked. It is told so, the sandbox lives, and `rm` mends it."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "cd /tmp; mkdir top; cd top")
+        answer = await run(sandbox, f'python3 -c "{NEST.format(levels=levels)}"', timeout_s=30)
+        assert (answer.code, answer.state) == (137, None)
+        assert "forkpoint" in answer.err
+        with pytest.raises(NotFreezableError):
+            await sandbox.freeze()
+        status, body = await file(sandbox, "put", "/tmp/f", b"x")
+        assert (status, b"nest" in body) == (507, True)
+        process = await ran(sandbox, "true")
+        assert (process.ending.exit_code, b"nest" in process.err) == (137, True)
+        answer = await run(sandbox, "cd /; rm -rf /tmp/top; echo ok", timeout_s=30)
+        assert (answer.code, answer.out) == (0, "ok\n")
+        assert answer.state is not None
+        await sandbox.freeze()
+
+    in_sandbox(data_dir, test)
+
+
+def test_start_survives_what_a_sandbox_left(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed instance leaves deep folders, odd names and something that cannot be removed; the next one starts."""
+
+    async def go() -> None:
+        async with opened(LocalDriver(data_dir)) as driver:
+            sandbox = await driver.start(EnvironmentSpec())
+            assert isinstance(sandbox, LocalSandbox)
+            await run(sandbox, f'cd /tmp; python3 -c "{NEST.format(levels=3_000)}"', timeout_s=30)
+            await run(sandbox, "cd /tmp; touch $'\\xff\\n' stuck; mkdir -m 0 closed; sleep 100 & disown")
+            # What is on disk at this moment is what a `kill -9` leaves.
+            left = sandbox._upper.path
+            left.rename(data_dir / "saved")
+        (data_dir / "saved").rename(left)
+        unlink = os.unlink
+
+        def refuse(name: str, *, dir_fd: int | None = None) -> None:
+            if name == "stuck":
+                raise PermissionError(1, "Operation not permitted")
+            unlink(name, dir_fd=dir_fd)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", refuse)
+            async with opened(LocalDriver(data_dir)) as driver:
+                assert (await run(await driver.start(EnvironmentSpec()), "echo on")).out == "on\n"
+                assert [path.name for path in left.rglob("*") if path.is_file()] == ["stuck"]
+        async with opened(LocalDriver(data_dir)):
+            assert not left.exists()
 
     asyncio.run(go())

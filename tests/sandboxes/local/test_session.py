@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError
@@ -166,6 +167,22 @@ def test_overdue_call_is_killed_with_its_children(data_dir: Path) -> None:
         await sandbox.freeze()
 
     in_sandbox(data_dir, test)
+
+
+def test_a_timeout_is_not_for_other_rollouts(data_dir: Path) -> None:
+    """How far a call comes in its time depends on the machine, so only a task that says so shares its result."""
+    slow = ToolCall("shell", "exec", {"command": "echo part > f; sleep 60", "timeout_s": 0.3, "session": "main"})
+    limited = ToolCall("shell", "exec", {"command": "ulimit -t 1; false", "timeout_s": 9.0, "session": "main"})
+
+    async def body() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            for spec in (EnvironmentSpec(), EnvironmentSpec(timeouts="shared")):
+                sandbox = await driver.start(spec)
+                assert (await sandbox.execute(slow)).shareable is spec.shares_timeouts
+                assert (await run(sandbox, "cat f")).out == "part\n", "its effects are real"
+                assert (await sandbox.execute(limited)).shareable
+
+    asyncio.run(body())
 
 
 def test_background_processes_live_until_they_end(data_dir: Path) -> None:
@@ -337,5 +354,76 @@ def test_a_hostile_session_breaks_at_most_itself(data_dir: Path, hostile: str) -
         assert (await run(sandbox, "echo fine", session="other")).out == "fine\n"
         await run(sandbox, "echo whatever", timeout_s=1.0)
         assert sandbox.alive
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "out"),
+    [
+        ("cd /tmp", "mkdir a; cd a; touch in; mv ../a ../b", "in\n/tmp/a\n"),
+        ("mkdir /tmp/a; cd /tmp/a", "rmdir /tmp/a; mkdir /tmp/a; touch /tmp/a/other", "/tmp/a\n"),
+        ("mkdir -p /tmp/a/in /tmp/b; ln -s a /tmp/l; cd /tmp/l", "ln -sfn b /tmp/l", "in\n/tmp/l\n"),
+    ],
+)
+def test_a_session_stays_in_its_directory(data_dir: Path, before: str, after: str, out: str) -> None:
+    """The directory loses its name. The session stays in it, and its state has no digest: files cannot hold it."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, before)
+        moved = await run(sandbox, after)
+        assert (moved.state, Effect.PROCESSES in moved.effect) == (None, True)
+        for _ in range(2):
+            assert (await run(sandbox, "ls; pwd")).told == (out, "", 0, Effect.NONE)
+        with pytest.raises(NotFreezableError):
+            await sandbox.freeze()
+        assert (await run(sandbox, "cd /tmp")).state is not None
+        await sandbox.freeze()
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("end", ["exit 3", "kill -9 $$", "sleep 20"])
+def test_a_session_never_goes_on_in_the_root_directory(data_dir: Path, end: str) -> None:
+    """The directory is removed and then the shell ends. `rm -rf *` in the next call removes nothing of the system."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "mkdir /tmp/a; cd /tmp/a; x=1")
+        await run(sandbox, "rmdir /tmp/a")
+        await run(sandbox, end, timeout_s=0.5)
+        assert (await run(sandbox, "rm -rf * ./*; touch new; echo $x; ls /etc/passwd")).out == "1\n/etc/passwd\n"
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_new_session_needs_its_directory(data_dir: Path) -> None:
+    """A new session whose directory was removed does not begin elsewhere; older sessions go on."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "x=1; cd /tmp; mv /root /tmp/root")
+        refused = await run(sandbox, "rm -rf *", session="other")
+        assert (refused.code, "the directory /root is gone" in refused.err) == (127, True)
+        assert (await run(sandbox, "echo $x; ls -d /etc")).out == "1\n/etc\n"
+
+    in_sandbox(data_dir, test)
+
+
+def test_a_shell_that_commands_broke_is_an_answer(data_dir: Path) -> None:
+    """No shell starts any more, because bash is gone: every rollout that does the same gets the same."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "rm -f /bin/bash /usr/bin/bash")
+        for _ in range(2):
+            refused = await run(sandbox, "echo on")
+            assert (refused.code, refused.err.startswith("/bin/bash does not start")) == (127, True)
+
+    in_sandbox(data_dir, test)
+
+
+@pytest.mark.parametrize("call", ["set -r", "declare -i v='1'; v='2+2'", "POSIXLY_CORRECT=1", "TMOUT=1"])
+def test_a_session_goes_on_after(data_dir: Path, call: str) -> None:
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, call, timeout_s=3.0)
+        assert (await run(sandbox, "echo on $POSIXLY_CORRECT", timeout_s=3.0)).out.startswith("on")
 
     in_sandbox(data_dir, test)

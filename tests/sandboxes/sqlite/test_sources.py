@@ -1,6 +1,7 @@
 """Sources that a spec may name, and their root states."""
 
 import asyncio
+import os
 import sqlite3
 from pathlib import Path
 
@@ -253,3 +254,28 @@ def file_facts(source: Path) -> object:
     stat = source.stat()
     times = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_nlink
     return times, folder_digest(source.parent)
+
+
+def test_a_root_state_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is trusted after a loss of power, so a name must never lead to a database that is not there."""
+    synced: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path.name.startswith("new-"):
+            assert {"db", "manifest.json", path.name} <= set(synced)
+            synced.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", renamed)
+
+    async def test(driver: SqliteDriver) -> None:
+        await driver.identity(spec_of(make(tmp_path / "s.db")))
+        assert "renamed" in synced
+
+    driven(tmp_path, test)

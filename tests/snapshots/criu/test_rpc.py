@@ -14,14 +14,14 @@ CRIU_NUMBERS = {
     "inherit_fd": {"key": 1, "fd": 2},
     "criu_opts": {
         "images_dir_fd": 1, "pid": 2, "leave_running": 3, "tcp_established": 5, "shell_job": 7, "file_locks": 8,
-        "log_level": 9, "log_file": 10, "notify_scripts": 12, "link_remap": 18, "inherit_fd": 27,
+        "log_level": 9, "notify_scripts": 12, "link_remap": 18, "inherit_fd": 27,
         "manage_cgroups_mode": 34, "ghost_limit": 35, "external": 37, "timeout": 45, "network_lock": 64,
         "skip_file_rwx_check": 66, "images_dir": 68,
+        "log_to_stderr": 71,
     },
     "criu_req": {"type": 1, "opts": 2, "notify_success": 3},
-    "criu_restore_resp": {"pid": 1},
     "criu_notify": {"script": 1},
-    "criu_resp": {"type": 1, "success": 2, "restore": 4, "notify": 5, "cr_errno": 7, "cr_errmsg": 9},
+    "criu_resp": {"type": 1, "success": 2, "notify": 5, "cr_errno": 7, "cr_errmsg": 9},
 }  # fmt: skip
 """Field numbers of images/rpc.proto of CRIU 4.2."""
 

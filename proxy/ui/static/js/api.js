@@ -67,7 +67,7 @@ export function socket(path) {
 export const names = (...segments) => segments.map((segment) => encodeURIComponent(segment)).join("/");
 
 /** Show the token dialog; all requests that need the token share it. */
-function askForToken(detail) {
+export function askForToken(detail) {
   asking ??= new Promise((resolve) => {
     const field = h("input", { type: "password", name: "token", autocomplete: "off", required: true, "aria-label": "Token" });
     const form = h(

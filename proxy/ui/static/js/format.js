@@ -16,8 +16,10 @@ export function seconds(s) {
   if (s < 0.001) return `${Math.round(s * 1e6)} µs`;
   if (s < 0.9995) return `${(s * 1000).toPrecision(s < 0.01 ? 2 : 3).replace(/\.0+$/, "")} ms`;
   if (s < 99.95) return `${s.toPrecision(3)} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${String(Math.round(s % 60)).padStart(2, "0")} s`;
-  return s < 86_400 ? `${Math.floor(s / 3600)} h ${String(Math.floor((s % 3600) / 60)).padStart(2, "0")} min` : `${(s / 86_400).toPrecision(3)} d`;
+  const rounded = Math.round(s);
+  if (rounded < 3600) return `${Math.floor(rounded / 60)} min ${String(rounded % 60).padStart(2, "0")} s`;
+  if (rounded >= 86_400) return `${(s / 86_400).toPrecision(3)} d`;
+  return `${Math.floor(rounded / 3600)} h ${String(Math.floor((rounded % 3600) / 60)).padStart(2, "0")} min`;
 }
 
 export function bytes(n) {
@@ -42,11 +44,7 @@ export const moment = (unixSeconds) => new Date(unixSeconds * 1000).toLocaleStri
 /** Return a call in one line: the command or statement, or else the tool and its arguments. */
 export function line(call) {
   if (!call) return "start";
-  const args = call.arguments ?? {};
-  const text = typeof args.command === "string" ? args.command : typeof args.sql === "string" ? args.sql : null;
-  if (text !== null) return oneLine(text);
-  const inner = Object.keys(args).length ? JSON.stringify(args) : "";
-  return visible(`${call.endpoint} ${call.tool} ${inner}`.trim());
+  return oneLine(call.title);
 }
 
 /** Return text of several lines in one line. */

@@ -99,8 +99,11 @@ function showFigures(figures, s, totals) {
   show("sandboxes", most ? `${live} of ${most}` : String(live), states || "none", most ? live / most : null);
   budget(figures.get("snapshots"), s.snapshots, s.snapshot_bytes, s.snapshot_budget_bytes);
   budget(figures.get("checkpoints"), null, s.checkpoint_bytes, s.checkpoint_budget_bytes);
-  show("trouble", `${short(s.divergences)} / ${short(failures)}`, Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ") || "since the start");
-  figures.get("trouble").element.classList.toggle("bad", s.divergences + failures > 0);
+  show("trouble", `${short(s.divergences)} / ${short(failures)}`, [
+    ...Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`),
+    ...(s.root_changes ? [`${s.root_changes} changes of a base: new rollouts begin new trees`] : []),
+  ].join(", ") || "since the start");
+  figures.get("trouble").element.classList.toggle("bad", s.divergences + failures + s.root_changes > 0);
 }
 
 function budget(shown, number, used, most) {

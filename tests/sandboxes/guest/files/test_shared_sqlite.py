@@ -99,7 +99,8 @@ def test_a_script_does_all_or_nothing(data_dir: Path, source: Path) -> None:
         assert (both.error, both.effect) == (None, CHANGED)
         half = await ask(sandbox, "DELETE FROM item; SELECT * FROM nowhere", "script", database="app")
         assert half.error is not None
-        assert (half.effect, (await ask(sandbox, COUNT, database="app")).value) == (Effect.NONE, 48)
+        # SQLite's journal was in the directory for a moment, and has changed the directory's time.
+        assert (half.effect & Effect.FILES, (await ask(sandbox, COUNT, database="app")).value) == (Effect.FILES, 48)
 
     local(data_dir / "script", spec_of(source), test)
 

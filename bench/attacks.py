@@ -1,0 +1,458 @@
+"""Attacks on every kind of sandbox, and a table of what was contained: `python -m bench.attacks`.
+
+It runs the lists of `tests.sandboxes.attack_list` and of this module in `local` sandboxes as root, as an ordinary user
+(`--user`), in containers where Docker answers, on SQLite and PostgreSQL, on hostile video files, and on tarballs. The
+canaries are files of its own. It exits with 1 if something escaped, or read what belongs to somebody else. What is
+contained but reaches code of the kernel that it should not, or disturbs a neighbour, counts as "got through".
+"""
+
+import asyncio
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import tarfile
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.machine import console, table
+from sandboxes.driver import Driver
+from sandboxes.errors import NotFreezableError, SandboxError, SpecError
+from sandboxes.linux.files import remove_tree
+from sandboxes.spec import EnvironmentSpec, Limits
+from tests.sandboxes import attack_list
+from tests.sandboxes.attack_statements import HARMLESS, POSTGRES, SQLITE
+from tests.sandboxes.box import file, local_driver, opened, run
+from tests.sandboxes.checkpoint_attacks import REFUSED
+
+CANARY = "what belongs to somebody else"
+LIMITS = Limits(memory_mb=256, pids=64, disk_mb=64, timeout_s=60)
+SPEC = EnvironmentSpec(limits=LIMITS)
+
+
+class Outcome(NamedTuple):
+    """One attack that was tried.
+
+    Attributes:
+        area: What it attacks.
+        name: Its name.
+        contained: Whether nothing came of it.
+        harm: "escape", "read" of somebody else's data, or "surface": got through, but reached nothing.
+    """
+
+    area: str
+    name: str
+    contained: bool
+    harm: str = "surface"
+
+
+class Ground(NamedTuple):
+    """Where machine sandboxes are attacked.
+
+    Attributes:
+        name: The column of the table.
+        driver: Makes the driver below a directory.
+        differs: Attacks whose command ends with 0 there without harm, with the reason.
+    """
+
+    name: str
+    driver: Callable[[Path], Driver]
+    differs: dict[str, str]
+
+
+# -- machine sandboxes -----------------------------------------------------------------------------------------------
+
+
+async def attack_machine(ground: Ground, folder: Path) -> list[Outcome]:
+    """Run all lists in one kind of sandbox."""
+    canary = folder / "canary"
+    canary.write_text(CANARY)
+    found: list[Outcome] = []
+    async with opened(ground.driver(folder / "data")) as driver:
+        found += await _commands(ground, driver)
+        found += await _probes(ground, driver)
+        found += await _links(driver, canary)
+        found += await _checkpoints(driver, canary)
+        for name, command in attack_list.SHAPES.items():
+            found.append(Outcome("trees of files", name, await _survives(driver, command)))
+        for name, command in attack_list.HOLDERS.items():
+            found.append(Outcome("what is shared", name, await _leaves_neighbours(driver, command)))
+    found.append(Outcome("what is shared", "the canary is whole", canary.read_text() == CANARY, "escape"))
+    # What the sandboxes left must not keep the next driver from starting.
+    restarted = False
+    with suppress(SandboxError, OSError):
+        async with opened(ground.driver(folder / "data")) as driver:
+            restarted = (await run(await driver.start(SPEC), "echo on")).out == "on\n"
+    return [*found, Outcome("trees of files", "a restart after all of them", restarted)]
+
+
+async def _commands(ground: Ground, driver: Driver) -> list[Outcome]:
+    found = []
+    sandbox = await driver.start(SPEC)
+    for name, command in attack_list.COMMANDS.items():
+        if name in ground.differs:
+            continue
+        if not sandbox.alive:
+            sandbox = await driver.start(SPEC)
+        contained = True
+        with suppress(SandboxError):
+            contained = (await run(sandbox, f"{{ {command}\n}} >/dev/null 2>&1", timeout_s=20)).code != 0
+        found.append(Outcome("escapes and privileges", name, contained))
+    await sandbox.close()
+    return found
+
+
+async def _probes(ground: Ground, driver: Driver) -> list[Outcome]:
+    found = []
+    for area, probe in attack_list.PROBES.items():
+        sandbox = await driver.start(SPEC)
+        await file(sandbox, "put", "/root/probe.py", probe.script.encode())
+        answer = await run(sandbox, "python3 /root/probe.py; echo done", timeout_s=30)
+        through = answer.out.splitlines()
+        assert through[-1:] == ["done"], answer.err
+        names = [name for name in probe.names if name not in ground.differs]
+        found += [Outcome(area, name, name not in through) for name in names]
+        await sandbox.close()
+    return found
+
+
+async def _links(driver: Driver, canary: Path) -> list[Outcome]:
+    """Files are put and fetched through links that the agent has made; none may lead out of the sandbox."""
+    found = []
+    ways = {
+        "a link": "ln -sfn / /root/l",
+        "a link of /proc to pid 1": "ln -sfn /proc/1/root /root/l",
+        "a link of /proc to itself": "ln -sfn /proc/self/root /root/l",
+        "a chain of links": "ln -sfn / /root/k; ln -sfn k/../root/k /root/l",
+        "dots": "ln -sfn ../../../../../../../.. /root/l",
+        "descriptors": "ln -sfn /proc/self/fd/3 /root/l",
+    }
+    for name, command in ways.items():
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, command)
+        path = f"/root/l{canary}"
+        _, body = await file(sandbox, "get", path, limit_bytes=1 << 20)
+        found.append(Outcome("files", f"get through {name}", CANARY.encode() not in body, "read"))
+        await file(sandbox, "put", path, b"overwritten")
+        await file(sandbox, "delete", path)
+        whole = await asyncio.to_thread(_is_whole, canary)
+        found.append(Outcome("files", f"put and delete through {name}", whole, "escape"))
+        await sandbox.close()
+    return found
+
+
+async def _checkpoints(driver: Driver, canary: Path) -> list[Outcome]:
+    """A process holds a name, and the agent leads that name elsewhere; CRIU must not follow it."""
+    found = []
+    out = f"/proc/1/fd/4{'/..' * 12}{canary.parent}"
+    for name, (begin, swap) in REFUSED.items():
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, begin)
+        await run(sandbox, swap.format(out=out) or "true")
+        led = []
+        with suppress(SandboxError, NotFreezableError):
+            restored = await driver.restore(SPEC, await sandbox.freeze())
+            led.append("it was restored")
+            await restored.close()
+        contained = not led and await asyncio.to_thread(_is_whole, canary) and not (canary.parent / "planted").exists()
+        found.append(Outcome("checkpoints", name, contained, "escape"))
+        await sandbox.close()
+    return found
+
+
+def _is_whole(canary: Path) -> bool:
+    """Return whether a canary is as it was, and make it so."""
+    whole = canary.exists() and canary.read_text() == CANARY
+    canary.write_text(CANARY)
+    return whole
+
+
+async def _survives(driver: Driver, command: str) -> bool:
+    """Return whether a sandbox and its driver are sound after a command made a tree of files."""
+    sandbox = await driver.start(SPEC)
+    await run(sandbox, command, timeout_s=40)
+    sound = (await run(sandbox, "echo on")).out == "on\n"
+    with suppress(SandboxError, NotFreezableError):
+        frozen = await sandbox.freeze()
+        restored = await driver.restore(SPEC, frozen)
+        sound = sound and (await run(restored, "echo on")).out == "on\n"
+        await restored.close()
+    await sandbox.close()
+    return sound and (await run(await driver.start(SPEC), "echo on")).out == "on\n"
+
+
+async def _leaves_neighbours(driver: Driver, command: str) -> bool:
+    """Return whether another sandbox works while one holds all that it can get."""
+    sandbox, neighbour = await driver.start(SPEC), await driver.start(SPEC)
+    works = False
+    with suppress(SandboxError):
+        await file(neighbour, "put", "/root/n.py", attack_list.NEIGHBOUR.encode())
+        with suppress(SandboxError):
+            await run(sandbox, command, timeout_s=20)
+        works = (await run(neighbour, "python3 /root/n.py")).out == "works\n"
+    for each in (sandbox, neighbour):
+        await each.close()
+    return works
+
+
+# -- databases -------------------------------------------------------------------------------------------------------
+
+
+async def attack_database(
+    ask: Callable[[str], Awaitable[str | None]], statements: dict[str, str], names: dict[str, str]
+) -> list[Outcome]:
+    """Send statements. `ask` returns the text of a result, or None for an error or a result without rows."""
+    found = []
+    for name, statement in statements.items():
+        text = await ask(statement.format(**names))
+        evil = (Path(names["folder"]) / "evil").exists()
+        read = text is not None and CANARY in text
+        harm = "escape" if evil else "read" if read else "surface"
+        found.append(Outcome("statements", name, not evil and not read and (text is None or name in HARMLESS), harm))
+        (Path(names["folder"]) / "evil").unlink(missing_ok=True)
+    return found
+
+
+async def attack_sqlite(folder: Path) -> list[Outcome]:
+    """Attack the machine from SQLite's statements."""
+    from sandboxes.sqlite.driver import SqliteDriver  # noqa: PLC0415
+    from tests.sandboxes.sql_calls import ask  # noqa: PLC0415 - only where databases are attacked
+    from tests.sandboxes.sqlite_files import make, spec_of  # noqa: PLC0415
+
+    names = _places(folder)
+    connection = sqlite3.connect(names["other"])
+    connection.executescript(f"CREATE TABLE secret (t); INSERT INTO secret VALUES ('{CANARY}')")
+    connection.close()
+    source = make(folder / "shop.db")
+    async with opened(SqliteDriver(folder / "data")) as driver:
+        sandbox = await driver.start(spec_of(source))
+
+        async def send(sql: str) -> str | None:
+            answer = await ask(sandbox, sql, tool="script" if ";" in sql else "query", timeout_s=3.0)
+            return None if answer.error or not answer.body.get("rows", True) else json.dumps(answer.body)
+
+        return await attack_database(send, SQLITE, names)
+
+
+async def attack_postgres(folder: Path) -> list[Outcome]:
+    """Attack the server from statements of a rollout's role; another database has the canary."""
+    from sandboxes.postgres.driver import PostgresDriver  # noqa: PLC0415
+    from tests.sandboxes.postgres_cluster import cluster  # noqa: PLC0415
+    from tests.sandboxes.sql_calls import ask  # noqa: PLC0415
+
+    names = _places(folder)
+    with cluster() as server:
+        server.create("shop")
+        server.create("other", f"CREATE TABLE secret AS SELECT '{CANARY}' AS t")
+        async with opened(PostgresDriver(folder / "data")) as driver:
+            sandbox = await driver.start(server.spec("shop"))
+
+            async def send(sql: str) -> str | None:
+                answer = await ask(sandbox, sql, tool="script" if "; " in sql else "query", timeout_s=3.0)
+                return None if answer.error or not answer.body.get("rows", True) else json.dumps(answer.body)
+
+            found = await attack_database(send, POSTGRES, names)
+            alive = (await ask(sandbox, "SELECT count(*) FROM item")).error is None
+            await sandbox.close()
+        with server.connect("other") as connection:
+            rows = connection.execute("SELECT t FROM secret").fetchall()
+            evil = connection.execute("SELECT rolname FROM pg_roles WHERE rolname = 'evil'").fetchall()
+        found.append(
+            Outcome("statements", "another tenant's database is whole", rows == [(CANARY,)] and not evil, "escape")
+        )
+    return [*found, Outcome("statements", "the database answers after all of them", alive)]
+
+
+def _places(folder: Path) -> dict[str, str]:
+    (folder / "canary").write_text(CANARY)
+    # A database server is another user: what it must not do is tried where it could.
+    folder.chmod(0o777)
+    (folder / "canary").chmod(0o644)
+    return {"canary": str(folder / "canary"), "folder": str(folder), "other": str(folder / "other.db")}
+
+
+# -- files that are read ---------------------------------------------------------------------------------------------
+
+
+async def attack_video(folder: Path, *, files: int = 60, seed: int = 1) -> list[Outcome]:
+    """Load damaged video files of several containers: each must be read or refused, and the driver goes on."""
+    from sandboxes.video.driver import VideoDriver  # noqa: PLC0415 - needs the extra `video`
+    from tests.sandboxes.videos import ask, make, spec_of  # noqa: PLC0415
+
+    chance, found = random.Random(seed), []  # noqa: S311
+    clips = [make(folder / f"clip{suffix}") for suffix in (".mp4", ".mkv", ".avi")]
+    async with opened(VideoDriver(folder / "data")) as driver:
+        for number in range(files):
+            clip = chance.choice(clips)
+            content = bytearray(clip.read_bytes())
+            for _ in range(chance.choice((1, 10, 1000))):
+                content[chance.randrange(len(content))] = chance.randrange(256)
+            if chance.random() < 0.3:
+                del content[chance.randrange(len(content)) :]
+            source = folder / f"evil{number}{clip.suffix}"
+            source.write_bytes(content)
+            contained = False
+            with suppress(SpecError):
+                sandbox = await driver.start(spec_of(source, limits=Limits(memory_mb=512, timeout_s=60)))
+                said = await ask(sandbox, "load_video", name=source.name)
+                contained = said.status in {200, 422}
+                await sandbox.close()
+            found.append(Outcome("video files", f"damaged {clip.suffix} {number}", contained))
+            source.unlink()
+        playlist = folder / "list.m3u8"
+        playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:8,\n{clips[0]}\n#EXT-X-ENDLIST\n")
+        said = await ask(await driver.start(spec_of(playlist)), "load_video", name=playlist.name)
+        found.append(Outcome("video files", "a playlist that names another file", said.status == 422, "read"))
+    return found
+
+
+def attack_tarballs(folder: Path) -> list[Outcome]:
+    """Unpack tarballs of root file systems that try to write outside."""
+    from sandboxes.local import root_tar  # noqa: PLC0415
+    from tests.sandboxes.local.test_root_tar import ESCAPES, written  # noqa: PLC0415
+
+    found = []
+    for number, (name, members) in enumerate(ESCAPES.items()):
+        top = folder / str(number)
+        outside, target = top / "outside", top / "target"
+        for made in (outside, target):
+            made.mkdir(parents=True)
+        (outside / "canary").write_text(CANARY)
+        with suppress(root_tar.RootTarError, OSError, tarfile.TarError):
+            root_tar.unpack(written(top / "evil.tar", members, outside), target)
+        canary = outside / "canary"
+        whole = [path.name for path in outside.iterdir()] == ["canary"] and canary.read_text() == CANARY
+        found.append(Outcome("tarballs", name, whole and canary.stat().st_nlink == 1, "escape"))
+    return found
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+UNPRIVILEGED = {
+    "more terminals than its share": "the count is of the machine's own limit in a user namespace",
+}
+CONTAINER = dict.fromkeys(
+    (
+        "chroot escape by descriptor", "pid 1's descriptors", "pid 1's environment", "pid 1's memory", "pid 1's maps",
+        "pid 1's working directory", "ptrace of pid 1", "/sys", "homes", "logs and spools", "run, tmp, mnt",
+        "kernel memory", "lifting a hard limit", "layers' paths", "more terminals than its share", "chroot and back",
+        "memory of pid 1 by process_vm_readv", "set-user-id file gains rights",
+        "1/environ", "1/maps", "1/io",
+    ),
+    "a container has its own pid 1, /sys and image",
+)  # fmt: skip
+
+
+def _container(folder: Path) -> Driver:
+    from tests.sandboxes.docker import OnImage  # noqa: PLC0415 - needs Docker
+
+    return OnImage(folder, spares=0)
+
+
+def grounds() -> Iterator[tuple[str, Callable[[Path], Awaitable[list[Outcome]]]]]:
+    """Yield what can be attacked on this machine, as this user."""
+    local = Ground("local", local_driver, {} if os.geteuid() == 0 else UNPRIVILEGED)
+    yield f"local, {'root' if os.geteuid() == 0 else 'user'}", lambda folder: attack_machine(local, folder)
+    if os.geteuid() != 0:
+        return
+    from tests.sandboxes.docker import _missing as docker_missing  # noqa: PLC0415
+    from tests.sandboxes.postgres_cluster import _missing as postgres_missing  # noqa: PLC0415
+
+    if why := docker_missing():
+        console.print(f"container: left out, {why}", markup=False)
+    else:
+        yield "container", lambda folder: attack_machine(Ground("container", _container, CONTAINER), folder)
+    yield "sqlite", attack_sqlite
+    if why := postgres_missing():
+        console.print(f"postgres: left out, {why}", markup=False)
+    else:
+        yield "postgres", attack_postgres
+    yield "video", attack_video
+
+    async def tarballs(folder: Path) -> list[Outcome]:
+        return attack_tarballs(folder)
+
+    yield "bases", tarballs
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-attacks-", dir="/var/tmp"))
+    try:
+        yield folder
+    finally:
+        remove_tree(folder)
+
+
+def as_user(uid: int) -> dict[str, list[Outcome]]:
+    """Run the attacks of an ordinary user in a process of that user."""
+    paths = os.pathsep.join([str(Path.cwd()), *sys.path])
+    with directory() as folder:
+        os.chown(folder, uid, uid)
+        # This interpreter may lie where that user does not reach it; the system's has the same modules then.
+        for interpreter in (sys.executable, "/usr/bin/python3"):
+            with suppress(PermissionError):
+                done = subprocess.run(
+                    [interpreter, "-m", "bench.attacks", "--json", "--only", "local"], check=False,
+                    stdout=subprocess.PIPE, user=uid, group=uid, extra_groups=[], umask=0o022,
+                    env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder), "PYTHONPATH": paths},
+                )  # fmt: skip
+                if done.returncode == 0:
+                    return {name: [Outcome(*row) for row in rows] for name, rows in json.loads(done.stdout).items()}
+    console.print("local, user: left out, because the program does not run as that user")
+    return {}
+
+
+def report(found: dict[str, list[Outcome]]) -> bool:
+    """Print the table; return whether nothing escaped and nothing of others was read."""
+    shown = table("Attacks", "", "tried", "contained", "got through", "escapes", "reads")
+    for ground, outcomes in found.items():
+        for area in dict.fromkeys(outcome.area for outcome in outcomes):
+            rows = [outcome for outcome in outcomes if outcome.area == area]
+            through = [outcome for outcome in rows if not outcome.contained]
+            harms = [sum(outcome.harm == harm for outcome in through) for harm in ("escape", "read")]
+            cells = (len(rows), len(rows) - len(through), len(through), *harms)
+            shown.add_row(f"{ground}: {area}", *map(str, cells))
+    console.print(shown)
+    all_through = [
+        (ground, outcome) for ground, outcomes in found.items() for outcome in outcomes if not outcome.contained
+    ]
+    for ground, outcome in all_through:
+        console.print(f"got through: {ground}: {outcome.area}: {outcome.name} ({outcome.harm})", markup=False)
+    tried = sum(map(len, found.values()))
+    harmful = sum(outcome.harm != "surface" for _, outcome in all_through)
+    console.print(f"{tried} attacks tried, {tried - len(all_through)} contained, {harmful} escapes or reads of others")
+    return harmful == 0
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="attack only what begins with this name, such as local or postgres")
+    parser.add_argument("--user", type=int, default=65534, help="the uid of the ordinary user; 0 leaves it out")
+    parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
+    options = parser.parse_args()
+    found: dict[str, list[Outcome]] = {}
+    for name, attack in grounds():
+        if options.only is None or name.startswith(options.only):
+            with ExitStack() as stack:
+                found[name] = asyncio.run(_run(attack, stack.enter_context(directory())))
+    if os.geteuid() == 0 and options.user and (options.only is None or "local, user".startswith(options.only)):
+        found |= as_user(options.user)
+    if options.json:
+        print(json.dumps(found))
+        sys.exit(0)
+    sys.exit(0 if report(found) else 1)
+
+
+async def _run(attack: Callable[[Path], Awaitable[list[Outcome]]], folder: Path) -> list[Outcome]:
+    return await attack(folder)
+
+
+if __name__ == "__main__":
+    main()

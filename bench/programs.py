@@ -1,0 +1,193 @@
+"""Random programs of agents for `bench.differential`: groups of rollouts that share a beginning. Pure.
+
+A program is the calls of one rollout, in order. Programs mix what agents do (git, make, Python, sed, archives) with
+what is hard for a cache: background servers, pipes, signals, random content, large files, times of files, and
+attributes of sessions.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.proxy import test_transparency_local as shell_calls
+from tests.proxy import test_transparency_postgres as postgres_calls
+from tests.proxy import test_transparency_sqlite as sqlite_calls
+from tests.sandboxes.docker import BASH_IMAGE
+
+HOME = "/root"
+COMMANDS = Path(__file__).with_name("commands.txt")
+"""Shell commands, a section for each kind."""
+DATES = {"GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z", "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z"}
+"""Set-up runs once for the proxy and once for the private sandboxes; its commits must be equal."""
+FILES = {
+    "/root/counter.py": """
+from itertools import count
+for number in count(1):
+    open("q").read()
+    open("a", "w").write(f"{number}\\n")
+""",
+    "/root/mailbox.py": """
+import os, time
+os.open("box", os.O_RDWR)
+open("ready", "w").close()
+time.sleep(1000)
+""",
+    "/root/repo/data.csv": "name,count\npear,3\nfig,9\nplum,5\n",
+    "/root/repo/app.py": """
+def total(path):
+    return sum(int(row.split(",")[1]) for row in open(path).read().split()[1:])
+""",
+    "/root/repo/Makefile": """
+out: app.py data.csv
+\tpython3 -c 'import app; print(app.total("data.csv"))' > out
+
+.PHONY: clean
+clean:
+\trm -f out
+""",
+}
+SETUP = (
+    "echo seed > seed",
+    "cd repo; ! command -v git || { git init -q; git config user.email a@b; git config user.name a; }",
+    "cd repo; ! command -v git || { git add -A; git commit -qm first; }",
+)
+STATE = r"""
+declare -p | grep -v -e RANDOM -e SECONDS -e EPOCH -e BASHPID -e PPID -e BASH_ARG -e ' [BW]=' -e COPROC; declare -f
+alias -p; trap -p; shopt; set -o; umask; ulimit -a; dirs; pwd -P; echo "$#:$*:$-"; enable -n
+PATH=/usr/bin:/bin
+shown() { find /root /tmp -name .git -prune -o -name __pycache__ -prune -o "$@"; }
+shown -printf '%p %m %y %u:%g %l\n' | sort; shown ! -type d -printf '%p %n %s\n' | sort
+shown -type f ! -name '*.tar' ! -name t.db -print0 | sort -z | xargs -0 md5sum; ls -t /root/d /root/repo; pgrep -c sleep
+"""
+"""Shows what a state holds, without files whose bytes contain times or counters: of git, tar and SQLite."""
+RANDOM = "head -c 8 /dev/urandom | od -An -tx1 > /var/tmp/id; cat /var/tmp/id"
+"""Gives each rollout a value of its own. The same rollout must read the same value ever after."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCall:
+    """One call of a program.
+
+    Attributes:
+        path: Path below the rollout's base URL.
+        arguments: JSON body.
+        recalls: Position of an earlier call of the program whose output this call must repeat, or None.
+    """
+
+    path: str
+    arguments: dict[str, Any]
+    recalls: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The command or statement, for reports."""
+        return str(self.arguments.get("command", self.arguments.get("sql")))
+
+
+Program = tuple[ProgramCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rollouts of one task.
+
+    Attributes:
+        spec: The task's spec.
+        programs: A program for each rollout; equal programs may occur.
+    """
+
+    spec: dict[str, Any]
+    programs: tuple[Program, ...]
+
+
+def shell_spec(driver: str) -> dict[str, Any]:
+    """Return the spec of shell programs for the driver `local` or `container`."""
+    spec = {"driver": driver, "workdir": HOME, "files": FILES, "setup": list(SETUP), "env": DATES}
+    return spec | {"image": BASH_IMAGE} if driver == "container" else spec
+
+
+def commands() -> dict[str, list[str]]:
+    """Return the shell commands of `commands.txt` by section."""
+    sections: dict[str, list[str]] = {}
+    for line in COMMANDS.read_text().splitlines():
+        if line.startswith("== "):
+            sections[line[3:]] = current = []
+        else:
+            current.append(line)
+    return sections
+
+
+def shell_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length: int) -> Group:
+    """Return a group of shell programs; each ends with commands that show the whole state."""
+    known = commands()
+    weighted: list[tuple[Sequence[str], int]] = [
+        (shell_calls.FILES, 4), (shell_calls.LOOKS, 4), (shell_calls.SESSIONS, 3), (shell_calls.ENDS, 1),
+        (shell_calls.PROCESSES, 1),
+        (known["agent"], 6), (known["live"], 3), (known["attributes"], 2),
+        (known["large"], 1 if dice.random() < 0.05 else 0),
+    ]  # fmt: skip
+    pools, weights = zip(*weighted, strict=True)
+
+    def draw() -> str:
+        pool: Sequence[str] = dice.choices(pools, weights)[0]
+        return dice.choice(pool)
+
+    at = dice.randrange(length) if dice.random() < 0.4 else None
+    trunk, suffixes = _shape(dice, draw, rollouts, length)
+    if at is not None and at < len(trunk):
+        trunk[at] = RANDOM
+    programs = []
+    for cut, suffix in suffixes:
+        program = [_shell(command) for command in trunk[:cut] + suffix]
+        if at is not None and at < cut:
+            # Comments make these reads different calls, so each is looked up or executed on its own.
+            for number, position in enumerate(sorted(dice.choices(range(at + 1, len(program) + 1), k=2))):
+                program.insert(position + number, _shell(f"cat /var/tmp/id # {dice.randrange(3)}", recalls=at))
+        programs.append((*program, _shell(STATE)))
+    return Group(spec, tuple(programs))
+
+
+def sql_group(dice: random.Random, spec: dict[str, Any], rollouts: int, length: int) -> Group:
+    """Return a group of SQL programs for the driver that the spec names."""
+    if spec["driver"] == "sqlite":
+        statements: Sequence[str] = sqlite_calls.SQL
+        end: Sequence[str] = (
+            "ROLLBACK",
+            "SELECT * FROM item",
+            "SELECT * FROM sale",
+            "SELECT name, sql FROM sqlite_schema",
+        )
+    else:
+        calls = postgres_calls
+        statements, end = (
+            (*calls.READS, *calls.READS, *calls.WRITES, *calls.WRITES, *calls.SCHEMA, *calls.SESSIONS),
+            calls.END,
+        )
+    trunk, suffixes = _shape(dice, lambda: dice.choice(statements), rollouts, length)
+    return Group(spec, tuple(tuple(_sql(text) for text in (*trunk[:cut], *suffix, *end)) for cut, suffix in suffixes))
+
+
+def _shape(
+    dice: random.Random, draw: Callable[[], str], rollouts: int, length: int
+) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return a trunk, and for each rollout where it leaves the trunk and with which calls."""
+    trunk = [draw() for _ in range(length)]
+    suffixes: list[tuple[int, list[str]]] = [(length, [])]
+    for _ in range(rollouts - 1):
+        shared, suffix = dice.choice(suffixes)
+        # Half of the rollouts leave another one's suffix, so that trees become deep.
+        kept = dice.randrange(len(suffix) + 1)
+        cut = shared if suffix and dice.random() < 0.5 else max(dice.randint(0, length), dice.randint(0, length))
+        kept = kept if cut == shared else 0
+        suffixes.append((cut, suffix[:kept] + [draw() for _ in range(dice.randrange(length // 2 + 1))]))
+    return trunk, suffixes
+
+
+def _shell(command: str, recalls: int | None = None) -> ProgramCall:
+    return ProgramCall("shell/exec", {"command": command, "timeout_s": 30}, recalls)
+
+
+def _sql(statement: str) -> ProgramCall:
+    return ProgramCall("sql/query", {"sql": statement, "timeout_s": 30})

@@ -1,0 +1,40 @@
+"""The data directory: nobody but the proxy's own user may look into it.
+
+It holds all calls and answers of all tasks, files of other users inside layers, and images of processes' memory.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+import structlog
+
+from proxy.storage.errors import StoreError
+
+log = structlog.get_logger()
+
+_MODE = 0o700
+"""The mode of the data directory. What lies below needs no mode of its own: no other user reaches it by a path."""
+
+
+def make_private(data: Path) -> None:
+    """Make the data directory, or take every right in it from other users.
+
+    Raises:
+        StoreError: The directory is one that all users share, such as `/tmp`, or the root of the file system.
+    """
+    data.mkdir(mode=_MODE, parents=True, exist_ok=True)
+    status = data.stat()
+    # Closing one of these would lock every other program of the machine out of it.
+    if status.st_mode & stat.S_ISVTX or data.resolve() in (Path("/"), Path("~").expanduser()):
+        raise StoreError(f"{data} belongs to other programs too. Set `data` to a directory of its own below it.")
+    if stat.S_IMODE(status.st_mode) == _MODE:
+        return
+    try:
+        data.chmod(_MODE)
+    except PermissionError:
+        # A volume of a container platform may belong to another user, with rights for the proxy's group.
+        log.warning("other users can read the data directory: it belongs to another user", data=str(data))
+        return
+    if status.st_mode & 0o077:
+        log.warning("other users could look into the data directory until now", data=str(data), uid=os.geteuid())

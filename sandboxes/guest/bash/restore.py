@@ -1,0 +1,237 @@
+"""How a fresh bash becomes a session again: the script that it sources, and what it does with the next command (pure).
+
+The rule is *values first, attributes after*. `declare -i month="08"` fails, though the session has that variable: the
+value was there before the attribute. Each function has a statement of its own, so that one which bash cannot read again
+does not take the rest along.
+"""
+
+import re
+
+from sandboxes.guest.bash.session import BEGIN_DUMP, DECLARE, KEPT, WARY_RUN, split_unquoted
+from sandboxes.shell_text import ShellSession, quote
+
+_DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
+_DEFAULT_SHOPTS = [
+    "dotglob",
+    "extglob",
+    "checkwinsize",
+    "cmdhist",
+    "complete_fullquote",
+    "expand_aliases",
+    "extquote",
+    "force_fignore",
+    "globasciiranges",
+    "globskipdots",
+    "hostcomplete",
+    "interactive_comments",
+    "patsub_replacement",
+    "progcomp",
+    "promptvars",
+    "sourcepath",
+]
+_BORN_WITH = [
+    "HOSTNAME",
+    "HOSTTYPE",
+    "IFS",
+    "MACHTYPE",
+    "OLDPWD",
+    "OPTERR",
+    "OPTIND",
+    "OSTYPE",
+    "PATH",
+    "PS4",
+    "PWD",
+    "SHLVL",
+    "TERM",
+]
+_POSIX_SHOPTS = frozenset({"expand_aliases", "inherit_errexit", "shift_verbose"})
+"""Options that bash's POSIX mode sets when it begins."""
+_SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
+_MAX_EARLY = 1 << 15
+"""The most characters of orders on the line that lets the shell go on: a pipe has to hold them."""
+_TRIED = ("functions", "function_marks", "aliases")
+"""The parts of a session that are tried out with a fresh shell when they have changed."""
+_READY = f"\\builtin :; {BEGIN_DUMP}"
+_LATE = ("LANG", "LANGUAGE", "LC_", "HISTFILE")
+"""Beginnings of the names of variables that are set last.
+
+A locale changes how bash reads the rest of the script. HISTFILESIZE, set after HISTFILE, would cut that file.
+"""
+_NOWHERE = r"{ \builtin kill -STOP $BASHPID & \builtin cd /proc/$!; \builtin kill -KILL $!; \builtin wait; }"
+"""Enters the directory of a process that ends then: one in which nothing is found and nothing can be made or removed.
+
+A session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory.
+"""
+_HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
+"""Options that bash sets and clears together with a variable. Setting the option would change the variable's value."""
+
+
+def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSession | None = None) -> bytes:
+    """Return what a fresh bash sources to become a session. A bash that cannot do so exits.
+
+    Args:
+        session: The session; None for a new one.
+        workdir: The directory of a new session.
+        pristine: A new session of this sandbox; None for the first.
+    """
+    # Pid 1 is sheltered from the OOM killer, and the shell must not inherit that.
+    lines = ["\\builtin printf 0 >/proc/self/oom_score_adj"]
+    if session is None:
+        # An image's user may not enter the directory; then the root state has another. A later session never gets
+        # another one, because its commands would work on files that they do not mean.
+        otherwise = "\\builtin cd /" if pristine is None else _exit_because(f"the directory {workdir} is gone")
+        folder = workdir if pristine is None else pristine["cwd"]
+        lines += ["shopt -s expand_aliases", f"\\builtin cd -- {quote(folder)} || {otherwise}", "unset -v OLDPWD"]
+        return "\n".join([*lines, _READY, ""]).encode("latin-1")
+    otherwise = _NOWHERE if KEPT in session else "\\builtin exit"
+    lines.append(f"\\builtin cd -- {quote(session['cwd'])} || {otherwise}")
+    lines += [f"\\builtin pushd -n -- {quote(folder)}" for folder in reversed(session["dirs"])]
+    if session["arguments"]:
+        lines.append("\\builtin set -- " + " ".join(quote(argument) for argument in session["arguments"]))
+    lines.append(f"\\builtin umask {session['umask']}")
+    # pushd and cd print directories.
+    text = "{\n" + "\n".join(lines) + "\n} >/dev/null\n"
+    # Variables before functions: their statements need the word `declare`, which a function could replace.
+    parts = [text, *_variables(session), *_functions(session)]
+    # Options last: GLOBIGNORE and others change some of them.
+    parts += [*_shopts(session, posix=False), "\\builtin shopt -u expand_aliases"]
+    parts += [session["aliases"], session["disabled"]]
+    return "\n".join([*parts, _READY, ""]).encode("latin-1")
+
+
+def needs_trial(before: ShellSession, now: ShellSession) -> bool:
+    """Return whether something has changed of which it is not certain that bash reads again what it has printed."""
+    changed = map(DECLARE.match, {*now["variables"]} - {*before["variables"]})
+    return any(before.get(kind) != now.get(kind) for kind in _TRIED) or any(
+        match is not None and "n" in match[1] for match in changed
+    )
+
+
+def came_back(session: ShellSession, restored: ShellSession) -> bool:
+    """Return whether a fresh shell's first dump shows the session that it was started from."""
+    return all(session.get(kind) == restored.get(kind) for kind in _TRIED) and (
+        {line for line in session["variables"] if _variable_of(line) not in _HOOKED.values()}
+        == {line for line in restored["variables"] if _variable_of(line) not in _HOOKED.values()}
+    )
+
+
+def _variable_of(line: str) -> str:
+    match = DECLARE.match(line)
+    return match[2] if match else ""
+
+
+def _exit_because(reason: str) -> str:
+    return f"{{ \\builtin printf '%s\\n' {quote(reason)}; \\builtin exit 1; }}"
+
+
+def _functions(session: ShellSession) -> list[str]:
+    """Return statements that define the functions; with `extglob`, because their patterns may need it."""
+    if not session["functions"]:
+        return []
+    # `function` makes a name of any word: `a=b ()` would be an assignment.
+    texts = [f"\\builtin eval {quote('function ' + text)}" for text in split_functions(session["functions"])]
+    return ["\\builtin shopt -s extglob", *texts, *(f"\\builtin {mark}" for mark in session["function_marks"])]
+
+
+_HEAD = re.compile(r"^(?:function )?(\S+ \(\) \n(?:\{ |\( ))", re.MULTILINE)
+
+
+def split_functions(text: str) -> list[str]:
+    """Return the functions in the output of `declare -f`, each without the word `function`."""
+    starts = [(match.start(), match.start(1)) for match in _HEAD.finditer(text)]
+    # A function ends with a brace at the beginning of a line. A line inside of a document may look like a head, but
+    # what comes before it is no whole function then, unless the document looks like one too.
+    ends = [start for start, _ in starts if start == 0 or text[:start].endswith("\n}\n")]
+    begins = [begin for start, begin in starts if start in set(ends)]
+    return [text[begin:end] for begin, end in zip(begins, [*ends[1:], len(text)], strict=True)]
+
+
+def _variables(session: ShellSession) -> list[str]:
+    """Return statements that set all variables, and then all attributes."""
+    declared = {match[2]: match for line in session["variables"] if (match := DECLARE.match(line))}
+    # A fresh bash has these, and exports the last three from birth.
+    unset = [name for name in _BORN_WITH if name not in declared or "=" not in declared[name].string]
+    lines = [f"\\builtin unset -v {name}" for name in [*unset, *session.get("unset", ())]]
+    if "name" in session:
+        lines.append(f"BASH_ARGV0={quote(session['name'])}")
+    lines += [f"\\builtin declare +x {name}" for name in ("PWD", "OLDPWD", "SHLVL") if name in declared]
+    attributes = []
+    for name in sorted(declared, key=lambda name: (name.startswith(_LATE), name)):
+        flags, rest = declared[name][1].lstrip("-"), declared[name].string[declared[name].end() :]
+        if name in _HOOKED.values():
+            if name == "IGNOREEOF":
+                lines.append(declared[name].string)
+            continue
+        kind = "".join(flag for flag in flags if flag in "aA")
+        if rest or kind:
+            # Only after the word itself, bash reads the value of an array.
+            lines.append(f"declare -{kind or '-'} {name}{rest}")
+        if (more := flags.replace(kind, "")) or not (rest or kind):
+            attributes.append(f"declare -{more or '-'} {name}")
+    return lines + attributes
+
+
+def _shopts(session: ShellSession, *, posix: bool) -> list[str]:
+    """Return statements that set the options of `shopt`; posix says whether the session's mode is on already."""
+    fixed = any(_variable_of(line) == "BASH_COMPAT" for line in session["variables"])
+    own = _POSIX_SHOPTS if "posix" in session["options"] else frozenset[str]()
+    wanted = [name for name in session["shopts"] if name not in own and not (fixed and name.startswith("compat"))]
+    unwanted = [name for name in sorted({*_DEFAULT_SHOPTS, *(own if posix else ())}) if name not in session["shopts"]]
+    return [f"\\builtin shopt -{flag} {' '.join(names)}" for flag, names in (("s", wanted), ("u", unwanted)) if names]
+
+
+def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
+    """Return the line that lets the shell go on, and the text that it evaluates then.
+
+    The session's options and traps are on the line, not in the text: bash parses the text whole before it runs any of
+    it, so a command with a syntax error would lose them, and line numbers in errors would be wrong. Only what would act
+    on our own lines too (xtrace, verbose, DEBUG traps) is put at the beginning of the command.
+
+    Args:
+        session: The session that the shell was restored from; None for a new one.
+        command: The agent's command.
+    """
+    wary = f"; {WARY_RUN}" if b"builtin" in command or (session is not None and "builtin" in session) else ""
+    if session is None:
+        return f"\\builtin :{wary}\n".encode() if wary else b"\n", command
+    options = set(session["options"])
+    early = [f"\\builtin set +o {name}" for name in sorted(_DEFAULT_OPTIONS - options)]
+    if "posix" in options:
+        # The mode changes some options of the other kind when it begins.
+        early += [*_hooked(session, "posix"), *_shopts(session, posix=True)]
+    if "expand_aliases" not in session["shopts"]:
+        early.append("\\builtin shopt -u expand_aliases")
+    extra = sorted(
+        options - _DEFAULT_OPTIONS - _HOOKED.keys(), key=lambda name: (name in {"errexit", "verbose", "xtrace"}, name)
+    )
+    early += [f"\\builtin set -o {name}" for name in extra if name not in {*_SHOWING, "restricted"}]
+    traps = [f"\\builtin {_on_one_line(trap)}" for trap in split_unquoted(session["traps"])]
+    early += [trap for trap in traps if not trap.endswith(_DEBUG)]
+    early += ["\\builtin set -r"] if "restricted" in options else []
+    late = [trap for trap in traps if trap.endswith(_DEBUG)]
+    late += [f"\\builtin set -o {name}" for name in extra if name in _SHOWING]
+    if "builtin" in session:
+        late.append(f"\\builtin eval {_on_one_line(quote(session['builtin']))}")
+    if sum(map(len, early)) > _MAX_EARLY:
+        early, late = [], early + late
+    # `read` strips characters of the user's IFS from the end of a line; here it can strip only from a comment.
+    line = "; ".join(early or ["\\builtin :"]) + f"{wary} # forkpoint\n" if early or wary else "\n"
+    return line.encode("latin-1"), "".join(f"{order}; " for order in late).encode("latin-1") + command
+
+
+def taken_on_later(session: ShellSession, first: ShellSession) -> ShellSession:
+    """Return a restored shell's first dump with what it takes on together with its command only; see `orders`."""
+    later = {kind: session[kind] for kind in ("traps", "options", "shopts", "builtin", KEPT) if kind in session}
+    hooked = [line for line in session["variables"] if _variable_of(line) in _HOOKED.values()]
+    variables = [line for line in first["variables"] if _variable_of(line) not in _HOOKED.values()]
+    return {**first, **later, "variables": sorted([*variables, *hooked], key=_variable_of)}
+
+
+def _hooked(session: ShellSession, option: str) -> list[str]:
+    """Return the statement that sets an option together with its variable."""
+    found = [line for line in session["variables"] if (match := DECLARE.match(line)) and match[2] == _HOOKED[option]]
+    return [f"\\builtin {_on_one_line(line)}" for line in found] or [f"\\builtin set -o {option}"]
+
+
+def _on_one_line(quoted: str) -> str:
+    return quoted.replace("\n", "'$'\\n''")

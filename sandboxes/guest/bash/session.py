@@ -1,0 +1,262 @@
+"""What a shell session is: its dump, and the texts that make bash write one and come back from one (pure)."""
+
+# Theory of operation.
+#
+# A session *is what its dump says*. After each call the shell is replaced by a fresh bash that is restored from the
+# dump. So what a dump leaves out ($?, RANDOM's seed, the hash table, history) never crosses calls, in a live sandbox as
+# little as in a restored one.
+#
+# A shell beside survivors is not replaced, because it may have jobs. Its jobs and $! are process state then, reported
+# beside the session.
+#
+# Bash runs one endless loop, in this order:
+#   1. finish the dump that the last command has begun, or the first one;
+#   2. wait for a line on GO_FD;
+#   3. take on the session's options and run the command, which is in the file at COMMAND_FD;
+#   4. begin the next dump with what later steps would destroy ($?, options, traps); go to 1.
+#
+# The agent's command runs in the same bash. It may redefine anything: `\builtin` keeps aliases and functions out, the
+# loop is one line that bash has read before it runs, and a dump that does not parse is a failed call and changes no
+# session.
+#
+# Text is bytes read as latin-1: every byte has a character in JSON and comes back as it was.
+
+import hashlib
+import json
+import re
+
+from sandboxes.shell_text import Jobs, ShellSession
+
+RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = 29, 30, 31, 32, 33
+"""The shell's descriptors: high, so that commands do not meet them by chance."""
+END = b"forkpoint-end-of-dump\0"
+"""The end of every dump."""
+KEPT = "kept"
+"""The member of a session that no fresh shell can take on; it gives the reason, and other sessions lack it.
+
+Such a session goes on in its own shell, as beside a background process.
+"""
+MOVED = "its directory is no longer where its name leads"
+"""The reason if a directory was moved, removed, or is behind a changed link, or cannot be entered any more."""
+UNREADABLE = "bash cannot read its functions or aliases again"
+"""The reason if bash prints something in a form that it does not understand itself."""
+MAX_DUMP_BYTES = 16 << 20
+"""The largest session that is kept. A larger one fails its call; it would be sent with every answer."""
+
+BEGIN_DUMP = " ".join(
+    line.strip()
+    for line in r"""
+    { \builtin printf '%s\0' "$?" "$0" "$-" "$SHELLOPTS" >&33; \builtin shopt -q expand_aliases ||
+    \builtin printf 'off\n' >&33; \builtin trap -p >&33; \builtin trap - DEBUG ERR RETURN EXIT;
+    \builtin set +abefkmnptuvxCEHPT -hB +o pipefail; \builtin shopt -u expand_aliases; } >&29 2>&29
+    """.strip().splitlines()
+)
+"""The beginning of a dump, right after the command.
+
+It reads $?, options and traps first, and then turns traps, options and aliases off, so that the rest of the dump is
+read and runs as in a new shell. `shopt` also brings $BASHOPTS up to date, which the POSIX mode does not. What they
+print before that goes to a descriptor that takes no output: a restricted shell (`set -r`) may not open /dev/null for
+writing.
+"""
+RUN = r'\builtin eval "$(</proc/self/fd/31)" 29<&- 30<&- 31<&- 32<&- 33>&-'
+"""Runs the command. Our descriptors are closed for it and its children."""
+AGAIN = r'\builtin eval "$(</proc/self/fd/30)"'
+WARY_RUN = (
+    RUN
+    + r"; __forkpoint=$?; { \declare -f builtin >&33 || \unset -f builtin; \unset -f builtin; "
+    + r"\builtin printf '\0' >&33; } >&29 2>&29; "
+    + BEGIN_DUMP.replace('"$?"', '"$__forkpoint"')
+    + f"; {AGAIN}"
+)
+"""Runs a command after which `builtin` may be a function: its text goes before the dump, and it is removed then."""
+LOOP = (
+    " ".join(
+        line.strip()
+        for line in r"""
+    { { \builtin printf '\0%s\0' "$BASHOPTS"; \builtin declare -p; \builtin printf '\0'; \builtin declare -f;
+    \builtin printf '\0'; \builtin declare -F; \builtin printf '\0'; \builtin alias -p; \builtin printf '\0';
+    \builtin umask; \builtin printf '\0'; \builtin pwd; [[ . -ef ${DIRSTACK[0]} && -x . ]];
+    \builtin printf '\0%s' "$?" "${#DIRSTACK[@]}" "${DIRSTACK[@]}" ''; \builtin enable -n;
+    \builtin printf '\0'; \builtin jobs -l;
+    \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' forkpoint-end-of-dump; } >&33 &&
+    \builtin hash -r && [[ '' =~ ^ ]] && \builtin set +o posix; } >&29 2>&29 || \builtin exit;
+    \builtin read -t 2147483647 -r -u 32 __forkpoint || \builtin exit;
+    \builtin eval "\builtin unset -v __forkpoint; \builtin shopt -s expand_aliases; \builtin : ''; $__forkpoint";
+    """.strip().splitlines()
+    )
+    + f" {RUN}; {BEGIN_DUMP}; {AGAIN}"
+)
+"""The loop that the shell runs: finish a dump, wait, take on options, run the command, begin the next dump, repeat.
+
+It is one line, so bash reads it whole before any of it runs. The copies of descriptors that bash keeps meanwhile are
+close-on-exec. A shell that cannot write its dump, because a command has closed our descriptors, exits: nothing waits
+for a dump that cannot come. The limit of `read` overrides TMOUT.
+"""
+START = '. /proc/self/fd/29 2>/dev/null; \\builtin eval "$(</proc/self/fd/30)"'
+"""The text for `bash -c`. It is short, because `ps` shows it to the agent."""
+
+_FIELDS = 18
+"""The number of fields in a whole dump, without the directory stack and the arguments."""
+_VOLATILE = frozenset(
+    [
+        "BASH",
+        "BASHOPTS",
+        "BASHPID",
+        "BASH_ALIASES",
+        "BASH_ARGC",
+        "BASH_ARGV",
+        "BASH_ARGV0",
+        "BASH_CMDS",
+        "BASH_COMMAND",
+        "BASH_EXECUTION_STRING",
+        "BASH_LINENO",
+        "BASH_MONOSECONDS",
+        "BASH_REMATCH",
+        "BASH_SOURCE",
+        "BASH_SUBSHELL",
+        "BASH_TRAPSIG",
+        "BASH_VERSINFO",
+        "BASH_VERSION",
+        "COMP_WORDBREAKS",
+        "DIRSTACK",
+        "EPOCHREALTIME",
+        "EPOCHSECONDS",
+        "EUID",
+        "FUNCNAME",
+        "GROUPS",
+        "HISTCMD",
+        "LINENO",
+        "PIPESTATUS",
+        "PPID",
+        "RANDOM",
+        "SECONDS",
+        "SHELLOPTS",
+        "SRANDOM",
+        "UID",
+        "_",
+        "__forkpoint",
+    ]
+)
+_OFF = "off\n"
+"""What comes before the traps if aliases are not expanded: no write of its own in the usual case."""
+_DYNAMIC = {
+    "BASHPID": "i", "BASH_COMMAND": "", "BASH_SUBSHELL": "", "COMP_WORDBREAKS": "", "DIRSTACK": "", "FUNCNAME": "",
+    "GROUPS": "", "HISTCMD": "i", "LINENO": "", "RANDOM": "i", "SECONDS": "",
+}  # fmt: skip
+"""Variables that bash computes until they are unset, with an attribute that they have until then."""
+_JOB = re.compile(r"^(\[\d+\][-+ ]|) +(\d+) +(?:Running|Stopped|\|)", re.MULTILINE)
+DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
+
+
+class MalformedDumpError(ValueError):
+    """A dump cannot be read, because a command has interfered with it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the shell's dump cannot be read: {reason}")
+
+
+def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
+    """Return the exit status, the session and the jobs of a whole dump.
+
+    Raises:
+        MalformedDumpError: A command has interfered with the dump. The session is then what it was before.
+    """
+    if len(data) > MAX_DUMP_BYTES:
+        raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
+    fields = data[: -len(END)].decode("latin-1").split("\0")
+    # The last field is empty: a separator precedes the end mark.
+    fields = fields[:-1]
+    # After a wary run there is one field more: the text of a function that replaces `builtin`.
+    builtin = "" if fields[0].isdigit() else fields.pop(0)
+    if len(fields) < _FIELDS or not fields[13].isdigit() or len(fields) < _FIELDS + (depth := int(fields[13])):
+        raise MalformedDumpError(f"{len(fields)} fields")
+    status, name, flags, options, traps, shopts = fields[:6]
+    printed, functions, marks, aliases, umask, cwd, here, _, *dirs = fields[6 : 14 + depth]
+    disabled, jobs, last, _, *arguments = fields[14 + depth :]
+    cwd = cwd.removesuffix("\n")
+    if not (status.isdigit() and re.fullmatch(r"[0-7]{4}\n", umask) and cwd.startswith("/")):
+        raise MalformedDumpError("status, umask or directory")
+    variables, unset = _statements(printed)
+    # Only to see that it can be split, when the traps are set again.
+    split_unquoted(traps)
+    expanding = set() if traps.startswith(_OFF) else {"expand_aliases"}
+    traps = traps.removeprefix(_OFF)
+    running = [f"{match[1]} {match[2]}" for match in _JOB.finditer(jobs)]
+    restricted = {"restricted"} if "r" in flags else set()
+    session: ShellSession = {
+        "cwd": cwd,
+        "dirs": dirs[1:],
+        "umask": umask.strip(),
+        "arguments": arguments,
+        "variables": variables,
+        "functions": functions,
+        "function_marks": [line for line in marks.splitlines() if not line.startswith("declare -f ")],
+        "aliases": aliases,
+        "traps": traps,
+        "options": sorted((set(options.split(":")) | restricted) - {""}),
+        "shopts": sorted({*shopts.split(":"), *expanding} - {""}),
+        "disabled": disabled,
+        "limits": {},
+    }
+    if builtin:
+        session["builtin"] = builtin
+    if name != "bash":
+        session["name"] = name
+    if unset:
+        session["unset"] = unset
+    if here != "0" or dirs[:1] != [cwd]:
+        session[KEPT] = MOVED
+    return int(status), session, (*running, *([f"$! {last}"] if last else []))
+
+
+def _statements(text: str) -> tuple[list[str], list[str]]:
+    """Split the output of `declare -p` into one statement for each variable, sorted by name, without volatile ones.
+
+    Returns:
+        The statements, and the names of variables that bash no longer computes.
+    """
+    declared: dict[str, str] = {}
+    ordinary = set(_DYNAMIC)
+    for statement in split_unquoted(text):
+        match = DECLARE.match(statement)
+        if match is None:
+            raise MalformedDumpError(f"{statement[:40]!r} declares nothing")
+        if match[2] not in _VOLATILE:
+            declared[match[2]] = statement
+        elif _DYNAMIC.get(match[2], "") not in match[1]:
+            # It was unset and set again: since then it is an ordinary variable.
+            declared[match[2]] = statement
+        else:
+            ordinary.discard(match[2])
+        if match[2] in _VOLATILE and "x" in match[1] and match[2] not in declared:
+            # Its value is bash's own, but that children see it is the agent's doing.
+            declared[match[2]] = f"declare -x {match[2]}"
+    return [declared[name] for name in sorted(declared)], sorted(ordinary)
+
+
+_STATEMENT = re.compile(
+    r"""(?:[^\n"'\\$]++|\$'[^'\\]*+(?:\\.[^'\\]*+)*+'|"[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^']*+'|\\.|\$(?!'))*+\n""",
+    re.DOTALL,
+)
+"""A statement to the end of its line. Its repetitions never give back what they took, so no text takes long."""
+
+
+def split_unquoted(text: str) -> list[str]:
+    """Split a text at the newlines that are not quoted; bash before 5.1 prints values with raw newlines.
+
+    Raises:
+        MalformedDumpError: A quotation does not end.
+    """
+    statements, position = [], 0
+    while position < len(text):
+        match = _STATEMENT.match(text, position)
+        if match is None:
+            raise MalformedDumpError(f"{text[position : position + 40]!r} does not end")
+        statements.append(match[0][:-1])
+        position = match.end()
+    return statements
+
+
+def digest(sessions: dict[str, ShellSession]) -> bytes:
+    """Return 32 bytes that are equal for equal sessions."""
+    return hashlib.blake2b(json.dumps(sessions, sort_keys=True).encode(), digest_size=32).digest()

@@ -1,0 +1,92 @@
+"""Manifests: two digests of a frozen directory tree, by which damage on disk is noticed.
+
+The supervisor of a sandbox knows both without reading anything again, because it has looked at every entry already.
+Whoever uses the tree later computes them from the disk and compares. Owners and extended attributes are not part of a
+manifest: they read differently in a user namespace.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from sandboxes.guest.files import facts
+from sandboxes.linux import trees
+
+
+class Manifest(NamedTuple):
+    """The digests of a tree.
+
+    Attributes:
+        stats: A digest of names, modes, sizes and times. It is computed at 3 us an entry.
+        contents: A digest of the content of files, of link targets, and of what directories hide. It reads all files.
+    """
+
+    stats: bytes
+    contents: bytes
+
+
+class Item(NamedTuple):
+    """One entry of a tree.
+
+    Attributes:
+        path: Its path in the tree.
+        mode: Its kind and mode.
+        size: Its size in bytes.
+        mtime_ns: Its modification time.
+        content: The hash of its content; `OPAQUE` for a directory that hides what is below; empty for other entries.
+    """
+
+    path: str
+    mode: int
+    size: int
+    mtime_ns: int
+    content: bytes
+
+
+OPAQUE = b"opaque"
+"""Stands for the content of a directory that hides the entries of lower layers."""
+
+
+def of_items(items: Iterable[Item]) -> Manifest:
+    """Return the manifest of a tree with these entries, in any order (pure)."""
+    stats, contents = hashlib.sha256(), hashlib.sha256()
+    for item in sorted(items):
+        name = os.fsencode(item.path) + b"\0"
+        # The size of a directory depends on the file system.
+        size = 0 if stat.S_ISDIR(item.mode) else item.size
+        stats.update(name + f"{item.mode} {size} {item.mtime_ns}\0".encode())
+        contents.update(name + item.content + b"\0")
+    return Manifest(stats.digest(), contents.digest())
+
+
+def of_tree(top: int, marks: str, *, contents: bool) -> Manifest:
+    """Return the manifest of a directory on disk; without contents, only `stats` is of use.
+
+    Args:
+        top: A descriptor of the directory.
+        marks: The prefix of overlayfs' own attributes.
+        contents: Whether to read all files, at 1.3 GB/s from memory.
+
+    Raises:
+        TreeTooDeepError: Directories are nested too deeply.
+        OSError: An entry cannot be read.
+    """
+    items = []
+    for folder in trees.folders(top):
+        if folder.path and contents and is_opaque(folder.fd, marks):
+            items.append(Item(folder.path.rstrip("/"), 0, 0, 0, OPAQUE))
+        for entry in folder.entries:
+            status = entry.stat(follow_symlinks=False)
+            content = facts.content(entry.name, status, folder.fd) if contents else b""
+            items.append(Item(folder.path + entry.name, status.st_mode, status.st_size, status.st_mtime_ns, content))
+    return of_items(items)
+
+
+def is_opaque(folder: int, marks: str) -> bool:
+    """Return whether a directory of an upper layer hides the entries of lower layers."""
+    try:
+        return os.getxattr(folder, f"{marks}opaque") == b"y"
+    except OSError:
+        return False

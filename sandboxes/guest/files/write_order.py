@@ -1,0 +1,123 @@
+"""The order in which a call wrote its files, and how a replay gets the same one.
+
+Programs see the order of modification times (`make`, `ls -t`), and a second run of a call may write in another order:
+the order of a set, threads, a tick of the clock between two files. So a record keeps the order of the files that its
+call wrote. A replay that wrote the same files gives them times in that order.
+
+An order is a digest of the paths, and the rank of each path in the order of times, by the order of paths. Rank 0 is the
+latest time before the call.
+"""
+
+import array
+import contextlib
+import hashlib
+import os
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sandboxes.guest.files.row_table import CLOCKED, Row
+from sandboxes.linux import trees
+
+_SECOND = 1_000_000_000
+_DIGEST_BYTES = 16
+
+_PLAIN, _DEFLATED = b"p", b"z"
+"""Forms of the list of ranks."""
+
+_SHORT_BYTES = 1_024
+"""Lists below this length are stored as they are: those of 256 files."""
+
+_MAX_BYTES = 64 << 20
+"""The longest list of ranks: of 16 million files. Orders come back from the store, which must not fill the memory."""
+
+
+class WrittenTimes(NamedTuple):
+    """The times that a call gave to what it wrote.
+
+    Attributes:
+        times: The time of each path.
+        before_ns: The latest time of the state before the call; 0 if it has none.
+    """
+
+    times: Mapping[str, int]
+    before_ns: int
+
+
+def of_rows(rows: Mapping[str, Row | None], since_ns: int, before_ns: int) -> WrittenTimes:
+    """Return the times among changed rows that are of this call: others were moved or copied with their file (pure).
+
+    Args:
+        rows: The rows that the call has changed.
+        since_ns: When the last look at the files ended.
+        before_ns: The latest time of the state before.
+    """
+    times = {
+        path: row.mtime_ns for path, row in rows.items() if row and row.kind == CLOCKED and row.mtime_ns >= since_ns
+    }
+    return WrittenTimes(times, before_ns)
+
+
+def packed(written: WrittenTimes) -> bytes | None:
+    """Return the order of what a call wrote; None if there is none to tell (pure).
+
+    A clock that was set back gives times that no order describes.
+    """
+    times = written.times
+    if not times or min(times.values()) < written.before_ns:
+        return None
+    ranks = {time: rank for rank, time in enumerate(sorted({*times.values(), written.before_ns}))}
+    paths = sorted(times)
+    listed = array.array("I", [ranks[times[path]] for path in paths]).tobytes()
+    # Compression takes 20 us, which a call that writes one file need not pay for.
+    return _digest(paths) + (_PLAIN + listed if len(listed) < _SHORT_BYTES else _DEFLATED + zlib.compress(listed, 1))
+
+
+def times_for(written: WrittenTimes, order: bytes) -> dict[str, int]:
+    """Return new times, by which what was written is in a recorded order; empty if none fit or are needed (pure).
+
+    Args:
+        written: What the replayed call wrote.
+        order: The recorded order.
+    """
+    paths = sorted(written.times)
+    if not paths or order == packed(written) or order[:_DIGEST_BYTES] != _digest(paths):
+        return {}
+    form, listed = order[_DIGEST_BYTES : _DIGEST_BYTES + 1], order[_DIGEST_BYTES + 1 :]
+    ranks = array.array("I")
+    with contextlib.suppress(zlib.error, ValueError):
+        ranks.frombytes(zlib.decompressobj().decompress(listed, _MAX_BYTES) if form == _DEFLATED else listed)
+    if len(ranks) != len(paths):
+        return {}
+    start, last = max(min(written.times.values()), written.before_ns + 1), max(ranks)
+    if start % _SECOND + last >= _SECOND:
+        # Whole seconds count as set by a program, so no time may be one.
+        start = (start // _SECOND + 1) * _SECOND
+    start += start % _SECOND == 0
+    return {path: written.before_ns if rank == 0 else start + rank - 1 for path, rank in zip(paths, ranks, strict=True)}
+
+
+def give(top: int, times: Mapping[str, int]) -> None:
+    """Set modification times in a sandbox in which nothing runs.
+
+    Args:
+        top: A descriptor of the sandbox's root.
+        times: The new time of each path.
+
+    Raises:
+        OSError: A path is gone or cannot be changed.
+    """
+    for path, mtime_ns in times.items():
+        folder, _, name = path.rpartition("/")
+        inside = trees.open_below(top, f"{folder}/" if folder else "")
+        if inside is None:
+            raise FileNotFoundError(path)
+        try:
+            status = os.stat(name or ".", dir_fd=inside, follow_symlinks=False)
+            os.utime(name or ".", ns=(status.st_atime_ns, mtime_ns), dir_fd=inside, follow_symlinks=False)
+        finally:
+            os.close(inside)
+
+
+def _digest(paths: list[str]) -> bytes:
+    return hashlib.sha256(b"\0".join(os.fsencode(path) for path in paths)).digest()[:_DIGEST_BYTES]

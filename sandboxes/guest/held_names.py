@@ -1,0 +1,268 @@
+"""Looks at every name that the processes of a sandbox hold, while CRIU keeps these processes still."""
+
+# Theory of operation.
+#
+# CRIU saves what a process holds by the name that the kernel gives for it, and a restore opens that name again with all
+# rights. The kernel's own names contain no symbolic link. So where one meets a link, the agent has put it there after
+# the process opened the file, and CRIU would be led away. A dump is therefore refused unless all of this holds:
+#
+# 1. Every thread stands still: CRIU traces it. Then nothing can change between this look and the dump.
+# 2. No process has namespaces of its own, so that all names mean the same.
+# 3. Every name of a working directory, root, program, descriptor, mapping or bound socket leads to what is held,
+#    without a link. A file that was deleted needs its directory, because CRIU makes the file there for a moment. A
+#    directory that was deleted is refused: CRIU would make it again by its path.
+# 4. No name leads into the kernel's file systems, except to a few harmless files. Their content depends on the rights
+#    of the process that opens them, and that would be CRIU.
+# 5. No descriptor is under way in a socket, where nobody can look at its name.
+#
+# The restore does not rely on this (`criu_launch`). It makes the difference between a state that is reached by replay
+# and a restore that fails.
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Callable
+
+from sandboxes.linux import syscalls as kernel
+
+_DELETED = b" (deleted)"
+"""What the kernel appends to the name of a file without a directory entry (proc_pid_fd(5))."""
+_NAMELESS = (b"socket:[", b"pipe:[", b"anon_inode:", b"pidfd:")
+"""How the kernel describes what has no path, and CRIU rebuilds without one."""
+_KERNEL_FILES = frozenset(
+    b"/proc /proc/cpuinfo /proc/filesystems /proc/loadavg /proc/meminfo /proc/stat /proc/uptime /proc/version "
+    b"/proc/vmstat".split()
+)
+"""Files of the kernel that tell every reader the same. Monitors such as `top` keep them open."""
+MAX_NAMES = 20_000
+"""Limits the names of one look, which takes about 40 us a name. The processes stand still for that time.
+
+The value is an estimate: programs hold some hundred names, and CRIU itself takes longer for each of them.
+"""
+_SIOCUNIXFILE = 0x89E0
+"""An ioctl that opens the file which a Unix socket is bound to (linux/un.h)."""
+_NAMESPACES = ("mnt", "pid", "user")
+_ENDED = (b"Z", b"X")
+
+
+class UnsafeNameError(Exception):
+    """A process holds something that CRIU must not look up; the text says which process and what."""
+
+
+class HeldNames:
+    """One look at all processes of a sandbox but its pid 1.
+
+    Attributes:
+        mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
+    """
+
+    def __init__(self, tracer: int) -> None:
+        """Look, in the sandbox's mount namespace and root. About 1 ms for a shell and a Python program.
+
+        Args:
+            tracer: CRIU, as the sandbox numbers it.
+
+        Raises:
+            UnsafeNameError, OSError: The processes must not be dumped, or something cannot be seen.
+        """
+        self.mapped: dict[str, str] = {}
+        self._plain: set[bytes] = set()
+        self._mounts: dict[bytes, int] = {}
+        self._descriptors: list[tuple[int, int, bytes]] = []
+        self._count = 0
+        # Pid 1 is ours, and its mount namespace is the sandbox's.
+        self._namespaces = [os.readlink(f"/proc/1/ns/{name}") for name in _NAMESPACES]  # noqa: PTH115
+        with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
+            self._listed = {int(line.split()[0]) for line in file}
+        for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+            if int(name) not in {1, tracer} and _stands_still(name, tracer):
+                self._process(name)
+        self._sockets()
+
+    def _process(self, pid: str) -> None:
+        if [os.readlink(f"/proc/{pid}/ns/{name}") for name in _NAMESPACES] != self._namespaces:  # noqa: PTH115
+            raise UnsafeNameError(f"process {pid} has namespaces of its own")
+        for link in ("cwd", "root", "exe", *(f"fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))):  # noqa: PTH208
+            self._held(pid, link)
+        with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
+            for line in file:
+                self._mapping(pid, line.rstrip(b"\n").split(b" ", 5))
+
+    def _count_name(self) -> None:
+        self._count += 1
+        if self._count > MAX_NAMES:
+            raise UnsafeNameError(f"the processes hold more than {MAX_NAMES} names")
+
+    def _held(self, pid: str, link: str) -> None:
+        self._count_name()
+        where = f"/proc/{pid}/{link}"
+        path = os.readlink(os.fsencode(where))  # noqa: PTH115
+        if path.startswith(b"/"):
+            held = os.stat(where)  # noqa: PTH116
+            _require_plain(path, held, f"process {pid} holds {_text(path)}")
+        elif not path.startswith(_NAMELESS) or b"io_uring" in path:
+            # Namespaces, and names that the kernel cannot reach from this root. With io_uring the kernel itself writes
+            # while the processes stand still.
+            raise UnsafeNameError(f"process {pid} holds {_text(path)}")
+        elif path.startswith(b"socket:["):
+            self._descriptors.append((int(pid), int(link[3:]), path))
+            with open(f"/proc/{pid}/fdinfo/{link[3:]}", "rb") as file:  # noqa: PTH123
+                under_way = [line for line in file if line.startswith(b"scm_fds:")]
+            if any(int(line.split()[1]) for line in under_way):
+                raise UnsafeNameError(f"process {pid} has a socket with descriptors under way")
+
+    def _mapping(self, pid: str, fields: list[bytes]) -> None:
+        path = fields[5].lstrip(b" ") if len(fields) > 5 else b""
+        self._count_name()
+        if not path.startswith(b"/"):
+            return
+        if path not in self._plain:
+            self._plain.add(path)
+            _require_plain(path, None, f"process {pid} has mapped {_text(path)}")
+        if not path.startswith((b"/memfd:", b"/dev/", b"/SYSV")) and not path.endswith(_DELETED):
+            self._note_if_below(pid, fields, path)
+
+    def _note_if_below(self, pid: str, fields: list[bytes], path: bytes) -> None:
+        """Note a file that is mapped from below the sandbox's root.
+
+        If the base is an overlay itself (the host's view), the kernel reports mappings as if they were made in that
+        lower overlay. No mount namespace lists its mount, so CRIU cannot name the files (Linux 6.18: backing_file_mmap
+        of stacked overlays). They become `external` files, which are opened again by path where they are restored.
+        """
+        device, inode = fields[3], int(fields[4])
+        if device not in self._mounts:
+            # One file tells the mount of all files of its device: opening one is the costly part.
+            self._mounts[device] = kernel.mount_id(f"/proc/{pid}/map_files/{fields[0].decode()}")
+        if self._mounts[device] not in self._listed:
+            self.mapped[f"file[{self._mounts[device]:x}:{inode:x}]"] = path.decode(errors="surrogateescape")
+
+    def _sockets(self) -> None:
+        """Look at the names that Unix sockets are bound to: unlike other names, they are the agent's own words."""
+        relative = set()
+        with open("/proc/1/net/unix", "rb") as file:  # noqa: PTH123
+            next(file)
+            for line in file:
+                fields = line.rstrip(b"\n").split(None, 7)
+                path = fields[-1] if len(fields) > 7 else b""
+                if path.startswith(b"/"):
+                    _require_plain(path + _DELETED, None, f"a socket is bound to {_text(path)}")
+                elif path and not path.startswith(b"@"):
+                    relative.add(b"socket:[%d]" % int(fields[6]))
+        if relative:
+            _in_child(lambda: _require_plain_sockets(relative, self._descriptors))
+
+
+def _stands_still(pid: str, tracer: int) -> bool:
+    """Return whether a process still runs; all of its threads must be traced then."""
+    try:
+        tracers = {}
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:  # noqa: PTH123
+                status = dict(line.split(b":", 1) for line in file if line.startswith((b"State:", b"TracerPid:")))
+            if status[b"State"].split()[0] not in _ENDED:
+                tracers[thread] = int(status[b"TracerPid"])
+    except (FileNotFoundError, ProcessLookupError):
+        # It ended before CRIU came to it, and nothing of it is left to look up.
+        return False
+    # CRIU takes a process whose first thread has ended for a process that has ended, and lets its other threads run.
+    if tracers and (pid not in tracers or set(tracers.values()) != {tracer}):
+        raise UnsafeNameError(
+            f"process {pid} is not part of the tree that is dumped, or runs on without its main thread"
+        )
+    return bool(tracers)
+
+
+def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:
+    """Raise unless a name leads to what is held without a link, or to the place of a file that was deleted.
+
+    Args:
+        path: The kernel's name.
+        held: What is held; None if it is known by its name only.
+        subject: What the text of the error begins with.
+
+    Raises:
+        UnsafeNameError: It leads elsewhere.
+    """
+    if path.startswith((b"/proc/", b"/sys/")) and path not in _KERNEL_FILES:
+        raise UnsafeNameError(f"{subject}, a file of the kernel")
+    found = _look_up(path, subject)
+    if found is not None and (held is None or os.path.samestat(found, held)):
+        return
+    if not path.endswith(_DELETED) or (held is not None and stat.S_ISDIR(held.st_mode)):
+        raise UnsafeNameError(f"{subject}, which is not there any more")
+    place = path[: -len(_DELETED)]
+    folder = _look_up(os.path.dirname(place) or b"/", subject)  # noqa: PTH120
+    if folder is None or not stat.S_ISDIR(folder.st_mode):
+        raise UnsafeNameError(f"{subject}, whose directory is not there any more")
+    # A link that now has the name of the deleted file.
+    _look_up(place, subject)
+
+
+def _look_up(path: bytes, subject: str) -> os.stat_result | None:
+    """Return what a name leads to without following a link; None if it leads to nothing.
+
+    Raises:
+        UnsafeNameError: There is a link on the way, or at the end of it.
+    """
+    try:
+        fd = kernel.open_without_links(path, os.O_PATH | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
+            return None
+        if error.errno == errno.ELOOP:
+            raise UnsafeNameError(f"{subject}, and a link has taken a place in that path") from error
+        raise
+    try:
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if stat.S_ISLNK(found.st_mode):
+        raise UnsafeNameError(f"{subject}, and a link has taken that name")
+    return found
+
+
+def _require_plain_sockets(wanted: set[bytes], descriptors: list[tuple[int, int, bytes]]) -> None:
+    """Look at the kernel's names of sockets that are bound to relative names, in the sandbox's pid namespace.
+
+    Args:
+        wanted: The sockets, as the kernel describes them.
+        descriptors: Process, descriptor and description of each open socket.
+    """
+    for pid, number, description in descriptors:
+        if description in wanted:
+            process = os.pidfd_open(pid)
+            held = kernel.take_descriptor(process, number)
+            # The kernel opens what the socket is bound to (unix(7), SIOCUNIXFILE).
+            bound = fcntl.ioctl(held, _SIOCUNIXFILE)
+            path = os.readlink(b"/proc/self/fd/%d" % bound)  # noqa: PTH115
+            _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
+            for fd in (process, held, bound):
+                os.close(fd)
+
+
+def _in_child(look: Callable[[], None]) -> None:
+    """Look from a child: it belongs to the pid namespace that this process has entered, and so can open processes."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        reason = "its sockets cannot be looked at"
+        try:
+            look()
+            reason = ""
+        except UnsafeNameError as error:
+            reason = str(error)
+        finally:
+            os.write(writing, reason.encode()[:1024])
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        reason = answer.read()
+    os.waitpid(pid, 0)
+    if reason:
+        raise UnsafeNameError(reason)
+
+
+def _text(name: bytes) -> str:
+    """Return a name for people, without what could break a line."""
+    return ascii(name.decode(errors="backslashreplace"))[1:-1]

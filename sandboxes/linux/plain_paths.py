@@ -1,0 +1,39 @@
+"""Paths without links. The launcher of sandboxes loads this module, so it imports little."""
+
+import errno
+import os
+import stat
+
+# With O_NOFOLLOW a link is opened itself (open(2), O_PATH), and nothing can be opened below it.
+_PLAIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def plain_descriptor(path: str) -> int:
+    """Return a descriptor (O_PATH) of a path whose every part is a directory or a file and no link.
+
+    A link that somebody puts into the path later, or in between a check of the path and this call, is an error here.
+
+    Args:
+        path: An absolute path, as `os.path.realpath` returns it.
+
+    Raises:
+        OSError: The path does not exist, has a link in it, or is neither a directory nor a regular file.
+    """
+    fd = os.open("/", _PLAIN)
+    try:
+        for part in filter(None, path.split("/")):
+            inner = os.open(part, _PLAIN, dir_fd=fd)
+            os.close(fd)
+            fd = inner
+        _require_plain(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_plain(fd: int, path: str) -> None:
+    kind = os.fstat(fd).st_mode
+    # A FIFO would block its reader, and a device may do anything when it is opened.
+    if not (stat.S_ISDIR(kind) or stat.S_ISREG(kind)):
+        raise OSError(errno.EINVAL, "it is a link or a special file, and no file or directory", path)

@@ -1,0 +1,78 @@
+"""What the kernel counts for each user, and so for all sandboxes of that user together.
+
+A sandbox can take all inotify instances of the machine's user, or fill sockets with descriptors until nobody of that
+user may send another one. There is no limit for a part of a user's processes. So each supervisor looks now and then
+whether something can still be had. Only where it cannot is its own sandbox's part counted, which takes milliseconds.
+"""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+
+from sandboxes.linux import syscalls as kernel
+
+SHARE = 48
+"""How many inotify instances and descriptors under way one sandbox may hold where the machine has none left. Programs
+have one to five; the kernel's default for all of a user is 128 instances, and a soft limit of 1,024 descriptors."""
+
+WATCH_S = 0.05
+"""The shortest interval between two looks; a look takes 20 us."""
+
+
+def are_exhausted() -> bool:
+    """Return whether this user can have no further inotify instance, or send no further descriptor. 20 us."""
+    try:
+        os.close(kernel.inotify())
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(ours, [b"x"], [ours.fileno()])
+    except OSError as error:
+        return error.errno in {errno.EMFILE, errno.ETOOMANYREFS}
+    return False
+
+
+def held(pids: Iterable[int]) -> int:
+    """Return how many inotify instances and descriptors under way some processes hold; 10 us a descriptor.
+
+    A process that hides its descriptors from others (PR_SET_DUMPABLE) counts as one that holds too many.
+    """
+    count = 0
+    for pid in pids:
+        try:
+            for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
+                link = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
+                count += link == "anon_inode:inotify"
+                if link.startswith("socket:"):
+                    count += _under_way(f"/proc/{pid}/fdinfo/{name}")
+        except PermissionError:
+            count += SHARE + 1
+        except OSError:
+            # The process or the descriptor is gone.
+            continue
+    return count
+
+
+def _under_way(path: str) -> int:
+    with open(path) as file:  # noqa: PTH123
+        # How many descriptors wait in the socket to be received (proc_pid_fdinfo(5)).
+        return next((int(line.split()[1]) for line in file if line.startswith("scm_fds:")), 0)
+
+
+def watch(pids: Callable[[], Iterable[int]]) -> Callable[[], bool]:
+    """Return a function that says whether a sandbox takes from others what all need.
+
+    Args:
+        pids: Returns the sandbox's processes.
+    """
+    looked = time.monotonic()
+
+    def takes_too_much() -> bool:
+        nonlocal looked
+        if time.monotonic() - looked < WATCH_S:
+            return False
+        looked = time.monotonic()
+        return are_exhausted() and held(pids()) > SHARE
+
+    return takes_too_much

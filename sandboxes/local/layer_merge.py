@@ -1,0 +1,129 @@
+"""How one layer is laid over another, so that the result shows what overlayfs shows of the two.
+
+Whiteouts and opaque directories follow overlayfs (kernel documentation, filesystems/overlayfs.rst): a character
+device 0/0 hides a name of lower layers, and the attribute `user.overlay.opaque` hides a directory's lower entries.
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from sandboxes.linux import trees
+from sandboxes.linux.file_copy import copy_entry, copy_facts, is_whiteout
+from sandboxes.linux.file_flags import copy_flags
+from sandboxes.linux.files import remove_entry
+
+OPAQUE = "user.overlay.opaque"
+"""The attribute of a directory that hides the entries of lower layers; `user.`, because mounts use `userxattr`."""
+
+_MARKS = "user.overlay."
+"""The prefix of overlayfs' own attributes. Others than `OPAQUE` refer to the inode that a file was copied up from."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def lay_over(source: Path, target: Path) -> None:
+    """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two.
+
+    Raises:
+        TreeTooDeepError: The layer's directories are nested too deeply.
+    """
+    with contextlib.ExitStack() as opened:
+        layer, merged = (os.open(path, _FOLDER) for path in (source, target))
+        opened.callback(os.close, layer)
+        opened.callback(os.close, merged)
+        # By inode. Directories have link counts of their own, so they never take part in hard links.
+        links: dict[int, str] = {}
+        laid: list[tuple[str, bool]] = []
+        for folder in trees.folders(layer):
+            laid.append((folder.path, _make_folder(folder.path, folder.fd, merged)))
+            into = _open_folder(merged, folder.path)
+            try:
+                for entry in folder.entries:
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(status.st_mode):
+                        _lay_entry(folder, entry.name, status, (into, merged), links)
+            finally:
+                os.close(into)
+        # The inner directories first: entries that are made in a directory change its time.
+        for path, opaque in reversed(laid):
+            _finish_folder(path, layer, merged, opaque=opaque)
+
+
+def _make_folder(path: str, layer: int, merged: int) -> bool:
+    """Make a directory of the merged layer, with the cases of overlayfs: new, merged, opaque, or over something else.
+
+    Args:
+        path: The directory; its parents are there.
+        layer: A descriptor of the directory in the layer that is laid over.
+        merged: A descriptor of the merged layer.
+
+    Returns:
+        Whether the merged directory is opaque.
+    """
+    opaque = _is_opaque(layer)
+    folder, _, name = path.rstrip("/").rpartition("/")
+    if not name:
+        return opaque
+    above = _open_folder(merged, folder)
+    try:
+        below = None
+        with contextlib.suppress(FileNotFoundError):
+            below = os.stat(name, dir_fd=above, follow_symlinks=False)
+        if below is not None and (opaque or not stat.S_ISDIR(below.st_mode)):
+            # A directory over a whiteout or a file hides what the layers below have there, so it becomes opaque.
+            opaque = True
+            remove_entry(name, above, force=True)
+            below = None
+        if below is None:
+            os.mkdir(name, 0o700, dir_fd=above)
+            return opaque
+    finally:
+        os.close(above)
+    into = _open_folder(merged, path)
+    try:
+        # The lower of the two may have been opaque already, and then the merged directory is.
+        return opaque or _is_opaque(into)
+    finally:
+        os.close(into)
+
+
+def _lay_entry(
+    folder: trees.Folder, name: str, status: os.stat_result, targets: tuple[int, int], links: dict[int, str]
+) -> None:
+    into, merged = targets
+    remove_entry(name, into, force=True)
+    # Hard links within the layer stay hard links. Whiteouts may share an inode, too; each is made separately.
+    path = folder.path + name
+    shared = status.st_nlink > 1 and not is_whiteout(status)
+    if shared and (first := links.setdefault(status.st_ino, path)) != path:
+        os.link(first, name, src_dir_fd=merged, dst_dir_fd=into, follow_symlinks=False)
+        return
+    copy_entry(name, status, folder.fd, into, _MARKS)
+
+
+def _finish_folder(path: str, layer: int, merged: int, *, opaque: bool) -> None:
+    source, target = _open_folder(layer, path), _open_folder(merged, path)
+    try:
+        if opaque:
+            os.setxattr(target, OPAQUE, b"y")
+        copy_flags(source, target)
+        copy_facts(".", os.fstat(source), source, target, _MARKS)
+    finally:
+        os.close(source)
+        os.close(target)
+
+
+def _open_folder(top: int, path: str) -> int:
+    folder = trees.open_below(top, path)
+    if folder is None:
+        raise FileNotFoundError(f"directory {path!r} of a layer is gone")
+    return folder
+
+
+def _is_opaque(folder: int) -> bool:
+    try:
+        return os.getxattr(folder, OPAQUE) == b"y"
+    except OSError:
+        return False

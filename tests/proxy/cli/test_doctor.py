@@ -1,0 +1,25 @@
+"""What `doctor` says about a data directory and the settings."""
+
+from pathlib import Path
+
+from proxy.cli.doctor import _host_changes, check
+from tests.machine import require_sandboxes
+
+
+def test_changes_of_the_host_are_reported(tmp_path: Path) -> None:
+    """Each version of the host that was a base left its layer; nothing is said before the first one."""
+    bases = tmp_path / "local" / "bases"
+    assert list(_host_changes(tmp_path)) == []
+    (bases / "mask-1").mkdir(parents=True)
+    assert [requirement.ok for requirement in _host_changes(tmp_path)] == [True]
+    (bases / "mask-2").mkdir()
+    (changed,) = _host_changes(tmp_path)
+    assert (changed.ok, changed.required) == (False, False)
+    assert "has changed 1 times" in changed.detail
+
+
+def test_checkpoints_turned_off_are_shown(tmp_path: Path) -> None:
+    require_sandboxes()
+    (shown,) = [requirement for requirement in check(tmp_path, checkpoints=False) if requirement.name == "checkpoints"]
+    assert shown.ok
+    assert "turned off" in shown.detail

@@ -1,0 +1,69 @@
+"""A start that fails says in one sentence what was wrong and what helps."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxy.cli.main import unknown_variables
+
+HTTP_ONLY = {"FORKPOINT_DRIVERS": '["http"]'}
+
+
+def started(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `serve` until it fails."""
+    command = [sys.executable, "-m", "forkpoint", "serve", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=os.environ | HTTP_ONLY | environment
+    )
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+def assert_one_sentence(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert all(part in done.stderr.splitlines()[-1] for part in parts), done.stderr
+
+
+def test_port_in_use_is_one_sentence(busy_port: int, tmp_path: Path) -> None:
+    done = started("--port", str(busy_port), "--data", str(tmp_path / "data"))
+    assert_one_sentence(done, f"127.0.0.1:{busy_port}: Address already in use", "--port")
+
+
+def test_foreign_store_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "forkpoint.sqlite").write_text("no database")
+    done = started("--port", "0", "--data", str(tmp_path))
+    assert_one_sentence(done, "The proxy cannot start", "forkpoint.sqlite")
+
+
+def test_file_as_data_directory_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert_one_sentence(started("--data", str(tmp_path / "file")), "must name a directory")
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "parts"),
+    [
+        ((), {"FORKPOINT_PORT": "abc"}, ("FORKPOINT_PORT", "'abc'")),
+        (("--log", "loud"), {}, ("--log", "'loud'")),
+        (("--host", "192.0.2.1"), {}, ("token",)),
+    ],
+)
+def test_invalid_setting_names_its_source(
+    options: tuple[str, ...], environment: dict[str, str], parts: tuple[str, ...]
+) -> None:
+    assert_one_sentence(started(*options, **environment), *parts)
+
+
+def test_unknown_variables_are_named_with_the_meant_one() -> None:
+    environment = {"FORKPOINT_PROT": "1", "FORKPOINT_PORT": "1", "FORKPOINT_URL": "x", "PATH": ""}
+    assert unknown_variables(environment) == [("FORKPOINT_PROT", "FORKPOINT_PORT")]

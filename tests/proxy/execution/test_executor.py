@@ -1,0 +1,98 @@
+"""Executions that hold for one rollout alone: a timeout is its rollout's own, and holds up nobody."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from proxy.tree.rollout import Outcome
+from sandboxes.calls import Execution, ToolCall
+from sandboxes.listener import Listener
+from sandboxes.spec import EnvironmentSpec
+from tests.proxy.rig import ask, engine
+from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox, _State
+
+SLOW = "echo part >> log; sleep 9"
+
+
+class SlowSandbox(MemorySandbox):
+    """Its `SLOW` command runs out of time, `timeouts` times. `at_once` is how many of them ran together at most."""
+
+    timeouts = 1 << 30
+    running = 0
+    at_once = 0
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        if call.arguments.get("command") != SLOW:
+            return await super().execute(call, listener)
+        SlowSandbox.running += 1
+        SlowSandbox.at_once = max(SlowSandbox.at_once, SlowSandbox.running)
+        # Time enough for the others to begin.
+        for _ in range(200):
+            await asyncio.sleep(0)
+        execution = await super().execute(call, listener)
+        SlowSandbox.running -= 1
+        SlowSandbox.timeouts -= 1
+        return replace(execution, shareable=SlowSandbox.timeouts < 0)
+
+
+class SlowDriver(MemoryDriver):
+    def _adopt(self, spec: EnvironmentSpec, state: _State) -> MemorySandbox:
+        sandbox = SlowSandbox(f"memory-{next(self._ids)}", spec, state, self)
+        self.live[sandbox.id] = sandbox
+        return sandbox
+
+
+def test_a_timeout_is_its_rollouts_own(tmp_path: Path) -> None:
+    """The effects of a call that ran out of time are real: its rollout goes on with them, and no other gets there."""
+
+    async def body() -> None:
+        async with engine(tmp_path, driver := SlowDriver()) as running:
+            first, second = [await running.tasks.rollout("task", name) for name in ("first", "second")]
+            assert (await ask(running, first, SLOW))[1] is Outcome.BYPASS
+            assert (await ask(running, first, "cat log"))[0]["stdout"] == "part\n"
+            assert (await ask(running, second, "cat log"))[0]["exit_code"] == 1
+            assert (await ask(running, second, SLOW))[1] is Outcome.BYPASS
+            assert first.node is not second.node
+            # Later states meet again where they are equal.
+            assert (await ask(running, first, "echo end > log"))[1] is Outcome.MISS
+            assert (await ask(running, second, "echo end > log"))[1] is Outcome.MISS
+            assert first.node is second.node
+            assert driver.executed.count(SLOW) == 2
+
+    asyncio.run(body())
+
+
+def test_timeouts_of_a_group_run_side_by_side(tmp_path: Path) -> None:
+    """The rollouts that waited for the first execution do not wait for one another's timeouts."""
+
+    async def body() -> None:
+        SlowSandbox.at_once = 0
+        async with engine(tmp_path, SlowDriver()) as running:
+            group = [await running.tasks.rollout("task", f"r{number}") for number in range(6)]
+            outcomes = [outcome for _, outcome in await asyncio.gather(*(ask(running, r, SLOW) for r in group))]
+            assert outcomes == [Outcome.BYPASS] * 6
+            assert SlowSandbox.at_once == 5
+            assert len({rollout.node for rollout in group}) == 6
+            group[0].tree.check()
+
+    asyncio.run(body())
+
+
+def test_rollouts_side_by_side_share_one_record(tmp_path: Path) -> None:
+    """Only the first execution runs out of time. The others run side by side, and the first of them is shared."""
+
+    async def body() -> None:
+        SlowSandbox.timeouts = 1
+        async with engine(tmp_path, SlowDriver()) as running:
+            group = [await running.tasks.rollout("task", f"r{number}") for number in range(4)]
+            outcomes = [outcome for _, outcome in await asyncio.gather(*(ask(running, r, SLOW) for r in group))]
+            assert outcomes[0] is Outcome.BYPASS
+            assert outcomes.count(Outcome.MISS) == 1
+            late = await running.tasks.rollout("task", "late")
+            assert (await ask(running, late, SLOW))[1] is Outcome.HIT
+            late.tree.check()
+
+    try:
+        asyncio.run(body())
+    finally:
+        SlowSandbox.timeouts = 1 << 30

@@ -1,0 +1,42 @@
+"""The data directory is the proxy's own user's alone."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from proxy.storage.data_dir import make_private
+from proxy.storage.errors import StoreError
+from tests.proxy.serving import serving
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_open_data_directory_is_closed_at_start(tmp_path: Path) -> None:
+    """A directory that an earlier version left open to everybody is closed before the first request."""
+    data = tmp_path / "data"
+    data.mkdir(mode=0o755)
+    with serving(data) as proxy:
+        proxy.exec("r", "echo 1 > f")
+        assert mode_of(data) == 0o700
+        files = {path.name: mode_of(path) for path in data.glob("forkpoint.sqlite*")}
+        assert set(files.values()) == {0o600}, files
+
+
+def test_new_data_directory_is_private(tmp_path: Path) -> None:
+    make_private(tmp_path / "a" / "b")
+    assert mode_of(tmp_path / "a" / "b") == 0o700
+
+
+def test_shared_directories_are_refused_as_data(tmp_path: Path) -> None:
+    """`data = /tmp` would lock every other program of the machine out of it."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for path in (shared, Path("/")):
+        before = mode_of(path)
+        with pytest.raises(StoreError, match="belongs to other programs"):
+            make_private(path)
+        assert mode_of(path) == before

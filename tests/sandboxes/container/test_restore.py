@@ -1,0 +1,63 @@
+"""Restoring live processes in a fresh container, whose own processes have to make room first."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+from sandboxes.container.sandbox import ContainerSandbox
+from sandboxes.spec import EnvironmentSpec
+from tests.machine import require_criu, wait_until
+from tests.sandboxes.box import opened, run
+from tests.sandboxes.docker import OnImage, containers
+
+SPEC = EnvironmentSpec()
+
+
+def test_restore_waits_for_pids_to_be_reaped(container_dir: Path) -> None:
+    """A zombie keeps its pid until its parent reaps it, and CRIU cannot give that pid to a restored process."""
+    require_criu()
+
+    async def go() -> None:
+        async with opened(OnImage(container_dir, checkpoints=True, spares=1)) as driver:
+            assert isinstance(driver, OnImage)
+            sandbox = await driver.start(SPEC)
+            assert isinstance(sandbox, ContainerSandbox)
+            await run(sandbox, "sleep 1000 &")
+            frozen = await sandbox.freeze()
+            await asyncio.to_thread(wait_until, lambda: bool(_others(container_dir, sandbox)), "no spare was started")
+            # The restore takes one of the spares; which one is not known.
+            pids = [_first_process(name) for name in _others(container_dir, sandbox)]
+            await asyncio.to_thread(wait_until, lambda: all(map(_children, pids)), "a spare has no anchor")
+            anchors = [_children(pid)[0] for pid in pids]
+            # A stopped pid 1 reaps nobody.
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            restore = asyncio.create_task(driver.restore(SPEC, frozen))
+            try:
+                await asyncio.to_thread(wait_until, lambda: any(map(_is_zombie, anchors)), "the anchor was not killed")
+                await asyncio.wait([restore], timeout=1)
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+            assert (await run(await restore, "kill -0 %1 && echo runs")).out == "runs\n"
+
+    asyncio.run(go())
+
+
+def _others(container_dir: Path, sandbox: ContainerSandbox) -> list[str]:
+    return [name for name in containers(container_dir) if name != sandbox.container]
+
+
+def _first_process(container: str) -> int:
+    inspect = ["docker", "inspect", "-f", "{{.State.Pid}}", container]
+    return int(subprocess.run(inspect, capture_output=True, text=True, check=True).stdout)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_zombie(pid: int) -> bool:
+    return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()

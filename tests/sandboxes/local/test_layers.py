@@ -1,0 +1,122 @@
+"""Copies of layers: what merging and checkpoints write to the disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sandboxes.errors import NotFreezableError
+from sandboxes.guest.files import delta, row_table
+from sandboxes.guest.files.manifest import Manifest
+from sandboxes.local import layer_tar
+from sandboxes.local.layers import LayerMeta, Layers, Upper
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Layers:
+    opened = Layers(tmp_path)
+    opened.open()
+    return opened
+
+
+def frozen(layers: Layers, upper: Upper) -> str:
+    return layers.freeze(upper, LayerMeta(1, Manifest(b"", b"")), row_table.pack([], 0, 0, complete=False))
+
+
+def size_bytes(folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        return delta.size_bytes(fd)
+    finally:
+        os.close(fd)
+
+
+def sparse(path: Path, size: int) -> None:
+    """Make a file with a hole of a size between two pieces of data."""
+    with path.open("wb") as file:
+        file.write(b"begin")
+        file.seek(size)
+        file.write(b"end")
+
+
+def test_merging_keeps_holes(layers: Layers) -> None:
+    """Files of gigabytes that take no disk take none in the merged layer."""
+    uppers = [layers.allocate() for _ in range(2)]
+    for upper in uppers:
+        sparse(upper.path / f"diff/{upper.id}", 3 << 30)
+        (upper.path / "diff/nothing").touch()
+        os.truncate(upper.path / "diff/nothing", 1 << 40)
+    target = layers.allocate()
+    merged = layers.frozen / layers.merge([frozen(layers, upper) for upper in uppers], target) / "diff"
+    assert size_bytes(merged) < 100_000
+    assert (merged / "nothing").stat().st_size == 1 << 40
+    for upper in uppers:
+        with (merged / upper.id).open("rb") as file:
+            assert file.read(8) == b"begin\0\0\0"
+            file.seek(3 << 30)
+            assert file.read() == b"end"
+
+
+def test_copying_of_a_live_upper_keeps_holes(layers: Layers) -> None:
+    live, copy = layers.allocate(), layers.allocate()
+    sparse(live.path / "diff/file", 3 << 30)
+    layers.copy(live, copy)
+    assert size_bytes(copy.path / "diff") < 100_000
+
+
+def test_copying_of_deep_folders_is_refused(layers: Layers) -> None:
+    live = layers.allocate()
+    (live.path / "diff" / "/".join(["d"] * 300)).mkdir(parents=True)
+    with pytest.raises(NotFreezableError):
+        layers.copy(live, layers.allocate())
+
+
+def test_export_of_large_holes_is_refused(layers: Layers) -> None:
+    """A tar has holes as zeros, and a sandbox makes a thousand terabytes of them in a second."""
+    upper = layers.allocate()
+    for number in range(3):
+        sparse(upper.path / f"diff/{number}", 500 << 20)
+    layer = frozen(layers, upper)
+    with pytest.raises(NotFreezableError, match="holes"):
+        for _ in layer_tar.pack(layers.frozen / layer, layers.table(layer)):
+            pass
+
+
+def test_attributes_of_programs_are_copied_and_marks_are_not(layers: Layers) -> None:
+    """Overlayfs stores a program's `user.overlay.x` under another name, and its own origin marks beside it."""
+    upper = layers.allocate()
+    (upper.path / "diff/f").touch()
+    for name in ("user.overlay.overlay.x", "user.overlay.origin", "user.mine"):
+        os.setxattr(upper.path / "diff/f", name, b"1")
+    merged = layers.merge([frozen(layers, upper), frozen(layers, layers.allocate())], layers.allocate())
+    assert sorted(os.listxattr(layers.frozen / merged / "diff/f")) == ["user.mine", "user.overlay.overlay.x"]
+
+
+def test_every_entry_counts(layers: Layers) -> None:
+    """A million empty files take no blocks, but they take inodes: each counts like a block."""
+    upper = layers.allocate()
+    for number in range(100):
+        (upper.path / f"diff/{number}").touch()
+    assert size_bytes(upper.path / "diff") == 100 * delta.ENTRY_BYTES
+
+
+def test_merging_covers_directories_links_and_owners(layers: Layers) -> None:
+    lower, upper = layers.allocate(), layers.allocate()
+    (lower.path / "diff/d/e").mkdir(parents=True)
+    (lower.path / "diff/d/e/gone").touch()
+    (lower.path / "diff/file").mkdir()
+    (lower.path / "diff/file/below").touch()
+    (upper.path / "diff/d/e").mkdir(parents=True, mode=0o700)
+    os.setxattr(upper.path / "diff/d/e", "user.overlay.opaque", b"y")
+    (upper.path / "diff/d/e/new").write_text("new")
+    os.link(upper.path / "diff/d/e/new", upper.path / "diff/linked")
+    (upper.path / "diff/file").write_text("file")
+    os.utime(upper.path / "diff/d", ns=(1, 2))
+    (upper.path / "diff/d").chmod(0o1710)
+    merged = layers.merge([frozen(layers, upper), frozen(layers, lower)], layers.allocate())
+    layers.sync([merged])
+    top = layers.frozen / merged / "diff"
+    assert sorted(str(path.relative_to(top)) for path in top.rglob("*")) == ["d", "d/e", "d/e/new", "file", "linked"]
+    assert os.getxattr(top / "d/e", "user.overlay.opaque") == b"y"
+    assert (top / "linked").stat().st_ino == (top / "d/e/new").stat().st_ino
+    assert ((top / "d").stat().st_mtime_ns, (top / "d").stat().st_mode & 0o7777) == (2, 0o1710)

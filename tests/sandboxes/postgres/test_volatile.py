@@ -1,0 +1,28 @@
+"""Names of what changes from run to run are found in linear time, whatever stands between a name and its arguments."""
+
+import pytest
+
+from sandboxes.postgres.volatile import VOLATILE
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "select now()", "select now ( )", 'select "now"()', "select random/**/()", "select random /* a /* b */ c */ ()",
+        "select random -- why\n()", "select random --\n/**/ --\n ()", "select RANDOM\n(\n)", "select 'now'::timestamp",
+        "select current_date", "select pg_sleep(1)",
+    ],
+)  # fmt: skip
+def test_volatile_statements_are_found(sql: str) -> None:
+    assert VOLATILE.search(sql) is not None
+
+
+@pytest.mark.parametrize("sql", ["select 1", "select nowhere(1)", "select a.random from a", "select average(x) from t"])
+def test_steady_statements_are_not(sql: str) -> None:
+    assert VOLATILE.search(sql) is None
+
+
+@pytest.mark.parametrize("between", ["/**/", " /**/ ", "--\n", "/*", ' "', "/* */--\n"])
+def test_no_statement_makes_the_search_slow(between: str) -> None:
+    """An agent's statement of 200 bytes took minutes, and each comment more doubled them."""
+    VOLATILE.search("select random " + between * 50_000 + "x")

@@ -1,0 +1,33 @@
+"""The attacks of `python -m bench.attacks` on local sandboxes, SQLite and PostgreSQL: nothing gets out."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from bench import attacks
+from tests.machine import require_sandboxes
+from tests.sandboxes.box import local_driver
+from tests.sandboxes.postgres_cluster import require_postgres
+
+KNOWN = {"queued signals"} if os.geteuid() == 0 else {"queued signals", "processes", *attacks.UNPRIVILEGED}
+"""What a sandbox can take from others, as docs/security.md says."""
+
+
+def through(outcomes: list[attacks.Outcome]) -> list[attacks.Outcome]:
+    assert outcomes
+    return [outcome for outcome in outcomes if not outcome.contained and outcome.name not in KNOWN]
+
+
+def test_nothing_gets_out_of_local_sandboxes(data_dir: Path) -> None:
+    require_sandboxes()
+    ground = attacks.Ground("local", local_driver, {})
+    assert through(asyncio.run(attacks.attack_machine(ground, data_dir))) == []
+
+
+def test_statements_reach_nothing_of_others(tmp_path: Path) -> None:
+    assert through(asyncio.run(attacks.attack_sqlite(tmp_path))) == []
+
+
+def test_statements_on_a_server_reach_nothing_of_others(tmp_path: Path) -> None:
+    require_postgres()
+    assert through(asyncio.run(attacks.attack_postgres(tmp_path))) == []

@@ -1,0 +1,78 @@
+"""The differential run finds false answers, and finds none in short runs. `bench.differential` runs long ones."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.differential import Answer, Run, Runner, Tally, run
+from bench.programs import Program, ProgramCall, shell_group, shell_spec
+from tests.machine import Proxy, require_sandboxes
+
+TRUE: Answer = ("true", [], 0, False)
+FALSE: Answer = ("false", [], 0, False)
+
+
+class Scripted(Runner):
+    """Compares without proxies; later private runs give the answer `later`."""
+
+    def __init__(self, tally: Tally, later: tuple[object, ...], client: httpx.Client) -> None:
+        nothing = Proxy(Path("/nonexistent"))
+        super().__init__(nothing, nothing, tally, client)
+        self.later = later
+
+    def _alone(self, _task: str, program: Program) -> Run:
+        return Run(tuple(self.later for _ in program))
+
+
+def compared(answers: list[Answer], *private: list[Answer], later: Answer, recalls: int | None = None) -> Tally:
+    """Compare the answers of one rollout with private ones; the last call may repeat the value of an earlier one."""
+    tally = Tally()
+    calls = [ProgramCall("shell/exec", {"command": "true"}) for _ in answers]
+    calls[-1] = replace(calls[-1], recalls=recalls)
+    with httpx.Client() as client:
+        run = Run(tuple(answers), tuple("hit" for _ in answers))
+        Scripted(tally, later, client)._compare(0, 0, tuple(calls), run, [Run(tuple(one)) for one in private], "p0")
+    return tally
+
+
+def test_answer_that_no_private_run_gives_is_wrong() -> None:
+    tally = compared([FALSE], [TRUE], [TRUE], later=TRUE)
+    assert [(wrong.expected, wrong.actual) for wrong in tally.wrong] == [(TRUE, FALSE)]
+
+
+def test_answer_of_later_private_run_is_timing() -> None:
+    tally = compared([FALSE], [TRUE], [TRUE], later=FALSE)
+    assert (tally.wrong, tally.timing) == ([], 1)
+
+
+def test_answer_where_private_runs_differ_is_noise() -> None:
+    tally = compared([FALSE], [TRUE], [FALSE], later=TRUE)
+    assert (tally.wrong, tally.noise, tally.compared) == ([], 1, 0)
+
+
+def test_random_value_read_differently_is_wrong() -> None:
+    tally = compared([TRUE, FALSE], [TRUE, TRUE], [TRUE, TRUE], later=TRUE, recalls=0)
+    assert [(wrong.position, wrong.expected) for wrong in tally.wrong] == [(1, TRUE)]
+
+
+def test_programs_follow_from_the_seed() -> None:
+    groups = [shell_group(random.Random(5), shell_spec("local"), 6, 10) for _ in range(2)]  # noqa: S311
+    assert groups[0] == groups[1]
+    assert len(groups[0].programs) == 6
+
+
+@pytest.mark.parametrize("mode", ["calm", "kills"])
+def test_programs_have_the_answers_of_private_shells(mode: str) -> None:
+    require_sandboxes()
+    tally = run("local", mode, seed=3, programs=12, rollouts=6, length=8, every_s=1.0)
+    assert (tally.wrong, tally.programs) == ([], 12)
+    assert tally.compared > 50
+
+
+def test_programs_have_the_answers_of_private_databases() -> None:
+    tally = run("sqlite", "kills", seed=3, programs=12, rollouts=6, length=8, every_s=1.0)
+    assert (tally.wrong, tally.programs) == ([], 12)
+    assert tally.compared > 50

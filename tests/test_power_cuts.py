@@ -1,0 +1,77 @@
+"""Power is cut at every write: what opens afterwards is consistent, and no rollout is told anything false."""
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import cut_scenario
+from tests.power_cuts import VARIANTS, Disk, Operation, record
+
+CUTS = 40
+"""Cuts of the default run, each with three disks: some 10 s. `python -m bench.power_cuts` makes all of them."""
+
+pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="records system calls, which needs strace")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Return a directory in memory where there is one: each disk is written and synced many times."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module", params=["process", "power"])
+def recorded(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[Operation]]:
+    """Return a durability, and the operations of the scenario with it."""
+    data = folder / request.param
+    arguments = ["-m", "tests.cut_scenario", str(data), request.param]
+    return request.param, record(arguments, data, folder / "trace")
+
+
+def outcomes(
+    operations: Sequence[Operation], durability: str, folder: Path, cuts: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> Counter[str]:
+    """Cut the power after so many operations each time, and verify every disk that may be left."""
+    cut_scenario.after_reboot(monkeypatch.setattr)
+    seen: Counter[str] = Counter()
+    for cut in cuts:
+        disk = Disk(operations[:cut])
+        for variant in VARIANTS:
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                disk.build(Path(name) / "data", variant, random.Random(cut))  # noqa: S311 - the same disk each time
+                seen += asyncio.run(cut_scenario.verify(Path(name) / "data", durability, disk.told))
+    return seen
+
+
+def sample(operations: Sequence[Operation]) -> list[int]:
+    return random.Random(8).sample(range(len(operations) + 1), CUTS)  # noqa: S311 - the same cuts each time
+
+
+def test_no_cut_tells_anything_false(
+    recorded: tuple[str, list[Operation]], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `power` every rollout continues where its agent saw it; with `process` it does so, or is refused."""
+    durability, operations = recorded
+    seen = outcomes(operations, durability, folder, sample(operations), monkeypatch)
+    assert seen["continued"] > 0
+    assert (seen["refused"] > 0) is (durability == "process")
+
+
+@pytest.mark.parametrize("lazy", ["journal", "forkpoint.sqlite-wal"])
+def test_a_missing_sync_is_noticed(
+    recorded: tuple[str, list[Operation]], folder: Path, monkeypatch: pytest.MonkeyPatch, lazy: str
+) -> None:
+    """The test can fail: without the syncs of one file, a cut with `power` loses what a rollout was told."""
+    durability, operations = recorded
+    if durability == "process":
+        pytest.skip("nothing waits for the disk there")
+    kept = [operation for operation in operations if operation.kind != "sync" or not operation.path.startswith(lazy)]
+    with pytest.raises(AssertionError, match=r"went back|is unknown|is refused"):
+        outcomes(kept, durability, folder, sample(kept), monkeypatch)
