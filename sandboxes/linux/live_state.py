@@ -282,8 +282,9 @@ def inherited(pid: int) -> list[str]:
     try:
         attributes, io_priority = _scheduling(pid)
         cpus = sorted(os.sched_getaffinity(pid))
-        settings = (_content(f"/proc/{pid}/{name}").decode() for name in ("oom_score_adj", "coredump_filter"))
-        return [attributes.hex(), str(io_priority), str(cpus), *settings]
+        settings = [_content(f"/proc/{pid}/{name}").decode() for name in ("oom_score_adj", "coredump_filter")]
+        # A process that is ending, or a zombie, has given its memory up, and its filter reads as empty.
+        return [attributes.hex(), str(io_priority), str(cpus), *settings] if all(settings) else []
     except (OSError, _OpaqueError):
         return []
 

@@ -17,7 +17,12 @@ DIALOGUES = {
     "killed": ["sleep 60 & PID=$!", "kill $PID; sleep 0.2", "true", "wait $PID 2>/dev/null; echo $?"],
     "any of them": ["(sleep 0.3; exit 7) &", "wait -n; echo $?", "wait -n; echo $?", "jobs"],
     "all of them": ["(sleep 0.3; exit 8) & (sleep 0.2; exit 9) &", "wait; echo $?", "jobs"],
-    "by its number": ["sleep 60 & sleep 61 &", "kill %1; wait %1 2>/dev/null; echo $?", "jobs", "kill %2; jobs %2"],
+    "by its number": [
+        "sleep 60 & sleep 61 &",
+        "kill %1; wait %1 2>/dev/null; echo $?",
+        "jobs",
+        "kill %2; wait %2 2>/dev/null; echo $?",
+    ],
     "disowned": ["sleep 60 & PID=$!", "disown %1", "jobs; kill $PID", "wait $PID; echo $?"],
     "stopped": ["sleep 60 &", "kill -STOP %1; sleep 0.1; jobs", "kill -CONT %1; kill %1; wait %1 2>/dev/null; echo $?"],
     "in front": ["(sleep 0.3; exit 3) &", "fg %1 2>/dev/null; echo $?", "wait %1; echo $?"],

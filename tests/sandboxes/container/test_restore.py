@@ -26,7 +26,9 @@ def test_restore_waits_for_pids_to_be_reaped(container_dir: Path) -> None:
             assert isinstance(sandbox, ContainerSandbox)
             await run(sandbox, "sleep 1000 &")
             frozen = await sandbox.freeze()
-            await asyncio.to_thread(wait_until, lambda: bool(_others(container_dir, sandbox)), "no spare was started")
+            # A container that Docker lists is no spare yet: the restore would pass it over and make one of its own.
+            await driver.spares.background.wait()
+            assert _others(container_dir, sandbox)
             # The restore takes one of the spares; which one is not known.
             pids = [_first_process(name) for name in _others(container_dir, sandbox)]
             await asyncio.to_thread(wait_until, lambda: all(map(_children, pids)), "a spare has no anchor")
