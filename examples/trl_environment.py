@@ -4,25 +4,26 @@ Read docs/agents/openenv.md. Each row of the dataset has a `task`. FORKPOINT_URL
 """
 
 import os
-import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
+from forkpoint import Client
+
+if TYPE_CHECKING:
+    from forkpoint.client import Rollout
 
 
 class ForkpointShell:
     """The environment of one rollout. TRL makes one for each rollout of a batch, and resets it for the next batch."""
 
     def __init__(self) -> None:
-        url = os.environ.get("FORKPOINT_URL", "http://127.0.0.1:8700")
-        self._client = httpx.Client(base_url=url, timeout=300)
-        self._base = ""
+        self._client = Client(os.environ.get("FORKPOINT_URL"))
+        self._rollout: Rollout | None = None
 
     def reset(self, task: str, **_: Any) -> None:
         """Begin a rollout of the row's task."""
-        if self._base:
-            self._client.delete(f"/api/v1/{self._base}")
-        self._base = f"tasks/{task}/rollouts/{uuid.uuid4().hex}"
+        if self._rollout is not None:
+            self._rollout.finish()
+        self._rollout = self._client.task(task).rollout()
 
     def bash(self, command: str) -> str:
         """Run a command in the task's shell.
@@ -30,8 +31,5 @@ class ForkpointShell:
         Args:
             command: The command for bash.
         """
-        _, task, _, rollout = self._base.split("/")
-        response = self._client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command})
-        response.raise_for_status()
-        result = response.json()
-        return str(result["stdout"] + result["stderr"])
+        assert self._rollout is not None, "reset comes first"
+        return self._rollout.exec(command).output

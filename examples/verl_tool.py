@@ -5,9 +5,10 @@ veRL's tool config names it as `class_name: verl_tool.ForkpointShell`, with `con
 
 from typing import Any
 
-import httpx
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
+
+from forkpoint import AsyncClient
 
 
 class ForkpointShell(BaseTool):
@@ -15,7 +16,7 @@ class ForkpointShell(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: Any) -> None:
         super().__init__(config, tool_schema)
-        self._client = httpx.AsyncClient(base_url=config["url"], timeout=config.get("timeout_s", 300))
+        self._client = AsyncClient(config["url"])
         self._tasks: dict[str, str] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
@@ -28,11 +29,9 @@ class ForkpointShell(BaseTool):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """Run a command in the trajectory's rollout."""
-        rollout = kwargs["agent_data"].request_id
-        response = await self._client.post(f"/t/{self._tasks[instance_id]}/r/{rollout}/shell/exec", json=parameters)
-        response.raise_for_status()
-        result = response.json()
-        return ToolResponse(text=result["stdout"] + result["stderr"]), 0.0, {"exit_code": result["exit_code"]}
+        rollout = self._client.task(self._tasks[instance_id]).rollout(kwargs["agent_data"].request_id)
+        result = await rollout.exec(parameters["command"], timeout_s=parameters.get("timeout_s"))
+        return ToolResponse(text=result.output), 0.0, {"exit_code": result.exit_code}
 
     async def release(self, instance_id: str, **_: Any) -> None:
         """Forget the task of an instance."""

@@ -13,42 +13,43 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-import httpx
+from forkpoint import Client
+from forkpoint.client import Rollout
+from forkpoint.results import VideoResult
 
 
 class Tools:
-    """The video tools of one rollout. The client knows nothing of a cache: only the base URL names the proxy."""
+    """The video tools of one rollout."""
 
-    def __init__(self, client: httpx.Client, base_url: str) -> None:
-        self._client, self._base_url = client, base_url
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
 
-    def call(self, tool: str, **arguments: Any) -> httpx.Response:
-        """Call a tool, and print how long the call took and whether it was a hit."""
+    def call(self, tool: str, **arguments: Any) -> VideoResult:
+        """Call a tool, and print how long the call took and how it was answered."""
         began = time.perf_counter()
-        response = self._client.post(f"{self._base_url}/{tool}", json=arguments)
+        result = self._rollout.video(tool, **arguments)
         took_ms = (time.perf_counter() - began) * 1e3
-        how = response.headers.get("cache-status", "").partition("; ")[2]
-        print(f"  {tool:<27} {took_ms:8.1f} ms  {how}", file=sys.stderr)
-        if response.status_code == 422:
-            sys.exit(response.json()["error"]["message"])
-        return response.raise_for_status()
+        print(f"  {tool:<27} {took_ms:8.1f} ms  {result.outcome}", file=sys.stderr)
+        if result.error is not None:
+            sys.exit(result.error["message"])
+        return result
 
 
 def describe(tools: Tools, video: str, description: str) -> tuple[str, bytes]:
     """Return the agent's report on the scene that fits a description best, and a frame of it."""
     tools.call("load_video", name=video)
     tools.call("preprocess")
-    info = tools.call("video_info").json()
-    segments = tools.call("segment_localization", description=description, k=1).json()["found"]
+    info = tools.call("video_info").payload
+    segments = tools.call("segment_localization", description=description, k=1).payload["found"]
     if not segments:
         return f"Nothing in {info['duration_s']:g} s fits {description!r}.", b""
     segment = segments[0]
     middle = (segment["start_s"] + segment["end_s"]) / 2
-    shots = tools.call("detect_shots").json()["shots"]
+    shots = tools.call("detect_shots").payload["shots"]
     shot = next(shot for shot in shots if shot["start_s"] <= middle < shot["end_s"])
-    texts = tools.call("get_subtitles", start=shot["start_s"], end=shot["end_s"]).json()["subtitles"]
+    texts = tools.call("get_subtitles", start=shot["start_s"], end=shot["end_s"]).payload["subtitles"]
     question = {"question": f"Is this {description}?", "segment": segment["segment"]}
-    answer = tools.call("visual_question_answering", **question).json()
+    answer = tools.call("visual_question_answering", **question).payload
     picture = tools.call("get_frame", t=middle).content
     lines = [
         f"{description!r} fits best from {shot['start_s']:g} s to {shot['end_s']:g} s (shot {shot['id']}).",
@@ -74,10 +75,11 @@ def main() -> None:
     options = parser.parse_args()
     model = {"base_url": options.model_url, "model": options.model} if options.model_url else None
     spec = {"driver": "video", "video": {"source": str(options.video.resolve()), "model": model}}
-    with httpx.Client(base_url=options.proxy, timeout=600) as client:
-        client.put("/api/v1/tasks/look", json=spec).raise_for_status()
-        tools = Tools(client, f"/t/look/r/{options.rollout}/video")
-        report, picture = describe(tools, options.video.name, options.description)
+    with Client(options.proxy) as client:
+        task = client.task("look")
+        task.put(spec)
+        with task.rollout(options.rollout) as rollout:
+            report, picture = describe(Tools(rollout), options.video.name, options.description)
     print(report)
     if options.save and picture:
         options.save.write_bytes(picture)

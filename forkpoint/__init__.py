@@ -2,6 +2,9 @@
 
 This package is what other programs may import. Everything else in the distribution is internal and may change.
 
+- `forkpoint.Client` and `forkpoint.AsyncClient`: clients of a proxy.
+- `forkpoint.local`: a proxy on this machine for the duration of a block.
+- `forkpoint.pytest`: fixtures that start a proxy.
 - `forkpoint.drivers`: the contract of sandbox drivers, for drivers of your own.
 - `forkpoint.dialects`: the contract of request dialects, for endpoints of your own.
 - `forkpoint.testing`: the test suite that every driver must pass.
@@ -9,19 +12,31 @@ This package is what other programs may import. Everything else in the distribut
 Importing `forkpoint` itself loads nothing else: sandbox processes import it and must start in milliseconds.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forkpoint.client import AsyncClient, Client
+    from forkpoint.errors import ForkpointError, UnreachableError
+    from forkpoint.local_proxy import local
+
     __version__: str
 else:
+    _MODULES = {
+        "AsyncClient": "client", "Client": "client", "ForkpointError": "errors", "UnreachableError": "errors",
+        "local": "local_proxy",
+    }  # fmt: skip
 
-    def __getattr__(name: str) -> str:
-        """Return the version on first use; reading the metadata takes milliseconds."""
-        if name != "__version__":
+    def __getattr__(name: str) -> Any:
+        """Import a name on its first use; `__version__` reads the metadata, which takes milliseconds."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415 - see above
+
+            return version("forkpoint")
+        if name not in _MODULES:
             raise AttributeError(f"module 'forkpoint' has no attribute {name!r}")
-        from importlib.metadata import version  # noqa: PLC0415 - see above
+        from importlib import import_module  # noqa: PLC0415 - see above
 
-        return version("forkpoint")
+        return getattr(import_module(f"forkpoint.{_MODULES[name]}"), name)
 
 
-__all__ = ["__version__"]
+__all__ = ["AsyncClient", "Client", "ForkpointError", "UnreachableError", "__version__", "local"]

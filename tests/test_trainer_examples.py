@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
+from forkpoint import ForkpointError
 from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
@@ -91,7 +91,7 @@ def test_failed_verl_call_raises(proxy: Running, verl: ModuleType) -> None:
         async with tool._client:
             await _verl_calls(tool, "r", "\x00")
 
-    with pytest.raises(httpx.HTTPStatusError, match="422"):
+    with pytest.raises(ForkpointError, match="422"):
         asyncio.run(go())
 
 

@@ -6,12 +6,12 @@
 It needs no Docker daemon: the task's spec names the driver `local`, and any image name is accepted.
 """
 
-import json
 import sys
 import time
-import urllib.request
 
 import docker
+
+from forkpoint import Client
 
 HOST = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:8700"
 TASK = "docker-sdk-example"
@@ -19,10 +19,8 @@ TASK = "docker-sdk-example"
 
 def main() -> None:
     """Run four rollouts. From the second on, their shared part takes no time."""
-    api = f"{HOST.replace('tcp', 'http', 1)}/api/v1/tasks/{TASK}"
-    body = json.dumps({"driver": "local"}).encode()
-    request = urllib.request.Request(api, data=body, method="PUT", headers={"content-type": "application/json"})
-    urllib.request.urlopen(request).close()
+    with Client(HOST.replace("tcp", "http", 1)) as proxy:
+        proxy.task(TASK).put({"driver": "local"})
     # Only the base URL differs from Docker. Each container is a rollout of the task.
     client = docker.DockerClient(base_url=f"{HOST}/t/{TASK}/docker")
     for n in range(4):

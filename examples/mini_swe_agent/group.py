@@ -9,30 +9,20 @@ It needs the docker command line and no Docker daemon: the task's spec names the
 
 # mypy: disable-error-code="import-not-found"
 
-import json
 import os
 import sys
-import urllib.request
+
+from forkpoint import Client
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8700"
 TASK = "mini-swe-agent-example"
 SHARED = ["mkdir -p app && echo 'print(6 * 7)' > app/answer.py", "cat app/answer.py", "python3 app/answer.py"]
 
 
-def control(method: str, path: str, value: object = None) -> dict[str, object]:
-    """Send a request to the control plane and return its response."""
-    body = None if value is None else json.dumps(value).encode()
-    request = urllib.request.Request(f"{URL}/api/v1/{path}", data=body, method=method)
-    request.add_header("content-type", "application/json")
-    with urllib.request.urlopen(request) as response:
-        result: dict[str, object] = json.load(response)
-    return result
-
-
-def rollout(name: str) -> str:
+def submission(name: str, docker_host: str) -> str:
     """Run one agent to its end and return what it submits."""
     # Only this variable differs from Docker.
-    os.environ["DOCKER_HOST"] = f"{URL.replace('http', 'tcp', 1)}/t/{TASK}/r/{name}/docker"
+    os.environ["DOCKER_HOST"] = docker_host
     os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
     from minisweagent.agents.default import DefaultAgent  # noqa: PLC0415
     from minisweagent.environments.docker import DockerEnvironment  # noqa: PLC0415
@@ -48,12 +38,13 @@ def rollout(name: str) -> str:
 
 def main() -> None:
     """Run three agents and print how each of their commands was answered."""
-    control("PUT", f"tasks/{TASK}", {"driver": "local"})
-    for name in ("one", "two", "three"):
-        submitted = rollout(name)
-        steps = control("GET", f"tasks/{TASK}/rollouts/{name}")["steps"]
-        assert isinstance(steps, list)
-        print(name, [step["outcome"] for step in steps], repr(submitted))
+    with Client(URL) as client:
+        task = client.task(TASK)
+        task.put({"driver": "local"})
+        for name in ("one", "two", "three"):
+            rollout = task.rollout(name)
+            submitted = submission(name, rollout.docker_host)
+            print(name, [step.outcome for step in rollout.info().steps], repr(submitted))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""A temporary proxy for the duration of a replay or a benchmark."""
+"""A temporary proxy for the duration of a replay, a benchmark, a script or a test."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -44,36 +46,38 @@ class EphemeralProxy:
 
 
 @contextmanager
-def ephemeral_proxy() -> Iterator[EphemeralProxy]:
-    """Run `forkpoint serve` on a free port with an empty data directory.
+def ephemeral_proxy(data: Path | None = None, settings: Mapping[str, object] | None = None) -> Iterator[EphemeralProxy]:
+    """Run `forkpoint serve` on a free port of 127.0.0.1.
 
-    The data directory is in TMPDIR and is removed afterwards. Settings come from FORKPOINT_… variables.
+    Args:
+        data: The data directory, which stays; None for an empty one in TMPDIR that is removed afterwards.
+        settings: Settings by their names, as values of JSON. All others come from FORKPOINT_… variables.
 
     Raises:
         EphemeralProxyError: The proxy does not start or stop in time, or its directory cannot be removed. The text
             quotes the end of its log.
     """
-    folder = Path(tempfile.mkdtemp(prefix="forkpoint-replay-"))
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-temporary-"))
+    variables = {f"FORKPOINT_{name.upper()}": _text(value) for name, value in (settings or {}).items()}
     try:
-        with _served(folder) as proxy:
+        with _served(data or folder / "data", folder / "serve.log", variables) as proxy:
             yield proxy
     finally:
         _remove(folder)
 
 
 @contextmanager
-def _served(folder: Path) -> Iterator[EphemeralProxy]:
-    log = folder / "serve.log"
+def _served(data: Path, log: Path, variables: dict[str, str]) -> Iterator[EphemeralProxy]:
     port = free_port()
-    command = [sys.executable, "-m", "forkpoint", "serve", "--port", str(port), "--data", str(folder / "data")]
+    command = [sys.executable, "-m", "forkpoint", "serve", "--port", str(port), "--data", str(data.resolve())]
     with log.open("wb") as output:
-        # In a new session, Ctrl-C reaches only the replay, which then stops the proxy in order.
+        # In a new session, Ctrl-C reaches only this process, which then stops the proxy in order.
         process = subprocess.Popen(  # noqa: S603 - our own module
             command,
             # From here `-m` imports this package, whatever the caller's directory contains.
-            cwd=Path(__file__).parents[2],
+            cwd=_package_directory(),
             # A token in the environment belongs to another proxy; this proxy listens on loopback only.
-            env={name: value for name, value in os.environ.items() if name not in _TOKENS},
+            env={name: value for name, value in os.environ.items() if name not in _TOKENS} | variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -85,6 +89,19 @@ def _served(folder: Path) -> Iterator[EphemeralProxy]:
         yield proxy
     finally:
         _stop(process, log)
+
+
+def _package_directory() -> Path:
+    """Return the directory that has the package `forkpoint`: the repository, or the packages of an installation."""
+    spec = find_spec("forkpoint")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[1]
+
+
+def _text(value: object) -> str:
+    """Return a setting as the text of its variable: strings as they are, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def free_port() -> int:

@@ -1,0 +1,310 @@
+"""The client of a proxy: `Client` blocks, `AsyncClient` is awaited. Both have the same operations.
+
+Only sending and waiting is written twice; `forkpoint.operations` describes the operations.
+"""
+
+import asyncio
+import os
+import time
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from uuid import uuid4
+
+import httpx
+
+from forkpoint.errors import ForkpointError, UnreachableError
+from forkpoint.exchange import Awaiting, Blocking, Reply, Request, path_of, retry_pause_s
+from forkpoint.operations import ProxyOperations, RolloutOperations, TaskOperations
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8700"
+"""The URL of `forkpoint serve` on this machine."""
+OVERHEAD_S = 300.0
+"""Seconds that a response may take beyond the call's own time limit: the proxy may wait for a free sandbox, restore it
+and replay calls in it."""
+TOOL_S = 600.0
+"""Seconds that a tool may run if the call names no time limit. A client that gives up earlier loses the answer, but not
+the step: the proxy carries the call out."""
+PATIENCE_S = 120.0
+"""A busy proxy is asked again for this long, in seconds."""
+_CONNECT_S = 10.0
+"""Seconds that connecting may take."""
+
+
+def _options(url: str | None, token: str | None, *, trust_env: bool) -> dict[str, Any]:
+    """Return the arguments of both kinds of HTTP clients."""
+    url = url or os.environ.get("FORKPOINT_URL", DEFAULT_URL)
+    # As typed: `127.0.0.1:8700` means plain HTTP.
+    url = url if "://" in url else f"http://{url}"
+    token = token or os.environ.get("FORKPOINT_TOKEN")
+    return {
+        "base_url": url.rstrip("/"), "headers": {"x-forkpoint-token": token} if token else {}, "trust_env": trust_env,
+        # Reading the certificates takes 20 ms, which plain HTTP does not need.
+        "verify": url.startswith("https:"),
+        # A group of rollouts waits for its tools, and not for a connection.
+        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=256),
+    }  # fmt: skip
+
+
+def _arguments(request: Request[Any]) -> dict[str, Any]:
+    """Return the arguments of httpx for a request."""
+    tool_s = TOOL_S if request.timeout_s is None else request.timeout_s
+    return {
+        "method": request.method, "url": request.path, "params": request.query or None, "content": request.body,
+        "headers": dict(request.headers), "timeout": httpx.Timeout(tool_s + OVERHEAD_S, connect=_CONNECT_S),
+    }  # fmt: skip
+
+
+def _reply(response: httpx.Response) -> Reply:
+    headers = {name.lower(): value for name, value in response.headers.items()}
+    return Reply(response.status_code, headers, response.content)
+
+
+class _Urls:
+    """The URLs of a rollout."""
+
+    task_name: str
+    name: str
+    _url: str
+
+    @property
+    def base_url(self) -> str:
+        """Base URL of the agent's tools."""
+        return self._url + path_of("t", self.task_name, "r", self.name)
+
+    @property
+    def mcp_url(self) -> str:
+        """URL of the rollout's tools over MCP."""
+        return f"{self.base_url}/mcp"
+
+    @property
+    def docker_host(self) -> str:
+        """Value of `DOCKER_HOST` for Docker clients whose container is this rollout."""
+        return f"tcp://{self.base_url.partition('://')[2]}/docker"
+
+
+class Rollout(RolloutOperations, _Urls, Blocking):
+    """A rollout. A `with` block begins it and finishes it at its end; without one, its first call begins it."""
+
+    def __init__(self, client: "Client", task_name: str, name: str) -> None:
+        self._client, self.task_name, self.name, self._url = client, task_name, name, client.url
+
+    def fork(self, name: str | None = None, *, node: str | None = None) -> "Rollout":
+        """Begin a rollout at this rollout's node, or at another node of its task.
+
+        Args:
+            name: Name of the new rollout; None for a random one.
+            node: Name of the node; None for this rollout's own.
+        """
+        name = name or uuid4().hex
+        self._perform(self._fork(name, node))
+        return Rollout(self._client, self.task_name, name)
+
+    def __enter__(self) -> Self:
+        """Begin the rollout."""
+        self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish the rollout. An error of the block is not hidden by one of the end."""
+        try:
+            self.finish()
+        except ForkpointError:
+            if error is None:
+                raise
+
+    def _perform(self, request: Request[T]) -> T:
+        return self._client._perform(request)  # noqa: SLF001 - its client
+
+
+class AsyncRollout(RolloutOperations, _Urls, Awaiting):
+    """A rollout. An `async with` block begins it and finishes it at its end; without one, its first call begins it."""
+
+    def __init__(self, client: "AsyncClient", task_name: str, name: str) -> None:
+        self._client, self.task_name, self.name, self._url = client, task_name, name, client.url
+
+    async def fork(self, name: str | None = None, *, node: str | None = None) -> "AsyncRollout":
+        """Begin a rollout at this rollout's node, or at another node of its task.
+
+        Args:
+            name: Name of the new rollout; None for a random one.
+            node: Name of the node; None for this rollout's own.
+        """
+        name = name or uuid4().hex
+        await self._perform(self._fork(name, node))
+        return AsyncRollout(self._client, self.task_name, name)
+
+    async def __aenter__(self) -> Self:
+        """Begin the rollout."""
+        await self.begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish the rollout. An error of the block is not hidden by one of the end."""
+        try:
+            await self.finish()
+        except ForkpointError:
+            if error is None:
+                raise
+
+    async def _perform(self, request: Request[T]) -> T:
+        return await self._client._perform(request)  # noqa: SLF001 - its client
+
+
+class Task(TaskOperations, Blocking):
+    """A task: rollouts of a task share their calls. No request is made until an operation is called."""
+
+    def __init__(self, client: "Client", name: str) -> None:
+        self._client, self.name = client, name
+
+    def rollout(self, name: str | None = None) -> Rollout:
+        """Return a rollout of the task.
+
+        Args:
+            name: Its name; None for a random one.
+        """
+        return Rollout(self._client, self.name, name or uuid4().hex)
+
+    def _perform(self, request: Request[T]) -> T:
+        return self._client._perform(request)  # noqa: SLF001 - its client
+
+
+class AsyncTask(TaskOperations, Awaiting):
+    """A task: rollouts of a task share their calls. No request is made until an operation is called."""
+
+    def __init__(self, client: "AsyncClient", name: str) -> None:
+        self._client, self.name = client, name
+
+    def rollout(self, name: str | None = None) -> AsyncRollout:
+        """Return a rollout of the task.
+
+        Args:
+            name: Its name; None for a random one.
+        """
+        return AsyncRollout(self._client, self.name, name or uuid4().hex)
+
+    async def _perform(self, request: Request[T]) -> T:
+        return await self._client._perform(request)  # noqa: SLF001 - its client
+
+
+class Client(ProxyOperations, Blocking):
+    """A client of a proxy whose operations block. Threads may share it.
+
+    Attributes:
+        url: The proxy's URL.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        patience_s: float = PATIENCE_S,
+        transport: httpx.BaseTransport | None = None,
+        trust_env: bool = True,
+    ) -> None:
+        """Create a client; it connects with its first request.
+
+        Args:
+            url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
+            token: A token of the proxy; None for FORKPOINT_TOKEN, if it is set.
+            patience_s: For how many seconds a busy proxy is asked again; 0 for never.
+            transport: Sends the requests instead of a socket, in tests; None for a socket.
+            trust_env: Whether HTTP_PROXY and similar variables apply.
+        """
+        self._http = httpx.Client(**_options(url, token, trust_env=trust_env), transport=transport)
+        self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
+
+    def task(self, name: str) -> Task:
+        """Return a task of this proxy; it need not exist yet."""
+        return Task(self, name)
+
+    def close(self) -> None:
+        """Close the connections. Rollouts stay as they are."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        """Return the client."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connections."""
+        self.close()
+
+    def _perform(self, request: Request[T]) -> T:
+        arguments, began = _arguments(request), time.monotonic()
+        while True:
+            try:
+                reply = _reply(self._http.request(**arguments))
+            except httpx.TransportError as error:
+                raise UnreachableError(self.url, _reason(error)) from error
+            pause_s = retry_pause_s(reply, spent_s=time.monotonic() - began, patience_s=self._patience_s)
+            if pause_s is None:
+                return request.result(reply)
+            time.sleep(pause_s)
+
+
+class AsyncClient(ProxyOperations, Awaiting):
+    """A client of a proxy whose operations are awaited, in one event loop.
+
+    Attributes:
+        url: The proxy's URL.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        patience_s: float = PATIENCE_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+        trust_env: bool = True,
+    ) -> None:
+        """Create a client; it connects with its first request.
+
+        Args:
+            url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
+            token: A token of the proxy; None for FORKPOINT_TOKEN, if it is set.
+            patience_s: For how many seconds a busy proxy is asked again; 0 for never.
+            transport: Sends the requests instead of a socket, in tests; None for a socket.
+            trust_env: Whether HTTP_PROXY and similar variables apply.
+        """
+        self._http = httpx.AsyncClient(**_options(url, token, trust_env=trust_env), transport=transport)
+        self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
+
+    def task(self, name: str) -> AsyncTask:
+        """Return a task of this proxy; it need not exist yet."""
+        return AsyncTask(self, name)
+
+    async def close(self) -> None:
+        """Close the connections. Rollouts stay as they are."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        """Return the client."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the connections."""
+        await self.close()
+
+    async def _perform(self, request: Request[T]) -> T:
+        arguments, began = _arguments(request), time.monotonic()
+        while True:
+            try:
+                reply = _reply(await self._http.request(**arguments))
+            except httpx.TransportError as error:
+                raise UnreachableError(self.url, _reason(error)) from error
+            pause_s = retry_pause_s(reply, spent_s=time.monotonic() - began, patience_s=self._patience_s)
+            if pause_s is None:
+                return request.result(reply)
+            await asyncio.sleep(pause_s)
+
+
+def _reason(error: httpx.TransportError) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,171 @@
+"""Requests to a proxy as values, which the blocking and the async client send alike. Pure: no socket and no clock.
+
+An operation is described once, by a function that returns a `Request`. `Operation` makes a method of it: on a
+`Blocking` object the method returns the result, on an `Awaiting` object it returns a coroutine of the result.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from types import MethodType
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from urllib.parse import quote
+
+from forkpoint.errors import ForkpointError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_PAUSE_S = 10.0
+"""Longest pause between two attempts in seconds, whatever `Retry-After` says."""
+_PROBLEM = "urn:forkpoint:"
+"""Precedes the type of each error of the proxy. A tool server's own 503 lacks it and is not retried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An HTTP response that was read in full.
+
+    Attributes:
+        status: The HTTP status.
+        headers: The headers by their names in lower case.
+        body: The body.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def payload(self) -> Any:
+        """The body as JSON; None for an empty body."""
+        return json.loads(self.body) if self.body else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[T]):
+    """An HTTP request, and how its response becomes a result.
+
+    Attributes:
+        method: The HTTP method.
+        path: The path below the proxy's URL, already quoted.
+        read: Returns the result of a successful response.
+        query: The query parameters.
+        body: The body; None for none.
+        headers: Headers of this request alone.
+        timeout_s: How long the tool may run, in seconds; None for the proxy's default. The client waits longer.
+        accepts: Statuses beyond 2xx that `read` understands.
+    """
+
+    method: str
+    path: str
+    read: Callable[[Reply], T]
+    query: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float | None = None
+    accepts: frozenset[int] = frozenset()
+
+    def result(self, reply: Reply) -> T:
+        """Return the result of a response.
+
+        Raises:
+            ForkpointError: The response is an error.
+        """
+        if 200 <= reply.status < 300 or reply.status in self.accepts:
+            return self.read(reply)
+        raise error_of(reply)
+
+
+def with_json(value: object) -> dict[str, Any]:
+    """Return the members of a `Request` whose body is a JSON value."""
+    return {"body": json.dumps(value).encode(), "headers": {"content-type": "application/json"}}
+
+
+def path_of(*segments: str) -> str:
+    """Return a path of these segments, each quoted."""
+    return "/" + "/".join(quote(segment, safe="~@:=+,") for segment in segments)
+
+
+def given(**options: object) -> dict[str, str]:
+    """Return the options that are not None, as query parameters."""
+    shown = {True: "true", False: "false"}
+    return {name: shown[v] if isinstance(v, bool) else str(v) for name, v in options.items() if v is not None}
+
+
+def error_of(reply: Reply) -> ForkpointError:
+    """Return the exception of an error response."""
+    try:
+        problem = reply.payload
+    except ValueError:
+        problem = None
+    if not isinstance(problem, dict):
+        problem = {}
+    kind, detail = problem.get("type"), problem.get("detail")
+    slug = kind.removeprefix(_PROBLEM) if isinstance(kind, str) and kind.startswith(_PROBLEM) else ""
+    text = detail if isinstance(detail, str) else reply.body[:1000].decode(errors="replace")
+    return ForkpointError(reply.status, slug, text)
+
+
+def retry_pause_s(reply: Reply, *, spent_s: float, patience_s: float) -> float | None:
+    """Return how long to wait before a request is sent again; None if it is not.
+
+    Only the proxy's own refusals (429 and 503 with `Retry-After`) are sent again: nothing was recorded, and the rollout
+    has not moved.
+
+    Args:
+        reply: The response to the last attempt.
+        spent_s: Seconds since the first attempt.
+        patience_s: Seconds after which no attempt begins.
+    """
+    if reply.status not in (429, 503) or "retry-after" not in reply.headers or not error_of(reply).slug:
+        return None
+    try:
+        pause_s = min(max(float(reply.headers["retry-after"]), 0.0), MAX_PAUSE_S)
+    except ValueError:
+        return None
+    return pause_s if spent_s + pause_s <= patience_s else None
+
+
+class Blocking(ABC):
+    """An object whose operations block until their result is there."""
+
+    @abstractmethod
+    def _perform(self, request: Request[T]) -> T:
+        """Send a request and return its result."""
+
+
+class Awaiting(ABC):
+    """An object whose operations are awaited."""
+
+    @abstractmethod
+    async def _perform(self, request: Request[T]) -> T:
+        """Send a request and return its result."""
+
+
+class Operation(Generic[P, T]):
+    """A method whose request is described once, for blocking and for async objects. Use it as a decorator.
+
+    Args:
+        describe: Returns the request. Its docstring is the method's.
+    """
+
+    def __init__(self, describe: Callable[Concatenate[Any, P], Request[T]]) -> None:
+        @wraps(describe)
+        def method(instance: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
+            return instance._perform(describe(instance, *args, **kwargs))  # noqa: SLF001 - its own contract
+
+        self._method = method
+        self.__doc__ = describe.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Callable[..., Any]: ...
+    @overload
+    def __get__(self, instance: Blocking, owner: type) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, instance: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        """Return the method, bound to an object; unbound for the class."""
+        return self._method if instance is None else MethodType(self._method, instance)

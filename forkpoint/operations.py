@@ -1,0 +1,375 @@
+"""What a client can ask of a proxy, of a task and of a rollout. Each operation is described once. Pure.
+
+The docstrings speak of what a method returns; a method of an async object returns it when it is awaited.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from forkpoint.exchange import Operation, Reply, Request, given, path_of, with_json
+from forkpoint.results import (
+    ComparedQueries,
+    Diff,
+    FileResult,
+    Node,
+    RolloutInfo,
+    ShellResult,
+    SqlResult,
+    Stats,
+    Step,
+    TaskInfo,
+    ToolResponse,
+    VideoResult,
+    how_answered,
+    made_of,
+)
+from forkpoint.trees import Tree
+
+Json = Mapping[str, Any]
+ResultFormat = Literal["json", "table", "markdown", "csv", "skyrl"]
+_API = ("api", "v1")
+
+
+def _nothing(reply: Reply) -> None:
+    del reply
+
+
+class ProxyOperations:
+    """Operations on a proxy."""
+
+    @Operation
+    def tasks(self) -> Request[list[TaskInfo]]:
+        """List the tasks by name, with the totals of their rollouts."""
+        return Request("GET", path_of(*_API, "tasks"), lambda reply: [made_of(TaskInfo, row) for row in reply.payload])
+
+    @Operation
+    def stats(self) -> Request[Stats]:
+        """Return the totals since the proxy started, and its budgets."""
+        return Request("GET", path_of(*_API, "stats"), lambda reply: made_of(Stats, reply.payload, raw=reply.payload))
+
+    @Operation
+    def ready(self) -> Request[bool]:
+        """Return whether the proxy can answer calls."""
+        return Request("GET", "/readyz", lambda reply: reply.status == 200, accepts=frozenset({503}))
+
+
+class TaskOperations:
+    """Operations on a task.
+
+    Attributes:
+        name: Name of the task.
+    """
+
+    name: str
+
+    @Operation
+    def put(self, spec: Json | None = None) -> Request[TaskInfo]:
+        """Set the task's environment; a new environment starts a new tree.
+
+        Args:
+            spec: The environment, as `docs/tasks.md` describes it; None for the default one.
+        """
+        return Request("PUT", self._path(), lambda reply: made_of(TaskInfo, reply.payload), **with_json(spec or {}))
+
+    @Operation
+    def info(self) -> Request[TaskInfo]:
+        """Return the task's environment and its numbers of nodes and rollouts."""
+        return Request("GET", self._path(), lambda reply: made_of(TaskInfo, reply.payload))
+
+    @Operation
+    def delete(self) -> Request[None]:
+        """Delete the task with its trees and rollouts."""
+        return Request("DELETE", self._path(), _nothing)
+
+    @Operation
+    def tree(self, node: str | None = None, *, depth: int | None = None, limit: int = 1000) -> Request[Tree]:
+        """Return the task's current tree, or the subtree of a node. A notebook shows it.
+
+        Args:
+            node: Name of the subtree's top; None for the whole tree.
+            depth: Number of levels below the top; None for all.
+            limit: Maximum number of nodes, up to 10,000.
+        """
+        return Request(
+            "GET", self._path("tree"), lambda reply: _tree(reply.payload),
+            query=given(node=node, depth=depth, limit=limit),
+        )  # fmt: skip
+
+    @Operation
+    def node(self, node: str) -> Request[Node]:
+        """Return a node with the recorded answer of the call that led to it."""
+        return Request("GET", self._path("nodes", node), lambda reply: made_of(Node, reply.payload))
+
+    @Operation
+    def diff(self, a: str, b: str) -> Request[Diff]:
+        """Return what changed from node a to node b: files, shell sessions and databases."""
+        return Request(
+            "GET", self._path("nodes", a, "diff", b),
+            lambda reply: Diff(files=reply.payload.get("files") or [], raw=reply.payload),
+        )  # fmt: skip
+
+    @Operation
+    def snapshot(self, node: str) -> Request[Node]:
+        """Take a node's snapshot now, if it has none."""
+        return Request("POST", self._path("nodes", node, "snapshot"), lambda reply: made_of(Node, reply.payload))
+
+    @Operation
+    def pin(self, node: str, *, pinned: bool = True) -> Request[Node]:
+        """Pin a node's snapshot, so that it is never evicted, or unpin it."""
+        return Request(
+            "POST", self._path("nodes", node, "pin"), lambda reply: made_of(Node, reply.payload),
+            **with_json({"pinned": pinned}),
+        )  # fmt: skip
+
+    @Operation
+    def forget(self, node: str, *, end_rollouts: bool = False) -> Request[int]:
+        """Forget a node and everything below it, so that its calls run again; return how many nodes were forgotten."""
+        return Request(
+            "DELETE", self._path("nodes", node), lambda reply: int(reply.payload["nodes"]),
+            query=given(end_rollouts=end_rollouts),
+        )  # fmt: skip
+
+    @Operation
+    def warm(self, count: int) -> Request[int]:
+        """Prepare sandboxes at the root for the next batch of rollouts; return how many the settings allow."""
+        return Request(
+            "POST", self._path("warm"), lambda reply: int(reply.payload["granted"]), **with_json({"count": count})
+        )
+
+    @Operation
+    def rollouts(self, *, newest: bool = False, offset: int = 0, limit: int = 1000) -> Request[list[RolloutInfo]]:
+        """List the task's rollouts, finished ones included.
+
+        Args:
+            newest: Whether the newest come first, instead of the oldest.
+            offset: Number of rollouts to skip.
+            limit: Maximum number of rollouts.
+        """
+        return Request(
+            "GET", self._path("rollouts"), lambda reply: [_rollout(row) for row in reply.payload],
+            query=given(newest=newest or None, offset=offset, limit=limit),
+        )  # fmt: skip
+
+    def _path(self, *segments: str) -> str:
+        return path_of(*_API, "tasks", self.name, *segments)
+
+
+class RolloutOperations:
+    """Operations on a rollout.
+
+    Attributes:
+        task_name: Name of its task.
+        name: Name of the rollout.
+    """
+
+    task_name: str
+    name: str
+
+    @Operation
+    def begin(self) -> Request[RolloutInfo]:
+        """Begin the rollout at the root of its task's tree, and return it with its token.
+
+        The first call of a rollout that was not begun does the same; a `with` block begins its rollout.
+        """
+        return Request(
+            "POST", path_of(*_API, "tasks", self.task_name, "rollouts"), lambda reply: _rollout(reply.payload),
+            **with_json({"rollout": self.name}),
+        )  # fmt: skip
+
+    @Operation
+    def info(self, *, offset: int = 0, limit: int = 1000) -> Request[RolloutInfo]:
+        """Return the rollout with a page of its steps.
+
+        Args:
+            offset: Number of steps to skip.
+            limit: Maximum number of steps.
+        """
+        return Request(
+            "GET", self._control_path(), lambda reply: _rollout(reply.payload), query=given(offset=offset, limit=limit)
+        )
+
+    @Operation
+    def finish(self) -> Request[None]:
+        """Finish the rollout, so that its sandbox and its name are free. A rollout that has ended stays so."""
+        return Request("DELETE", self._control_path(), _nothing, accepts=frozenset({404}))
+
+    @Operation
+    def exec(self, command: str, *, timeout_s: float | None = None, session: str | None = None) -> Request[ShellResult]:
+        """Run a command in the rollout's shell.
+
+        Args:
+            command: The command for bash.
+            timeout_s: Seconds after which the command is ended; None for the task's limit.
+            session: One of several shells over the same files; None for `main`.
+        """
+        body = {"command": command, "timeout_s": timeout_s, "session": session}
+        return self._call(
+            "POST", ("shell", "exec"), lambda reply: made_of(ShellResult, reply.payload, **how_answered(reply)),
+            body=body, timeout_s=timeout_s,
+        )  # fmt: skip
+
+    @Operation
+    def write(self, path: str, content: bytes | str, *, mode: str | None = None) -> Request[FileResult]:
+        """Write a file; missing directories are created.
+
+        Args:
+            path: Its absolute path in the sandbox.
+            content: Its content; a string is written as UTF-8.
+            mode: Its permission bits in octal, such as `755`; None for the default.
+        """
+        data = content.encode() if isinstance(content, str) else content
+        return Request("PUT", self._file(path), _file, query=given(mode=mode), body=data)
+
+    @Operation
+    def read(self, path: str) -> Request[FileResult]:
+        """Read a file, or list a directory as JSON. A missing file is a `ForkpointError` of status 404."""
+        return Request("GET", self._file(path), _file)
+
+    @Operation
+    def remove(self, path: str) -> Request[FileResult]:
+        """Delete a file."""
+        return Request("DELETE", self._file(path), _file)
+
+    @Operation
+    def sql(
+        self,
+        statement: str,
+        *,
+        params: Sequence[Any] | Json | None = None,
+        database: str | None = None,
+        max_rows: int | None = None,
+        timeout_s: float | None = None,
+        format: ResultFormat | None = None,  # noqa: A002 - the name of the argument in the API
+    ) -> Request[SqlResult]:
+        """Run one statement on the rollout's database.
+
+        Args:
+            statement: The statement.
+            params: Values of its parameters.
+            database: Name of the database; None for the task's first.
+            max_rows: Maximum number of rows; None for 100.
+            timeout_s: Seconds after which it is stopped; None for 5.
+            format: Form of the rows; None for JSON.
+        """
+        return self._sql(
+            "query", sql=statement, params=params, database=database, max_rows=max_rows, timeout_s=timeout_s,
+            format=format,
+        )  # fmt: skip
+
+    @Operation
+    def sql_script(
+        self, script: str, *, database: str | None = None, timeout_s: float | None = None
+    ) -> Request[SqlResult]:
+        """Run several statements, all or none; the rows are those of the last one that has rows."""
+        return self._sql("script", sql=script, database=database, timeout_s=timeout_s)
+
+    @Operation
+    def sql_explain(
+        self, statement: str, *, params: Sequence[Any] | Json | None = None, database: str | None = None
+    ) -> Request[SqlResult]:
+        """Return the plan of a statement, which does not run."""
+        return self._sql("explain", sql=statement, params=params, database=database)
+
+    @Operation
+    def sql_tables(self, *, database: str | None = None) -> Request[SqlResult]:
+        """List the tables and views of a database."""
+        return self._sql("tables", database=database)
+
+    @Operation
+    def sql_schema(self, table: str | None = None, *, database: str | None = None) -> Request[SqlResult]:
+        """Return the schema of a table with its indexes and triggers; None for everything."""
+        return self._sql("schema", table=table, database=database)
+
+    @Operation
+    def sql_compare(
+        self, statement: str, gold: str, *, ordered: bool = False, database: str | None = None
+    ) -> Request[ComparedQueries]:
+        """Return whether two queries have the same rows at the rollout's state, which stays as it is."""
+        body = {"sql": statement, "gold": gold, "ordered": ordered, "database": database}
+        return self._call(
+            "POST", ("sql", "compare"), lambda reply: made_of(ComparedQueries, reply.payload, **how_answered(reply)),
+            body=body,
+        )  # fmt: skip
+
+    @Operation
+    def video(self, tool: str, /, **arguments: Any) -> Request[VideoResult]:
+        """Call a video tool with its arguments, as `docs/video.md` lists them."""
+        return self._call("POST", ("video", tool), _video, body=arguments, accepts=frozenset({422}))
+
+    @Operation
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        json: object = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Request[ToolResponse]:
+        """Send any request to one of the task's tool servers, and return its response whatever its status.
+
+        Args:
+            method: The HTTP method.
+            path: The path below the rollout's base URL: the server's name, and what follows.
+            query: Query parameters.
+            json: The body as JSON; None for `content`.
+            content: The body as bytes; None for none.
+            headers: More headers.
+        """
+        sent = with_json(json) if json is not None else {"body": content, "headers": {}}
+        sent["headers"] = {**sent["headers"], **(headers or {})}
+        target = f"{self._tools_path()}/{path.lstrip('/')}"
+        return Request(method, target, _response, query=query or {}, accepts=frozenset(range(100, 600)), **sent)
+
+    def _tools_path(self) -> str:
+        return path_of("t", self.task_name, "r", self.name)
+
+    def _control_path(self, *segments: str) -> str:
+        return path_of(*_API, "tasks", self.task_name, "rollouts", self.name, *segments)
+
+    def _fork(self, name: str, node: str | None) -> Request[RolloutInfo]:
+        body = {"name": name} if node is None else {"name": name, "node": node}
+        return Request("POST", self._control_path("fork"), lambda reply: _rollout(reply.payload), **with_json(body))
+
+    def _file(self, path: str) -> str:
+        return f"{self._tools_path()}/shell/files{path_of(*path.strip('/').split('/'))}"
+
+    def _sql(self, tool: str, **body: object) -> Request[SqlResult]:
+        timeout_s = body.get("timeout_s")
+        return self._call(
+            "POST", ("sql", tool), lambda reply: made_of(SqlResult, reply.payload, **how_answered(reply)), body=body,
+            timeout_s=timeout_s if isinstance(timeout_s, int | float) else None,
+        )  # fmt: skip
+
+    def _call(self, method: str, segments: tuple[str, ...], read: Any, *, body: Json, **more: Any) -> Request[Any]:
+        # A default that is left out is decided by the proxy, and is the same call as one that is sent.
+        sent = {name: value for name, value in body.items() if value is not None}
+        return Request(method, self._tools_path() + path_of(*segments), read, **with_json(sent), **more)
+
+
+def _tree(payload: Json) -> Tree:
+    nodes = [made_of(Node, node) for node in payload["nodes"]]
+    return Tree(task=payload["task"], root=payload["root"], nodes=nodes, truncated=payload["truncated"])
+
+
+def _rollout(payload: Json) -> RolloutInfo:
+    steps = [made_of(Step, step, title=(step["call"] or {}).get("title", "")) for step in payload.get("steps", ())]
+    return made_of(RolloutInfo, {name: value for name, value in payload.items() if name != "steps"}, steps=steps)
+
+
+def _file(reply: Reply) -> FileResult:
+    return FileResult(content=reply.body, media_type=reply.headers.get("content-type", ""), **how_answered(reply))
+
+
+def _video(reply: Reply) -> VideoResult:
+    media_type = reply.headers.get("content-type", "")
+    payload = reply.payload if media_type.partition(";")[0] == "application/json" else {}
+    error = payload.get("error") if reply.status == 422 else None
+    return VideoResult(
+        payload={} if error else payload, content=reply.body, media_type=media_type, error=error, **how_answered(reply)
+    )
+
+
+def _response(reply: Reply) -> ToolResponse:
+    return ToolResponse(status=reply.status, headers=reply.headers, content=reply.body, **how_answered(reply))

@@ -1,0 +1,335 @@
+"""What the client's operations return. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from forkpoint.exchange import Reply
+
+V = TypeVar("V")
+Outcome = Literal["hit", "miss", "wait", "bypass"]
+"""How a call was answered: from the tree, by running it, by another rollout's execution, or for this rollout alone."""
+_OUTCOMES: Mapping[str, Outcome] = {
+    "forkpoint; hit": "hit",
+    "forkpoint; fwd=miss; stored": "miss",
+    "forkpoint; fwd=miss; collapsed": "wait",
+    "forkpoint; fwd=bypass": "bypass",
+}
+_DURATION = re.compile(r"(\w+);dur=([0-9.]+)")
+
+
+def made_of(kind: type[V], payload: Mapping[str, Any], **more: Any) -> V:
+    """Return a result with the members of a JSON object that its class names; a newer proxy may send others."""
+    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in payload.items() if name in known}, **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """The answer to a tool call.
+
+    Attributes:
+        outcome: How the call was answered; None if the proxy answered it by itself.
+        node: The rollout's node after the call, such as `n12`; None if the response names none.
+        tool_s: Seconds that the tool ran for this request; 0 on a hit.
+        restore_s: Seconds that getting a sandbox took.
+        replay_s: Seconds that bringing the sandbox to the rollout's state took.
+        wait_s: Seconds that the call waited for other calls.
+    """
+
+    outcome: Outcome | None = None
+    node: str | None = None
+    tool_s: float = 0.0
+    restore_s: float = 0.0
+    replay_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def hit(self) -> bool:
+        """Whether no tool ran for this rollout: the tree knew the answer, or another rollout's execution gave it."""
+        return self.outcome in ("hit", "wait")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellResult(CallResult):
+    """The result of a command.
+
+    Attributes:
+        stdout: Standard output.
+        stderr: Standard error.
+        exit_code: The exit code; 124 after a timeout.
+        timed_out: Whether the command was ended because it ran for too long.
+        truncated: Whether output was cut.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    timed_out: bool = False
+    truncated: bool = False
+
+    @property
+    def output(self) -> str:
+        """Standard output and standard error, one after the other."""
+        return self.stdout + self.stderr
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileResult(CallResult):
+    """The result of a file operation.
+
+    Attributes:
+        content: The bytes of the file; the JSON list of a directory; empty after a write.
+        media_type: The type of the content.
+    """
+
+    content: bytes = b""
+    media_type: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SqlResult(CallResult):
+    """The result of a SQL tool. An error of the database is a result too.
+
+    Attributes:
+        columns: Names of the columns.
+        rows: The rows; empty if `text` has them.
+        row_count: Number of rows shown, or changed by a statement without columns.
+        truncated: Whether rows were left out.
+        text: The rows as text, if a `format` was requested.
+        error: `message`, `kind` and `code` of the database's error; None for none.
+    """
+
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[Any]] = field(default_factory=list)
+    row_count: int = 0
+    truncated: bool = False
+    text: str = ""
+    error: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedQueries(CallResult):
+    """Whether two queries have the same result.
+
+    Attributes:
+        match: Whether they do.
+        why: What differs; empty if they match.
+        rows: Number of rows of the first query.
+        gold_rows: Number of rows of the second query.
+        error: The error of one of them; None for none.
+    """
+
+    match: bool
+    why: str = ""
+    rows: int | None = None
+    gold_rows: int | None = None
+    error: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoResult(CallResult):
+    """The result of a video tool. An error of the tool is a result too.
+
+    Attributes:
+        payload: The JSON object; empty for a picture and for an error.
+        content: The bytes of the response, for example of a picture.
+        media_type: The type of the content.
+        error: `kind` and `message` of the tool's error; None for none.
+    """
+
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    content: bytes = b""
+    media_type: str = ""
+    error: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResponse(CallResult):
+    """The response of a tool server, whatever its status.
+
+    Attributes:
+        status: The HTTP status.
+        headers: The headers by their names in lower case.
+        content: The body.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One call of a rollout.
+
+    Attributes:
+        turn: Number of the call in the rollout, from 0.
+        outcome: How it was answered.
+        title: The call in one line; empty if its record was forgotten since.
+        call: `endpoint`, `tool` and `arguments` of the call; None if its record was forgotten since.
+        effect: What the call changed.
+        seconds: Seconds that the tool ran when the call was recorded.
+        node: The node that the call led to; None if its record was forgotten since.
+    """
+
+    turn: int
+    outcome: Outcome
+    title: str
+    call: Mapping[str, Any] | None
+    effect: list[str]
+    seconds: float
+    node: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInfo:
+    """A rollout.
+
+    Attributes:
+        id: Number of the rollout, unique in the proxy.
+        task: Name of its task.
+        rollout: Its name.
+        root: Root of its tree.
+        node: The node that it is at.
+        start: The node that it began at.
+        calls: Number of its answered calls.
+        finished: Whether it has ended.
+        created_at: When it began, in seconds since 1970.
+        base_url: Base URL of its agent's tools.
+        token: Its token, if it has just begun; None later.
+        lost: Why its position is not known any more; empty for nearly all.
+        steps: Its calls, if it was asked for by name; at most the requested page.
+    """
+
+    id: int
+    task: str
+    rollout: str
+    root: str
+    node: str
+    start: str
+    calls: int
+    finished: bool
+    created_at: float
+    base_url: str
+    token: str | None = None
+    lost: str = ""
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskInfo:
+    """A task, with totals of its rollouts where a list of tasks was asked for.
+
+    Attributes:
+        task: Its name.
+        created_at: When it was created, in seconds since 1970.
+        nodes: Number of nodes in all of its trees.
+        rollouts: Number of its rollouts, finished ones included.
+        running: Number of rollouts that have not ended.
+        root: Root of its current tree; empty in a list.
+        spec: Its environment, without secret values; empty in a list.
+        calls: Number of answered calls.
+        hit_rate: Share of calls that no tool ran for, from 0 to 1.
+        executed_s: Seconds that tools ran.
+        saved_s: Seconds of tool time that hits and waits saved.
+    """
+
+    task: str
+    created_at: float
+    nodes: int
+    rollouts: int
+    running: int
+    root: str = ""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    hit_rate: float = 0.0
+    executed_s: float = 0.0
+    saved_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node: a sandbox state in the tree.
+
+    Attributes:
+        id: Its name, such as `n12`.
+        parent: The node that its first call was made at; None for the root.
+        call: `endpoint`, `tool`, `arguments` and `title` of the call that led here; None for the root.
+        effect: What that call changed.
+        seconds: Seconds that its tool ran.
+        hits: Number of hits that it has answered.
+        exit_code: The exit code in its answer; None if the answer has none.
+        snapshot: Whether the state has a snapshot.
+        rollouts: Names of the rollouts that are at this node.
+        observations: Calls recorded here that did not change the state, as JSON objects.
+        flags: Properties that need attention: `pinned`, `diverged`, `unreproducible`, `private`.
+        children: Number of child nodes.
+        answer: The recorded answer as a JSON object, if the node was asked for by name; None in a tree.
+    """
+
+    id: str
+    parent: str | None
+    call: Mapping[str, Any] | None
+    effect: list[str]
+    seconds: float
+    hits: int
+    exit_code: int | None
+    snapshot: bool
+    rollouts: list[str]
+    observations: list[Mapping[str, Any]]
+    flags: list[str]
+    children: int
+    answer: Mapping[str, Any] | None = None
+
+    @property
+    def title(self) -> str:
+        """The call that led here in one line; `start` for the root."""
+        return "start" if self.call is None else str(self.call.get("title", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """What changed from one node to another.
+
+    Attributes:
+        files: The changed paths, each with `path`, `change` and, for text, a unified `diff`.
+        raw: The whole answer: sessions and databases too.
+    """
+
+    files: list[Mapping[str, Any]]
+    raw: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Totals since the proxy started.
+
+    Attributes:
+        hits: Calls answered from a tree.
+        misses: Calls that were executed and recorded.
+        waits: Calls that shared another rollout's execution.
+        bypasses: Calls whose record serves their own rollout alone.
+        executed_s: Seconds that tools ran.
+        saved_s: Seconds of tool time that hits and waits saved.
+        raw: All totals and budgets.
+    """
+
+    hits: int
+    misses: int
+    waits: int
+    bypasses: int
+    executed_s: float
+    saved_s: float
+    raw: Mapping[str, Any]
+
+
+def how_answered(reply: Reply) -> dict[str, Any]:
+    """Return the members of a `CallResult` that a response's headers tell."""
+    timing = dict(_DURATION.findall(reply.headers.get("server-timing", "")))
+    return {
+        "outcome": _OUTCOMES.get(reply.headers.get("cache-status", "")),
+        "node": reply.headers.get("x-forkpoint-node"),
+        **{f"{name}_s": float(timing.get(name, 0.0)) / 1000 for name in ("tool", "restore", "replay", "wait")},
+    }
