@@ -14,7 +14,7 @@ import httpx
 
 from forkpoint.errors import ForkpointError, UnreachableError
 from forkpoint.exchange import Awaiting, Blocking, Reply, Request, path_of, retry_pause_s
-from forkpoint.operations import ProxyOperations, RolloutOperations, TaskOperations
+from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
 
 T = TypeVar("T")
 
@@ -87,19 +87,21 @@ class _Urls:
 class Rollout(RolloutOperations, _Urls, Blocking):
     """A rollout. A `with` block begins it and finishes it at its end; without one, its first call begins it."""
 
-    def __init__(self, client: "Client", task_name: str, name: str) -> None:
+    def __init__(self, client: "Client", task_name: str, name: str, labels: Labels) -> None:
         self._client, self.task_name, self.name, self._url = client, task_name, name, client.url
+        self.labels = labels
 
-    def fork(self, name: str | None = None, *, node: str | None = None) -> "Rollout":
+    def fork(self, name: str | None = None, *, node: str | None = None, labels: Labels | None = None) -> "Rollout":
         """Begin a rollout at this rollout's node, or at another node of its task.
 
         Args:
             name: Name of the new rollout; None for a random one.
             node: Name of the node; None for this rollout's own.
+            labels: Labels beyond this rollout's; a reward is not taken over.
         """
         name = name or uuid4().hex
-        self._perform(self._fork(name, node))
-        return Rollout(self._client, self.task_name, name)
+        begun = self._perform(self._fork(name, node, labels))
+        return Rollout(self._client, self.task_name, name, begun.labels)
 
     def __enter__(self) -> Self:
         """Begin the rollout."""
@@ -123,19 +125,23 @@ class Rollout(RolloutOperations, _Urls, Blocking):
 class AsyncRollout(RolloutOperations, _Urls, Awaiting):
     """A rollout. An `async with` block begins it and finishes it at its end; without one, its first call begins it."""
 
-    def __init__(self, client: "AsyncClient", task_name: str, name: str) -> None:
+    def __init__(self, client: "AsyncClient", task_name: str, name: str, labels: Labels) -> None:
         self._client, self.task_name, self.name, self._url = client, task_name, name, client.url
+        self.labels = labels
 
-    async def fork(self, name: str | None = None, *, node: str | None = None) -> "AsyncRollout":
+    async def fork(
+        self, name: str | None = None, *, node: str | None = None, labels: Labels | None = None
+    ) -> "AsyncRollout":
         """Begin a rollout at this rollout's node, or at another node of its task.
 
         Args:
             name: Name of the new rollout; None for a random one.
             node: Name of the node; None for this rollout's own.
+            labels: Labels beyond this rollout's; a reward is not taken over.
         """
         name = name or uuid4().hex
-        await self._perform(self._fork(name, node))
-        return AsyncRollout(self._client, self.task_name, name)
+        begun = await self._perform(self._fork(name, node, labels))
+        return AsyncRollout(self._client, self.task_name, name, begun.labels)
 
     async def __aenter__(self) -> Self:
         """Begin the rollout."""
@@ -162,13 +168,14 @@ class Task(TaskOperations, Blocking):
     def __init__(self, client: "Client", name: str) -> None:
         self._client, self.name = client, name
 
-    def rollout(self, name: str | None = None) -> Rollout:
+    def rollout(self, name: str | None = None, *, labels: Labels | None = None) -> Rollout:
         """Return a rollout of the task.
 
         Args:
             name: Its name; None for a random one.
+            labels: Labels that it begins with, beyond those of the client.
         """
-        return Rollout(self._client, self.name, name or uuid4().hex)
+        return Rollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
 
     def _perform(self, request: Request[T]) -> T:
         return self._client._perform(request)  # noqa: SLF001 - its client
@@ -180,13 +187,14 @@ class AsyncTask(TaskOperations, Awaiting):
     def __init__(self, client: "AsyncClient", name: str) -> None:
         self._client, self.name = client, name
 
-    def rollout(self, name: str | None = None) -> AsyncRollout:
+    def rollout(self, name: str | None = None, *, labels: Labels | None = None) -> AsyncRollout:
         """Return a rollout of the task.
 
         Args:
             name: Its name; None for a random one.
+            labels: Labels that it begins with, beyond those of the client.
         """
-        return AsyncRollout(self._client, self.name, name or uuid4().hex)
+        return AsyncRollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
 
     async def _perform(self, request: Request[T]) -> T:
         return await self._client._perform(request)  # noqa: SLF001 - its client
@@ -197,6 +205,7 @@ class Client(ProxyOperations, Blocking):
 
     Attributes:
         url: The proxy's URL.
+        labels: Labels of all rollouts that this client begins.
     """
 
     def __init__(
@@ -204,6 +213,7 @@ class Client(ProxyOperations, Blocking):
         url: str | None = None,
         *,
         token: str | None = None,
+        labels: Labels | None = None,
         patience_s: float = PATIENCE_S,
         transport: httpx.BaseTransport | None = None,
         trust_env: bool = True,
@@ -213,12 +223,14 @@ class Client(ProxyOperations, Blocking):
         Args:
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
             token: A token of the proxy; None for FORKPOINT_TOKEN, if it is set.
+            labels: Labels of all rollouts that this client begins, such as `run`.
             patience_s: For how many seconds a busy proxy is asked again; 0 for never.
             transport: Sends the requests instead of a socket, in tests; None for a socket.
             trust_env: Whether HTTP_PROXY and similar variables apply.
         """
         self._http = httpx.Client(**_options(url, token, trust_env=trust_env), transport=transport)
         self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
+        self.labels: Labels = dict(labels or {})
 
     def task(self, name: str) -> Task:
         """Return a task of this proxy; it need not exist yet."""
@@ -254,6 +266,7 @@ class AsyncClient(ProxyOperations, Awaiting):
 
     Attributes:
         url: The proxy's URL.
+        labels: Labels of all rollouts that this client begins.
     """
 
     def __init__(
@@ -261,6 +274,7 @@ class AsyncClient(ProxyOperations, Awaiting):
         url: str | None = None,
         *,
         token: str | None = None,
+        labels: Labels | None = None,
         patience_s: float = PATIENCE_S,
         transport: httpx.AsyncBaseTransport | None = None,
         trust_env: bool = True,
@@ -270,12 +284,14 @@ class AsyncClient(ProxyOperations, Awaiting):
         Args:
             url: The proxy's URL; None for FORKPOINT_URL, or the proxy on this machine.
             token: A token of the proxy; None for FORKPOINT_TOKEN, if it is set.
+            labels: Labels of all rollouts that this client begins, such as `run`.
             patience_s: For how many seconds a busy proxy is asked again; 0 for never.
             transport: Sends the requests instead of a socket, in tests; None for a socket.
             trust_env: Whether HTTP_PROXY and similar variables apply.
         """
         self._http = httpx.AsyncClient(**_options(url, token, trust_env=trust_env), transport=transport)
         self.url, self._patience_s = str(self._http.base_url).rstrip("/"), patience_s
+        self.labels: Labels = dict(labels or {})
 
     def task(self, name: str) -> AsyncTask:
         """Return a task of this proxy; it need not exist yet."""

@@ -52,7 +52,7 @@ class Request(Generic[T]):
         method: The HTTP method.
         path: The path below the proxy's URL, already quoted.
         read: Returns the result of a successful response.
-        query: The query parameters.
+        query: The query parameters; a list is a parameter that is repeated.
         body: The body; None for none.
         headers: Headers of this request alone.
         timeout_s: How long the tool may run, in seconds; None for the proxy's default. The client waits longer.
@@ -62,7 +62,7 @@ class Request(Generic[T]):
     method: str
     path: str
     read: Callable[[Reply], T]
-    query: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str | list[str]] = field(default_factory=dict)
     body: bytes | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None

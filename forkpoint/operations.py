@@ -5,6 +5,7 @@ The docstrings speak of what a method returns; a method of an async object retur
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import quote
 
 from forkpoint.exchange import Operation, Reply, Request, given, path_of, with_json
 from forkpoint.results import (
@@ -26,6 +27,8 @@ from forkpoint.results import (
 from forkpoint.trees import Tree
 
 Json = Mapping[str, Any]
+Labels = Mapping[str, str | int | float | bool]
+"""Labels of a rollout by name, such as `run`, `step`, `epoch`, `group`, `policy` and `reward`."""
 ResultFormat = Literal["json", "table", "markdown", "csv", "skyrl"]
 _API = ("api", "v1")
 
@@ -137,17 +140,20 @@ class TaskOperations:
         )
 
     @Operation
-    def rollouts(self, *, newest: bool = False, offset: int = 0, limit: int = 1000) -> Request[list[RolloutInfo]]:
+    def rollouts(
+        self, *, labels: Labels | None = None, newest: bool = False, offset: int = 0, limit: int = 1000
+    ) -> Request[list[RolloutInfo]]:
         """List the task's rollouts, finished ones included.
 
         Args:
+            labels: Only the rollouts with all of these labels; None for all.
             newest: Whether the newest come first, instead of the oldest.
             offset: Number of rollouts to skip.
             limit: Maximum number of rollouts.
         """
         return Request(
             "GET", self._path("rollouts"), lambda reply: [_rollout(row) for row in reply.payload],
-            query=given(newest=newest or None, offset=offset, limit=limit),
+            query={**given(newest=newest or None, offset=offset, limit=limit), "label": _pairs(labels or {})},
         )  # fmt: skip
 
     def _path(self, *segments: str) -> str:
@@ -160,10 +166,12 @@ class RolloutOperations:
     Attributes:
         task_name: Name of its task.
         name: Name of the rollout.
+        labels: The labels that it begins with.
     """
 
     task_name: str
     name: str
+    labels: Labels
 
     @Operation
     def begin(self) -> Request[RolloutInfo]:
@@ -173,7 +181,7 @@ class RolloutOperations:
         """
         return Request(
             "POST", path_of(*_API, "tasks", self.task_name, "rollouts"), lambda reply: _rollout(reply.payload),
-            **with_json({"rollout": self.name}),
+            **with_json({"rollout": self.name, "labels": dict(self.labels)}),
         )  # fmt: skip
 
     @Operation
@@ -186,6 +194,13 @@ class RolloutOperations:
         """
         return Request(
             "GET", self._control_path(), lambda reply: _rollout(reply.payload), query=given(offset=offset, limit=limit)
+        )
+
+    @Operation
+    def label(self, /, **labels: str | float | bool | None) -> Request[RolloutInfo]:
+        """Change the rollout's labels, also after its end, for example `reward=1.0`; None removes a label."""
+        return Request(
+            "PATCH", self._control_path("labels"), lambda reply: _rollout(reply.payload), **with_json(labels)
         )
 
     @Operation
@@ -218,17 +233,19 @@ class RolloutOperations:
             mode: Its permission bits in octal, such as `755`; None for the default.
         """
         data = content.encode() if isinstance(content, str) else content
-        return Request("PUT", self._file(path), _file, query=given(mode=mode), body=data)
+        return Request(
+            "PUT", self._file(path), _file, query=given(mode=mode), body=data, headers=labels_header(self.labels)
+        )
 
     @Operation
     def read(self, path: str) -> Request[FileResult]:
         """Read a file, or list a directory as JSON. A missing file is a `ForkpointError` of status 404."""
-        return Request("GET", self._file(path), _file)
+        return Request("GET", self._file(path), _file, headers=labels_header(self.labels))
 
     @Operation
     def remove(self, path: str) -> Request[FileResult]:
         """Delete a file."""
-        return Request("DELETE", self._file(path), _file)
+        return Request("DELETE", self._file(path), _file, headers=labels_header(self.labels))
 
     @Operation
     def sql(
@@ -318,7 +335,7 @@ class RolloutOperations:
             headers: More headers.
         """
         sent = with_json(json) if json is not None else {"body": content, "headers": {}}
-        sent["headers"] = {**sent["headers"], **(headers or {})}
+        sent["headers"] |= {**labels_header(self.labels), **(headers or {})}
         target = f"{self._tools_path()}/{path.lstrip('/')}"
         return Request(method, target, _response, query=query or {}, accepts=frozenset(range(100, 600)), **sent)
 
@@ -328,8 +345,10 @@ class RolloutOperations:
     def _control_path(self, *segments: str) -> str:
         return path_of(*_API, "tasks", self.task_name, "rollouts", self.name, *segments)
 
-    def _fork(self, name: str, node: str | None) -> Request[RolloutInfo]:
-        body = {"name": name} if node is None else {"name": name, "node": node}
+    def _fork(self, name: str, node: str | None, labels: Labels | None) -> Request[RolloutInfo]:
+        body: dict[str, Any] = {"name": name, "labels": dict(labels or {})}
+        if node is not None:
+            body["node"] = node
         return Request("POST", self._control_path("fork"), lambda reply: _rollout(reply.payload), **with_json(body))
 
     def _file(self, path: str) -> str:
@@ -344,8 +363,22 @@ class RolloutOperations:
 
     def _call(self, method: str, segments: tuple[str, ...], read: Any, *, body: Json, **more: Any) -> Request[Any]:
         # A default that is left out is decided by the proxy, and is the same call as one that is sent.
-        sent = {name: value for name, value in body.items() if value is not None}
-        return Request(method, self._tools_path() + path_of(*segments), read, **with_json(sent), **more)
+        sent = with_json({name: value for name, value in body.items() if value is not None})
+        sent["headers"] |= labels_header(self.labels)
+        return Request(method, self._tools_path() + path_of(*segments), read, **sent, **more)
+
+
+def labels_header(labels: Labels) -> dict[str, str]:
+    """Return the header with the labels of a rollout that a call may begin; empty without labels."""
+    pairs = (pair.partition("=") for pair in _pairs(labels))
+    text = ",".join(f"{name}={quote(value, safe='')}" for name, _, value in pairs)
+    return {"x-forkpoint-labels": text} if text else {}
+
+
+def _pairs(labels: Labels) -> list[str]:
+    """Return labels as the query of a list has them."""
+    texts = {True: "true", False: "false"}
+    return [f"{name}={texts[v] if isinstance(v, bool) else v}" for name, v in labels.items()]
 
 
 def _tree(payload: Json) -> Tree:

@@ -196,7 +196,10 @@ class RolloutInfo:
         start: The node that it began at.
         calls: Number of its answered calls.
         finished: Whether it has ended.
+        state: `running`, `idle` if its last call is some minutes old, or `finished`.
         created_at: When it began, in seconds since 1970.
+        used_at: When it made its last call, in seconds since 1970.
+        labels: Its labels.
         base_url: Base URL of its agent's tools.
         token: Its token, if it has just begun; None later.
         lost: Why its position is not known any more; empty for nearly all.
@@ -211,7 +214,10 @@ class RolloutInfo:
     start: str
     calls: int
     finished: bool
+    state: Literal["running", "idle", "finished"]
     created_at: float
+    used_at: float
+    labels: Mapping[str, str]
     base_url: str
     token: str | None = None
     lost: str = ""

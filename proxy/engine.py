@@ -248,6 +248,8 @@ class Engine:
         # Idle sandboxes, warm forks first, make room while the machine has too little memory.
         while available_bytes() < self.settings.memory_reserve_bytes and await self.pool.close_victim():
             log.warning("little memory is available: an idle sandbox was closed")
+        if self.settings.idle_finish_s is not None:
+            await self.tasks.finish_unused(self.settings.idle_finish_s)
         await self.forgetting.sweep()
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
@@ -268,6 +270,7 @@ def build_engine(settings: Settings, drivers: Mapping[str, Driver]) -> Engine:
 
     def fold(steps: list[JournalEntry]) -> None:
         store.rollouts.fold(steps)
+        store.rollouts.add_overhead(step.take_overheads())
         audit.sample_hits(steps)
 
     def stored_positions(tree: int) -> Iterator[Node]:

@@ -69,6 +69,9 @@ class Settings(BaseSettings):
         default=60.0, gt=0, description="Seconds that a call waits for a free sandbox before it gets 503."
     )
     sandbox_idle_s: float = Field(default=120.0, gt=0, description="Seconds after which an idle sandbox is closed.")
+    idle_finish_s: float | None = Field(
+        default=None, gt=0, description="Seconds without a call after which a rollout is finished; none for never."
+    )
     container_spares: int = Field(
         default=2, ge=0, description="Started containers that are kept ready for each image in use."
     )

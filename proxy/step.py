@@ -24,6 +24,7 @@ from proxy.execution.warm_forks import WarmForks
 from proxy.storage.errors import DamagedError
 from proxy.storage.journal import Journal
 from proxy.storage.journal_segments import JournalEntry
+from proxy.storage.rollouts import Overhead
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.keys import CallKey
@@ -70,6 +71,7 @@ class Step:
         self._executor, self._journal, self._counts, self._warm, self._traces = executor, journal, counts, warm, traces
         self._read = read
         self.order, self.calls = CallOrder(), TaskOwner()
+        self._overheads: dict[int, Overhead] = {}
         # Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`.
         self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
 
@@ -158,8 +160,20 @@ class Step:
                     self._read(record)
                 break
             self._advance(rollout, record, outcome, timing)
+            self._note_overhead(rollout, timing)
             log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
         return Answer(record, outcome, timing)
+
+    def take_overheads(self) -> dict[int, Overhead]:
+        """Return what calls took beside their tools since the last time, by the numbers of their rollouts."""
+        taken, self._overheads = self._overheads, {}
+        return taken
+
+    def _note_overhead(self, rollout: Rollout, timing: Timing) -> None:
+        spent = self._overheads.get(rollout.id, Overhead(0.0, 0.0, 0.0))
+        self._overheads[rollout.id] = Overhead(
+            spent.restore_s + timing.restore_s, spent.replay_s + timing.replay_s, spent.wait_s + timing.wait_s
+        )
 
     def _is_readable(self, rollout: Rollout, record: Record) -> bool:
         """Return whether a record's answer can be read; a damaged one answers no call any more.

@@ -23,6 +23,7 @@ from proxy.http.address import Address, address_of
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.exchange import EXPECTED, Exchange
 from proxy.http.problems import count_problem, problem_of
+from proxy.http.sent_labels import take_from_query
 from proxy.http.uploads import ClientDisconnectedError
 from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
@@ -115,10 +116,11 @@ class DataPlane:
         return shortened
 
     def _authorise(self, scope: Scope) -> RefusalError | None:
-        """Note in the scope what a request may see; return why it may see nothing, or None. Idempotent."""
+        """Note in the scope what a request may see, and its labels; return why it may see nothing. Idempotent."""
         # `may_stream` and `known` may get the same scope, so the second of them finds the grant of the first.
         if GRANT in scope:
             return None
+        take_from_query(scope)
         try:
             scope[GRANT] = self.engine.access.admit(scope, self.engine.store.rollouts.by_token)
         except RefusalError as refusal:

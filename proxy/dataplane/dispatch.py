@@ -27,11 +27,13 @@ from proxy.http.asgi import Receive, Scope
 from proxy.http.exchange import Exchange
 from proxy.http.lru_cache import LruCache
 from proxy.http.problems import count_problem, problem_of
+from proxy.http.sent_labels import labels_of
 from proxy.http.streaming import ServerEvents
 from proxy.http.uploads import uploading
 from proxy.refusals import RefusalError
 from proxy.step import Answer
 from proxy.telemetry.timing import Timing
+from proxy.tree.labels import Labels
 from proxy.tree.rollout import Outcome, Rollout
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
@@ -139,7 +141,8 @@ class Dispatch:
             await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
             return
         if rollout is None and isinstance(meaning, Call):
-            rollout = await self._rollout(address.task, meaning, address.rollout)
+            labels = labels_of(scope, scope["headers"])
+            rollout = await self._rollout(address.task, meaning, address.rollout, labels)
             if rollout.tree.spec != spec:
                 # The rollout runs in the tree of an older environment of its task, which may read requests otherwise.
                 dialect = self._addressing.dialect(rollout, endpoint)
@@ -147,7 +150,9 @@ class Dispatch:
                 meaning = dialect.read(request)
         meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
         # 3. Act: a reply of the proxy's own, a rollout's begin or end, a cancellation, or a call.
-        await self._act(address.task, meaning, exchange, rollout)
+        # A message that opens a rollout may come from a client that has labels for it.
+        labels = labels_of(scope, scope["headers"]) if isinstance(meaning, Open) else {}
+        await self._act(address.task, meaning, exchange, rollout, labels)
 
     async def _routed(self, address: Address, task: str, spec: EnvironmentSpec) -> Address:
         """Return the address of the task that a request names; a new task gets the environment of the URL's task."""
@@ -156,11 +161,11 @@ class Dispatch:
             await self._engine.tasks.put(task, spec)
         return replace(address, task=task)
 
-    async def _rollout(self, task: str, call: Call, name: str) -> Rollout:
+    async def _rollout(self, task: str, call: Call, name: str, labels: Labels) -> Rollout:
         """Return the rollout of a call. A new one begins, unless only the proxy gives such names (`Call.existing`)."""
         if not call.existing:
             # Without `existing` the name is the client's own, so an unknown one is simply a new rollout.
-            return await self._engine.tasks.rollout(task, call.rollout or name)
+            return await self._engine.tasks.rollout(task, call.rollout or name, labels)
         rollout = await self._engine.tasks.running(task, call.rollout)
         if rollout is None:
             raise RefusalError(404, "session", "this session has ended or never existed. Begin another session.")
@@ -198,7 +203,9 @@ class Dispatch:
             self._constants[key] = answer
         await self._send(answer, exchange)
 
-    async def _act(self, task: str, meaning: Meaning, exchange: Exchange, rollout: Rollout | None) -> None:
+    async def _act(
+        self, task: str, meaning: Meaning, exchange: Exchange, rollout: Rollout | None, labels: Labels
+    ) -> None:
         tasks = self._engine.tasks
         match meaning:
             case Local():
@@ -219,10 +226,10 @@ class Dispatch:
                     events.cancel()
                 await exchange.local(meaning.answer)
             case Open():
-                opened = await tasks.open_rollout(task, meaning.rollout, meaning.parent, meaning.spec)
+                opened = await tasks.open_rollout(task, meaning.rollout, meaning.parent, meaning.spec, labels)
                 exchange.extra = meaning.headers
                 # The request also means something within the rollout that it opens.
-                await self._act(task, meaning.then, exchange, opened)
+                await self._act(task, meaning.then, exchange, opened, labels)
             case Call():
                 assert rollout is not None
                 await self._call(rollout, meaning, exchange)

@@ -24,8 +24,10 @@ from proxy.http.answer_cache import Answers
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.http.lru_cache import LruCache
 from proxy.http.problems import count_problem, problem_of
+from proxy.http.sent_labels import labels_of
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import CallKey, call_key
+from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SandboxError, ServerError
@@ -69,6 +71,7 @@ class _Connection:
     Attributes:
         address: What the URL names.
         name: The name of the rollout.
+        labels: The labels of a rollout that begins on this connection.
         request: The handshake, as a request with the method `WS`.
         grant: What the client's token may see.
         subprotocols: The subprotocols that the client offered.
@@ -79,6 +82,7 @@ class _Connection:
 
     address: Address
     name: str
+    labels: Labels
     request: Request
     grant: Grant
     subprotocols: list[str]
@@ -110,6 +114,7 @@ class Sockets:
         try:
             # 1. Before the handshake is accepted, a refusal can still be an HTTP response, which clients show.
             self._admit(address, request)
+            labels = labels_of(scope, scope["headers"])
         except Exception as error:  # noqa: BLE001 - every error of a handshake becomes its response
             await refuse(problem_of(error), send)
             return
@@ -123,7 +128,8 @@ class Sockets:
         # A URL without a rollout gets one under a name of its own, so that the rollout can end with the connection.
         name = address.rollout or secrets.token_hex(12)
         handshake = replace(request, headers=headers, method="WS")
-        connection = _Connection(address, name, handshake, scope.get(GRANT, ALL), scope["subprotocols"], send)
+        grant = scope.get(GRANT, ALL)
+        connection = _Connection(address, name, labels, handshake, grant, scope["subprotocols"], send)
         # No await between the count and `try`: whatever ends the connection takes it back.
         self._open += 1
         try:
@@ -227,7 +233,7 @@ class Sockets:
             meaning = self._dialect(connection).read(request)
             meaning = meaning.then if isinstance(meaning, Open) else meaning
         elif isinstance(meaning, Call):
-            rollout = await self._engine.tasks.rollout(task, name)
+            rollout = await self._engine.tasks.rollout(task, name, connection.labels)
             # The tree may be another than the one that the first reading assumed.
             meaning = self._dialect(connection).read(request)
         if isinstance(meaning, Close):
@@ -267,7 +273,7 @@ class Sockets:
         if before is not None and before.calls:
             await self._finish(before)
         connection.aliases.clear()
-        return await tasks.open_rollout(task, connection.name, meaning.parent)
+        return await tasks.open_rollout(task, connection.name, meaning.parent, labels=connection.labels)
 
     async def _finish(self, rollout: Rollout | None) -> None:
         if rollout is not None:

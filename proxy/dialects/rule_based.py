@@ -37,11 +37,12 @@ NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
     "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "x-request-id", "x-correlation-id", "idempotency-key",
     "traceparent", "tracestate", "baggage", "sentry-trace", "x-forkpoint-task", "x-forkpoint-rollout",
+    "x-forkpoint-labels",
     "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
 }  # fmt: skip
 """Headers that do not change what a request means, so that they are not in keys by default."""
-_IDENTITY = frozenset({"x-forkpoint-task", "x-forkpoint-rollout"})
-"""Headers that name the rollout to the proxy, and do not go to the server."""
+_IDENTITY = frozenset({"x-forkpoint-task", "x-forkpoint-rollout", "x-forkpoint-labels"})
+"""Headers that tell the proxy about the rollout, and do not go to the server."""
 _ADDRESSES = frozenset({"origin", "referer"})
 """Headers in which a client sends the address under which it knows the server."""
 

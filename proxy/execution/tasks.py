@@ -14,6 +14,7 @@ from proxy.storage.journal import Journal
 from proxy.storage.store import Store
 from proxy.tree.environments import EnvironmentRequest, spec_for
 from proxy.tree.keys import CallKey
+from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task, Walkers
 from proxy.tree.tree import Node, Tree
@@ -186,7 +187,7 @@ class Tasks:
         node = tree.nodes.get(node_id)
         return None if node is None else (tree, node)
 
-    async def rollout(self, task_name: str, name: str) -> Rollout:
+    async def rollout(self, task_name: str, name: str, labels: Labels | None = None) -> Rollout:
         """Return the running rollout of this name; a new one begins at the root of its task's tree.
 
         Raises:
@@ -196,7 +197,7 @@ class Tasks:
         if rollout is None:
             task = await self.current(await self.open(task_name))
             # Another first call may have begun the rollout while the task was opened.
-            rollout = task.rollouts.get(name) or self.begin(task, name, task.tree, task.tree.root)
+            rollout = task.rollouts.get(name) or self.begin(task, name, task.tree, task.tree.root, labels=labels)
         return rollout
 
     async def current(self, task: Task) -> Task:
@@ -248,7 +249,12 @@ class Tasks:
         return bool(number)
 
     async def open_rollout(
-        self, task_name: str, name: str, parent: str = "", environment: EnvironmentRequest | None = None
+        self,
+        task_name: str,
+        name: str,
+        parent: str = "",
+        environment: EnvironmentRequest | None = None,
+        labels: Labels | None = None,
     ) -> Rollout:
         """Return the running rollout of this name, or begin one.
 
@@ -258,6 +264,7 @@ class Tasks:
             parent: Name of a running rollout at whose node the new one begins; empty for the root.
             environment: The environment that the client requests; None for the task's own. Any other environment
                 has its own tree. Ignored with a parent.
+            labels: The labels of a rollout that begins; None for none.
 
         Raises:
             RefusalError: 404, there is no such parent or image; 400, there can be no such environment.
@@ -270,19 +277,21 @@ class Tasks:
             if source is None:
                 raise RefusalError(404, "no-such-rollout", f"there is no running rollout {parent!r} to fork from.")
             # No await between the look-up of the parent and the begin: the parent is still at that node.
-            return self.begin(task, name, source.tree, source.node)
+            return self.begin(task, name, source.tree, source.node, labels=labels)
         running = self.rollouts.get((task_name, name))
         if environment is None or running is not None:
-            return running or await self.rollout(task_name, name)
+            return running or await self.rollout(task_name, name, labels)
         task = await self.open(task_name)
         own_spec = None if task.origin is None else task.spec
         spec = spec_for(environment, own_spec, self._default_spec, self._drivers.keys(), any_image=self._any_image)
         key = await self.key(spec)
         # Another first request may have begun the rollout meanwhile.
         tree = self._trees.open(task_name, key, spec)
-        return task.rollouts.get(name) or self.begin(task, name, tree, tree.root)
+        return task.rollouts.get(name) or self.begin(task, name, tree, tree.root, labels=labels)
 
-    def begin(self, task: Task, name: str, tree: Tree, node: Node, token: str = "") -> Rollout:
+    def begin(
+        self, task: Task, name: str, tree: Tree, node: Node, token: str = "", labels: Labels | None = None
+    ) -> Rollout:
         """Begin a rollout at a node.
 
         Args:
@@ -291,6 +300,7 @@ class Tasks:
             tree: The tree that it walks.
             node: The node that it begins at.
             token: The token that stands for the rollout; empty for none. Only its digest is kept.
+            labels: Its labels; None for none.
 
         Raises:
             RefusalError: 409, a rollout of this name is running.
@@ -303,7 +313,7 @@ class Tasks:
                 f"rollout {name!r} of {task.name!r} is running. Finish it, or choose another name.",
             )
         # The store first: a rollout that only memory knows would be lost with its steps.
-        number = self._store.rollouts.create(task.name, name, tree.id, node.id, token)
+        number = self._store.rollouts.create(task.name, name, tree.id, node.id, token, labels)
         rollout = Rollout(number, name, task.name, tree, node, cached=tree.spec.cache == "always")
         rollout.begin(time.monotonic())
         self._add(task, rollout)
@@ -331,6 +341,23 @@ class Tasks:
         async with self._order.hold(rollout):
             if not rollout.finished:
                 await self.finish(rollout)
+
+    async def finish_unused(self, idle_s: float) -> int:
+        """End the rollouts without a call for so many seconds; return how many ended."""
+        self._journal.fold()
+        ended = 0
+        for number, task, name, calls in self._store.rollouts.unused(time.time() - idle_s):
+            rollout = self.rollouts.get((task, name))
+            if rollout is None:
+                # Its task is not in memory.
+                self._store.rollouts.finish(number)
+            elif rollout.id != number or rollout.calls != calls or rollout.waiting:
+                # It made a call while others were ended, or a call is running.
+                continue
+            else:
+                await self.finish(rollout)
+            ended += 1
+        return ended
 
     def _read_rollouts(self, task: Task) -> None:
         """Read the running rollouts back, each at the node that its last step led to."""

@@ -3,15 +3,30 @@
 Steps are written to the journal first and folded in here later: a reader folds the journal before it asks.
 """
 
+import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import sha256
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxy.storage.database import StoreDatabase
 from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.schema import is_whole
+
+
+class Overhead(NamedTuple):
+    """What calls of one rollout took beside their tools, in seconds.
+
+    Attributes:
+        restore_s: Getting sandboxes.
+        replay_s: Bringing sandboxes to the rollout's states.
+        wait_s: Waiting for other calls.
+    """
+
+    restore_s: float
+    replay_s: float
+    wait_s: float
 
 
 class RolloutStore:
@@ -20,7 +35,9 @@ class RolloutStore:
     def __init__(self, database: StoreDatabase) -> None:
         self._database = database
 
-    def create(self, task: str, name: str, tree: int, node: int, token: str = "") -> int:
+    def create(
+        self, task: str, name: str, tree: int, node: int, token: str = "", labels: Mapping[str, str] | None = None
+    ) -> int:
         """Write a rollout that is at node and has made no call; return its number.
 
         Args:
@@ -29,10 +46,14 @@ class RolloutStore:
             tree: Number of its tree.
             node: Number of the node that it begins at.
             token: Its token, of which only the SHA-256 is written; empty for a rollout without one.
+            labels: Its labels; None for none.
         """
         rollout = self._database.take_number("rollouts")
         digest = sha256(token.encode()).digest() if token else None
-        values = (rollout, task, name, tree, node, node, 0, 0, digest, time.time(), "")
+        now = time.time()
+        values = (
+            rollout, task, name, tree, node, node, 0, 0, digest, now, "", json.dumps(labels or {}), now, 0.0, 0.0, 0.0,
+        )  # fmt: skip
         with self._database.transaction() as execute:
             execute(f"INSERT INTO rollouts VALUES ({','.join('?' * len(values))})", values)
         return rollout
@@ -41,6 +62,28 @@ class RolloutStore:
         """Write that a rollout that has made no call begins at a node of another tree."""
         with self._database.transaction() as execute:
             execute("UPDATE rollouts SET tree = ?, start = ?, node = ? WHERE id = ?", (tree, node, node, rollout))
+
+    def put_labels(self, rollout: int, labels: Mapping[str, str]) -> None:
+        """Write a rollout's labels in place of those that it had."""
+        with self._database.transaction() as execute:
+            execute("UPDATE rollouts SET labels = ? WHERE id = ?", (json.dumps(labels), rollout))
+
+    def add_overhead(self, overheads: Mapping[int, Overhead]) -> None:
+        """Add what calls took beside their tools to their rollouts, by number."""
+        sql = "UPDATE rollouts SET restore_s = restore_s + ?, replay_s = replay_s + ?, wait_s = wait_s + ? WHERE id = ?"
+        with self._database.transaction():
+            self._database.execute_many(sql, [(*spent, rollout) for rollout, spent in overheads.items()])
+
+    def unused(self, since: float) -> list[tuple[int, str, str, int]]:
+        """Return number, task, name and calls of running rollouts whose last call is older. Fold the journal before.
+
+        Rollouts whose position is lost are not among them: their agents are told so until somebody ends them.
+
+        Args:
+            since: Seconds since 1970.
+        """
+        sql = "SELECT id, task, name, calls FROM rollouts WHERE finished = 0 AND lost = '' AND used_at < ?"
+        return self._database.rows(sql, (since,))
 
     def finish(self, rollout: int) -> None:
         """Write that a rollout has ended, and delete the notes on it."""
@@ -55,6 +98,7 @@ class RolloutStore:
         name: str | None = None,
         running: bool = False,
         newest: bool = False,
+        labels: Mapping[str, str] | None = None,
         offset: int = 0,
         limit: int = -1,
     ) -> list[dict[str, Any]]:
@@ -67,20 +111,27 @@ class RolloutStore:
             name: Only the rollouts of this name; None for all.
             running: Only the rollouts that have not ended.
             newest: The newest first, instead of the oldest.
+            labels: Only the rollouts with all of these labels; None for all.
             offset: How many rollouts to skip.
             limit: How many rollouts to return at most; -1 for all.
         """
         sql = (
-            f"SELECT id, task, name, tree, start, node, calls, finished, created_at, lost, {is_whole('rollouts')} "
-            "AS whole, (SELECT root FROM trees WHERE id = r.tree) AS root FROM rollouts r WHERE task = :task"
+            "SELECT id, task, name, tree, start, node, calls, finished, created_at, lost, labels, used_at, "
+            f"{is_whole('rollouts')} AS whole, (SELECT root FROM trees WHERE id = r.tree) AS root "
+            "FROM rollouts r WHERE task = :task"
         )
         # No URL can name such a rollout, because `~` is not allowed in names.
         sql += " AND name NOT LIKE '~%'"
         sql += " AND name = :name" if name is not None else ""
         # Whether a damaged row has ended is not known.
         sql += f" AND (finished = 0 OR NOT {is_whole('rollouts')})" if running else ""
+        wanted = dict(labels or {})
+        sql += "".join(f" AND json_extract(labels, :path{n}) = :label{n}" for n in range(len(wanted)))
         sql += f" ORDER BY id {'DESC' if newest else 'ASC'} LIMIT :limit OFFSET :offset"
-        rows = self._database.views(sql, {"task": task, "name": name, "limit": limit, "offset": offset})
+        values = {"task": task, "name": name, "limit": limit, "offset": offset}
+        for n, (label, value) in enumerate(wanted.items()):
+            values |= {f"path{n}": label_path(label), f"label{n}": value}
+        rows = self._database.views(sql, values)
         for row in rows:
             if not row["whole"]:
                 row["name"] = self._indexed_name(row["id"]) or row["name"]
@@ -111,14 +162,17 @@ class RolloutStore:
         return [row[0] for row in self._database.rows(sql, (rollout, count))]
 
     def fold(self, steps: Sequence[JournalEntry]) -> None:
-        """Write steps, and the node that each rollout reached, in one transaction. Known steps are skipped."""
-        last = {step.rollout: step for step in steps}
+        """Write steps, and the node that each rollout reached, in one transaction. Known steps are skipped.
+
+        Steps are folded within seconds, so the time of the fold is the time of a rollout's last call.
+        """
+        last, now = {step.rollout: step for step in steps}, time.time()
         with self._database.transaction():
             self._database.execute_many("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", steps)
             self._database.execute_many(
-                "UPDATE rollouts SET calls = ?1, node = COALESCE((SELECT target FROM records WHERE id = ?2), node) "
-                "WHERE id = ?3 AND calls < ?1",
-                [(step.turn + 1, step.record, step.rollout) for step in last.values()],
+                "UPDATE rollouts SET calls = ?1, node = COALESCE((SELECT target FROM records WHERE id = ?2), node), "
+                "used_at = ?4 WHERE id = ?3 AND calls < ?1",
+                [(step.turn + 1, step.record, step.rollout, now) for step in last.values()],
             )
 
     def recover(self, steps: Sequence[JournalEntry]) -> dict[int, str]:
@@ -190,3 +244,8 @@ class RolloutStore:
             "WHERE r.task = ?1 AND r.finished = 0 AND note IS NOT NULL"
         )
         return dict(self._database.rows(sql, (task, protocol)))
+
+
+def label_path(name: str) -> str:
+    """Return the path of a label in the column `labels`, for SQLite's JSON functions. Names hold no quotes."""
+    return f'$."{name}"'

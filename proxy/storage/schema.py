@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import sqlite_utils
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the tables, written into each file. A file of another version is refused and left unchanged."""
 
 _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
@@ -31,6 +31,7 @@ _TABLES: tuple[tuple[str, dict[str, type], str | tuple[str, ...]], ...] = (
     ("rollouts", {
         "id": int, "task": str, "name": str, "tree": int, "start": int, "node": int, "calls": int, "finished": int,
         "token_digest": bytes, "created_at": float, "lost": str,
+        "labels": str, "used_at": float, "restore_s": float, "replay_s": float, "wait_s": float,
     }, "id"),
     ("blobs", {"id": int, "digest": bytes, "packed": int, "data": bytes}, "id"),
     # Which tasks use a tree that several tasks share.

@@ -21,10 +21,11 @@ from proxy.control.routes.params import (
     position_of,
     tree_of,
 )
+from proxy.control.routes.rollouts import begin
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.answers import ShownAnswer, shown_answer
 from proxy.control.views.nodes import CallView, EffectName
-from proxy.control.views.rollouts import RolloutView, rollout_view
+from proxy.control.views.rollouts import RolloutView
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Record
@@ -263,10 +264,7 @@ async def fork_at_node(
 ) -> RolloutView:
     """Begin a rollout at a node."""
     known = await engine.tasks.find(task)
-    begun = engine.tasks.begin(known, name, *position_of(engine, known, node))
-    engine.warm.note_step(begun)
-    row = engine.store.rollouts.of_task(task, name=name)[-1]
-    return RolloutView(**rollout_view(row, str(request.base_url), begun))
+    return begin(engine, known, name, *position_of(engine, known, node), request)
 
 
 async def _labels(titles: Titles, records: Iterable[Record]) -> list[LabelView]:

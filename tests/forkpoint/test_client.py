@@ -100,6 +100,30 @@ def test_group_shares_calls_and_forks(proxy: Proxy, kind: Kind) -> None:
 
 
 @both
+def test_labels_reach_rollouts(proxy: Proxy, kind: Kind) -> None:
+    """Those of the client, of a rollout, of one that its first call begins, of a fork, and a late reward."""
+
+    async def test(client: Any) -> None:
+        task = client.task(f"labels-{kind.__name__}")
+        async with entered(task.rollout("begun", labels={"step": 3, "group": "a,b=c %"})) as begun:
+            fork = await done(begun.fork("fork", labels={"step": 4}))
+        called = task.rollout("called", labels={"greedy": True})
+        await done(called.exec("true"))
+        labels = {each.rollout: dict(each.labels) for each in await done(task.rollouts())}
+        assert labels == {
+            "begun": {"run": "r 7", "step": "3", "group": "a,b=c %"},
+            "fork": {"run": "r 7", "step": "4", "group": "a,b=c %"},
+            "called": {"run": "r 7", "greedy": "true"},
+        }
+        assert (await done(begun.label(reward=1, group=None))).labels == {"run": "r 7", "step": "3", "reward": "1.0"}
+        assert (await done(begun.info())).state == "finished"
+        assert [each.rollout for each in await done(task.rollouts(labels={"greedy": True}))] == ["called"]
+        assert fork.labels == labels["fork"]
+
+    with_client(kind, proxy.url, test, labels={"run": "r 7"})
+
+
+@both
 def test_files_are_written_read_and_removed(proxy: Proxy, kind: Kind) -> None:
     async def test(client: Any) -> None:
         async with entered(client.task("files").rollout()) as rollout:

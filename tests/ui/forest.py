@@ -86,7 +86,9 @@ def _walk(
             steps.append(record)
             node = source
         rollout = store.database.take_number("rollouts")
-        values = (rollout, task, f"walker-{number}", tree, root, root, len(steps), 1, None, time.time(), "")
+        now, spent_s = time.time(), (0.0, 0.0, 0.0)
+        walker = f"walker-{number}"
+        values = (rollout, task, walker, tree, root, root, len(steps), 1, None, now, "", "{}", now, *spent_s)
         execute(f"INSERT INTO rollouts VALUES ({','.join('?' * len(values))})", values)
         for turn, record in enumerate(reversed(steps)):
             execute("INSERT INTO steps VALUES (?, ?, ?, ?)", (rollout, turn, record, 0 if number else 1))

@@ -11,6 +11,7 @@ from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
+from proxy.tree.labels import MAX_LABELS, checked
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
@@ -24,6 +25,14 @@ RootQuery = Annotated[
     Query(description="Selects a tree of the task by its root or any of its nodes. Default: the current tree."),
 ]
 NewName = Annotated[str, Body(pattern=NAME_PATTERN, embed=True)]
+NewLabels = Annotated[
+    dict[str, Any] | None,
+    Body(embed=True, description="Labels of the rollout by name.", examples=[{"run": "r7", "step": 3}]),
+]
+LabelQuery = Annotated[
+    list[str] | None,
+    Query(max_length=MAX_LABELS, description="Only rollouts with this label, such as `run=r7`. It may be repeated."),
+]
 
 
 async def control_of(connection: HTTPConnection) -> ControlPlane:
@@ -68,6 +77,18 @@ def granted(request: HTTPConnection) -> Grant:
 def confined(request: HTTPConnection, spec: EnvironmentSpec) -> EnvironmentSpec:
     """Return a spec as the request's token may have it: one that sees some tasks only names allowed sources only."""
     return spec if granted(request).whole else spec.model_copy(update={"confined": True})
+
+
+def wanted_labels(queried: list[str] | None) -> dict[str, str]:
+    """Return the labels that a query asks for.
+
+    Raises:
+        RefusalError: 422, one is no label.
+    """
+    pairs = [text.partition("=") for text in queried or ()]
+    if not all(separator for _, separator, _ in pairs):
+        raise RefusalError(422, "labels", "a label is asked for as run=r7.")
+    return checked({name: value for name, _, value in pairs})
 
 
 def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:

@@ -1,19 +1,24 @@
 """Routes of rollouts: begin, list, show, finish and fork them."""
 
+import json
 import secrets
-from typing import Annotated
+import time
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
 
 from proxy.control.routes.params import (
     ControlDep,
     EngineDep,
+    LabelQuery,
+    NewLabels,
     NewName,
     RolloutName,
     TaskName,
     no_rollout,
     position_of,
     running,
+    wanted_labels,
 )
 from proxy.control.views.resources import (
     NodeName,
@@ -21,6 +26,8 @@ from proxy.control.views.resources import (
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
+from proxy.tree.labels import Labels, changed, checked, inherited
+from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 
@@ -28,10 +35,12 @@ router = APIRouter()
 
 
 @router.post("/tasks/{task}/rollouts", status_code=201)
-async def begin_rollout(engine: EngineDep, task: TaskName, request: Request, rollout: NewName) -> RolloutView:
+async def begin_rollout(
+    engine: EngineDep, task: TaskName, request: Request, rollout: NewName, labels: NewLabels = None
+) -> RolloutView:
     """Begin a rollout at the root. The first call of a new rollout does the same."""
     known = await engine.tasks.open(task)
-    return _begin(engine, known, rollout, known.tree, known.tree.root, request)
+    return begin(engine, known, rollout, known.tree, known.tree.root, request, checked(labels or {}))
 
 
 @router.get("/tasks/{task}/rollouts")
@@ -42,13 +51,14 @@ async def list_rollouts(
     offset: Annotated[int, Query(ge=0, le=1 << 40)] = 0,
     limit: Annotated[int, Query(ge=1, le=100_000)] = 100_000,
     newest: Annotated[bool, Query(description="List the newest rollouts first.")] = False,
+    label: LabelQuery = None,
 ) -> list[RolloutView]:
     """List the rollouts of a task, finished rollouts included, oldest first."""
     known = await engine.tasks.find(task)
     engine.journal.fold()
     live = {rollout.id: rollout for rollout in known.rollouts.values()}
-    rows = engine.store.rollouts.of_task(task, newest=newest, offset=offset, limit=limit)
-    return [RolloutView(**rollout_view(row, str(request.base_url), live.get(row["id"]))) for row in rows]
+    rows = engine.store.rollouts.of_task(task, newest=newest, labels=wanted_labels(label), offset=offset, limit=limit)
+    return [RolloutView(**_view(engine, row, live.get(row["id"]), request)) for row in rows]
 
 
 @router.get("/tasks/{task}/rollouts/{rollout}")
@@ -64,14 +74,11 @@ async def get_rollout(
     engine = control.engine
     known = await engine.tasks.find(task)
     engine.journal.fold()
-    rows = engine.store.rollouts.of_task(task, name=rollout)
-    if not rows:
-        raise no_rollout(task, rollout)
-    row = rows[-1]
+    row = _newest(engine, task, rollout)
     live = known.rollouts.get(rollout)
     tree = engine.trees.load(row["tree"])
     steps = control.reader.steps(row["id"], tree, offset=offset, limit=limit)
-    return RolloutDetail(**rollout_view(row, str(request.base_url), live), steps=steps)
+    return RolloutDetail(**_view(engine, row, live, request), steps=steps)
 
 
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
@@ -89,21 +96,54 @@ async def fork_rollout(
     request: Request,
     name: NewName,
     node: Annotated[NodeName | None, Body()] = None,
+    labels: NewLabels = None,
 ) -> RolloutView:
-    """Begin a rollout at the node of another rollout, or at a given node, for tree search."""
+    """Begin a rollout at the node of another rollout, or at a given node, for tree search.
+
+    It takes over the labels of the other rollout except its reward; `labels` changes them.
+    """
     source = await running(engine, task, rollout)
     known = await engine.tasks.find(task)
     tree, start = (source.tree, source.node) if node is None else position_of(engine, known, node)
     if start.detached:
         raise RefusalError(409, "forgotten", f"the node of rollout {rollout!r} was forgotten. Fork at another node.")
-    return _begin(engine, known, name, tree, start, request)
+    own = json.loads(_newest(engine, task, rollout)["labels"])
+    return begin(engine, known, name, tree, start, request, changed(inherited(own), labels or {}))
 
 
-def _begin(engine: Engine, task: Task, name: str, tree: Tree, node: Node, request: Request) -> RolloutView:
+@router.patch("/tasks/{task}/rollouts/{rollout}/labels")
+async def change_labels(
+    engine: EngineDep,
+    task: TaskName,
+    rollout: RolloutName,
+    request: Request,
+    labels: Annotated[dict[str, Any], Body(examples=[{"reward": 1.0, "note": None}])],
+) -> RolloutView:
+    """Change labels of the newest rollout of this name, which may have ended; null removes a label."""
+    known = await engine.tasks.find(task)
+    row = _newest(engine, task, rollout)
+    engine.store.rollouts.put_labels(row["id"], changed(json.loads(row["labels"]), labels))
+    return RolloutView(**_view(engine, _newest(engine, task, rollout), known.rollouts.get(rollout), request))
+
+
+def _newest(engine: Engine, task: str, name: str) -> dict[str, Any]:
+    rows = engine.store.rollouts.of_task(task, name=name, newest=True, limit=1)
+    if not rows:
+        raise no_rollout(task, name)
+    return rows[0]
+
+
+def _view(engine: Engine, row: dict[str, Any], live: Rollout | None, request: Request) -> dict[str, Any]:
+    used_since = time.time() - engine.settings.sandbox_idle_s
+    return rollout_view(row, str(request.base_url), live, used_since=used_since)
+
+
+def begin(
+    engine: Engine, task: Task, name: str, tree: Tree, node: Node, request: Request, labels: Labels | None = None
+) -> RolloutView:
     """Begin a rollout, and show its token: the only time, because the store keeps no more than its digest."""
     # 192 random bits, so that a token cannot be guessed.
     token = f"fp_{secrets.token_urlsafe(24)}"
-    begun = engine.tasks.begin(task, name, tree, node, token)
+    begun = engine.tasks.begin(task, name, tree, node, token, labels)
     engine.warm.note_step(begun)
-    row = engine.store.rollouts.of_task(task.name, name=name)[-1]
-    return RolloutView(**rollout_view(row, str(request.base_url), begun), token=token)
+    return RolloutView(**_view(engine, _newest(engine, task.name, name), begun, request), token=token)

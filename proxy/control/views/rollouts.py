@@ -1,5 +1,6 @@
 """Views of tasks and of their rollouts. Pure."""
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -69,6 +70,9 @@ class TaskSummary(BaseModel):
     saved_s: float = 0.0
 
 
+RolloutState = Literal["running", "idle", "finished"]
+
+
 class RolloutView(BaseModel):
     """A rollout.
 
@@ -81,6 +85,10 @@ class RolloutView(BaseModel):
         start: The node that it began at.
         calls: Number of its answered calls.
         finished: Whether it has ended.
+        state: `running` if a call is in flight or was made within `sandbox_idle_s`, `idle` without one, `finished`
+            after its end.
+        used_at: When it made its last call, or began, in seconds since 1970; up to two seconds old.
+        labels: Its labels.
         lost: Why its position is not known any more, so that its calls are refused; empty for nearly all.
         created_at: When it began, in seconds since 1970.
         base_url: Base URL of its agent's tools.
@@ -96,6 +104,9 @@ class RolloutView(BaseModel):
     start: str
     calls: int
     finished: bool
+    state: RolloutState
+    used_at: float
+    labels: dict[str, str] = {}
     lost: str = ""
     created_at: float
     base_url: str
@@ -148,13 +159,14 @@ def task_view(task: Task, row: dict[str, Any]) -> TaskView:
     )
 
 
-def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> dict[str, Any]:
+def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None, *, used_since: float) -> dict[str, Any]:
     """Return the members of a `RolloutView`.
 
     Args:
         row: The rollout as the store has it.
         base_url: The proxy's base URL as the client knows it.
         live: The running rollout, whose position is newer than the store's; None once it has ended.
+        used_since: A rollout whose last call is older counts as idle, in seconds since 1970.
     """
     return {
         "id": row["id"],
@@ -165,7 +177,18 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None) -> di
         "start": f"n{row['start']}",
         "calls": row["calls"] if live is None else live.calls,
         "finished": bool(row["finished"]),
+        "state": _state(row, live, used_since),
+        "used_at": row["used_at"],
+        "labels": json.loads(row["labels"]),
         "lost": "" if row["finished"] else row["lost"],
         "created_at": row["created_at"],
         "base_url": f"{base_url.rstrip('/')}/t/{row['task']}/r/{row['name']}",
     }
+
+
+def _state(row: dict[str, Any], live: Rollout | None, used_since: float) -> RolloutState:
+    if row["finished"]:
+        return "finished"
+    # A call that is newer than the store's row waits in the journal.
+    in_use = live is not None and (live.waiting > 0 or live.calls != row["calls"])
+    return "running" if in_use or row["used_at"] >= used_since else "idle"

@@ -12,14 +12,16 @@ const WORDS = { "saved o-hit": "saved", "o-wait": "waited", "o-replay": "restore
 export async function rolloutList({ main, params, signal, setParams }, task) {
   const body = h("tbody");
   const note = h("span", { class: "note" });
-  const search = h("input", { type: "search", placeholder: "Filter rollouts", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
+  const search = h("input", { type: "search", placeholder: "Name, state, label=value", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
   const compare = h("button", { disabled: true, on: { click: () => (location.hash = `#/t/${names(task)}/r/${names(picked[0])}/vs/${names(picked[1])}`) } }, "Compare");
   const environment = h("th", { scope: "col", hidden: true }, "Environment");
   let found = [];
   let titles = new Map();
   let picked = [];
   const draw = () => {
-    const chosen = found.filter((rollout) => rollout.rollout.toLowerCase().includes(search.value.toLowerCase()));
+    // Each word of the filter is part of the name, of the state, or of a label such as `run=r7`.
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const chosen = found.filter((r) => { const text = `${r.rollout} ${r.state} ${labelText(r)}`.toLowerCase(); return words.every((word) => text.includes(word)); });
     put(body, [...chosen].reverse().slice(0, 1000).map((rollout) => row(rollout)));
     say(note, plural(found.length, "rollout"));
   };
@@ -33,7 +35,8 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
       "tr", { data: { rollout: r.rollout } },
       h("td", {}, h("input", { type: "checkbox", checked: picked.includes(r.rollout), "aria-label": `Compare ${r.rollout}`, on: { change: (event) => pick(r.rollout, event.target.checked) } })),
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(r.rollout)}` }, r.rollout)),
-      h("td", {}, h("span", { class: r.finished ? "chip" : "chip live" }, r.finished ? "finished" : "running")),
+      h("td", {}, h("span", { class: r.state === "running" ? "chip live" : "chip" }, r.state)),
+      h("td", { class: "cut", title: labelText(r) }, labelText(r)),
       h("td", { class: "num" }, count(r.calls)),
       environment.hidden ? null : h("td", { class: "cut" }, h("a", { href: `#/t/${names(task)}?root=${r.root}` }, titles.get(r.root) ?? r.root)),
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.start}` }, r.start)),
@@ -51,10 +54,12 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
   await look();
   put(
     main,
-    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, compare), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, headOf(["", ""], ["Rollout", ""], ["State", ""], ["Calls", "num"]), environment, headOf(["Began at", ""], ["Stands at", ""], ["Begun", "num"]))), body)))),
+    h("div", { class: "wrap" }, h("section", { class: "panel" }, h("header", {}, h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, compare), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, headOf(["", ""], ["Rollout", ""], ["State", ""], ["Labels", ""], ["Calls", "num"]), environment, headOf(["Began at", ""], ["Stands at", ""], ["Begun", "num"]))), body)))),
   );
   watch(look, signal, 2000);
 }
+
+const labelText = (rollout) => Object.entries(rollout.labels).map(([name, value]) => `${name}=${value}`).join(" ");
 
 const headOf = (...columns) => columns.map(([text, kind]) => h("th", { scope: "col", class: kind }, text || h("span", { class: "sr" }, "Compare")));
 

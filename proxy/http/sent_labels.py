@@ -1,0 +1,41 @@
+"""Labels that a request brings for the rollout that it begins: in a header, or in the query of an agent's base URL."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from proxy.http.asgi import ReceivedHeaders, Scope
+from proxy.tree.labels import parsed
+
+HEADER = b"x-forkpoint-labels"
+"""The header with labels. It goes to no tool server."""
+_PARAMETER = b"forkpoint-labels="
+"""The query parameter with labels. It is removed from the query, so that no key and no tool server has it."""
+_SENT = "forkpoint.labels"
+"""The key in a request's ASGI scope of the labels in its query."""
+
+
+def take_from_query(scope: Scope) -> None:
+    """Move labels out of a request's query. Idempotent; 0.1 us for a request without a query."""
+    query: bytes = scope.get("query_string", b"")
+    if not query or _PARAMETER not in query:
+        return
+    parts = query.split(b"&")
+    sent = [part for part in parts if part.startswith(_PARAMETER)]
+    if sent:
+        scope["query_string"] = b"&".join(part for part in parts if not part.startswith(_PARAMETER))
+        scope[_SENT] = sent[-1].removeprefix(_PARAMETER)
+
+
+def labels_of(scope: Mapping[str, Any], headers: ReceivedHeaders) -> dict[str, str]:
+    """Return the labels that a request brings; those of the header count before those of the query.
+
+    Read it only for a request that begins a rollout: the labels of a running one are changed by PATCH.
+
+    Raises:
+        RefusalError: 422, the labels are malformed, too many or too long.
+    """
+    # Decoded twice, here as the value of a query, and then as the value of a label.
+    in_query = parsed(unquote_to_bytes(scope.get(_SENT, b"")))
+    in_header = parsed(b",".join(value for name, value in headers if name == HEADER))
+    return {**in_query, **in_header}
