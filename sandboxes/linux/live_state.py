@@ -15,12 +15,13 @@
 # 3. Objects that a path leads to, often /proc/PID/fd/N: FIFOs, pipes, terminals, memfds. Their fill and settings are
 #    read by a descriptor that takes nothing out. Regular files belong to the file system, which others compare.
 # 4. Sockets, by their addresses: see `socket_queues`.
-# 5. Queues that nothing shows: of inotify and fanotify, and of a terminal's master end. Who waits for them is woken,
-#    and that takes CPU time. A process that holds one and waits for nothing makes the state *opaque*.
+# 5. Queues of inotify and fanotify, which nothing shows. An event wakes the process that waits for it, and that takes
+#    CPU time. A process that holds such a queue and does not wait makes the state *opaque*.
 #
 # What else is opaque: a process that cannot be read; real-time signals, of which only one is seen however many wait; a
-# FIFO without a reader, which cannot be opened unnoticed; memfds above a size. Beside an opaque state every call counts
-# as a change.
+# FIFO without a reader, which cannot be opened unnoticed; memfds above a size; the master end of a terminal, whose
+# queue nothing shows, and whose reader the kernel wakes a moment after a write (`flush_to_ldisc` in
+# drivers/tty/tty_buffer.c), so after the end of the call. Beside an opaque state every call counts as a change.
 #
 # Objects of the supervisor itself (the pipes of its background processes) are left out. It drains them all the time.
 
@@ -60,7 +61,7 @@ _TERMINALS = range(136, 144)
 _MASTER = os.makedev(5, 2)
 """The device /dev/ptmx, whose descriptors are the master ends of terminals."""
 _MEMORY_FILES = ("/memfd:", "/dev/zero", "/SYSV")
-_LINGERING, _TERMINAL = ("lingering",), "terminal"
+_LINGERING = ("lingering",)
 _EVENT_QUEUES = ("anon_inode:inotify", "anon_inode:[fanotify]")
 
 
@@ -104,9 +105,6 @@ class LiveState:
             for pid in (*self._pids, *self._shells):
                 self._watch(directory(pid))
             self._before = self._read()
-            if any(name[0] == _TERMINAL for name in self._before):
-                # The kernel passes on what is written there a moment later, so its reader may not be awake yet.
-                self._notify(f"{directory(self._pids[0]).rpartition('/proc/')[0]}/dev/pts")
 
     def _watch(self, directory: str) -> None:
         """Have the kernel report writes to the files of a process and its threads."""
@@ -201,9 +199,9 @@ class _Objects:
             elif target.startswith(_EVENT_QUEUES):
                 _require_waiting(pid)
             elif target != "/dev/null" and not target.startswith("anon_inode:"):
-                self._look_at(pid, path, target)
+                self._look_at(path, target)
 
-    def _look_at(self, pid: int, path: str, target: str) -> None:
+    def _look_at(self, path: str, target: str) -> None:
         status = os.stat(path)  # noqa: PTH116
         name = (status.st_dev, status.st_ino)
         if stat.S_ISFIFO(status.st_mode):
@@ -216,9 +214,9 @@ class _Objects:
             # No directory has it, so no comparison of directories shows it.
             self._facts[name] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         elif stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in _TERMINALS:
-            self._facts[_TERMINAL, *name] = _terminal(path)
+            self._facts[name] = _terminal(path)
         elif status.st_rdev == _MASTER and stat.S_ISCHR(status.st_mode):
-            _require_waiting(pid)
+            raise _OpaqueError("the master end of a terminal")
 
     def facts(self) -> dict[Any, Any]:
         """Return what is in the objects, by device and inode."""
@@ -353,10 +351,15 @@ def _memory(path: str, status: os.stat_result) -> tuple[Any, ...]:
 
 
 def _require_waiting(pid: int) -> None:
-    """Require that a thread of a process waits for descriptors, so that an event for one of them wakes it."""
+    """Require that a thread of a process waits for descriptors, so that an event for one of them wakes it.
+
+    A stopped thread does not wait, though its system call is that of one that does.
+    """
     waits = _NUMBERS.get(kernel.MACHINE, (0, 0, set[int]()))[2]
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
-        number = _content(f"/proc/{pid}/task/{thread}/syscall").split()[0]
-        if number.isdigit() and int(number) in waits:
+        directory = f"/proc/{pid}/task/{thread}"
+        number = _content(f"{directory}/syscall").split()[0]
+        sleeps = _content(f"{directory}/stat").rpartition(b")")[2].split()[0] == b"S"
+        if sleeps and number.isdigit() and int(number) in waits:
             return
     raise _OpaqueError("a queue of events that no thread waits for")

@@ -5,13 +5,15 @@ A driver's test module subclasses `LiveChangesSuite` and gives it a `driver` fix
 
 import asyncio
 
+import pytest
+
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.spec import EnvironmentSpec
 from tests.sandboxes.box import opened, run
 
 SLEEPER = r"""
-import ctypes, os, select, signal, socket, time
+import ctypes, os, signal, socket, time
 os.mkfifo("/root/fifo")
 fifo = os.open("/root/fifo", os.O_RDWR)
 reader, pipe = os.pipe()
@@ -20,26 +22,22 @@ tcp = socket.socket(); tcp.bind(("127.0.0.1", 5556)); tcp.listen(4)
 dgram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); dgram.bind("\0dgram")
 stream = socket.socket(socket.AF_UNIX); stream.bind("/root/stream"); stream.listen(4)
 pair, other = socket.socketpair()
-master, slave = os.openpty()
 if not (child := os.fork()):
-    os.close(slave)
     while True:
-        select.select([master], [], [])
-        os.read(master, 100)
-os.close(master)
+        signal.pause()
 memory = os.memfd_create("shared", os.MFD_ALLOW_SEALING); os.ftruncate(memory, 4096)
 gone = os.open("/root/gone", os.O_RDWR | os.O_CREAT); os.unlink("/root/gone")
 os.write(gone, b"old")
 buffer = ctypes.create_string_buffer(b"secret", 64)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMIN])
-facts = dict(C=child, FIFO=fifo, PIPE=pipe, TTY=os.ttyname(slave), MEMORY=memory, GONE=gone)
+facts = dict(C=child, FIFO=fifo, PIPE=pipe, MEMORY=memory, GONE=gone)
 facts["AT"] = ctypes.addressof(buffer)
 open("/root/new", "w").write("".join(f"{name}={value}\n" for name, value in facts.items()))
 os.rename("/root/new", "/root/facts")
 while True:
     time.sleep(1000)
 """
-"""A process with one object of each kind, which it never looks at; its child only waits for its terminal."""
+"""A process with one object of each kind, which it never looks at, and a child that only waits."""
 START = f"""cat > /root/sleeper.py <<'END'
 {SLEEPER}
 END
@@ -51,7 +49,7 @@ set -a; . /root/facts || exit; set +a; sleep 0.1"""
 def python(text: str) -> str:
     """Return a command that runs Python with the modules that the rows need."""
     return f"""python3 - <<'END'
-import array, ctypes, fcntl, mmap, os, resource, signal, socket, struct, termios, tty
+import array, ctypes, fcntl, mmap, os, resource, signal, socket, struct
 P, env, libc = int(os.environ["P"]), os.environ, ctypes.CDLL(None, use_errno=True)
 {text}
 END"""
@@ -72,7 +70,6 @@ READS = {
     "signal 0": "kill -0 $P",
     "fifo of its own": "mkfifo /tmp/f; (echo x > /tmp/f &) ; cat /tmp/f; rm /tmp/f",
     "socket of its own": python("a, b = socket.socketpair(); a.send(b'x'); b.recv(1)"),
-    "terminal's size": python("print(os.get_terminal_size(os.open(env['TTY'], os.O_RDONLY | os.O_NOCTTY)))"),
 }
 """Calls that only read. They must stay observations."""
 
@@ -111,11 +108,6 @@ libc.ptrace(17, P, 0, 0)"""),
     "shared memory": python("mmap.mmap(os.open(f'/proc/{P}/fd/{env[\"MEMORY\"]}', os.O_RDWR), 4096)[0] = 7"),
     "seals": python("fcntl.fcntl(os.open(f'/proc/{P}/fd/{env[\"MEMORY\"]}', os.O_RDWR), 1033, 4)"),
     "a file without a name": "echo new > /proc/$P/fd/$GONE",
-    "settings of a terminal": python("tty.setraw(os.open(env['TTY'], os.O_RDWR | os.O_NOCTTY))"),
-    "size of a terminal": python(
-        "fcntl.ioctl(os.open(env['TTY'], os.O_RDWR | os.O_NOCTTY), termios.TIOCSWINSZ, struct.pack('4H', 7, 9, 0, 0))"
-    ),
-    "output of a terminal": "echo x > $TTY",
     "own niceness": python("os.setpriority(os.PRIO_PROCESS, os.getppid(), 3)"),
     "own score": "echo 7 > /proc/$$/oom_score_adj",
     "own descriptors' flags": python("fcntl.fcntl(1, fcntl.F_SETFL, os.O_NONBLOCK | os.O_WRONLY)"),
@@ -166,12 +158,22 @@ assert libc.process_vm_writev(P, ours, 1, theirs, 1, 0) == 6"""),
 """Calls that a sandbox may refuse. Those that it does not refuse must count as changes."""
 
 LAST = {
-    "exclusive terminal": python("fcntl.ioctl(os.open(env['TTY'], os.O_RDWR | os.O_NOCTTY), termios.TIOCEXCL)"),
     "real-time signal": python("os.kill(P, signal.SIGRTMIN)"),
     "the same once more": python("os.kill(P, signal.SIGRTMIN)"),
 }
-"""An exclusive terminal cannot be opened, and how many real-time signals wait cannot be seen. So whatever follows these
-counts as a change."""
+"""How many real-time signals wait cannot be seen. So whatever follows these counts as a change."""
+
+OPAQUE = {
+    "terminal": "import os, signal; master, slave = os.openpty(); print(os.ttyname(slave), flush=True); signal.pause()",
+    "stopped watcher": """
+import ctypes, os, signal
+queue = ctypes.CDLL(None).inotify_init()
+ctypes.CDLL(None).inotify_add_watch(queue, b"/root", 0x100)
+print("watches", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+os.read(queue, 100)""",
+}
+"""Processes with a queue that nothing shows, and whose reader does not wake before a call ends."""
 
 LEAVE_UNKNOWN = {"lock", "system v memory", "system v semaphore", "system v queue", "a message", "posix queue"}
 LEAVE_UNKNOWN |= LAST.keys() | {"tcp backlog"}
@@ -210,3 +212,19 @@ class LiveChangesSuite:
 
         missed, failed, counted = asyncio.run(go())
         assert (missed, failed, counted) == ([], [], [])
+
+    @pytest.mark.parametrize("name", OPAQUE)
+    def test_calls_beside_hidden_queues_are_changes(self, driver: Driver, name: str) -> None:
+        """The kernel passes on what is written to a terminal after the call; a stopped process does not wake at all."""
+
+        async def go() -> None:
+            async with opened(driver):
+                sandbox = await driver.start(EnvironmentSpec())
+                begin = f"python3 -c '{OPAQUE[name]}' > /root/begun & until [ -s /root/begun ]; do sleep 0.02; done"
+                assert (await run(sandbox, begin)).code == 0
+                stopped = "until grep -q 'State:.T' /proc/$!/status; do sleep 0.02; done"
+                assert name == "terminal" or (await run(sandbox, stopped)).code == 0
+                for _ in range(2):
+                    assert (await run(sandbox, "cat /root/begun")).effect is Effect.PROCESSES
+
+        asyncio.run(go())

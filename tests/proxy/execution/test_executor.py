@@ -1,6 +1,7 @@
 """Executions that hold for one rollout alone: a timeout is its rollout's own, and holds up nobody."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,19 +16,27 @@ SLOW = "echo part >> log; sleep 9"
 
 
 class SlowSandbox(MemorySandbox):
-    """Its `SLOW` command runs out of time, `timeouts` times. `at_once` is how many of them ran together at most."""
+    """Its `SLOW` command runs out of time, `timeouts` times.
+
+    `at_once` is how many of them ran together at most. All but the first wait until `together` have run
+    together.
+    """
 
     timeouts = 1 << 30
     running = 0
     at_once = 0
+    begun = 0
+    together = 0
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         if call.arguments.get("command") != SLOW:
             return await super().execute(call, listener)
+        first, SlowSandbox.begun = not SlowSandbox.begun, SlowSandbox.begun + 1
         SlowSandbox.running += 1
         SlowSandbox.at_once = max(SlowSandbox.at_once, SlowSandbox.running)
-        # Time enough for the others to begin.
-        for _ in range(200):
+        deadline = time.monotonic() + 30
+        while not first and SlowSandbox.at_once < SlowSandbox.together and time.monotonic() < deadline:  # noqa: ASYNC110
+            # Another execution has to begin first.
             await asyncio.sleep(0)
         execution = await super().execute(call, listener)
         SlowSandbox.running -= 1
@@ -66,16 +75,19 @@ def test_timeouts_of_a_group_run_side_by_side(tmp_path: Path) -> None:
     """The rollouts that waited for the first execution do not wait for one another's timeouts."""
 
     async def body() -> None:
-        SlowSandbox.at_once = 0
+        SlowSandbox.at_once, SlowSandbox.begun, SlowSandbox.together = 0, 0, 5
         async with engine(tmp_path, SlowDriver()) as running:
             group = [await running.tasks.rollout("task", f"r{number}") for number in range(6)]
             outcomes = [outcome for _, outcome in await asyncio.gather(*(ask(running, r, SLOW) for r in group))]
             assert outcomes == [Outcome.BYPASS] * 6
-            assert SlowSandbox.at_once == 5
+            assert SlowSandbox.at_once == SlowSandbox.together
             assert len({rollout.node for rollout in group}) == 6
             group[0].tree.check()
 
-    asyncio.run(body())
+    try:
+        asyncio.run(body())
+    finally:
+        SlowSandbox.together = 0
 
 
 def test_rollouts_side_by_side_share_one_record(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def test_the_host_survives_the_removal_of_everything(data_dir: Path) -> None:
 
     async def go() -> None:
         async with opened(local_driver(data_dir)) as driver:
-            sandbox = await driver.start(EnvironmentSpec(limits=Limits(timeout_s=60)))
-            said = await run(sandbox, "cd /; rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=60)
+            sandbox = await driver.start(EnvironmentSpec(limits=Limits(timeout_s=600)))
+            said = await run(sandbox, "cd /; rm -rf / --no-preserve-root 2>/dev/null; echo done", timeout_s=600)
             assert said.out == "done\n"
             gone = await run(sandbox, "echo on")
             assert gone.code == 127

@@ -30,7 +30,7 @@ PROGRAMS = [
     ["LC_ALL=C; x=$'\\303\\251'", "echo $x ${#x}"],
     ["x=$(printf '%100000s' y)", "echo ${#x}"],
     ["unset RANDOM; RANDOM=5", "echo $RANDOM"],
-    ["unset SECONDS DIRSTACK", "echo [$SECONDS]; pushd /tmp"],
+    ["unset SECONDS DIRSTACK", "echo [$SECONDS]; pushd /usr"],
     ["export SHELLOPTS UID", "sh -c 'echo $SHELLOPTS $UID'"],
     ["BASH_ARGV0=foo", "echo $0"],
     # Variables that are tied to options.
@@ -74,10 +74,10 @@ PROGRAMS = [
     ["mkdir -p p/q; cd p/q", "mv ../../p ../../z", "pwd; ls ..; cd ..; pwd"],
     ["mkdir -p p/q/r; cd p/q; pushd r >/dev/null", "mv ../../q ../../z", "popd; pwd"],
     ["mkdir -p p/q; cd p/q; cd ..", "rmdir q", "cd -; pwd"],
-    ["mkdir 'a\nb'; cd 'a\nb'; pushd / >/dev/null; pushd /tmp >/dev/null", "dirs; popd; popd; pwd"],
+    ["mkdir 'a\nb'; cd 'a\nb'; pushd / >/dev/null; pushd /usr >/dev/null", "dirs; popd; popd; pwd"],
     ["PWD=/nonsense", "pwd; echo $PWD; cd ..; pwd"],
-    ["OPTIND=3; readonly PWD OLDPWD", "echo $OPTIND; cd /tmp; pwd"],
-    ["cd -P /tmp; CDPATH=/usr; cd bin", "cd -; cd -"],
+    ["OPTIND=3; readonly PWD OLDPWD", "echo $OPTIND; cd /usr; pwd"],
+    ["cd -P /opt; CDPATH=/usr; cd bin", "cd -; cd -"],
     ["set -o physical; ln -s /usr u; cd u", "pwd; cd ..; pwd"],
 ]
 
